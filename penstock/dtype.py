@@ -1,0 +1,73 @@
+"""Element types and weight encodings, known by name to every layer and free of torch until asked.
+
+>>> DType.bfloat16.size_in_bytes
+2
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DType(str, Enum):
+    """An element type of a tensor or buffer. Its value is the name that torch and numpy use."""
+
+    bool = "bool"
+    int8 = "int8"
+    int16 = "int16"
+    int32 = "int32"
+    int64 = "int64"
+    uint8 = "uint8"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+    @property
+    def size_in_bytes(self) -> int:
+        """Bytes an element takes."""
+        return _SIZES[self]
+
+    def is_float(self) -> bool:  # type: ignore[valid-type]  # `bool` above is a member
+        """Whether elements are floating-point numbers."""
+        return "float" in self.value
+
+    def to_torch(self) -> torch.dtype:
+        """The same type in torch."""
+        import torch
+
+        dtype = getattr(torch, self.value)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def to_numpy(self) -> np.dtype[np.generic]:
+        """The same type in numpy; numpy has no bfloat16.
+
+        Raises:
+            TypeError: for ``bfloat16``.
+        """
+        if self is DType.bfloat16:
+            raise TypeError("numpy has no bfloat16: convert to float32 first")
+        return np.dtype(self.value)
+
+    @classmethod
+    def from_torch(cls, dtype: torch.dtype) -> DType:
+        """The ``DType`` of a torch type, e.g. ``torch.float32``."""
+        return cls(str(dtype).removeprefix("torch."))
+
+    @classmethod
+    def from_numpy(cls, dtype: np.dtype[np.generic]) -> DType:
+        """The ``DType`` of a numpy type."""
+        return cls(dtype.name)
+
+
+_SIZES = {
+    dtype: 1 if dtype in (DType.bool, DType.int8, DType.uint8) else int(dtype.value[-2:]) // 8
+    for dtype in DType
+}

@@ -1,0 +1,52 @@
+"""`InferenceSession`: the devices of this process, the kernels chosen for them, and its threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from penstock.driver import CPU, Device
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.kernels import Ops
+
+
+class InferenceSession:
+    """Where models run.
+
+    Args:
+        devices: the devices to run on; the host's processor if not given.
+        deterministic: run the reference kernels, whose results do not depend on the batch.
+        num_threads: threads of the one OpenMP team of this process; as many as torch chooses if not given.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device] | None = None,
+        *,
+        deterministic: bool = False,
+        num_threads: int | None = None,
+    ) -> None:
+        self.devices = list(devices or [CPU()])
+        if len({device.label for device in self.devices}) > 1 or len(self.devices) > 1:
+            raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
+        self.deterministic = deterministic
+        if num_threads is not None:
+            import torch
+
+            torch.set_num_threads(num_threads)
+
+    @cached_property
+    def ops(self) -> Ops:
+        """The kernels that models of this session run on."""
+        from penstock.kernels.reference import ReferenceOps
+
+        if not self.deterministic and self.devices[0].is_host:
+            from penstock.kernels import cpu
+
+            compiled = cpu.load()
+            if compiled is not None:
+                return compiled
+        return ReferenceOps()

@@ -1,0 +1,121 @@
+"""Every error a caller can cause, in one tree.
+
+    PenstockError
+    ├── InputError (ValueError)               one request cannot be served as asked
+    │   ├── PromptTooLongError                num_tokens, max_length
+    │   └── UnsupportedFeatureError           feature
+    ├── ConfigError (ValueError)              field
+    ├── CheckpointError                       path
+    │   ├── CheckpointNotFoundError
+    │   ├── WeightsError
+    │   └── UnknownArchitectureError          architecture, known
+    ├── InsufficientMemoryError               needed, available
+    │   └── InsufficientBlocksError           needed, free, total
+    └── MissingDependencyError (ImportError)  package, extra
+
+An ``assert`` anywhere in Penstock marks a mistake of ours; what a caller can cause raises one of these,
+with the numbers in it and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class PenstockError(Exception):
+    """The root of all errors that a caller of Penstock can cause."""
+
+
+class InputError(PenstockError, ValueError):
+    """A request is refused: its prompt, its parameters or their combination cannot be served."""
+
+
+class PromptTooLongError(InputError):
+    """The prompt leaves no room for a new token under the maximum length."""
+
+    def __init__(self, num_tokens: int, max_length: int) -> None:
+        super().__init__(
+            f"the prompt has {num_tokens} tokens, but the maximum length is {max_length} tokens, "
+            "prompt and output together: shorten the prompt or raise --max-length"
+        )
+        self.num_tokens = num_tokens
+        self.max_length = max_length
+
+
+class UnsupportedFeatureError(InputError):
+    """A request asks for something that this model, back end or combination cannot do."""
+
+    def __init__(self, feature: str, reason: str) -> None:
+        super().__init__(f"{feature} is not supported: {reason}")
+        self.feature = feature
+
+
+class ConfigError(PenstockError, ValueError):
+    """A configuration field is unknown, of the wrong type, or has an impossible value."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint cannot be read."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = str(path)
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """The path or hub id names no checkpoint that can be reached."""
+
+
+class WeightsError(CheckpointError):
+    """Tensors are missing, unexpected, misshapen, or their file is damaged."""
+
+
+class UnknownArchitectureError(CheckpointError):
+    """The checkpoint's ``model_type`` has no folder under ``penstock/pipelines/architectures``."""
+
+    def __init__(self, path: object, architecture: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        nearest = get_close_matches(architecture, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        super().__init__(
+            path, f"architecture {architecture!r} is not known (known: {', '.join(names)}){hint}"
+        )
+        self.architecture = architecture
+        self.known = names
+
+
+class InsufficientMemoryError(PenstockError):
+    """Weights, activations or the smallest useful KV cache do not fit the memory there is."""
+
+    def __init__(self, message: str, *, needed: int, available: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
+
+
+class InsufficientBlocksError(InsufficientMemoryError):
+    """The KV cache has too few free blocks for a reservation; nothing was reserved."""
+
+    def __init__(self, needed: int, free: int, total: int) -> None:
+        super().__init__(
+            f"{needed} KV blocks are needed, {free} of {total} are free: "
+            "run fewer requests at once, shorten them, or give the KV cache more memory",
+            needed=needed,
+            available=free,
+        )
+        self.free = free
+        self.total = total
+
+
+class MissingDependencyError(PenstockError, ImportError):
+    """An optional package is needed; the message says which extra installs it."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs {package}: pip install 'penstock[{extra}]'")
+        self.package = package
+        self.extra = extra

@@ -1,0 +1,39 @@
+"""Numerics per device: the only package, with ``driver`` and ``engine``, that knows device names."""
+
+from penstock.kernels.inputs import (
+    KVCacheInputs,
+    KVGroupInputs,
+    LayerKV,
+    LoRAInputs,
+    SamplingInputs,
+    StepInputs,
+)
+from penstock.kernels.linear import (
+    ENCODINGS,
+    FloatEncoding,
+    LinearEncoding,
+    LinearSlice,
+    PackedLinear,
+    encoding_named,
+    pack_linear,
+)
+from penstock.kernels.ops import OPERATIONS, Activation, Ops
+
+__all__ = [
+    "ENCODINGS",
+    "OPERATIONS",
+    "Activation",
+    "FloatEncoding",
+    "KVCacheInputs",
+    "KVGroupInputs",
+    "LayerKV",
+    "LinearEncoding",
+    "LinearSlice",
+    "LoRAInputs",
+    "Ops",
+    "PackedLinear",
+    "SamplingInputs",
+    "StepInputs",
+    "encoding_named",
+    "pack_linear",
+]

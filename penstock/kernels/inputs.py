@@ -1,0 +1,104 @@
+"""The plain tensor structs that kernels read. Letters as everywhere:
+
+T tokens of the ragged batch, B sequences, H heads, K kv heads, D head dim, S block size, N blocks,
+M blocks a sequence at most in this step, V vocabulary, L layers, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from penstock.kernels.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What one attention layer sees of the paged KV cache in one step."""
+
+    cache: Tensor  # [2, N, K, S, D]: keys, then values
+    block_tables: Tensor  # [B, M] int32; block 0 is the null block: freed, or beyond the sequence
+    slots: Tensor  # [T] int64: where each row is stored, block * S + offset
+    window: int | None = None  # a query sees itself and the window - 1 keys before it
+    scales: Tensor | None = None  # [2, N, K, S] float32 for an int8 cache
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroupInputs:
+    """The block tables of one group of layers, shared by all of its layers."""
+
+    block_tables: Tensor  # [B, M] int32
+    slots: Tensor  # [T] int64
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheInputs:
+    """The KV cache of the batch in one step."""
+
+    lengths: Tensor  # [B] int32: keys of each sequence once this step's rows are stored
+    groups: tuple[KVGroupInputs, ...]
+    group_of_layer: tuple[int, ...]  # [L]
+    caches: tuple[Tensor, ...]  # L of [2, N, K, S, D]
+    scales: tuple[Tensor | None, ...]  # L of [2, N, K, S]
+    block_size: int
+
+    def layer(self, index: int) -> LayerKV:
+        """The view of layer ``index``."""
+        group = self.groups[self.group_of_layer[index]]
+        return LayerKV(
+            self.caches[index], group.block_tables, group.slots, group.window, self.scales[index]
+        )
+
+    def advance(self) -> KVCacheInputs:
+        """The inputs of the next step of the same batch, in which each sequence adds one row.
+
+        The blocks for it are reserved already (``KVCache.reserve(context, lookahead)``), so this needs no
+        look at the block pool and runs on the device.
+        """
+        positions = self.lengths.long()  # [B]: the next row's position is the length so far
+        column = (positions // self.block_size)[:, None]
+        groups = []
+        for group in self.groups:
+            blocks = group.block_tables.long().gather(1, column)[:, 0]  # [B]
+            slots = blocks * self.block_size + positions % self.block_size
+            groups.append(replace(group, slots=slots))
+        return replace(self, lengths=self.lengths + 1, groups=tuple(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAInputs:
+    """The adapters of one step: which row uses which, and their matrices by checkpoint name."""
+
+    rows: Tensor  # [T] int64: index of the row's adapter, -1 for none
+    matrices: Mapping[str, tuple[Tensor, Tensor]]
+    """Slice name (``model.layers.0.self_attn.q_proj``) -> A ``[n, R, in]``, B ``[n, out, R]``, scale folded in B."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """How each row of logits is to be sampled; see `Ops.sample`."""
+
+    temperature: Tensor  # [R] float32; 0 is greedy
+    top_k: Tensor  # [R] int64; 0 keeps all tokens
+    top_p: Tensor  # [R] float32; 1 keeps all tokens
+    min_p: Tensor  # [R] float32; 0 keeps all tokens
+    uniforms: Tensor  # [R] float64 in [0, 1): the row's draw, a function of (seed, position) alone
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What all layers share in one step. Passed down the model: a forward reads no global state."""
+
+    ops: Ops
+    positions: Tensor  # [T] int64
+    row_offsets: Tensor  # [B + 1] int32: sequence b owns rows row_offsets[b]:row_offsets[b + 1]
+    kv: KVCacheInputs | None = None
+    lora: LoRAInputs | None = None
+    text_lengths: Tensor | None = None
+    """[T] int64: the length each row's text had when the row was first computed, max(prompt, position + 1);
+    for rotary embeddings that change with it."""

@@ -1,0 +1,150 @@
+"""The operations a model is made of. A back end is a subclass of `Ops`; a session owns one instance.
+
+Models call nothing else on activations but these operations and views (slicing, reshaping), so that a
+step can be recorded and replayed (`kernels.recording`). `kernels.reference.ReferenceOps` defines what
+is correct; other back ends inherit from it and override what they do faster.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+from torch import Tensor
+
+from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
+from penstock.kernels.linear import PackedLinear
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+OPERATIONS = (
+    "embedding",
+    "linear",
+    "rms_norm",
+    "add_rms_norm",
+    "rope_rows",
+    "rotary",
+    "store_kv",
+    "attention",
+    "gated_activation",
+    "take_rows",
+    "put_rows",
+    "sample",
+)
+"""The names of all operations, in the order in which a step meets them."""
+
+
+class Ops(ABC):
+    """One back end's kernels. Instances hold no state of a step and may serve several models."""
+
+    name: str
+    """What ``penstock env`` calls the back end."""
+
+    @abstractmethod
+    def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """Looks up ``tokens [T]`` in ``table [V, E]``: ``[T, E]``."""
+
+    @abstractmethod
+    def linear(
+        self,
+        x: Tensor,  # [T, in]
+        packed: PackedLinear,
+        *,
+        lora: LoRAInputs | None = None,
+    ) -> Tensor:  # [T, out]
+        """``x @ weight.T + bias``, plus ``(x @ A.T) @ B.T`` of each row's adapter on the slices it has."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Divides each row of ``x [..., E]`` by its root mean square and scales by ``weight [E]``.
+
+        Computed in float32, returned in x's type (Zhang and Sennrich 2019, arXiv:1910.07467).
+        """
+
+    @abstractmethod
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """``(rms_norm(x + residual), x + residual)``, both ``[T, E]``: the seam between two layers."""
+
+    @abstractmethod
+    def rope_rows(
+        self,
+        positions: Tensor,  # [T] int64
+        cos: Tensor,  # [P, R / 2] float32
+        sin: Tensor,  # [P, R / 2] float32
+    ) -> tuple[Tensor, Tensor]:  # [T, R / 2], [T, R / 2]
+        """The rows of the rotary tables that this step's positions need, once for all layers."""
+
+    @abstractmethod
+    def rotary(
+        self,
+        q: Tensor,  # [T, H, D]
+        k: Tensor,  # [T, K, D]
+        cos: Tensor,  # [T, R / 2] float32, R <= D
+        sin: Tensor,  # [T, R / 2] float32
+    ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, K, D]
+        """Rotates the first R dims of queries and keys by their positions' angles.
+
+        Pairs are (i, i + R / 2), the layout of Hugging Face checkpoints; the remaining D - R dims pass
+        unchanged (Su et al. 2021, arXiv:2104.09864). Computed in float32, returned in q's type.
+        """
+
+    @abstractmethod
+    def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
+        """Writes ``k, v [T, K, D]`` into ``kv.cache`` at ``kv.slots``; quantises to an int8 cache."""
+
+    @abstractmethod
+    def attention(
+        self,
+        q: Tensor,  # [T, H, D]
+        kv: LayerKV,
+        row_offsets: Tensor,  # [B + 1] int32
+        lengths: Tensor,  # [B] int32
+        *,
+        scale: float,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,  # [H] float32
+    ) -> Tensor:  # [T, H, D]
+        """Causal attention of a ragged batch over the paged cache, whose new rows are stored already.
+
+        The rows of sequence b are its last positions: row j of n is at ``lengths[b] - n + j`` and sees
+        the keys at or before it, at most ``kv.window`` of them. Query head h reads kv head
+        ``h // (H / K)``. ``soft_cap`` bounds the scores to ``cap * tanh(score / cap)``; a sink is one
+        more score in the softmax that has no value. Softmax in float32.
+        """
+
+    @abstractmethod
+    def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
+        """``activation(x[:, :F]) * x[:, F:]`` for ``x [T, 2F]``: ``[T, F]``."""
+
+    @abstractmethod
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """``x[rows]``: ``[R, E]`` of ``x [T, E]`` and ``rows [R]`` int64."""
+
+    @abstractmethod
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+        """``x [T, E]`` with ``values [P, E]`` in place of its rows ``rows [P]``: given embeddings."""
+
+    @abstractmethod
+    def sample(
+        self,
+        logits: Tensor,  # [R, V]
+        sampling: SamplingInputs,
+        bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32, bit 1 = allowed
+    ) -> Tensor:  # [R] int64
+        """Draws one token a row.
+
+        Tokens that ``bitmask`` forbids are left out; then top_k, top_p and min_p each narrow the softmax
+        of ``logits / temperature``, in this order, each measured on the distribution that the one before
+        left. The token is the inverse CDF at ``uniforms`` over the kept tokens in token-id order, summed
+        in float64. Temperature 0 or top_k 1 takes the largest logit, the smallest id on a tie.
+        """
+
+    def chosen(self) -> dict[str, str]:
+        """Operation -> name of the back end that implements it here."""
+        return {operation: self._owner(operation) for operation in OPERATIONS}
+
+    def _owner(self, operation: str) -> str:
+        owners = (cls for cls in type(self).__mro__ if operation in vars(cls))
+        return str(getattr(next(owners), "name", self.name))

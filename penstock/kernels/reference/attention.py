@@ -1,0 +1,112 @@
+"""Causal attention over the paged cache, a sequence and a tile of queries at a time.
+
+The keys a query sees are laid out in whole blocks from position 0. Per block: scores, exponentials and
+their sum times the values; the blocks are then added from left to right (a cumulative sum is
+sequential). A block beyond the query adds exact zeros, so that a query's bits do not depend on how long
+its sequence is in this step, nor on the queries beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.inputs import LayerKV
+
+QUERY_TILE = 32
+
+
+def paged_attention(
+    q: Tensor,  # [T, H, D]
+    kv: LayerKV,
+    row_offsets: Tensor,  # [B + 1]
+    lengths: Tensor,  # [B]
+    *,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,  # [H]
+) -> Tensor:  # [T, H, D]
+    """See `Ops.attention`."""
+    out = torch.empty_like(q)
+    offsets, ends = row_offsets.tolist(), lengths.tolist()
+    for sequence, length in enumerate(ends):
+        start, stop = offsets[sequence], offsets[sequence + 1]
+        keys, values = _gather(kv, sequence, length)  # [K, M, S, D]
+        for row in range(start, stop, QUERY_TILE):
+            tile = slice(row, min(row + QUERY_TILE, stop))
+            position = length - (stop - row)
+            out[tile] = _attend(q[tile], keys, values, position, kv.window, scale, soft_cap, sinks)
+    return out
+
+
+def _attend(
+    q: Tensor,  # [R, H, D], the first at position `position`
+    keys: Tensor,  # [K, M, S, D]
+    values: Tensor,  # [K, M, S, D]
+    position: int,
+    window: int | None,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # [R, H, D]
+    rows, heads, dim = q.shape
+    kv_heads, blocks, block_size, _ = keys.shape
+    group = heads // kv_heads
+    queries = q.float().view(rows, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
+    padding = -queries.shape[1] % 8  # the row tile of the matrix products
+    queries = F.pad(queries, (0, 0, 0, padding))  # [K, R', D], R' = rows x group, padded
+    scores = torch.matmul(queries[:, None], keys.transpose(2, 3)) * scale  # [K, M, R', S]
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(
+        ~_visible(position, rows, group, padding, blocks, block_size, window, q.device), -torch.inf
+    )
+    top = scores.amax(dim=(1, 3))  # [K, R']
+    sink = _sink_rows(sinks, rows, kv_heads, padding)  # [K, R']
+    if sink is not None:
+        top = torch.maximum(top, sink)
+    weights = torch.exp(scores - top[:, None, :, None])
+    total = weights.sum(-1).cumsum(1)[:, -1]  # [K, R']
+    if sink is not None:
+        total = total + torch.exp(sink - top)
+    out = torch.matmul(weights, values).cumsum(1)[:, -1] / total[..., None]  # [K, R', D]
+    out = out[:, : rows * group].view(kv_heads, rows, group, dim).transpose(0, 1)
+    return out.reshape(rows, heads, dim).to(q.dtype)
+
+
+def _visible(
+    position: int,
+    rows: int,
+    group: int,
+    padding: int,
+    blocks: int,
+    block_size: int,
+    window: int | None,
+    device: torch.device,
+) -> Tensor:  # [M, R', S] bool
+    queries = torch.arange(position, position + rows, device=device).repeat_interleave(group)
+    queries = F.pad(queries, (0, padding), value=position)[None, :, None]  # padding sees what row 0 sees
+    keys = torch.arange(blocks * block_size, device=device).view(blocks, 1, block_size)
+    visible = keys <= queries
+    return visible if window is None else visible & (keys > queries - window)
+
+
+def _sink_rows(sinks: Tensor | None, rows: int, kv_heads: int, padding: int) -> Tensor | None:
+    if sinks is None:
+        return None
+    per_row = sinks.float().view(kv_heads, 1, -1).expand(-1, rows, -1).reshape(kv_heads, -1)
+    return F.pad(per_row, (0, padding))
+
+
+def _gather(kv: LayerKV, sequence: int, length: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of one sequence in float32, ``[K, M, S, D]`` each."""
+    block_size = kv.cache.shape[3]
+    table = kv.block_tables[sequence, : -(-length // block_size)].long()
+    pair = kv.cache[:, table].float()  # [2, M, K, S, D]
+    if kv.scales is not None:
+        pair = pair * kv.scales[:, table][..., None]
+    # What lies beyond `length` is masked, but a product of 0 and a stale NaN would not be zero.
+    pair[:, -1, :, length - (len(table) - 1) * block_size :] = 0
+    keys, values = pair.transpose(1, 2)
+    return keys, values

@@ -1,0 +1,136 @@
+"""The operations in plain torch, each row's bits independent of the batch it is in.
+
+Why a row's result could depend on its neighbours at all, and what is done about it here:
+
+* a matrix product picks another inner kernel for a handful of rows than for many: products run over a
+  number of rows that is a multiple of 8, padded with zeros;
+* a sum over keys adds in another order when the sequence is cut elsewhere: keys are summed in whole
+  blocks, and the blocks' sums from left to right;
+* a vectorised function may round its tail differently: only functions that do not are used.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
+from penstock.kernels.linear import ENCODINGS, PackedLinear
+from penstock.kernels.ops import Activation, Ops
+from penstock.kernels.reference.attention import paged_attention
+from penstock.kernels.reference.sampling import sample
+
+ROW_TILE = 8
+
+
+class ReferenceOps(Ops):
+    """All operations in plain torch, for every device."""
+
+    name = "reference"
+
+    def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
+        return table[tokens]
+
+    def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
+        weight = ENCODINGS[packed.encoding].unpack(packed.tensors)
+        y = _padded_linear(x, weight.to(x.dtype), packed.bias)
+        return y if lora is None else self._add_lora(y, x, packed, lora)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight.to(x.dtype) * wide.to(x.dtype)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rope_rows(self, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return cos[positions], sin[positions]
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+    def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
+        block_size = kv.cache.shape[3]
+        blocks, offsets = kv.slots // block_size, kv.slots % block_size  # [T]
+        for side, rows in enumerate((k, v)):  # rows: [T, K, D]
+            if kv.scales is not None:
+                scale = rows.float().abs().amax(-1).clamp_min(1e-12) / 127  # [T, K]
+                kv.scales[side][blocks, :, offsets] = scale
+                rows = (rows.float() / scale[..., None]).round()
+            kv.cache[side][blocks, :, offsets] = rows.to(kv.cache.dtype)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        row_offsets: Tensor,
+        lengths: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return paged_attention(q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks)
+
+    def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)  # [T, F] each
+        return _ACTIVATIONS[activation](gate.float()).to(x.dtype) * up
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x[rows]
+
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+        return x.index_copy(0, rows, values.to(x.dtype))
+
+    def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
+        return sample(logits, sampling, bitmask)
+
+    def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
+        """Adds each adapter's product to the rows that use it, slice by slice."""
+        for part in packed.slices:
+            matrices = lora.matrices.get(part.name)
+            if matrices is None:
+                continue
+            down, up = matrices  # [n, R, in], [n, out, R]
+            for adapter in range(down.shape[0]):
+                delta = _padded_linear(x, down[adapter].to(x.dtype), None)
+                delta = _padded_linear(delta, up[adapter].to(x.dtype), None)
+                mask = (lora.rows == adapter)[:, None]
+                y[:, part.start : part.stop] += torch.where(mask, delta, torch.zeros_like(delta))
+        return y
+
+
+def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x.shape[0]
+    padding = -rows % ROW_TILE
+    y = F.linear(F.pad(x, (0, 0, 0, padding)) if padding else x, weight)[:rows]
+    return y if bias is None else y + bias.to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()  # [T, H, R / 2]
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], dim=-1)
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x * x * x)
+    return 0.5 * x * (1 + torch.tanh(inner))
+
+
+_ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": torch.relu}

@@ -1,0 +1,62 @@
+"""Sampling as `Ops.sample` defines it, in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.inputs import SamplingInputs
+
+
+def sample(
+    logits: Tensor,  # [R, V]
+    sampling: SamplingInputs,
+    bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32
+) -> Tensor:  # [R] int64
+    """See `Ops.sample`."""
+    scores = logits.double()
+    if bitmask is not None:
+        scores = scores.masked_fill(~_unpack_bits(bitmask, logits.shape[-1]), -torch.inf)
+    tokens = scores.argmax(-1)
+    drawn = (sampling.temperature > 0) & (sampling.top_k != 1)
+    rows = drawn.nonzero()[:, 0]
+    if len(rows):
+        tokens[rows] = _draw(scores[rows], _rows_of(sampling, rows))
+    return tokens
+
+
+def _draw(scores: Tensor, sampling: SamplingInputs) -> Tensor:
+    """The inverse CDF at each row's uniform, over the kept tokens in token-id order."""
+    vocabulary = scores.shape[-1]
+    scores = scores / sampling.temperature.double()[:, None]
+    probabilities = torch.softmax(scores, dim=-1)
+    # Descending, equal scores by token id: which of equals top_k keeps is part of the rule.
+    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocabulary, device=scores.device)
+    top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocabulary)[:, None]
+    kept = ordered * (rank < top_k)
+    before = kept.cumsum(-1) - kept
+    top_p = sampling.top_p.double()[:, None]
+    # A token stays while those before it hold less than top_p of the mass that top_k left.
+    kept = kept * ((before < top_p * kept.sum(-1, keepdim=True)) | (top_p >= 1) | (rank == 0))
+    kept = kept * (kept >= sampling.min_p.double()[:, None] * kept[:, :1])
+    mass = torch.zeros_like(kept).scatter_(-1, ids, kept).cumsum(-1)  # back in token-id order
+    total = mass[:, -1:]
+    # Below the total even where the product rounds up to it: the last kept token, never one behind it.
+    target = torch.minimum(sampling.uniforms[:, None] * total, torch.nextafter(total, 0 * total))
+    return torch.searchsorted(mass, target, right=True)[:, 0]
+
+
+def _rows_of(sampling: SamplingInputs, rows: Tensor) -> SamplingInputs:
+    return SamplingInputs(
+        sampling.temperature[rows],
+        sampling.top_k[rows],
+        sampling.top_p[rows],
+        sampling.min_p[rows],
+        sampling.uniforms[rows],
+    )
+
+
+def _unpack_bits(bitmask: Tensor, vocabulary: int) -> Tensor:  # [R, V] bool
+    bits = torch.arange(32, device=bitmask.device, dtype=torch.int32)
+    return ((bitmask[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocabulary]

@@ -1,0 +1,25 @@
+"""Token embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.kernels import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """``tokens [T] -> [T, E]``; rows whose embeddings are given (images, audio) are put in their place."""
+
+    table: Tensor  # [V, E]
+
+    def __call__(
+        self,
+        tokens: Tensor,  # [T]
+        step: StepInputs,
+        given: tuple[Tensor, Tensor] | None = None,  # rows [P], values [P, E]
+    ) -> Tensor:
+        x = step.ops.embedding(tokens, self.table)
+        return x if given is None else step.ops.put_rows(x, *given)

@@ -1,0 +1,26 @@
+"""Root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.kernels import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """Scales each row to unit root mean square, then by ``weight [E]``."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
+        return step.ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None, step: StepInputs) -> tuple[Tensor, Tensor]:
+        """``(norm(x + residual), x + residual)``; the first layer of a model has no residual yet."""
+        if residual is None:
+            return self(x, step), x
+        return step.ops.add_rms_norm(x, residual, self.weight, self.eps)

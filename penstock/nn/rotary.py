@@ -1,0 +1,168 @@
+"""Rotary position embeddings and the ways to stretch them over longer texts.
+
+`default` (Su et al. 2021, arXiv:2104.09864), `linear` (Chen et al. 2023, arXiv:2306.15595), `dynamic`
+(NTK-aware scaling by length), `llama3` (The Llama 3 Herd of Models 2024, arXiv:2407.21783) and `yarn`
+(Peng et al. 2023, arXiv:2309.00071).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.kernels import StepInputs
+
+RotaryRows: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines of this step's rows, ``[T, R / 2]`` float32 each."""
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryConfig:
+    """What a checkpoint's configuration says about its rotary embeddings."""
+
+    dim: int  # R: how many dims of a head are rotated
+    base: float
+    kind: str
+    max_positions: int
+    """The length that the checkpoint was made for, before any stretching."""
+    max_length: int
+    """The length that the model may be run at."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_huggingface(cls, config: Any, head_dim: int) -> RotaryConfig:
+        """Reads ``rope_parameters`` (newer files) or ``rope_theta`` and ``rope_scaling`` (older ones).
+
+        Raises:
+            ConfigError: the type of rope is not known, or a number it needs is missing.
+        """
+        given = _plain(config.get("rope_parameters")) or _plain(config.get("rope_scaling")) or {}
+        base = given.get("rope_theta", config.get("rope_theta", 10000.0))
+        kind = given.get("rope_type", given.get("type", "default"))
+        if kind not in _FREQUENCIES:
+            raise ConfigError("rope_type", f"unknown rope type {kind!r}: known are {', '.join(_FREQUENCIES)}")
+        fraction = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        positions = config.max_position_embeddings
+        original = given.get("original_max_position_embeddings", positions)
+        max_length = positions
+        if kind in ("linear", "dynamic"):
+            max_length = math.floor(positions * _number(given, "factor"))
+            original = positions
+        elif kind == "yarn":
+            max_length = max(positions, math.floor(original * _number(given, "factor")))
+        return cls(int(head_dim * fraction), float(base), kind, int(original), max_length, given)
+
+
+class Rotary:
+    """The tables of one rotary embedding; `rows` picks this step's part once for all layers."""
+
+    def __init__(self, config: RotaryConfig, max_length: int, device: torch.device) -> None:
+        self.config = config
+        self.length_dependent = config.kind == "dynamic" and max_length > config.max_positions
+        """Whether the angles change with the length of the text, not only with the position."""
+        frequencies, factor = _FREQUENCIES[config.kind](config)
+        angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies)
+        self.cos = (angles.cos() * factor).to(device)  # [P, R / 2]
+        self.sin = (angles.sin() * factor).to(device)
+
+    def rows(self, step: StepInputs) -> RotaryRows:
+        """Cosines and sines for ``step.positions``."""
+        if self.length_dependent and step.text_lengths is not None:
+            return self._stretched_rows(step.positions, step.text_lengths)
+        return step.ops.rope_rows(step.positions, self.cos, self.sin)
+
+    def _stretched_rows(self, positions: Tensor, lengths: Tensor) -> RotaryRows:
+        """Dynamic scaling: the base grows once the text is longer than the checkpoint was made for."""
+        config = self.config
+        factor = _number(config.parameters, "factor")
+        length = lengths.clamp_min(config.max_positions).double()  # [T]
+        stretch = factor * length / config.max_positions - (factor - 1)
+        base = config.base * stretch ** (config.dim / (config.dim - 2))
+        exponents = torch.arange(0, config.dim, 2, device=positions.device).double() / config.dim
+        frequencies = (1.0 / base[:, None] ** exponents).float()  # [T, R / 2]
+        angles = positions[:, None].float() * frequencies
+        return angles.cos(), angles.sin()
+
+
+def _plain_frequencies(config: RotaryConfig) -> Tensor:  # [R / 2] float32
+    exponents = torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
+    return 1.0 / config.base**exponents
+
+
+def _default(config: RotaryConfig) -> tuple[Tensor, float]:
+    return _plain_frequencies(config), 1.0
+
+
+def _linear(config: RotaryConfig) -> tuple[Tensor, float]:
+    return _plain_frequencies(config) / _number(config.parameters, "factor"), 1.0
+
+
+def _llama3(config: RotaryConfig) -> tuple[Tensor, float]:
+    """Long waves are slowed by the factor, short ones kept, those between blended."""
+    plain = _plain_frequencies(config)
+    factor = _number(config.parameters, "factor")
+    low = _number(config.parameters, "low_freq_factor")
+    high = _number(config.parameters, "high_freq_factor")
+    original = _number(config.parameters, "original_max_position_embeddings")
+    waves_in_original = original * plain / (2 * math.pi)
+    blend = ((waves_in_original - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * plain / factor + blend * plain, 1.0
+
+
+def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
+    """Dims that turn often within the original length are kept, slow ones interpolated, a ramp between."""
+    parameters = config.parameters
+    factor = _number(parameters, "factor")
+    plain = _plain_frequencies(config)
+
+    def dim_that_turns(times: float) -> float:
+        turns = config.max_positions / (times * 2 * math.pi)
+        return config.dim * math.log(turns) / (2 * math.log(config.base))
+
+    first = dim_that_turns(parameters.get("beta_fast") or 32)
+    last = dim_that_turns(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.dim - 1)
+    steps = torch.arange(config.dim // 2, dtype=torch.float32)
+    interpolated = ((steps - first) / max(last - first, 0.001)).clamp(0, 1)
+    return plain / factor * interpolated + plain * (1 - interpolated), _yarn_magnitude(parameters, factor)
+
+
+def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    one, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return magnitude(one) / magnitude(all_dims) if one and all_dims else magnitude(1.0)
+
+
+_FREQUENCIES: dict[str, Callable[[RotaryConfig], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _default,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def _number(parameters: Mapping[str, Any], name: str) -> float:
+    value = parameters.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(f"rope_scaling.{name}", f"must be a positive number, was {value!r}")
+    return float(value)
+
+
+def _plain(value: Any) -> dict[str, Any] | None:
+    """Rope settings as a dict, whether the configuration hands out a dict or an object over one."""
+    return None if value is None else dict(value if isinstance(value, Mapping) else value.to_dict())
