@@ -1,0 +1,241 @@
+"""`DecoderModel`: everything about a decoder-only transformer but its network.
+
+An architecture subclasses it and says what its KV cache looks like (`kv_spec`), how long it may run
+(`calculate_max_seq_len`) and how its network is built from a checkpoint (`build`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.dtype import DType
+from penstock.kernels import KVCacheInputs, StepInputs, encoding_named
+from penstock.nn import Linear, Loader, ReturnHiddenStates, ReturnLogits
+from penstock.pipelines.core import LogProbabilities, TextContext
+from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
+from penstock.pipelines.log_probabilities import compute_log_probabilities
+from penstock.pipelines.memory import estimate_activation_memory, plan_memory
+from penstock.pipelines.model import ModelInputs, ModelOutputs, PipelineModel
+
+if TYPE_CHECKING:
+    from penstock.engine import InferenceSession
+    from penstock.pipelines.config import HuggingFaceConfig, PipelineConfig
+
+
+class Network(Protocol):
+    """The arithmetic between tokens and logits."""
+
+    @property
+    def head(self) -> Linear:
+        """The output head, ``[E] -> [V]``."""
+        ...
+
+    @property
+    def length_dependent(self) -> bool:
+        """Whether keys depend on the length of the text, so that prompts cannot share them."""
+        ...
+
+    def __call__(
+        self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm."""
+        ...
+
+
+def kv_dtype(pipeline_config: PipelineConfig) -> DType:
+    """The element type of the KV cache: the one configured, else that of the activations."""
+    given = pipeline_config.kv_cache.dtype
+    return DType(given) if given else encoding_named(pipeline_config.model.encoding).compute_dtype
+
+
+class DecoderModel(PipelineModel[TextContext]):
+    """A decoder-only transformer over the paged KV cache."""
+
+    ignored_weights: tuple[str, ...] = ("*rotary_emb.inv_freq",)
+    """Patterns of checkpoint tensors that the network may leave unread."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config, huggingface = self.pipeline_config, self.huggingface_config
+        self.kv_cache_spec = self.kv_spec(config, huggingface)
+        self.memory_plan = plan_memory(
+            config,
+            self.kv_cache_spec,
+            model_max_length=self.max_seq_len,
+            weights_size=self.estimate_weights_size(config),
+            activation_size=self.estimate_activation_memory(config, huggingface),
+            free_memory=sum(device.stats["free_memory"] for device in self.devices),
+        )
+        self.max_seq_len = self.memory_plan.max_length
+        self.torch_device = self.devices[0].torch_device
+        loader = Loader(self.weights, config.model.encoding, self.torch_device)
+        with torch.no_grad():
+            self.network = self.build(loader, huggingface, self.max_seq_len)
+        self.weights.finish(self.ignored_weights)
+
+    @classmethod
+    @abstractmethod
+    def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
+        """Layers, heads, sizes and windows of the KV cache."""
+
+    @classmethod
+    @abstractmethod
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> Network:
+        """Reads the network from a checkpoint."""
+
+    @classmethod
+    def estimate_activation_memory(
+        cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
+    ) -> int:
+        return estimate_activation_memory(pipeline_config, huggingface_config)
+
+    def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
+        """Bytes that the KV cache takes, when it may take this many."""
+        return self._plan_within(available_cache_memory).kv_cache_size
+
+    def load_kv_manager(self, session: InferenceSession, available_cache_memory: int) -> KVCacheManager:
+        """Allocates the KV cache, in at most ``available_cache_memory`` bytes."""
+        config = self.kv_cache_config
+        return KVCacheManager(
+            self.kv_cache_spec,
+            self._plan_within(available_cache_memory).num_blocks,
+            config.block_size,
+            device=self.torch_device,
+            enable_prefix_caching=config.enable_prefix_caching and not self.network.length_dependent,
+            adapter_digest=self.lora_manager.digest if self.lora_manager else None,
+        )
+
+    def prepare_initial_token_inputs(
+        self,
+        replica_batches: Sequence[Sequence[TextContext]],
+        kv_cache_inputs: KVCacheInputs | None = None,
+        return_n_logits: int | Sequence[int] = 1,
+        drafts: Sequence[Sequence[int]] | None = None,
+    ) -> ModelInputs:
+        """One ragged batch of the active tokens of all contexts, each followed by its drafted tokens.
+
+        ``return_n_logits`` may give each sequence its own number of rows.
+        """
+        contexts = [context for replica in replica_batches for context in replica]
+        drafts = drafts or [()] * len(contexts)
+        rows = [
+            np.concatenate([context.next_tokens, np.asarray(draft, dtype=np.int64)])
+            for context, draft in zip(contexts, drafts, strict=True)
+        ]
+        counts = np.array([len(row) for row in rows])
+        starts = np.array([context.start_idx for context in contexts])
+        offsets = np.concatenate([[0], counts.cumsum()])
+        within = np.arange(offsets[-1]) - offsets[:-1].repeat(counts)  # [T]: row number in its sequence
+        positions = starts.repeat(counts) + within
+        wanted = self._num_logits(counts, return_n_logits)
+        logit_offsets = np.concatenate([[0], wanted.cumsum()])
+        logit_rows = np.arange(logit_offsets[-1]) + (offsets[1:] - logit_offsets[1:]).repeat(wanted)
+        return ModelInputs(
+            tokens=self._to_device(np.concatenate(rows), np.int64),
+            row_offsets=self._to_device(offsets, np.int32),
+            positions=self._to_device(positions, np.int64),
+            logit_rows=self._to_device(logit_rows, np.int64),
+            logit_offsets=self._to_device(logit_offsets, np.int64),
+            kv=kv_cache_inputs,
+            lora=self.lora_manager.inputs(contexts, counts) if self.lora_manager else None,
+            drafts=tuple(map(len, drafts)),
+            text_lengths=self._text_lengths(contexts, counts, positions),
+        )
+
+    def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> ModelInputs:
+        """One row a sequence: the token just sampled, at the position behind its last."""
+        last = prev_model_inputs.row_offsets[1:].long() - 1  # [B]
+        each = torch.arange(len(next_tokens) + 1, device=next_tokens.device)
+        positions = prev_model_inputs.positions[last] + 1
+        lora = prev_model_inputs.lora
+        assert prev_model_inputs.kv is not None
+        return replace(
+            prev_model_inputs,
+            tokens=next_tokens,
+            row_offsets=each.int(),
+            positions=positions,
+            logit_rows=each[:-1],
+            logit_offsets=each,
+            kv=prev_model_inputs.kv.advance(),
+            lora=replace(lora, rows=lora.rows[last]) if lora else None,
+            input_embeds=None,
+            drafts=None,
+            text_lengths=positions + 1 if self.network.length_dependent else None,
+        )
+
+    def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
+        step = StepInputs(
+            self.session.ops,
+            model_inputs.positions,
+            model_inputs.row_offsets,
+            model_inputs.kv,
+            model_inputs.lora,
+            model_inputs.text_lengths,
+        )
+        with torch.inference_mode():
+            hidden, normed = self.network(model_inputs.tokens, step, model_inputs.input_embeds)
+            logits = self.network.head(step.ops.take_rows(normed, model_inputs.logit_rows), step)
+        return ModelOutputs(
+            next_token_logits=logits if len(logits) == len(model_inputs.row_offsets) - 1 else None,
+            logits=logits,
+            logit_offsets=model_inputs.logit_offsets,
+            hidden_states=self._wanted_hidden_states(hidden, normed, model_inputs.row_offsets),
+        )
+
+    def compute_log_probabilities(
+        self,
+        session: InferenceSession,
+        model_inputs: ModelInputs,
+        model_outputs: ModelOutputs,
+        next_tokens: Tensor,
+        batch_top_n: list[int],
+        batch_echo: list[bool],
+    ) -> list[LogProbabilities | None]:
+        return compute_log_probabilities(
+            model_inputs, model_outputs, next_tokens, batch_top_n, batch_echo
+        )
+
+    def _plan_within(self, available_cache_memory: int) -> Any:
+        if available_cache_memory >= self.memory_plan.kv_cache_size:
+            return self.memory_plan
+        smaller = replace(self.kv_cache_config, memory=available_cache_memory)
+        return plan_memory(
+            replace(self.pipeline_config, kv_cache=smaller),
+            self.kv_cache_spec,
+            model_max_length=self.max_seq_len,
+            weights_size=0,
+            activation_size=0,
+            free_memory=available_cache_memory,
+        )
+
+    def _num_logits(self, counts: np.ndarray, return_n_logits: int | Sequence[int]) -> np.ndarray:  # [B]
+        if self.return_logits is ReturnLogits.ALL:
+            return counts
+        return np.minimum(np.broadcast_to(np.asarray(return_n_logits), counts.shape), counts)
+
+    def _text_lengths(
+        self, contexts: Sequence[TextContext], counts: np.ndarray, positions: np.ndarray
+    ) -> Tensor | None:  # [T]
+        if not self.network.length_dependent:
+            return None
+        prompts = np.array([len(context.prompt_tokens) for context in contexts]).repeat(counts)
+        return self._to_device(np.maximum(prompts, positions + 1), np.int64)
+
+    def _wanted_hidden_states(self, hidden: Tensor, normed: Tensor, row_offsets: Tensor) -> Tensor | None:
+        wanted = self.return_hidden_states
+        if wanted is ReturnHiddenStates.NONE:
+            return None
+        normalized = wanted in (ReturnHiddenStates.LAST_NORMALIZED, ReturnHiddenStates.ALL_NORMALIZED)
+        rows = normed if normalized else hidden
+        every = wanted in (ReturnHiddenStates.ALL, ReturnHiddenStates.ALL_NORMALIZED)
+        return rows if every else rows[row_offsets[1:].long() - 1]
+
+    def _to_device(self, values: np.ndarray, dtype: type[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=dtype)).to(self.torch_device)
