@@ -54,7 +54,8 @@ class DType(str, Enum):
         """
         if self is DType.bfloat16:
             raise TypeError("numpy has no bfloat16: convert to float32 first")
-        return np.dtype(self.value)
+        dtype: np.dtype[np.generic] = np.dtype(self.value)
+        return dtype
 
     @classmethod
     def from_torch(cls, dtype: torch.dtype) -> DType:

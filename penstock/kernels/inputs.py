@@ -50,9 +50,7 @@ class KVCacheInputs:
     def layer(self, index: int) -> LayerKV:
         """The view of layer ``index``."""
         group = self.groups[self.group_of_layer[index]]
-        return LayerKV(
-            self.caches[index], group.block_tables, group.slots, group.window, self.scales[index]
-        )
+        return LayerKV(self.caches[index], group.block_tables, group.slots, group.window, self.scales[index])
 
     def advance(self) -> KVCacheInputs:
         """The inputs of the next step of the same batch, in which each sequence adds one row.
@@ -76,7 +74,7 @@ class LoRAInputs:
 
     rows: Tensor  # [T] int64: index of the row's adapter, -1 for none
     matrices: Mapping[str, tuple[Tensor, Tensor]]
-    """Slice name (``model.layers.0.self_attn.q_proj``) -> A ``[n, R, in]``, B ``[n, out, R]``, scale folded in B."""
+    """Slice name, e.g. ``model.layers.0.self_attn.q_proj`` -> A ``[n, R, in]``, B ``[n, out, R]`` times the scale."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,7 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """``(rms_norm(x + residual), x + residual)``, both ``[T, E]``: the seam between two layers."""
 
     @abstractmethod

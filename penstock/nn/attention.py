@@ -14,7 +14,7 @@ from penstock.nn.rotary import RotaryRows
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Rotary attention whose query head h reads kv head ``h // (H / K)`` (Ainslie et al. 2023, arXiv:2305.13245)."""
+    """Rotary attention; query head h reads kv head ``h // (H / K)`` (Ainslie et al. 2023, 2305.13245)."""
 
     qkv: Linear
     output: Linear

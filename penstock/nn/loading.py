@@ -47,9 +47,7 @@ class Loader:
         """The linear layer called ``name``."""
         return self._pack({name: out_features}, in_features, bias)
 
-    def fused(
-        self, prefix: str, parts: Mapping[str, int], in_features: int, *, bias: bool = False
-    ) -> Linear:
+    def fused(self, prefix: str, parts: Mapping[str, int], in_features: int, *, bias: bool = False) -> Linear:
         """Several layers of one input as one; ``parts`` maps their names to their output sizes."""
         return self._pack({f"{prefix}.{part}": size for part, size in parts.items()}, in_features, bias)
 

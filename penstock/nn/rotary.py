@@ -42,7 +42,7 @@ class RotaryConfig:
         Raises:
             ConfigError: the type of rope is not known, or a number it needs is missing.
         """
-        given = _plain(config.get("rope_parameters")) or _plain(config.get("rope_scaling")) or {}
+        given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         base = given.get("rope_theta", config.get("rope_theta", 10000.0))
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in _FREQUENCIES:
@@ -162,7 +162,3 @@ def _number(parameters: Mapping[str, Any], name: str) -> float:
         raise ConfigError(f"rope_scaling.{name}", f"must be a positive number, was {value!r}")
     return float(value)
 
-
-def _plain(value: Any) -> dict[str, Any] | None:
-    """Rope settings as a dict, whether the configuration hands out a dict or an object over one."""
-    return None if value is None else dict(value if isinstance(value, Mapping) else value.to_dict())

@@ -21,7 +21,7 @@ from penstock.nn import Linear, Loader, ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import LogProbabilities, TextContext
 from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.pipelines.log_probabilities import compute_log_probabilities
-from penstock.pipelines.memory import estimate_activation_memory, plan_memory
+from penstock.pipelines.memory import MemoryPlan, estimate_activation_memory, plan_memory
 from penstock.pipelines.model import ModelInputs, ModelOutputs, PipelineModel
 
 if TYPE_CHECKING:
@@ -63,21 +63,10 @@ class DecoderModel(PipelineModel[TextContext]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config, huggingface = self.pipeline_config, self.huggingface_config
-        self.kv_cache_spec = self.kv_spec(config, huggingface)
-        self.memory_plan = plan_memory(
-            config,
-            self.kv_cache_spec,
-            model_max_length=self.max_seq_len,
-            weights_size=self.estimate_weights_size(config),
-            activation_size=self.estimate_activation_memory(config, huggingface),
-            free_memory=sum(device.stats["free_memory"] for device in self.devices),
-        )
-        self.max_seq_len = self.memory_plan.max_length
         self.torch_device = self.devices[0].torch_device
-        loader = Loader(self.weights, config.model.encoding, self.torch_device)
+        loader = Loader(self.weights, self.pipeline_config.model.encoding, self.torch_device)
         with torch.no_grad():
-            self.network = self.build(loader, huggingface, self.max_seq_len)
+            self.network = self.build(loader, self.huggingface_config, self.max_seq_len)
         self.weights.finish(self.ignored_weights)
 
     @classmethod
@@ -103,6 +92,7 @@ class DecoderModel(PipelineModel[TextContext]):
     def load_kv_manager(self, session: InferenceSession, available_cache_memory: int) -> KVCacheManager:
         """Allocates the KV cache, in at most ``available_cache_memory`` bytes."""
         config = self.kv_cache_config
+        assert self.kv_cache_spec is not None
         return KVCacheManager(
             self.kv_cache_spec,
             self._plan_within(available_cache_memory).num_blocks,
@@ -198,11 +188,9 @@ class DecoderModel(PipelineModel[TextContext]):
         batch_top_n: list[int],
         batch_echo: list[bool],
     ) -> list[LogProbabilities | None]:
-        return compute_log_probabilities(
-            model_inputs, model_outputs, next_tokens, batch_top_n, batch_echo
-        )
+        return compute_log_probabilities(model_inputs, model_outputs, next_tokens, batch_top_n, batch_echo)
 
-    def _plan_within(self, available_cache_memory: int) -> Any:
+    def _plan_within(self, available_cache_memory: int) -> MemoryPlan:
         if available_cache_memory >= self.memory_plan.kv_cache_size:
             return self.memory_plan
         smaller = replace(self.kv_cache_config, memory=available_cache_memory)
@@ -218,7 +206,8 @@ class DecoderModel(PipelineModel[TextContext]):
     def _num_logits(self, counts: np.ndarray, return_n_logits: int | Sequence[int]) -> np.ndarray:  # [B]
         if self.return_logits is ReturnLogits.ALL:
             return counts
-        return np.minimum(np.broadcast_to(np.asarray(return_n_logits), counts.shape), counts)
+        rows: np.ndarray = np.minimum(np.broadcast_to(np.asarray(return_n_logits), counts.shape), counts)
+        return rows
 
     def _text_lengths(
         self, contexts: Sequence[TextContext], counts: np.ndarray, positions: np.ndarray

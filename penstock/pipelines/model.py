@@ -19,14 +19,14 @@ from penstock.dtype import DType
 from penstock.kernels import KVCacheInputs, LoRAInputs, encoding_named
 from penstock.nn import ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import InputContext, LogProbabilities
-from penstock.pipelines.memory import estimate_weights_size
+from penstock.pipelines.memory import MemoryPlan, estimate_weights_size, plan_memory
 from penstock.pipelines.weights import Weights
 
 if TYPE_CHECKING:
     from penstock.driver import Device
     from penstock.engine import InferenceSession
     from penstock.pipelines.config import HuggingFaceConfig, KVCacheConfig, PipelineConfig
-    from penstock.pipelines.kv_cache import KVCacheManager
+    from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
     from penstock.pipelines.lora import LoRAManager
 
 BaseContextType = TypeVar("BaseContextType", bound=InputContext)
@@ -86,9 +86,7 @@ class ModelOutputs:
 class KVCacheMixin(Protocol):
     """What a model with a KV cache can do besides."""
 
-    def load_kv_manager(
-        self, session: InferenceSession, available_cache_memory: int
-    ) -> KVCacheManager:
+    def load_kv_manager(self, session: InferenceSession, available_cache_memory: int) -> KVCacheManager:
         """Allocates the KV cache, in at most ``available_cache_memory`` bytes."""
         ...
 
@@ -131,7 +129,9 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         self.adapter = adapter
         self.return_logits = return_logits
         self.return_hidden_states = return_hidden_states
-        self.max_seq_len = self.calculate_max_seq_len(pipeline_config, self.huggingface_config)
+        self.kv_cache_spec = self.kv_spec(pipeline_config, self.huggingface_config)
+        self.memory_plan = self._plan_memory()
+        self.max_seq_len = self.memory_plan.max_length
         self._weights = weights
 
     @cached_property
@@ -176,6 +176,13 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """
 
     @classmethod
+    def kv_spec(
+        cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
+    ) -> KVCacheSpec | None:
+        """Layers, heads, sizes and windows of the KV cache; None for a model that keeps none."""
+        return None
+
+    @classmethod
     def estimate_weights_size(cls, pipeline_config: PipelineConfig) -> int:
         """Bytes that the weights take once loaded."""
         return estimate_weights_size(pipeline_config)
@@ -189,11 +196,8 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     def estimate_memory_footprint(self) -> int:
         """Bytes that are left for the KV cache beside weights and activations."""
-        free = sum(device.stats["free_memory"] for device in self.devices)
-        used = self.estimate_weights_size(self.pipeline_config) + self.estimate_activation_memory(
-            self.pipeline_config, self.huggingface_config
-        )
-        return max(int(free * self.kv_cache_config.device_memory_utilization) - used, 0)
+        plan = self.memory_plan
+        return plan.available_memory - plan.weights_size - plan.activation_size
 
     @abstractmethod
     def execute(self, model_inputs: Any) -> ModelOutputs:
@@ -247,3 +251,13 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """
         raise NotImplementedError(f"Log probabilities not implemented for {type(self).__name__}.")
 
+    def _plan_memory(self) -> MemoryPlan:
+        config, huggingface_config = self.pipeline_config, self.huggingface_config
+        return plan_memory(
+            config,
+            self.kv_cache_spec,
+            model_max_length=self.calculate_max_seq_len(config, huggingface_config),
+            weights_size=self.estimate_weights_size(config),
+            activation_size=self.estimate_activation_memory(config, huggingface_config),
+            free_memory=sum(device.stats["free_memory"] for device in self.devices),
+        )

@@ -66,10 +66,11 @@ class TextGenerationPipeline:
             num_threads=pipeline_config.num_threads,
         )
         self.model = pipeline_model(pipeline_config, self.session)
+        self.memory_plan = self.model.memory_plan
         self.device = self.model.devices[0].torch_device
         self.kv: KVCache = NullKVCache()
         if isinstance(self.model, KVCacheMixin):
-            self.kv = self.model.load_kv_manager(self.session, self.model.estimate_memory_footprint())
+            self.kv = self.model.load_kv_manager(self.session, self.memory_plan.kv_cache_size)
 
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
@@ -168,8 +169,8 @@ class TextGenerationPipeline:
     def _initial_inputs(self, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> Any:
         kv = None
         if isinstance(self.kv, KVCacheManager):
-            counts = [len(draft) + context.active_length for context, draft in zip(contexts, drafts, strict=True)]
-            kv = self.kv.inputs(contexts, counts=np.array(counts))
+            active = np.array([context.active_length for context in contexts])
+            kv = self.kv.inputs(contexts, counts=active + [len(draft) for draft in drafts])
         wanted = [
             context.active_length if _echoes(context) else len(draft) + 1
             for context, draft in zip(contexts, drafts, strict=True)
@@ -208,7 +209,7 @@ class TextGenerationPipeline:
                 raise UnsupportedFeatureError(
                     f"a {context.grammar.kind} grammar", "no matcher was compiled for it: call set_matcher"
                 )
-            if context.compute_num_available_steps(self.model.max_seq_len) <= 0:
+            if context.current_length > self.model.max_seq_len:
                 raise InputError(
                     f"request {context.request_id} has {context.current_length} tokens, "
                     f"the model's maximum length is {self.model.max_seq_len}"
@@ -229,11 +230,11 @@ class TextGenerationPipeline:
         """Drafts for the contexts that can take them, no more than fit under their maximum length."""
         if self.proposer is None:
             return [[] for _ in contexts]
-        drafts = self.proposer.propose(contexts)
-        return [
-            [] if _needs_each_token(context) else draft[: max(context.max_length - context.current_length - 1, 0)]
-            for context, draft in zip(contexts, drafts, strict=True)
-        ]
+        drafts = []
+        for context, draft in zip(contexts, self.proposer.propose(contexts), strict=True):
+            room = 0 if _needs_each_token(context) else context.max_length - context.current_length - 1
+            drafts.append(draft[: max(room, 0)])
+        return drafts
 
 
 def _advance(
@@ -245,9 +246,7 @@ def _advance(
         if context.is_done:
             break
     outstanding = context.outstanding_completion_tokens()
-    return TextGenerationResponse(
-        [TextResponse(token, logs) for token, logs in outstanding], context.status
-    )
+    return TextGenerationResponse([TextResponse(token, logs) for token, logs in outstanding], context.status)
 
 
 def _needs_each_token(context: TextContext) -> bool:

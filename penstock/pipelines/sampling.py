@@ -150,4 +150,5 @@ def _splitmix64(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
         z = seeds + (positions + np.uint64(1)) * np.uint64(_GAMMA)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+        mixed: np.ndarray = z ^ (z >> np.uint64(31))
+        return mixed

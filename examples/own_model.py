@@ -1,0 +1,92 @@
+"""A model of your own in Penstock's pipeline: no checkpoint, no attention, forty lines.
+
+It is a trigram model: it has seen a text and says which token followed the last two most often. All that
+a pipeline asks of a model is in `TrigramModel`; sampling, stopping, several steps a call and batches of
+prompts come from the pipeline.
+
+    python examples/own_model.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.pipelines import ModelOutputs, PipelineConfig, PipelineModel, TextGenerationPipeline, TextTokenizer
+from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
+
+TEXT = """The river runs to the mill, and the mill turns the wheel. The wheel turns the stone, and the
+stone grinds the corn. The corn is sold in the town by the river, and the river runs to the sea."""
+
+
+@dataclass(frozen=True)
+class LastTwoTokens:
+    """What the model reads of each sequence: ``[B, 2]``."""
+
+    tokens: Tensor
+
+
+class TrigramModel(PipelineModel[TextContext]):
+    """Counts of what follows each pair of tokens, and each single one where a pair is new."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        tokenizer = TextTokenizer(self.pipeline_config.model.checkpoint)
+        ids = tokenizer.encode_text(TEXT).tolist()
+        self.vocabulary = tokenizer.vocab_size
+        self.pairs: dict[tuple[int, int], Tensor] = {}
+        for first, second, third in zip(ids, ids[1:], ids[2:], strict=False):
+            row = self.pairs.setdefault((first, second), torch.full((self.vocabulary,), -20.0))
+            row[third] = row[third].clamp_min(-1.0) + 1.0
+
+    @classmethod
+    def calculate_max_seq_len(cls, pipeline_config: PipelineConfig, huggingface_config: Any) -> int:
+        return 1024
+
+    @classmethod
+    def estimate_weights_size(cls, pipeline_config: PipelineConfig) -> int:
+        return 0
+
+    def prepare_initial_token_inputs(
+        self,
+        replica_batches: Sequence[Sequence[TextContext]],
+        kv_cache_inputs: Any = None,
+        return_n_logits: int = 1,
+    ) -> LastTwoTokens:
+        rows = [context.all_tokens[-2:].tolist() for batch in replica_batches for context in batch]
+        return LastTwoTokens(torch.tensor([[0] * (2 - len(row)) + row for row in rows]))
+
+    def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: LastTwoTokens) -> LastTwoTokens:
+        return LastTwoTokens(torch.stack([prev_model_inputs.tokens[:, 1], next_tokens], dim=1))
+
+    def execute(self, model_inputs: LastTwoTokens) -> ModelOutputs:
+        unknown = torch.zeros(self.vocabulary)
+        rows = [self.pairs.get((first, second), unknown) for first, second in model_inputs.tokens.tolist()]
+        return ModelOutputs(next_token_logits=torch.stack(rows))
+
+
+def generate(prompts: list[str], num_tokens: int = 24) -> list[str]:
+    """Continues all prompts in one batch, four steps a call."""
+    config = PipelineConfig()
+    tokenizer = TextTokenizer(config.model.checkpoint)
+    pipeline = TextGenerationPipeline(config, TrigramModel, tokenizer.eos)
+    params = SamplingParams(temperature=0.2, top_k=5, seed=1, max_new_tokens=num_tokens)
+    batch = {}
+    for index, prompt in enumerate(prompts):
+        request = TokenGeneratorRequest(str(index), index, "trigram", prompt=prompt, sampling_params=params)
+        batch[str(index)] = tokenizer.build_context(request)
+    running = dict(batch)
+    while running:
+        for request_id, response in pipeline.execute(running, num_steps=4).items():
+            if response.is_done:
+                pipeline.release(running.pop(request_id))
+    return [tokenizer.decode_ids(context.all_tokens) for context in batch.values()]
+
+
+if __name__ == "__main__":
+    for text in generate(["The river runs", "The wheel turns"]):
+        print(text)

@@ -1,0 +1,306 @@
+"""A step as data: which operations ran, in which order, on what.
+
+`RecordingOps` runs a step on another back end and writes down every operation. The `Plan` that comes of
+it names each tensor by where it lives, so that whoever replays it needs neither the model nor Python
+between two operations:
+
+* a *weight* is held by the plan: packed linears, tables, norms, the KV cache;
+* an *input* is given anew to each replay: tokens, positions, block tables;
+* everything else lies at an offset of the *arena*, whose places are used again once their tensor is dead.
+
+A step can be recorded if its model applies nothing but operations and views to activations; any other
+function gives a tensor that lives nowhere, and `UnrecordableStepError`. Sizes are part of the plan: it
+replays steps of exactly the shapes that it was recorded with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
+from penstock.kernels.linear import PackedLinear
+from penstock.kernels.ops import Activation, Ops
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and the widest vector register."""
+
+
+class UnrecordableStepError(Exception):
+    """The model computes something besides operations and views; the step must run eagerly."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor of a plan: a strided view of a weight, an input or the arena."""
+
+    home: str  # "weight", "input" or "arena"
+    index: int  # which weight, input or buffer of the arena
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int  # elements from the beginning of its home
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One operation: its arguments with every tensor replaced by a `TensorRef`, and where results go."""
+
+    operation: str
+    arguments: Mapping[str, Any]
+    results: tuple[TensorRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A recorded step."""
+
+    records: tuple[Record, ...]
+    weights: tuple[Tensor, ...]
+    inputs: tuple[str, ...]  # names, in the order of their index
+    arena_offsets: tuple[int, ...]  # bytes, of each buffer
+    arena_bytes: int
+    results: tuple[TensorRef, ...]
+
+    def replay(self, ops: Ops, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Runs the records on a back end, one by one.
+
+        Args:
+            ops: the back end.
+            inputs: the tensors of this step under the names they were recorded with.
+
+        Returns:
+            The tensors that `record` was told are the results.
+        """
+        arena = torch.empty(self.arena_bytes, dtype=torch.uint8)
+        given = [inputs[name] for name in self.inputs]
+
+        def resolve(ref: TensorRef) -> Tensor:
+            if ref.home == "arena":
+                memory = arena[self.arena_offsets[ref.index] :]
+                home = memory[: len(memory) // ref.dtype.itemsize * ref.dtype.itemsize].view(ref.dtype)
+            else:
+                home = (self.weights if ref.home == "weight" else given)[ref.index]
+                home = torch.as_strided(home, (home.untyped_storage().nbytes() // home.itemsize,), (1,), 0)
+            return torch.as_strided(home, ref.shape, ref.strides, home.storage_offset() + ref.offset)
+
+        for record in self.records:
+            arguments = {name: _map(value, TensorRef, resolve) for name, value in record.arguments.items()}
+            results = getattr(ops, record.operation)(**arguments)
+            for ref, result in zip(record.results, _tensors(results), strict=True):
+                resolve(ref).copy_(result)
+        return tuple(resolve(ref).clone() for ref in self.results)
+
+
+def record(
+    ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterable[Tensor]]
+) -> Plan:
+    """Runs ``step`` once and returns its plan.
+
+    Args:
+        ops: the back end to run it on.
+        inputs: the tensors that change from step to step, by name.
+        step: runs the step on the operations it is given, and returns its results.
+
+    Raises:
+        UnrecordableStepError: an operation was given, or the step returned, a tensor of unknown origin.
+    """
+    recorder = _Recorder(inputs)
+    results = tuple(recorder.activation(tensor) for tensor in step(RecordingOps(ops, recorder)))
+    offsets, size = _place(recorder.buffers, recorder.records, results)
+    return Plan(
+        tuple(recorder.records),
+        tuple(recorder.weights),
+        tuple(inputs),
+        tuple(offsets),
+        size,
+        results,
+    )
+
+
+class _Recorder:
+    """Knows where every tensor of a step lives."""
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self.records: list[Record] = []
+        self.weights: list[Tensor] = []
+        self.buffers: list[Tensor] = []  # kept alive, so that no storage is used twice while recording
+        self._homes = {
+            tensor.untyped_storage().data_ptr(): ("input", index)
+            for index, tensor in enumerate(inputs.values())
+        }
+        self._num_inputs = len(inputs)
+        assert len(self._homes) == len(inputs), "two inputs share their memory"
+
+    def add(self, operation: str, arguments: dict[str, Any], results: Any) -> None:
+        """Appends a record; its results become known."""
+        refs = tuple(self._result(tensor) for tensor in _tensors(results))
+        self.records.append(Record(operation, arguments, refs))
+
+    def activation(self, tensor: Tensor) -> TensorRef:
+        """A tensor that must be an input, or come from an operation."""
+        home = self._homes.get(tensor.untyped_storage().data_ptr())
+        if home is None:
+            raise UnrecordableStepError(
+                f"a tensor {tuple(tensor.shape)} of {tensor.dtype} comes from no recorded operation"
+            )
+        return _ref(home, tensor)
+
+    def weight(self, tensor: Tensor) -> TensorRef:
+        """A tensor that stays from step to step."""
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in self._homes:
+            self._homes[pointer] = ("weight", len(self.weights))
+            self.weights.append(tensor)
+        return _ref(self._homes[pointer], tensor)
+
+    def _result(self, tensor: Tensor) -> TensorRef:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in self._homes:
+            self._homes[pointer] = ("arena", len(self.buffers))
+            self.buffers.append(tensor)
+        return _ref(self._homes[pointer], tensor)
+
+
+class RecordingOps(Ops):
+    """Runs operations on another back end and records them."""
+
+    name = "recording"
+
+    def __init__(self, inner: Ops, recorder: _Recorder) -> None:
+        self._inner = inner
+        self._recorder = recorder
+
+    def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
+        return self._run("embedding", {"tokens": tokens}, {"table": table})
+
+    def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
+        if lora is not None:
+            raise UnrecordableStepError("adapters change from step to step")
+        return self._run("linear", {"x": x}, {"packed": packed})
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._run("rms_norm", {"x": x}, {"weight": weight, "eps": eps})
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        activations = {"x": x, "residual": residual}
+        return self._run("add_rms_norm", activations, {"weight": weight, "eps": eps})
+
+    def rope_rows(self, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self._run("rope_rows", {"positions": positions}, {"cos": cos, "sin": sin})
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self._run("rotary", {"q": q, "k": k, "cos": cos, "sin": sin}, {})
+
+    def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
+        return self._run("store_kv", {"k": k, "v": v, "kv": kv}, {})
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        row_offsets: Tensor,
+        lengths: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        activations = {"q": q, "kv": kv, "row_offsets": row_offsets, "lengths": lengths}
+        return self._run("attention", activations, {"scale": scale, "soft_cap": soft_cap, "sinks": sinks})
+
+    def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
+        return self._run("gated_activation", {"x": x, "activation": activation}, {})
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self._run("take_rows", {"x": x, "rows": rows}, {})
+
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+        return self._run("put_rows", {"x": x, "rows": rows, "values": values}, {})
+
+    def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
+        return self._run("sample", {"logits": logits, "sampling": sampling, "bitmask": bitmask}, {})
+
+    def _run(self, operation: str, activations: dict[str, Any], constants: dict[str, Any]) -> Any:
+        """Resolves the arguments first, so that an unrecordable step fails before it computes."""
+        recorder = self._recorder
+        arguments = {name: self._refs(value) for name, value in activations.items()}
+        arguments |= {name: _map(value, Tensor, recorder.weight) for name, value in constants.items()}
+        results = getattr(self._inner, operation)(**activations, **constants)
+        recorder.add(operation, arguments, results)
+        return results
+
+    def _refs(self, value: Any) -> Any:
+        if isinstance(value, LayerKV):  # the cache itself stays; its tables change
+            kept = {"cache": self._recorder.weight(value.cache)}
+            if value.scales is not None:
+                kept["scales"] = self._recorder.weight(value.scales)
+            tables = {
+                "block_tables": self._recorder.activation(value.block_tables),
+                "slots": self._recorder.activation(value.slots),
+            }
+            return replace(value, **kept, **tables)
+        return _map(value, Tensor, self._recorder.activation)
+
+
+def _place(
+    buffers: list[Tensor], records: list[Record], results: tuple[TensorRef, ...]
+) -> tuple[list[int], int]:
+    """Offsets of the buffers in the arena: first fit among those alive at the same time; and its size."""
+    first, last = {}, {}
+    for time, one in enumerate(records):
+        for ref in (*_refs_of(one.arguments), *one.results):
+            if ref.home == "arena":
+                first.setdefault(ref.index, time)
+                last[ref.index] = time
+    last |= {ref.index: len(records) for ref in results if ref.home == "arena"}
+    offsets: list[int] = []
+    sizes = [-(-buffer.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT for buffer in buffers]
+    for index, size in enumerate(sizes):
+        alive = sorted(
+            (offsets[other], offsets[other] + sizes[other])
+            for other in range(index)
+            if first[other] <= last[index] and first[index] <= last[other]
+        )
+        offset = 0
+        for begin, end in alive:
+            if offset + size <= begin:
+                break
+            offset = max(offset, end)
+        offsets.append(offset)
+    return offsets, max((o + s for o, s in zip(offsets, sizes, strict=True)), default=0)
+
+
+def _ref(home: tuple[str, int], tensor: Tensor) -> TensorRef:
+    return TensorRef(*home, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+
+def _refs_of(value: Any) -> list[TensorRef]:
+    found: list[TensorRef] = []
+    _map(value, TensorRef, lambda ref: found.append(ref) or ref)
+    return found
+
+
+def _tensors(results: Any) -> tuple[Tensor, ...]:
+    if results is None:
+        return ()
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _map(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """``value`` with ``function`` applied to every ``kind`` in it, through dataclasses, mappings, tuples."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: _map(one, kind, function) for name, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_map(one, kind, function) for one in value)
+    if is_dataclass(value) and not isinstance(value, (type, TensorRef)):
+        return replace(value, **{f.name: _map(getattr(value, f.name), kind, function) for f in fields(value)})
+    return value

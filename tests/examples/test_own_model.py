@@ -1,0 +1,16 @@
+"""The example runs as it stands, and is as short as it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
+
+
+def test_it_writes_what_it_has_read() -> None:
+    result = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("The river runs to the mill")
+    assert "The wheel turns the" in result.stdout
+    assert len(EXAMPLE.read_text().splitlines()) < 150

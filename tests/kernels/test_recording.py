@@ -1,0 +1,110 @@
+"""A recorded step, replayed on other inputs, is the step itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import write_checkpoint
+from support.running import context_of, open_pipeline, random_tokens
+
+from penstock.kernels import OPERATIONS, Ops, StepInputs
+from penstock.kernels.recording import Plan, UnrecordableStepError, record
+from penstock.kernels.reference import ReferenceOps
+from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
+
+
+@pytest.fixture(
+    scope="module", params=PIPELINE_REGISTRY.architectures, ids=lambda architecture: architecture.name
+)
+def pipeline(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> TextGenerationPipeline:
+    folder = write_checkpoint(tmp_path_factory.mktemp("recorded"), request.param.tiny_config())
+    return open_pipeline(folder, deterministic=True, kv_cache_block_size=16)
+
+
+def decode_inputs(pipeline: TextGenerationPipeline, lengths: list[int]) -> Any:
+    """A batch of single tokens behind prompts of these lengths."""
+    contexts = {str(n): context_of(random_tokens(n, 130, seed=n)) for n in lengths}
+    pipeline.execute(contexts)
+    for context in contexts.values():
+        pipeline.kv.reserve(context)
+    batch = list(contexts.values())
+    kv: Any = pipeline.kv
+    model: Any = pipeline.model
+    return model.prepare_initial_token_inputs([batch], kv.inputs(batch))
+
+
+def named(inputs: Any) -> dict[str, torch.Tensor]:
+    tables = {f"tables.{i}": group.block_tables for i, group in enumerate(inputs.kv.groups)}
+    slots = {f"slots.{i}": group.slots for i, group in enumerate(inputs.kv.groups)}
+    rows = {name: getattr(inputs, name) for name in ("tokens", "positions", "row_offsets", "logit_rows")}
+    return rows | tables | slots | {"lengths": inputs.kv.lengths}
+
+
+def run(pipeline: TextGenerationPipeline, inputs: Any, ops: Ops) -> torch.Tensor:
+    network: Any = pipeline.model
+    step = StepInputs(ops, inputs.positions, inputs.row_offsets, inputs.kv)
+    with torch.inference_mode():
+        _, normed = network.network(inputs.tokens, step)
+        logits: torch.Tensor = network.network.head(ops.take_rows(normed, inputs.logit_rows), step)
+    return logits
+
+
+def recorded(pipeline: TextGenerationPipeline, inputs: Any) -> Plan:
+    return record(ReferenceOps(), named(inputs), lambda ops: [run(pipeline, inputs, ops)])
+
+
+def test_replay_of_another_step(pipeline: TextGenerationPipeline) -> None:
+    plan = recorded(pipeline, decode_inputs(pipeline, [20, 33]))
+    other = decode_inputs(pipeline, [28, 47])
+    expected = run(pipeline, other, ReferenceOps())
+    (logits,) = plan.replay(ReferenceOps(), named(other))
+    assert torch.equal(logits, expected)
+
+
+def test_the_arena_is_used_again(pipeline: TextGenerationPipeline) -> None:
+    plan = recorded(pipeline, decode_inputs(pipeline, list(range(5, 13))))
+    results = [ref for one in plan.records for ref in one.results]
+    apart = sum(torch.Size(ref.shape).numel() * ref.dtype.itemsize for ref in results)
+    assert plan.arena_bytes < apart / 2
+    assert {one.operation for one in plan.records} <= set(OPERATIONS)
+
+
+def test_weights_are_held_once(pipeline: TextGenerationPipeline) -> None:
+    plan = recorded(pipeline, decode_inputs(pipeline, [5]))
+    pointers = [weight.untyped_storage().data_ptr() for weight in plan.weights]
+    assert len(set(pointers)) == len(pointers)
+    kv: Any = pipeline.kv
+    assert {cache.untyped_storage().data_ptr() for cache in kv.storage.caches} <= set(pointers)
+
+
+def test_what_is_no_operation_is_noticed() -> None:
+    x = torch.randn(3, 8)
+    with pytest.raises(UnrecordableStepError, match=r"\(3, 8\).* no recorded operation"):
+        record(ReferenceOps(), {"x": x}, lambda ops: [ops.rms_norm(x * 2, torch.ones(8), 1e-5)])
+
+
+def test_a_result_that_is_no_operation_is_noticed() -> None:
+    x = torch.randn(3, 8)
+    with pytest.raises(UnrecordableStepError):
+        record(ReferenceOps(), {"x": x}, lambda ops: [ops.rms_norm(x, torch.ones(8), 1e-5) + 1])
+
+
+def test_views_and_every_other_operation() -> None:
+    x, rows = torch.randn(4, 16), torch.tensor([2, 0])
+
+    def step(ops: Ops) -> list[torch.Tensor]:
+        gated = ops.gated_activation(x.view(4, 16), "gelu")  # [4, 8]
+        put = ops.put_rows(gated, rows, gated[:2])
+        return [ops.take_rows(put, rows)]
+
+    plan = record(ReferenceOps(), {"x": x, "rows": rows}, step)
+    again, other_rows = torch.randn(4, 16), torch.tensor([1, 3])
+    (result,) = plan.replay(ReferenceOps(), {"x": again, "rows": other_rows})
+    gated = ReferenceOps().gated_activation(again, "gelu")
+    expected = ReferenceOps().put_rows(gated, other_rows, gated[:2])[other_rows]
+    assert torch.equal(result, expected)

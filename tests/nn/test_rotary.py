@@ -1,0 +1,104 @@
+"""Every type of rope against transformers, through a whole Llama network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import oracle, oracle_logits, write_checkpoint
+from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+
+from penstock.errors import ConfigError
+from penstock.nn import RotaryConfig
+from penstock.pipelines.architectures.llama import tiny_config
+from penstock.pipelines.config import HuggingFaceConfig
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+KINDS: dict[str, tuple[dict[str, Any], int]] = {  # parameters, and max_position_embeddings
+    "default": ({"rope_type": "default"}, 256),
+    "linear": ({"rope_type": "linear", "factor": 4.0}, 64),
+    "dynamic": ({"rope_type": "dynamic", "factor": 4.0}, 48),
+    "llama3": (LLAMA3, 256),
+    "yarn": (YARN, 128),
+    "yarn with magnitudes": (YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0}, 128),
+    "yarn with a factor": (YARN | {"attention_factor": 1.4, "beta_slow": 2.0}, 128),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parameters, positions = KINDS[request.param]
+    config = tiny_config() | {
+        "max_position_embeddings": positions,
+        "rope_parameters": parameters | {"rope_theta": 500.0},
+        "num_hidden_layers": 2,
+    }
+    del config["rope_theta"]
+    return write_checkpoint(tmp_path_factory.mktemp("rope"), config)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_logits(checkpoint: Path, deterministic: bool) -> None:
+    reference = oracle(checkpoint)
+    pipeline = open_pipeline(checkpoint, deterministic=deterministic)
+    tokens = random_tokens(110, 130, seed=2)
+    context = context_of(tokens[:90])
+    logits = [step_logits(pipeline, [context])[0]]
+    torch.testing.assert_close(logits[0], oracle_logits(reference, tokens[:90]), atol=1e-3, rtol=1e-4)
+    past: Any = None
+    with torch.inference_mode():
+        past = reference(torch.tensor([tokens[:90]]), use_cache=True).past_key_values
+        for token in tokens[90:]:
+            step = reference(torch.tensor([[token]]), past_key_values=past, use_cache=True)
+            past = step.past_key_values
+            feed(pipeline, context, token)
+            ours = step_logits(pipeline, [context])[0]
+            torch.testing.assert_close(ours, step.logits[0], atol=1e-3, rtol=1e-4)
+
+
+def test_a_stretched_prompt_in_chunks(tmp_path: Path) -> None:
+    """Under dynamic scaling the prompt's whole length decides the angles, also in its first chunk."""
+    parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}
+    config = tiny_config() | {"max_position_embeddings": 48, "rope_parameters": parameters}
+    pipeline = open_pipeline(write_checkpoint(tmp_path, config), deterministic=True)
+    tokens = random_tokens(90, 130, seed=2)
+    whole = step_logits(pipeline, [context_of(tokens)])[0]
+    context, rows = context_of(tokens), []
+    for end in (20, 60, 90):
+        context.set_token_indices(active_idx=end)
+        rows.append(step_logits(pipeline, [context])[0])
+        feed(pipeline, context, 0)
+    assert torch.equal(torch.cat(rows), whole)
+
+
+def test_older_spelling() -> None:
+    values = {"max_position_embeddings": 64, "rope_theta": 7.0}
+    old = values | {"rope_scaling": {"type": "linear", "factor": 2}}
+    new = {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 7}}
+    read = [RotaryConfig.from_huggingface(HuggingFaceConfig(one, "config.json"), 16) for one in (old, new)]
+    assert (read[0].kind, read[0].base, read[0].max_length) == ("linear", 7.0, 128)
+    assert (read[1].kind, read[1].base, read[1].max_length) == ("linear", 7.0, 128)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"rope_type": "spiral"}, "unknown rope type 'spiral'"),
+        ({"rope_type": "linear"}, "factor: must be a positive number, was None"),
+        ({"rope_type": "yarn", "factor": -1}, "factor: must be a positive number, was -1"),
+        ({"rope_type": "dynamic", "factor": True}, "factor: must be a positive number, was True"),
+    ],
+)
+def test_unusable_parameters(parameters: dict[str, Any], message: str) -> None:
+    config = HuggingFaceConfig({"max_position_embeddings": 64, "rope_scaling": parameters}, "config.json")
+    with pytest.raises(ConfigError, match=message):
+        RotaryConfig.from_huggingface(config, 16)

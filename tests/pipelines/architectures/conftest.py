@@ -1,0 +1,26 @@
+"""Every architecture that the registry finds, as a small random checkpoint on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import oracle, write_checkpoint
+
+from penstock.pipelines import PIPELINE_REGISTRY
+
+ARCHITECTURES = PIPELINE_REGISTRY.architectures
+
+
+@pytest.fixture(scope="session", params=ARCHITECTURES, ids=lambda architecture: architecture.name)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each architecture."""
+    config = request.param.tiny_config()
+    return write_checkpoint(tmp_path_factory.mktemp(request.param.name), config)
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Path) -> Any:
+    """The same checkpoint in transformers."""
+    return oracle(checkpoint)

@@ -1,0 +1,134 @@
+"""With ``deterministic=True`` a request's bits do not depend on what happens around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.running import context_of, feed, generate, open_pipeline, random_tokens, step_logits
+
+from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines.core import SamplingParams, TextContext
+
+SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=1234)
+PROMPT = random_tokens(75, 130, seed=1)
+
+
+@pytest.fixture
+def pipeline(checkpoint: Path) -> TextGenerationPipeline:
+    return open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
+
+
+@pytest.fixture(scope="module")
+def uncached(checkpoint: Path) -> TextGenerationPipeline:
+    return open_pipeline(
+        checkpoint, deterministic=True, kv_cache_block_size=16, enable_prefix_caching=False
+    )
+
+
+@pytest.fixture(scope="module", params=[SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+def sampling(request: pytest.FixtureRequest) -> SamplingParams:
+    params: SamplingParams = request.param
+    return params
+
+
+def fresh(sampling: SamplingParams, max_new: int = 40) -> TextContext:
+    return context_of(PROMPT, max_new, sampling_params=sampling)
+
+
+def logits_of_tokens(
+    pipeline: TextGenerationPipeline, context: TextContext, chunks: Sequence[int], others: Sequence[int] = ()
+) -> torch.Tensor:
+    """Logits behind each prompt token, computed in chunks beside other contexts of these lengths."""
+    rows = []
+    for number, chunk in enumerate(chunks):
+        context.set_token_indices(active_idx=context.start_idx + chunk)
+        neighbours = [context_of(random_tokens(n, 130, seed=n + number)) for n in others]
+        logits = step_logits(pipeline, [*neighbours, context])
+        rows.append(logits[-1])
+        feed(pipeline, context, 0)
+        for neighbour in neighbours:
+            pipeline.release(neighbour)
+    pipeline.release(context)
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "others"),
+    [([75], [1, 30]), ([1] * 75, []), ([10, 33, 32], []), ([10, 33, 32], [3, 17, 64]), ([74, 1], [1])],
+)
+def test_logits_are_bit_equal(
+    uncached: TextGenerationPipeline, chunks: list[int], others: list[int]
+) -> None:
+    alone = logits_of_tokens(uncached, context_of(PROMPT), [75])
+    assert torch.equal(logits_of_tokens(uncached, context_of(PROMPT), chunks, others), alone)
+
+
+def test_batched_is_alone(uncached: TextGenerationPipeline, sampling: SamplingParams) -> None:
+    (alone,) = generate(uncached, [fresh(sampling)])
+    others = [context_of(random_tokens(n, 130, seed=n), 5 + n, sampling_params=sampling) for n in (1, 9, 70)]
+    assert generate(uncached, [*others, fresh(sampling)])[-1] == alone
+
+
+def test_steps_at_once_are_steps_one_by_one(
+    uncached: TextGenerationPipeline, sampling: SamplingParams
+) -> None:
+    (alone,) = generate(uncached, [fresh(sampling)])
+    assert generate(uncached, [fresh(sampling)], num_steps=6) == [alone]
+
+
+def test_chunked_is_whole(uncached: TextGenerationPipeline, sampling: SamplingParams) -> None:
+    (whole,) = generate(uncached, [fresh(sampling)])
+    context = fresh(sampling)
+    for end in (13, 14, 50):
+        context.set_token_indices(active_idx=end)
+        response = uncached.execute({"a": context})["a"]
+        assert not response.tokens
+        assert not response.is_done
+    assert generate(uncached, [context]) == [whole]
+
+
+def test_prefix_hit_is_fresh(
+    pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
+) -> None:
+    (without,) = generate(uncached, [fresh(sampling)])
+    generate(pipeline, [fresh(sampling)])
+    context = fresh(sampling)
+    assert generate(pipeline, [context]) == [without]
+    assert context.num_cached_tokens == 64, "four whole blocks of 16"
+    shared = context_of(PROMPT[:50] + PROMPT[:25], 40, sampling_params=sampling)
+    (fresh_text,) = generate(uncached, [context_of(PROMPT[:50] + PROMPT[:25], 40, sampling_params=sampling)])
+    assert generate(pipeline, [shared]) == [fresh_text]
+    assert shared.num_cached_tokens == 48
+
+
+def test_preempted_is_not(
+    pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
+) -> None:
+    (whole,) = generate(uncached, [fresh(sampling)])
+    for runner in (pipeline, uncached):
+        context, tokens = fresh(sampling), []
+        for when in (1, 7, 20):
+            while len(context.generated_tokens) < when:
+                tokens += [part.next_token for part in runner.execute({"a": context})["a"].tokens]
+            runner.release(context)
+            context.reset()
+        assert tokens + generate(runner, [context])[0] == whole
+
+
+def test_seeds_and_positions_decide(uncached: TextGenerationPipeline) -> None:
+    def text(seed: int) -> list[int]:
+        params = SamplingParams(temperature=1.0, top_k=-1, seed=seed)
+        return generate(uncached, [context_of(PROMPT, sampling_params=params)])[0]
+
+    assert text(5) == text(5)
+    assert text(5) != text(6)
+
+
+def test_the_text_is_not_trivial(uncached: TextGenerationPipeline) -> None:
+    """The equalities above mean something only if the text varies."""
+    (greedy,) = generate(uncached, [fresh(SamplingParams())])
+    assert len(np.unique(greedy)) > 5

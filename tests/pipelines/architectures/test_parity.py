@@ -1,0 +1,91 @@
+"""Every architecture computes what transformers computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import oracle_greedy, oracle_logits
+from support.running import context_of, feed, generate, open_pipeline, random_tokens, step_logits
+
+from penstock.pipelines import TextGenerationPipeline
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fast", "reference"])
+def pipeline(checkpoint: Path, request: pytest.FixtureRequest) -> TextGenerationPipeline:
+    return open_pipeline(checkpoint, deterministic=request.param, kv_cache_block_size=16)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(reference: Any) -> int:
+    return int(reference.config.vocab_size)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Within 1e-4 of the logits' own spread."""
+    tolerance = 1e-4 * max(1.0, float(theirs.std()))
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 70])
+def test_prefill(pipeline: TextGenerationPipeline, reference: Any, vocabulary: int, length: int) -> None:
+    tokens = random_tokens(length, vocabulary, seed=length)
+    context = context_of(tokens)
+    assert_close(step_logits(pipeline, [context])[0], oracle_logits(reference, tokens))
+    pipeline.release(context)
+
+
+@pytest.mark.parametrize("chunks", [[1, 69], [16, 16, 38], [33, 1, 36], [7] * 10])
+def test_chunked_prefill(
+    pipeline: TextGenerationPipeline, reference: Any, vocabulary: int, chunks: list[int]
+) -> None:
+    tokens = random_tokens(70, vocabulary, seed=3)
+    expected = oracle_logits(reference, tokens)
+    context = context_of(tokens, log_probabilities_echo=True)  # every row computed, none from the cache
+    for chunk in chunks:
+        start = context.start_idx
+        context.set_token_indices(active_idx=start + chunk)
+        assert_close(step_logits(pipeline, [context])[0], expected[start : start + chunk])
+        feed(pipeline, context, 0)
+    assert context.is_done is False
+    pipeline.release(context)
+
+
+def test_decode(pipeline: TextGenerationPipeline, reference: Any, vocabulary: int) -> None:
+    tokens = random_tokens(60, vocabulary, seed=4)
+    expected = oracle_logits(reference, tokens)
+    context = context_of(tokens[:20])
+    step_logits(pipeline, [context])
+    for position in range(20, 60):
+        feed(pipeline, context, tokens[position])
+        assert_close(step_logits(pipeline, [context])[0], expected[position : position + 1])
+    pipeline.release(context)
+
+
+def test_mixed_batch(pipeline: TextGenerationPipeline, reference: Any, vocabulary: int) -> None:
+    """A whole prompt, a chunk in the middle of one, a last chunk and a single token in one forward."""
+    texts = [random_tokens(length, vocabulary, seed=length) for length in (23, 50, 41, 30)]
+    whole, middle, last, single = (context_of(text, log_probabilities_echo=True) for text in texts)
+    single = context_of(texts[3][:-1], log_probabilities_echo=True)
+    for context, done, upto in ((middle, 17, 35), (last, 18, 41)):
+        context.set_token_indices(active_idx=done)
+        step_logits(pipeline, [context])
+        feed(pipeline, context, 0)
+        context.set_token_indices(active_idx=upto)
+    step_logits(pipeline, [single])
+    feed(pipeline, single, texts[3][-1])
+    contexts = [whole, middle, last, single]
+    for context, text, logits in zip(contexts, texts, step_logits(pipeline, contexts), strict=True):
+        assert_close(logits, oracle_logits(reference, text)[context.start_idx : context.active_idx])
+        pipeline.release(context)
+
+
+@pytest.mark.parametrize("num_steps", [1, 7])
+def test_greedy_text(
+    pipeline: TextGenerationPipeline, reference: Any, vocabulary: int, num_steps: int
+) -> None:
+    prompts = [random_tokens(length, vocabulary, seed=length) for length in (5, 40)]
+    expected = [oracle_greedy(reference, prompt, 100) for prompt in prompts]
+    assert generate(pipeline, [context_of(prompt) for prompt in prompts], num_steps) == expected

@@ -1,0 +1,285 @@
+"""`TextGenerationPipeline`: batches, steps, ends and refusals, on a small random Llama."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import oracle, oracle_greedy, oracle_logits, write_checkpoint
+from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+
+from penstock.errors import ConfigError, InputError, InsufficientBlocksError, UnsupportedFeatureError
+from penstock.kernels import StepInputs
+from penstock.nn import ReturnHiddenStates, ReturnLogits
+from penstock.pipelines import PIPELINE_REGISTRY, KVCacheMixin, PipelineConfig, TextGenerationPipeline
+from penstock.pipelines.architectures.llama import tiny_config
+from penstock.pipelines.core import (
+    Grammar,
+    Pipeline,
+    SamplingParams,
+    TextContext,
+    TextGenerationStatus,
+    TokenGenerator,
+)
+from penstock.pipelines.kv_cache import KVCacheManager
+
+PROMPT = random_tokens(30, 130, seed=7)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), tiny_config())
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Any:
+    return oracle(checkpoint)
+
+
+@pytest.fixture
+def pipeline(checkpoint: Path) -> TextGenerationPipeline:
+    return open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
+
+
+def test_it_is_what_the_protocols_ask_for(pipeline: TextGenerationPipeline) -> None:
+    as_pipeline: Pipeline[TextContext, Any] = pipeline
+    assert as_pipeline.kv is pipeline.kv
+    assert isinstance(pipeline, TokenGenerator)
+    assert isinstance(pipeline.model, KVCacheMixin)
+
+
+def test_an_empty_batch(pipeline: TextGenerationPipeline) -> None:
+    assert pipeline.execute({}) == {}
+    assert pipeline.next_token({}, 3) == []
+
+
+def test_next_token_is_a_dict_a_step(pipeline: TextGenerationPipeline) -> None:
+    short, long = context_of(PROMPT, 2), context_of(PROMPT[:9], 9)
+    whole = generate(pipeline, [context_of(PROMPT, 2), context_of(PROMPT[:9], 9)])
+    steps = pipeline.next_token({"short": short, "long": long}, num_steps=2)
+    assert [sorted(step) for step in steps] == [["long", "short"]] * 2
+    assert [step["short"].next_token for step in steps] == whole[0]
+    assert short.status is TextGenerationStatus.MAXIMUM_LENGTH
+    steps = pipeline.next_token({"long": long}, num_steps=100)
+    assert len(steps) == 7, "as many as the maximum length leaves"
+    assert [step["long"].next_token for step in steps] == whole[1][2:]
+
+
+def test_greedy_and_sampled_rows_side_by_side(pipeline: TextGenerationPipeline) -> None:
+    def contexts() -> list[TextContext]:
+        sampled = SamplingParams(temperature=1.0, top_k=-1, seed=3)
+        return [context_of(PROMPT), context_of(PROMPT, sampling_params=sampled), context_of(PROMPT[:4])]
+
+    together = generate(pipeline, contexts(), num_steps=3)
+    alone = [generate(pipeline, [context])[0] for context in contexts()]
+    assert together == alone
+    assert together[0] != together[1]
+
+
+def test_the_end_of_sequence_is_no_token(pipeline: TextGenerationPipeline) -> None:
+    (plain,) = generate(pipeline, [context_of(PROMPT)])
+    end = next(token for token in plain[5:] if token not in plain[:5])
+    at = plain.index(end)
+    context = TextContext(
+        prompt="", max_length=130, tokens=np.array(PROMPT, dtype=np.int64), eos_token_ids={end}
+    )
+    response = None
+    tokens: list[int] = []
+    while response is None or not response.is_done:
+        response = pipeline.execute({"a": context}, num_steps=4)["a"]
+        tokens += [int(part.next_token) for part in response.tokens]
+    assert tokens == plain[:at]
+    assert response.final_status is TextGenerationStatus.END_OF_SEQUENCE
+    with pytest.raises(InputError, match="has ended"):
+        pipeline.execute({"a": context})
+
+
+def test_the_pipelines_own_end_of_sequence(checkpoint: Path, pipeline: TextGenerationPipeline) -> None:
+    """It ends contexts that bring no ids of their own and do not ignore it."""
+    (plain,) = generate(pipeline, [context_of(PROMPT)])
+    config = pipeline.config
+    ending = TextGenerationPipeline(config, type(pipeline.model), plain[0])
+    context = TextContext(prompt="", max_length=130, tokens=np.array(PROMPT, dtype=np.int64))
+    response = ending.execute({"a": context})["a"]
+    assert response.final_status is TextGenerationStatus.END_OF_SEQUENCE
+    assert ending.execute({"a": context_of(PROMPT)})["a"].tokens[0].next_token == plain[0]
+
+
+def test_min_new_tokens_holds_off_the_end(pipeline: TextGenerationPipeline) -> None:
+    (plain,) = generate(pipeline, [context_of(PROMPT)])
+    context = TextContext(
+        prompt="",
+        max_length=60,
+        tokens=np.array(PROMPT, dtype=np.int64),
+        eos_token_ids=set(plain),
+        sampling_params=SamplingParams(min_new_tokens=7),
+    )
+    (tokens,) = generate(pipeline, [context], num_steps=3)
+    assert len(tokens) >= 7
+    assert not set(tokens[:7]) & set(plain)
+
+
+def test_a_full_cache_is_an_error_that_changes_nothing(checkpoint: Path) -> None:
+    size = 4 * 2 * 3 * 2 * 8 * 16 * 5  # bytes: float32, K and V, layers, kv heads, head dim, block, blocks
+    fixed = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
+    small = open_pipeline(checkpoint, kv_cache_memory=size, **fixed)
+    assert small.kv.num_blocks == 4
+    first, second = context_of(PROMPT), context_of(PROMPT[::-1] + PROMPT)
+    small.execute({"a": first})
+    with pytest.raises(InsufficientBlocksError, match="4 KV blocks are needed, 2 of 4 are free"):
+        small.execute({"a": first, "b": second})
+    assert len(first.generated_tokens) == 1
+    assert not len(second.generated_tokens)
+    small.release(second)
+    small.execute({"a": first})
+    small.release(first)
+    small.release(first)
+    small.kv.check_integrity()
+    assert small.kv.num_free_blocks == 4
+
+
+def test_refusals_come_before_any_change(pipeline: TextGenerationPipeline) -> None:
+    good = context_of(PROMPT)
+    refused = [
+        (context_of(PROMPT, adapter="tone"), UnsupportedFeatureError, "adapter 'tone'"),
+        (context_of(PROMPT, grammar=Grammar("regex", "a+")), UnsupportedFeatureError, "regex grammar"),
+        (context_of(random_tokens(300, 130)), InputError, "300 tokens.*256"),
+    ]
+    for context, error, message in refused:
+        with pytest.raises(error, match=message):
+            pipeline.execute({"good": good, "bad": context})
+        assert not good.is_assigned_to_cache
+    with pytest.raises(InputError, match="num_steps must be at least 1, was 0"):
+        pipeline.execute({"good": good}, num_steps=0)
+
+
+def test_more_than_the_model_can_do(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=r"257.*256"):
+        open_pipeline(checkpoint, max_length=257)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("chunks", [[], [11, 12]])
+def test_log_probabilities(
+    pipeline: TextGenerationPipeline, reference: Any, echo: bool, chunks: list[int]
+) -> None:
+    context = context_of(PROMPT, 4, log_probabilities=3, log_probabilities_echo=echo)
+    for chunk in chunks:
+        context.set_token_indices(active_idx=context.start_idx + chunk)
+        pipeline.execute({"a": context})
+    entries = []
+    while not context.is_done:
+        entries += [part.log_probabilities for part in pipeline.execute({"a": context}, 4)["a"].tokens]
+    tokens = context.all_tokens.tolist()
+    expected = torch.log_softmax(oracle_logits(reference, tokens[:-1]), dim=-1)
+    ours = [value for entry in entries for value in entry.token_log_probabilities]
+    tops = [top for entry in entries for top in entry.top_log_probabilities]
+    first = 1 if echo else len(PROMPT)
+    theirs = [float(expected[i - 1, tokens[i]]) for i in range(first, len(tokens))]
+    assert ours == pytest.approx(theirs, abs=1e-3)
+    for i, top in enumerate(tops, first):
+        best = set(expected[i - 1].topk(3).indices.tolist())
+        assert set(top) == best | {tokens[i]}
+    pipeline.release(context)
+
+
+def test_penalties_change_the_text(pipeline: TextGenerationPipeline) -> None:
+    (plain,) = generate(pipeline, [context_of(PROMPT)])
+    params = SamplingParams(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.5)
+    penalised, beside = generate(pipeline, [context_of(PROMPT, sampling_params=params), context_of(PROMPT)])
+    assert beside == plain
+    assert len(set(penalised)) > len(set(plain))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rows", "normed"),
+    [
+        (ReturnHiddenStates.LAST, 2, False),
+        (ReturnHiddenStates.ALL, 39, False),
+        (ReturnHiddenStates.LAST_NORMALIZED, 2, True),
+        (ReturnHiddenStates.ALL_NORMALIZED, 39, True),
+    ],
+)
+def test_hidden_states(
+    pipeline: TextGenerationPipeline, reference: Any, wanted: ReturnHiddenStates, rows: int, normed: bool
+) -> None:
+    pipeline.model.return_hidden_states = wanted
+    texts = [PROMPT, PROMPT[:9]]
+    outputs = run_once(pipeline, texts)
+    assert outputs.hidden_states.shape == (rows, 48)
+    last = outputs.hidden_states[-1:]
+    network: Any = pipeline.model
+    step = StepInputs(pipeline.session.ops, torch.zeros(1), torch.zeros(2))
+    with torch.inference_mode():
+        logits = reference.lm_head(last if normed else network.network.norm(last, step))
+    torch.testing.assert_close(logits, oracle_logits(reference, texts[1])[-1:], atol=1e-3, rtol=1e-4)
+
+
+def test_every_row_of_logits(pipeline: TextGenerationPipeline, reference: Any) -> None:
+    pipeline.model.return_logits = ReturnLogits.ALL
+    outputs = run_once(pipeline, [PROMPT, PROMPT[:9]])
+    assert outputs.logit_offsets.tolist() == [0, 30, 39]
+    torch.testing.assert_close(
+        outputs.logits[30:], oracle_logits(reference, PROMPT[:9]), atol=1e-3, rtol=1e-4
+    )
+    assert generate(pipeline, [context_of(PROMPT, 5)])[0] == oracle_greedy(reference, PROMPT, 5)
+
+
+def test_a_model_from_configuration_and_session_alone(pipeline: TextGenerationPipeline) -> None:
+    model = type(pipeline.model)(pipeline.config, pipeline.session)
+    assert isinstance(model, KVCacheMixin)
+    assert model.estimate_memory_footprint() > 0
+    assert model.estimate_kv_cache_size(10**6) <= 10**6
+    manager = model.load_kv_manager(pipeline.session, 10**6)
+    assert isinstance(manager, KVCacheManager)
+    assert sum(cache.nbytes for cache in manager.storage.caches) <= 10**6
+    assert model.signal_buffers == []
+    assert model.lora_manager is None
+    assert model.dtype.value == "float32"
+
+
+def test_the_adapter_renames_tensors(checkpoint: Path, tmp_path: Path, reference: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    save_file({f"wrapped.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    config = PipelineConfig.from_flat({"model_path": str(tmp_path), "quantization_encoding": "float32"})
+    architecture = PIPELINE_REGISTRY.retrieve_architecture(config.model.huggingface_config, tmp_path)
+    base = architecture.load_pipeline_model()
+
+    class Unwrapped(base):  # type: ignore[misc, valid-type]
+        def __init__(self, pipeline_config: Any, session: Any) -> None:
+            super().__init__(pipeline_config, session, adapter=lambda name: name.removeprefix("wrapped."))
+
+    pipeline = TextGenerationPipeline(config, Unwrapped, -1)
+    torch.testing.assert_close(
+        step_logits(pipeline, [context_of(PROMPT)])[0], oracle_logits(reference, PROMPT), atol=1e-3, rtol=1e-4
+    )
+
+
+def test_bfloat16_is_close(checkpoint: Path, reference: Any) -> None:
+    pipeline = open_pipeline(checkpoint, quantization_encoding="bfloat16")
+    assert isinstance(pipeline.kv, KVCacheManager)
+    assert pipeline.kv.storage.caches[0].dtype is torch.bfloat16
+    ours = torch.log_softmax(step_logits(pipeline, [context_of(PROMPT)])[0], -1)
+    theirs = torch.log_softmax(oracle_logits(reference, PROMPT), -1)
+    assert float((theirs.exp() * (theirs - ours)).sum(-1).mean()) < 0.05
+
+
+def run_once(pipeline: TextGenerationPipeline, texts: list[list[int]]) -> Any:
+    contexts = [context_of(text) for text in texts]
+    kv: Any = pipeline.kv
+    for context in contexts:
+        kv.claim(context)
+        kv.reserve(context)
+    outputs = pipeline.model.execute(
+        pipeline.model.prepare_initial_token_inputs([contexts], kv.inputs(contexts))
+    )
+    for context in contexts:
+        pipeline.release(context)
+    return outputs
+

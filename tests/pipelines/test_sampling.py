@@ -1,0 +1,200 @@
+"""Sampling against a rule written down once more, in numpy, row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.running import context_of
+
+from penstock.kernels import Ops, SamplingInputs
+from penstock.kernels.cpu import load as load_compiled
+from penstock.kernels.reference import ReferenceOps
+from penstock.pipelines.core import SamplingParams
+from penstock.pipelines.sampling import Sampler, apply_penalties, mask_min_tokens, splitmix64, uniforms
+
+GREEDY = SamplingParams()
+
+
+@pytest.fixture(scope="module", params=["reference", "compiled"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    if request.param == "reference":
+        return ReferenceOps()
+    compiled = load_compiled()
+    if compiled is None:
+        pytest.skip("the compiled kernels are not built here")
+    return compiled
+
+
+def expected_token(logits: np.ndarray, params: SamplingParams, u: float) -> int:
+    """The rule of `Ops.sample` for one row, spelled out."""
+    if params.temperature == 0 or params.top_k == 1:
+        return int(logits.argmax())
+    scores = logits.astype(np.float64) / np.float64(np.float32(params.temperature))
+    probabilities = np.exp(scores - scores.max())
+    probabilities /= probabilities.sum()
+    order = sorted(range(len(logits)), key=lambda token: (-probabilities[token], token))
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    mass = sum(probabilities[token] for token in order)
+    kept, total = [], 0.0
+    for token in order:
+        if total < float(np.float32(params.top_p)) * mass or params.top_p >= 1 or not kept:
+            kept.append(token)
+        total += probabilities[token]
+    floor = float(np.float32(params.min_p)) * probabilities[kept[0]]
+    kept = sorted(token for token in kept if probabilities[token] >= floor)
+    target, total = u * sum(probabilities[token] for token in kept), 0.0
+    for token in kept:
+        total += probabilities[token]
+        if target < total:
+            return token
+    return kept[-1]
+
+
+def sample(ops: Ops, logits: np.ndarray, params: list[SamplingParams], positions: list[int]) -> list[int]:
+    sampler = Sampler.for_batch(params, torch.device("cpu"))
+    rows = np.arange(len(params))
+    tokens = sampler(ops, torch.from_numpy(logits), rows, np.array(positions))
+    return [int(token) for token in tokens]
+
+
+params_strategy = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([-1, 0, 1, 2, 5, 40, 1000]),
+    top_p=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(st.tuples(params_strategy, st.integers(0, 10**6)), min_size=1, max_size=6),
+    vocabulary=st.sampled_from([2, 33, 130, 1000]),
+    spread=st.sampled_from([0.1, 1.0, 6.0]),
+    seed=st.integers(0, 1000),
+)
+def test_rule(
+    ops: Ops, rows: list[tuple[SamplingParams, int]], vocabulary: int, spread: float, seed: int
+) -> None:
+    logits = np.random.default_rng(seed).normal(0, spread, (len(rows), vocabulary)).astype(np.float32)
+    params = [one for one, _ in rows]
+    positions = [position for _, position in rows]
+    expected = [
+        expected_token(row, one, float(uniforms(np.array([one.seed], np.uint64), np.array([position]))[0]))
+        for row, (one, position) in zip(logits, rows, strict=True)
+    ]
+    assert sample(ops, logits, params, positions) == expected
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.0, top_k=-1)])
+def test_greedy_takes_the_smallest_id_on_a_tie(ops: Ops, params: SamplingParams) -> None:
+    logits = np.zeros((2, 50), np.float32)
+    logits[0, [7, 30]] = 3.0
+    assert sample(ops, logits, [params, params], [0, 1]) == [7, 0]
+
+
+def test_top_k_keeps_the_smallest_ids_on_a_tie(ops: Ops) -> None:
+    params = SamplingParams(top_k=3, temperature=1.0)
+    logits = np.zeros((200, 40), np.float32)
+    drawn = sample(ops, logits, [params] * 200, list(range(200)))
+    assert set(drawn) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, top_k=-1),
+        SamplingParams(temperature=0.6, top_k=12),
+        SamplingParams(temperature=1.3, top_k=-1, top_p=0.8),
+        SamplingParams(temperature=1.0, top_k=20, top_p=0.95, min_p=0.1),
+    ],
+)
+def test_distribution(ops: Ops, params: SamplingParams) -> None:
+    """20,000 draws fall as often on each token as its probability says (chi-squared, p > 0.001)."""
+    count, vocabulary = 20_000, 50
+    logits = np.random.default_rng(5).normal(0, 1.5, vocabulary).astype(np.float32)
+    grid = (np.arange(40_000) + 0.5) / 40_000
+    expected = np.bincount([expected_token(logits, params, u) for u in grid], minlength=vocabulary)
+    drawn = sample(ops, np.tile(logits, (count, 1)), [params] * count, list(range(count)))
+    observed = np.bincount(drawn, minlength=vocabulary)
+    assert not observed[expected == 0].any()
+    cells = expected * (count / 40_000) >= 5
+    statistic = (((observed - expected / 2) ** 2)[cells] / (expected / 2)[cells]).sum()
+    freedom = int(cells.sum()) - 1
+    assert statistic < freedom + 3.1 * np.sqrt(2 * freedom) + 6
+
+
+def test_bitmask(ops: Ops) -> None:
+    logits = torch.randn(3, 70, generator=torch.Generator().manual_seed(0))
+    bitmask = torch.zeros(3, 3, dtype=torch.int32)
+    bitmask[0, 2] = 1 << 5  # only token 69
+    bitmask[1] = -1
+    bitmask[2, 0] = torch.tensor(-(2**31))  # only token 31, the sign bit
+    ones = torch.ones(3)
+    inputs = SamplingInputs(
+        ones, torch.zeros(3, dtype=torch.int64), ones, 0 * ones, torch.full((3,), 0.4, dtype=torch.float64)
+    )
+    tokens = ops.sample(logits, inputs, bitmask).tolist()
+    assert (tokens[0], tokens[2]) == (69, 31)
+    assert tokens[1] == ops.sample(logits, inputs).tolist()[1]
+
+
+def test_splitmix64_golden_vectors() -> None:
+    """The generator's published outputs, and the draws made of them."""
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [splitmix64(1234567, position) for position in range(4)] == known
+    assert splitmix64(0, 0) == 0xE220A8397B1DCDAF
+    draws = uniforms(np.full(4, 1234567, np.uint64), np.arange(4))
+    assert draws.tolist() == [(output >> 11) / 2**53 for output in known]
+    assert splitmix64(-1, 0) == splitmix64(2**64 - 1, 0)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40))
+def test_uniforms_are_below_one(seed: int, position: int) -> None:
+    (draw,) = uniforms(np.array([seed], np.uint64), np.array([position]))
+    assert 0 <= draw < 1
+
+
+def test_penalties_are_those_of_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    context = context_of([3, 4, 4, 9], sampling_params=SamplingParams(repetition_penalty=1.7))
+    for token in (11, 3):
+        context.update(token)
+    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(1))
+    before = logits.clone()
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(
+        torch.from_numpy(context.all_tokens)[None], logits.clone()
+    )
+    torch.testing.assert_close(apply_penalties(logits, [context], np.array([0])), expected)
+    assert torch.equal(logits, before), "the model's logits stay as they are"
+
+
+def test_frequency_and_presence_count_the_output_alone() -> None:
+    params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.25)
+    penalised, plain = context_of([1, 2, 2], sampling_params=params), context_of([1])
+    for token in (5, 5, 6):
+        penalised.update(token)
+    logits = torch.zeros(2, 8)
+    result = apply_penalties(logits, [penalised, plain], np.array([0, 1]))
+    assert result.tolist() == [[0, 0, 0, 0, 0, -1.25, -0.75, 0], [0] * 8]
+
+
+def test_without_penalties_nothing_is_copied() -> None:
+    logits = torch.zeros(1, 4)
+    assert apply_penalties(logits, [context_of([1])], np.array([0])) is logits
+    assert mask_min_tokens(logits, [context_of([1])], np.array([0]), np.array([1])) is logits
+
+
+def test_min_tokens_forbid_the_end() -> None:
+    params = SamplingParams(min_new_tokens=2)
+    context = context_of([1, 2], sampling_params=params, eos_token_ids={3, 0})
+    logits = torch.zeros(1, 5)
+    masked = mask_min_tokens(logits, [context], np.array([0]), np.array([2]))
+    assert masked.tolist() == [[-torch.inf, 0, 0, -torch.inf, 0]]
+    assert mask_min_tokens(logits, [context], np.array([0]), np.array([4])) is logits

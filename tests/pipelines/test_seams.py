@@ -1,0 +1,241 @@
+"""Where later features enter a forward, each exercised by a fake: encodings, adapters, given embeddings,
+drafts, grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import write_checkpoint
+from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+
+from penstock.dtype import DType
+from penstock.kernels import ENCODINGS, LoRAInputs
+from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
+from penstock.pipelines.core import SamplingParams, TextContext
+from penstock.pipelines.weights import Weights
+
+PROMPT = random_tokens(30, 130, seed=7)
+
+
+@pytest.fixture(
+    scope="module", params=PIPELINE_REGISTRY.architectures, ids=lambda architecture: architecture.name
+)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("seams"), request.param.tiny_config())
+
+
+@pytest.fixture
+def pipeline(checkpoint: Path) -> TextGenerationPipeline:
+    return open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
+
+
+# -- Encodings -------------------------------------------------------------------------------------------
+
+
+class HalvedEncoding:
+    """Stores half of each weight and a scale of two: exact, and wrong wherever a path forgets to unpack."""
+
+    name = "halved"
+    compute_dtype = DType.float32
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        return 4 * out_features * in_features + 4
+
+    def pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"half": weight.float() / 2, "scale": torch.tensor(2.0)}
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return tensors["half"] * tensors["scale"]
+
+
+@pytest.fixture
+def halved() -> Iterator[None]:
+    ENCODINGS["halved"] = HalvedEncoding()
+    yield
+    del ENCODINGS["halved"]
+
+
+@pytest.mark.usefixtures("halved")
+def test_an_encoding_of_ones_own(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = step_logits(open_pipeline(checkpoint), [context_of(PROMPT)])[0]
+    encoded = open_pipeline(checkpoint, quantization_encoding="halved")
+    torch.testing.assert_close(step_logits(encoded, [context_of(PROMPT)])[0], plain, atol=1e-4, rtol=1e-4)
+    monkeypatch.setattr(HalvedEncoding, "unpack", lambda self, tensors: tensors["half"])
+    wrong = step_logits(encoded, [context_of(PROMPT[::-1])])[0]
+    right = step_logits(open_pipeline(checkpoint), [context_of(PROMPT[::-1])])[0]
+    assert float((wrong - right).abs().max()) > 0.1
+
+
+# -- Adapters --------------------------------------------------------------------------------------------
+
+
+class FakeLoRAManager:
+    """One adapter on some linears of the checkpoint."""
+
+    def __init__(self, checkpoint: Path, names: Sequence[str]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.matrices = {}
+        for name in names:
+            out_features, in_features = Weights.open(checkpoint).shape(f"{name}.weight")
+            down = torch.randn(1, 4, in_features, generator=generator) * 0.2
+            up = torch.randn(1, out_features, 4, generator=generator) * 0.2
+            self.matrices[name] = (down, up)
+
+    def digest(self, adapter: str) -> bytes:
+        return adapter.encode()
+
+    def inputs(self, contexts: Sequence[TextContext], counts: np.ndarray) -> LoRAInputs | None:
+        rows = np.array([-1 if context.adapter is None else 0 for context in contexts]).repeat(counts)
+        return LoRAInputs(torch.from_numpy(rows), self.matrices)
+
+
+def merge(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Path:
+    """The checkpoint with the adapter's products added to its weights."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name, (down, up) in manager.matrices.items():
+        tensors[f"{name}.weight"] += up[0] @ down[0]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((checkpoint / "config.json").read_text())
+    return folder
+
+
+def linears_of(checkpoint: Path) -> list[str]:
+    names = Weights.open(checkpoint).names
+    return [name.removesuffix(".weight") for name in names if name.endswith("_proj.weight")]
+
+
+@pytest.mark.parametrize("which", [slice(None), slice(1)], ids=["all linears", "one slice of a fused one"])
+def test_an_adapter_is_its_merged_weights(
+    checkpoint: Path, pipeline: TextGenerationPipeline, which: slice, tmp_path: Path
+) -> None:
+    manager = FakeLoRAManager(checkpoint, linears_of(checkpoint)[which])
+    adapting = open_pipeline(checkpoint, members={"lora_manager": manager})
+    merged = open_pipeline(merge(checkpoint, manager, tmp_path))
+    contexts = [context_of(PROMPT), context_of(PROMPT, adapter="tone"), context_of(PROMPT[:7])]
+    plain, adapted, _ = step_logits(adapting, contexts)
+    expected = step_logits(merged, [context_of(PROMPT)])[0]
+    torch.testing.assert_close(adapted, expected, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(plain, step_logits(pipeline, [context_of(PROMPT)])[0], atol=1e-4, rtol=1e-4)
+    assert float((adapted - plain).abs().max()) > 0.1
+
+
+def test_an_adapter_over_several_steps_and_through_the_cache(checkpoint: Path) -> None:
+    manager = FakeLoRAManager(checkpoint, ["model.layers.1.self_attn.q_proj"])
+    members = {"lora_manager": manager}
+    pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, members=members)
+    together = generate(pipeline, [context_of(PROMPT), context_of(PROMPT, adapter="tone")], num_steps=5)
+    assert together[0] != together[1]
+    for adapter, text in zip((None, "tone"), together, strict=True):
+        context = context_of(PROMPT, adapter=adapter)
+        assert generate(pipeline, [context]) == [text]
+        assert context.num_cached_tokens == 16, "each finds its own blocks, never the other's"
+
+
+# -- Given embeddings ------------------------------------------------------------------------------------
+
+
+def test_given_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeline) -> None:
+    model: Any = pipeline.model
+    expected = step_logits(pipeline, [context_of(PROMPT)])[0]
+    hidden = [5, 6, 20]
+    table = model.network.embedding.table
+    masked = [0 if i in hidden else token for i, token in enumerate(PROMPT)]
+    context = context_of(masked)
+    kv: Any = pipeline.kv
+    kv.claim(context)
+    kv.reserve(context)
+    inputs = model.prepare_initial_token_inputs([[context]], kv.inputs([context]), len(PROMPT))
+    given = (torch.tensor(hidden), table[torch.tensor([PROMPT[i] for i in hidden])])
+    outputs = model.execute(replace(inputs, input_embeds=given))
+    assert torch.equal(outputs.logits, expected)
+    assert not torch.allclose(model.execute(inputs).logits, expected)
+
+
+# -- Drafts ----------------------------------------------------------------------------------------------
+
+
+class Prophet:
+    """Drafts that are right for as long as it says, then wrong."""
+
+    def __init__(self, texts: Mapping[str, list[int]], right: int, wrong: int) -> None:
+        self.texts, self.right, self.wrong = texts, right, wrong
+
+    def propose(self, contexts: Sequence[TextContext]) -> list[list[int]]:
+        drafts = []
+        for context in contexts:
+            rest = self.texts[context.request_id][len(context.generated_tokens) :]
+            wrong = [(token + 1) % 130 for token in rest[self.right : self.right + self.wrong]]
+            drafts.append(rest[: self.right] + wrong)
+        return drafts
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(0, 3), (4, 0), (3, 2), (1, 1)])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=0.8, top_k=20, seed=5)], ids=["greedy", "sampled"]
+)
+def test_speculation_is_plain_decoding(
+    pipeline: TextGenerationPipeline, right: int, wrong: int, sampling: SamplingParams
+) -> None:
+    def contexts() -> list[TextContext]:
+        fields = {"sampling_params": sampling}
+        return [
+            context_of(PROMPT, 40, request_id="long", **fields),
+            context_of(PROMPT[:3], 17, request_id="short", **fields),
+        ]
+
+    plain = generate(pipeline, contexts())
+    calls = 0
+    pipeline.proposer = Prophet(dict(zip(("long", "short"), plain, strict=True)), right, wrong)
+    original = pipeline.model.execute
+
+    def counted(inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(inputs)
+
+    pipeline.model.execute = counted  # type: ignore[method-assign]
+    assert generate(pipeline, contexts(), num_steps=3) == plain
+    assert calls <= -(-40 // (right + 1)) + 1
+
+
+def test_drafts_never_outgrow_a_context(pipeline: TextGenerationPipeline) -> None:
+    (plain,) = generate(pipeline, [context_of(PROMPT, 3)])
+    pipeline.proposer = Prophet({"a": plain + [0] * 50}, right=50, wrong=0)
+    assert generate(pipeline, [context_of(PROMPT, 3, request_id="a")]) == [plain]
+
+
+# -- Grammars --------------------------------------------------------------------------------------------
+
+
+class EvenTokens:
+    """A matcher that allows even token ids."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int) -> bool:
+        bitmask[index] = 0x55555555
+        return True
+
+    def accept_token(self, token: int) -> bool:
+        self.accepted.append(token)
+        return token % 2 == 0
+
+
+def test_a_matcher_restricts_its_own_row(pipeline: TextGenerationPipeline) -> None:
+    (plain,) = generate(pipeline, [context_of(PROMPT)])
+    context = context_of(PROMPT)
+    matcher: Any = EvenTokens()
+    context.set_matcher(matcher)
+    restricted, beside = generate(pipeline, [context, context_of(PROMPT)], num_steps=4)
+    assert beside == plain
+    assert restricted == matcher.accepted
+    assert all(token % 2 == 0 for token in restricted)
+    assert restricted != plain

@@ -1,0 +1,60 @@
+"""Small random checkpoints, written by transformers: the other side of every comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> Path:
+    """Saves a model of this ``config.json`` with weights large enough for every mistake to show.
+
+    Transformers initialises with a standard deviation of 0.02 and norms of exactly 1, which hides a wrong
+    rope base or a forgotten norm below the noise; here it is 0.2 and random norms.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    values = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
+    hf_config = AutoConfig.for_model(config["model_type"], **values, initializer_range=0.2)
+    model = AutoModelForCausalLM.from_config(hf_config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            elif name.endswith(".bias"):
+                nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def oracle(folder: Path) -> Any:
+    """The checkpoint as transformers runs it, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V]
+    """Logits behind every token of one sequence, computed at once."""
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0].float()
+
+
+def oracle_greedy(model: Any, tokens: list[int], count: int) -> list[int]:
+    """The ``count`` tokens that transformers' own greedy search appends."""
+    prompt = torch.tensor([tokens])
+    ids = model.generate(  # with a mask of its own: a token equal to the padding's is a token
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    text: list[int] = ids[0, len(tokens) :].tolist()
+    return text

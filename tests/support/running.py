@@ -1,0 +1,81 @@
+"""Running a checkpoint through the pipeline, a step at a time and with its logits in sight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGenerationPipeline
+from penstock.pipelines.core import SamplingParams, TextContext
+from penstock.pipelines.kv_cache import KVCacheManager
+
+
+def open_pipeline(
+    checkpoint: Path | str, *, members: Mapping[str, Any] | None = None, **config: Any
+) -> TextGenerationPipeline:
+    """The pipeline of a checkpoint, in float32 unless told otherwise; ``members`` replace some of its model's."""
+    flat = {"model_path": str(checkpoint), "quantization_encoding": "float32", "max_batch_size": 8}
+    pipeline_config = PipelineConfig.from_flat(flat | config)
+    model = pipeline_config.model
+    architecture = PIPELINE_REGISTRY.retrieve_architecture(model.huggingface_config, checkpoint)
+    pipeline_model = architecture.load_pipeline_model()
+    if members is not None:
+        pipeline_model = type(f"Altered{pipeline_model.__name__}", (pipeline_model,), dict(members))
+    return TextGenerationPipeline(pipeline_config, pipeline_model, -1)
+
+
+def context_of(tokens: Sequence[int], max_new: int = 100, **fields: Any) -> TextContext:
+    """A context of these prompt tokens that ends by length alone."""
+    sampling = fields.pop("sampling_params", SamplingParams())
+    return TextContext(
+        prompt=list(tokens),
+        max_length=len(tokens) + max_new,
+        tokens=np.array(tokens, dtype=np.int64),
+        ignore_eos=True,
+        sampling_params=sampling,
+        **fields,
+    )
+
+
+def random_tokens(count: int, vocabulary: int, seed: int = 0) -> list[int]:
+    """Prompt tokens, the same for the same seed."""
+    return [int(token) for token in np.random.default_rng(seed).integers(0, vocabulary, count)]
+
+
+def step_logits(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext]) -> list[torch.Tensor]:
+    """One forward over the active tokens of each context: a ``[rows, V]`` each; the contexts stay as they are."""
+    kv = pipeline.kv
+    assert isinstance(kv, KVCacheManager)
+    for context in contexts:
+        kv.claim(context)
+        kv.reserve(context)
+    counts = [context.active_length for context in contexts]
+    model: Any = pipeline.model
+    inputs = model.prepare_initial_token_inputs([contexts], kv.inputs(contexts), counts)
+    outputs = model.execute(inputs)
+    return list(outputs.logits.float().split(counts))
+
+
+def feed(pipeline: TextGenerationPipeline, context: TextContext, token: int) -> None:
+    """Hands a context its next token, as a sampler would, and commits what was computed."""
+    context.update(token)
+    pipeline.kv.commit(context)
+
+
+def generate(
+    pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], num_steps: int = 1
+) -> list[list[int]]:
+    """The tokens of each context, run together to their ends and released."""
+    tokens: dict[str, list[int]] = {context.request_id: [] for context in contexts}
+    running = {context.request_id: context for context in contexts}
+    while running:
+        for request_id, response in pipeline.execute(running, num_steps).items():
+            tokens[request_id] += [int(part.next_token) for part in response.tokens]
+            if response.is_done:
+                pipeline.release(running.pop(request_id))
+    pipeline.kv.check_integrity()
+    return [tokens[context.request_id] for context in contexts]
