@@ -26,7 +26,7 @@ from penstock.pipelines.core import (
 )
 from penstock.pipelines.kv_cache import KVCache, KVCacheManager, NullKVCache
 from penstock.pipelines.model import KVCacheMixin, ModelInputs, ModelOutputs, PipelineModel
-from penstock.pipelines.sampling import Sampler, apply_penalties, mask_min_tokens, uses_penalties
+from penstock.pipelines.sampling import Sampler, apply_penalties, mask_min_tokens
 from penstock.pipelines.speculative import DraftProposer, accept
 from penstock.pipelines.structured_output import grammar_bitmask
 
@@ -90,6 +90,9 @@ class TextGenerationPipeline:
             return {}
         contexts = list(batch.values())
         self._check(contexts)
+        for context in contexts:
+            if not context.eos_token_ids and not context.ignore_eos:
+                context.eos_token_ids.add(self.eos_token_id)
         drafts = self._propose(contexts)
         num_steps = 1 if any(drafts) else self._num_steps(contexts, num_steps)
         for context, draft in zip(contexts, drafts, strict=True):
@@ -214,8 +217,6 @@ class TextGenerationPipeline:
                     f"request {context.request_id} has {context.current_length} tokens, "
                     f"the model's maximum length is {self.model.max_seq_len}"
                 )
-            if not context.eos_token_ids and not context.ignore_eos:
-                context.eos_token_ids.add(self.eos_token_id)
 
     def _num_steps(self, contexts: Sequence[TextContext], num_steps: int) -> int:
         if num_steps < 1:
@@ -255,7 +256,7 @@ def _needs_each_token(context: TextContext) -> bool:
         context.active_idx < context.end_idx
         or context.matcher is not None
         or bool(context.log_probabilities)
-        or uses_penalties(context.sampling_params)
+        or context.sampling_params.needs_penalties
     )
 
 

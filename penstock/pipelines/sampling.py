@@ -97,11 +97,12 @@ def mask_min_tokens(
     masked = logits
     for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
         context = contexts[sequence]
-        if context.min_tokens == 0 or position >= len(context.prompt_tokens) + context.min_tokens:
+        if context.min_tokens == 0:
             continue
-        if masked is logits:
-            masked = logits.clone()
-        masked[row, sorted(context.eos_token_ids)] = -torch.inf
+        mask = context.get_min_token_logit_mask(int(position) - context.active_idx + 1)[-1]  # [n, 2]
+        if len(mask):
+            masked = logits.clone() if masked is logits else masked
+            masked[row, mask[:, 1].tolist()] = -torch.inf
     return masked
 
 
@@ -118,17 +119,12 @@ def apply_penalties(
     penalised = logits
     for row, sequence in enumerate(sequences):
         context = contexts[sequence]
-        if not uses_penalties(context.sampling_params):
+        if not context.sampling_params.needs_penalties:
             continue
         if penalised is logits:
             penalised = logits.to(torch.float32, copy=True)
         _penalise(penalised[row], context)
     return penalised
-
-
-def uses_penalties(params: SamplingParams) -> bool:
-    """Whether any of the three penalties is set."""
-    return (params.frequency_penalty, params.presence_penalty, params.repetition_penalty) != (0, 0, 1)
 
 
 def _penalise(row: Tensor, context: TextContext) -> None:

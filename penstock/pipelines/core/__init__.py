@@ -1,0 +1,68 @@
+"""Requests, contexts and responses: what the parts of Penstock say to each other.
+
+These are the names of the ``max.pipelines.core`` page, and ``Grammar``, ``Pipeline`` and ``TokenBuffer`` of
+our own. Importing this package loads numpy and msgspec, but neither torch nor transformers nor xgrammar.
+"""
+
+from penstock.pipelines.core.context import TextAndVisionContext, TextContext
+from penstock.pipelines.core.interfaces import (
+    AudioGenerator,
+    EmbeddingsGenerator,
+    InputContext,
+    Pipeline,
+    PipelineTokenizer,
+    TokenGenerator,
+)
+from penstock.pipelines.core.requests import (
+    AudioGenerationRequest,
+    Grammar,
+    TokenGeneratorRequest,
+    TokenGeneratorRequestFunction,
+    TokenGeneratorRequestMessage,
+    TokenGeneratorRequestTool,
+    TokenGeneratorResponseFormat,
+)
+from penstock.pipelines.core.responses import (
+    AudioGenerationResponse,
+    AudioGeneratorOutput,
+    EmbeddingsResponse,
+    LogProbabilities,
+    TextGenerationResponse,
+    TextResponse,
+)
+from penstock.pipelines.core.sampling_params import SamplingParams
+from penstock.pipelines.core.serialization import msgpack_numpy_decoder, msgpack_numpy_encoder
+from penstock.pipelines.core.speech import TTSContext
+from penstock.pipelines.core.status import PipelineTask, TextGenerationStatus
+from penstock.pipelines.core.tokens import TokenBuffer
+
+__all__ = [
+    "AudioGenerationRequest",
+    "AudioGenerationResponse",
+    "AudioGenerator",
+    "AudioGeneratorOutput",
+    "EmbeddingsGenerator",
+    "EmbeddingsResponse",
+    "Grammar",
+    "InputContext",
+    "LogProbabilities",
+    "Pipeline",
+    "PipelineTask",
+    "PipelineTokenizer",
+    "SamplingParams",
+    "TTSContext",
+    "TextAndVisionContext",
+    "TextContext",
+    "TextGenerationResponse",
+    "TextGenerationStatus",
+    "TextResponse",
+    "TokenBuffer",
+    "TokenGenerator",
+    "TokenGeneratorRequest",
+    "TokenGeneratorRequestFunction",
+    "TokenGeneratorRequestMessage",
+    "TokenGeneratorRequestTool",
+    "TokenGeneratorResponseFormat",
+    "msgpack_numpy_decoder",
+    "msgpack_numpy_encoder",
+]

@@ -1,0 +1,373 @@
+"""The one object that a request is: built once, moved once to the worker, changed by its methods alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InputError, UnsupportedFeatureError
+from penstock.pipelines.core.interfaces import InputContext
+from penstock.pipelines.core.requests import Grammar
+from penstock.pipelines.core.responses import LogProbabilities
+from penstock.pipelines.core.sampling_params import SamplingParams
+from penstock.pipelines.core.status import TextGenerationStatus
+from penstock.pipelines.core.tokens import TokenBuffer
+
+if TYPE_CHECKING:
+    import xgrammar as xgr
+
+_ACTIVE = TextGenerationStatus.ACTIVE
+
+
+class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=True):
+    """A text request: its tokens (:class:`TokenBuffer`), its parameters and how far it has come.
+
+    Contexts are equal when all their fields are, pickle, and cross to another process through
+    ``msgpack_numpy_encoder``; the matcher of a grammar stays behind and is rebuilt from ``grammar`` there.
+
+        >>> import numpy as np
+        >>> context = TextContext(prompt="1 2 3", max_length=8, tokens=np.array([1, 2, 3]))
+        >>> context.update(4)
+        >>> context.next_tokens.tolist(), context.outstanding_completion_tokens()
+        ([4], [(4, None)])
+    """
+
+    prompt: str | Sequence[int]
+    """The prompt as it was asked, text or token ids."""
+    max_length: int
+    """The most tokens that prompt and output may have together."""
+    eos_token_ids: set[int] = msgspec.field(default_factory=set)
+    """Tokens that end the output."""
+    eos_sequences: list[list[int]] = msgspec.field(default_factory=list)
+    """Runs of generated tokens that end the output; empty ones are dropped."""
+    log_probabilities: int | None = None
+    """Report the log probabilities of this many top tokens for each token; 0 or None reports none."""
+    log_probabilities_echo: bool = False
+    """Whether the prompt's tokens are reported too."""
+    ignore_eos: bool = False
+    """Whether the request asked to go on past the end: if so, its maker left ``eos_token_ids`` empty."""
+    json_schema: str | None = None
+    """The JSON schema of the output; the same as a ``grammar`` of kind ``json_schema``."""
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+
+    request_id: str = msgspec.field(default_factory=lambda: uuid4().hex)
+    """Everything outside the context knows it by this id."""
+    model_name: str = ""
+    grammar: Grammar | None = None
+    """What the output must look like."""
+    adapter: str | None = None
+    """The LoRA adapter to use."""
+    cache_salt: str | None = None
+    """Only contexts with the same salt share cached prefixes."""
+    token_hash_overrides: dict[int, int] = msgspec.field(default_factory=dict)
+    """Token index to the id that stands for it in block hashes."""
+    priority: int = 0
+    """A higher number is served first."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache; set by the KV cache."""
+
+    _status: TextGenerationStatus = _ACTIVE
+    _cache_seq_id: int | None = None
+    _is_initial_prompt: bool = True
+    _draft_offset: int = 0
+    _log_probabilities_data: dict[int, LogProbabilities] = msgspec.field(default_factory=dict)
+    _prompt_log_probabilities: LogProbabilities | None = None
+    _scored_idx: int = 0  # the log probabilities of the tokens before it were given already
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_tokens + self._prompt_len > self.max_length:
+            raise InputError(
+                f"min_tokens ({self.min_tokens}) + prompt_len ({self._prompt_len}) must be less than or "
+                f"equal to max_length ({self.max_length})"
+            )
+        if not isinstance(self.prompt, str):
+            self.prompt = [int(token) for token in self.prompt]
+        self.eos_token_ids = set(self.eos_token_ids)  # the tokenizer's own set stays its own
+        self.eos_sequences = [list(sequence) for sequence in self.eos_sequences if len(sequence) > 0]
+        self._agree_on_grammar()
+
+    # The life of a request: update after each step, until is_done.
+
+    def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
+        """Takes the token that a step sampled, and with it the log probabilities of the step's positions.
+
+        After a chunk of the prompt that is not the last, ``new_token`` is no token of the answer: it is
+        dropped and the window moves to the rest. With ``log_probabilities_echo`` the chunk's rows, which
+        belong to the prompt tokens up to ``active_idx``, are kept (:attr:`prompt_log_probabilities`).
+
+        The token that reaches ``max_length`` is handed out; one that ends the output is only stored.
+        """
+        if self._active_idx < self._end_idx:
+            if log_probabilities is not None and self.log_probabilities_echo:
+                self._keep_for_prompt(self._not_scored_yet(log_probabilities))
+            self._start_idx = self._active_idx
+            self._active_idx = self._end_idx
+            return
+        self._advance_matcher(new_token)
+        rows = None if log_probabilities is None else self._not_scored_yet(log_probabilities)
+        self._start_idx = position = self._append(new_token)
+        self._is_initial_prompt = False
+        shown = self._status is _ACTIVE and not self._ends_with(new_token)
+        if shown:
+            self._show(position)
+            if self._active_idx >= self.max_length:
+                self._status = TextGenerationStatus.MAXIMUM_LENGTH
+        elif self._status is _ACTIVE:
+            self._status = TextGenerationStatus.END_OF_SEQUENCE
+        if rows is not None:
+            self._keep_log_probabilities(position, rows, shown)
+
+    def jump_ahead(self, new_token: int) -> None:
+        """Takes a token that the grammar forces, to be computed together with the next one.
+
+        Ends the output by ``eos_token_ids`` alone: how far it may jump is for the caller to know.
+        ``RuntimeError`` while a prompt is computed in chunks.
+        """
+        if self._active_idx < self._end_idx:
+            raise RuntimeError(
+                f"cannot jump ahead in the middle of a prompt: {self._end_idx - self._active_idx} of its "
+                f"{self._end_idx} tokens are left to compute"
+            )
+        self._advance_matcher(new_token)
+        position = self._append(new_token)
+        self._is_initial_prompt = False
+        if self._status is _ACTIVE:
+            if new_token in self.eos_token_ids:
+                self._status = TextGenerationStatus.END_OF_SEQUENCE
+            else:
+                self._show(position)
+
+    def rollback(self, idx: int) -> None:
+        """Removes the last ``idx`` tokens (:meth:`TokenBuffer.rollback`).
+
+        Where the token that ended the output goes, the output goes on. A status of maximum length stays,
+        and a matcher is not rolled back.
+        """
+        shown_end = self._completion_end_idx  # where the token that ended the output stands, if one did
+        super().rollback(idx)
+        if idx > 0:
+            for position in range(self._end_idx, self._end_idx + idx):
+                self._log_probabilities_data.pop(position, None)
+            self._scored_idx = min(self._scored_idx, self._end_idx)
+            if self._status is TextGenerationStatus.END_OF_SEQUENCE and self._end_idx <= shown_end:
+                self._status = _ACTIVE
+
+    def reset(self) -> None:
+        """Makes all tokens, generated ones too, a prompt to compute anew: the context was evicted.
+
+        ``prompt_tokens``, ``generated_tokens`` and what was handed out stay as they are.
+        """
+        self.unassign_from_cache()
+        self._start_idx = 0
+        self._committed_idx = 0
+        self._is_initial_prompt = True
+
+    def outstanding_completion_tokens(self) -> list[tuple[int, LogProbabilities | None]]:
+        """The tokens for the user that were not handed out yet, each with its log probabilities.
+
+        The next call gives only later ones. The status stays as it is. With ``log_probabilities_echo`` the
+        first token's log probabilities begin with those of the prompt, computed in chunks or not.
+        """
+        start, end = self._completion_start_idx, self._completion_end_idx
+        if start >= end:
+            return []
+        self._completion_start_idx = end
+        pop = self._log_probabilities_data.pop
+        return [(token, pop(i, None)) for i, token in enumerate(self.tokens[start:end].tolist(), start)]
+
+    @property
+    def prompt_log_probabilities(self) -> LogProbabilities | None:
+        """Log probabilities of prompt tokens that no completion token has taken along yet.
+
+        There are some between two chunks, and for good where the very first token ends the output.
+        """
+        return self._prompt_log_probabilities
+
+    # Status.
+
+    @property
+    def status(self) -> TextGenerationStatus:
+        """Whether it still generates."""
+        return self._status
+
+    def update_status(self, status: TextGenerationStatus) -> None:
+        """Sets the status."""
+        self._status = status
+
+    @property
+    def is_done(self) -> bool:
+        """True when it no longer generates."""
+        return self._status is not _ACTIVE
+
+    @property
+    def is_initial_prompt(self) -> bool:
+        """True until a token is generated, and again after :meth:`reset`."""
+        return self._is_initial_prompt
+
+    @property
+    def is_ce(self) -> bool:
+        """Context encoding: more than one token is computed next."""
+        return self._active_idx - self._start_idx > 1
+
+    # What must not be sampled.
+
+    @property
+    def min_tokens(self) -> int:
+        """The least number of tokens to generate."""
+        return self.sampling_params.min_new_tokens
+
+    def get_min_token_logit_mask(self, num_steps: int) -> list[npt.NDArray[np.int32]]:
+        """For each of the next ``num_steps`` steps, ``[n, 2]``: a row (0, token id) for every id of
+        ``eos_token_ids`` while fewer than ``min_tokens`` are generated. Callers add the row of the batch to
+        the first column."""
+        positions = range(self._active_idx, self._active_idx + num_steps)
+        masked = range(self._prompt_len, self._prompt_len + self.min_tokens)
+        rows = [(0, token) for token in sorted(self.eos_token_ids)]
+        return [
+            np.array(rows if position in masked else [], dtype=np.int32).reshape(-1, 2)
+            for position in positions
+        ]
+
+    @property
+    def matcher(self) -> xgr.GrammarMatcher | None:
+        """The grammar's matcher, where it stands now."""
+        # Not a field: a matcher is neither compared nor encoded.
+        return self.__dict__.get("_matcher")
+
+    def set_matcher(self, matcher: xgr.GrammarMatcher) -> None:
+        """Sets the grammar's matcher; every token from now on advances it."""
+        self.__dict__["_matcher"] = matcher
+
+    @property
+    def draft_offset(self) -> int:
+        """How far a draft model lags behind."""
+        return self._draft_offset
+
+    def set_draft_offset(self, idx: int) -> None:
+        """Says how far a draft model lags behind."""
+        self._draft_offset = idx
+
+    # The slot in the KV cache.
+
+    @property
+    def cache_seq_id(self) -> int:
+        """The slot; ``ValueError`` without one."""
+        if self._cache_seq_id is None:
+            raise MissingValueError(f"{type(self).__name__} is not currently assigned to cache slot.")
+        return self._cache_seq_id
+
+    @property
+    def is_assigned_to_cache(self) -> bool:
+        """Whether it has a slot."""
+        return self._cache_seq_id is not None
+
+    def assign_to_cache(self, cache_seq_id: int) -> None:
+        """Gives it a slot; ``RuntimeError`` if it has one."""
+        if self._cache_seq_id is not None:
+            raise RuntimeError(
+                f"Context is already assigned to a cache slot: {self._cache_seq_id}, not {cache_seq_id}"
+            )
+        self._cache_seq_id = cache_seq_id
+
+    def unassign_from_cache(self) -> None:
+        """Takes the slot away, if it has one."""
+        self._cache_seq_id = None
+
+    def _agree_on_grammar(self) -> None:
+        if self.json_schema is not None and self.grammar is None:
+            self.grammar = Grammar("json_schema", self.json_schema)
+        elif self.grammar is not None and self.grammar.kind == "json_schema":
+            if self.json_schema not in (None, self.grammar.text):
+                raise InputError("json_schema and grammar are two different JSON schemas: give one of them")
+            self.json_schema = self.grammar.text
+        elif self.grammar is not None and self.json_schema is not None:
+            raise InputError(f"json_schema and a grammar of kind {self.grammar.kind}: give one of them")
+
+    def _advance_matcher(self, token: int) -> None:
+        matcher = self.__dict__.get("_matcher")
+        if matcher is not None and not matcher.accept_token(token):
+            raise AssertionError(f"the grammar does not accept token {token}, so its mask was not applied")
+
+    def _ends_with(self, new_token: int) -> bool:
+        """Whether ``new_token``, the last one, ends the output."""
+        if new_token in self.eos_token_ids:
+            return True
+        return any(
+            sequence[-1] == new_token
+            and self._end_idx - len(sequence) >= self._prompt_len  # generated tokens alone
+            and self.tokens[self._end_idx - len(sequence) : self._end_idx].tolist() == sequence
+            for sequence in self.eos_sequences
+        )
+
+    # Log probabilities: one row a position, the last for the token at active_idx.
+
+    def _not_scored_yet(self, rows: LogProbabilities) -> LogProbabilities:
+        """``rows`` without those of an earlier pass: an evicted context that echoes is scored once more."""
+        if not self.log_probabilities_echo:
+            return rows
+        scored, self._scored_idx = self._scored_idx, max(self._scored_idx, self._active_idx + 1)
+        first = self._active_idx + 1 - len(rows.token_log_probabilities)
+        return _without_first(rows, scored - first) if first < scored else rows
+
+    def _keep_for_prompt(self, rows: LogProbabilities) -> None:
+        self._prompt_log_probabilities = _joined(self._prompt_log_probabilities, rows)
+
+    def _keep_log_probabilities(self, position: int, rows: LogProbabilities, shown: bool) -> None:
+        if shown:
+            self._log_probabilities_data[position] = _joined(self._prompt_log_probabilities, rows)
+            self._prompt_log_probabilities = None
+        elif self.log_probabilities_echo and len(rows.token_log_probabilities) > 1:
+            self._keep_for_prompt(_without_last(rows))
+
+
+class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=True):
+    """A text request with an image.
+
+    ``pixel_values`` stay for good: a prompt in chunks and an evicted context need them again.
+    """
+
+    pixel_values: tuple[npt.NDArray[Any], ...] = ()
+    """The image, as the model's processor made it."""
+    extra_model_args: dict[str, npt.NDArray[Any]] = msgspec.field(default_factory=dict)
+    """What else the processor made."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.pixel_values) > 1:
+            raise UnsupportedFeatureError(
+                "more than one image", f"only one image supported in a context, got {len(self.pixel_values)}"
+            )
+
+
+class MissingValueError(ValueError, AttributeError):
+    """A property has no value now.
+
+    Also an ``AttributeError``: on Python 3.11 ``isinstance(context, InputContext)`` reads each property and
+    lets any other error pass on to the caller.
+    """
+
+
+InputContext.register(TextContext)
+
+
+def _joined(first: LogProbabilities | None, second: LogProbabilities) -> LogProbabilities:
+    if first is None:
+        return second
+    return LogProbabilities(
+        first.token_log_probabilities + second.token_log_probabilities,
+        first.top_log_probabilities + second.top_log_probabilities,
+    )
+
+
+def _without_first(rows: LogProbabilities, count: int) -> LogProbabilities:
+    return LogProbabilities(rows.token_log_probabilities[count:], rows.top_log_probabilities[count:])
+
+
+def _without_last(rows: LogProbabilities) -> LogProbabilities:
+    return LogProbabilities(rows.token_log_probabilities[:-1], rows.top_log_probabilities[:-1])

@@ -1,0 +1,139 @@
+"""What a caller asks for, before a tokenizer makes a context of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal, NotRequired, TypedDict
+
+import msgspec
+
+from penstock.errors import InputError
+from penstock.pipelines.core.sampling_params import SamplingParams
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag"]
+_GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
+_DEFAULT_SAMPLING = SamplingParams()
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the output must look like: the kind of grammar and its text."""
+
+    kind: GrammarKind
+    text: str = ""
+    """A JSON schema, a regular expression, an EBNF grammar, a JSON list of choices, a JSON structural tag;
+    empty for ``json_object``."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in _GRAMMAR_KINDS:
+            raise InputError(f"grammar kind must be one of {', '.join(_GRAMMAR_KINDS)}, was {self.kind!r}")
+        if not isinstance(self.text, str):
+            raise InputError(f"grammar text must be a string, was {type(self.text).__name__}")
+
+
+class TokenGeneratorRequestFunction(TypedDict):
+    """A function that the model may call."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """A JSON schema."""
+
+
+class TokenGeneratorRequestTool(TypedDict):
+    """A tool that the model may use."""
+
+    type: str
+    function: TokenGeneratorRequestFunction
+
+
+class TokenGeneratorResponseFormat(TypedDict):
+    """The format that the output must have."""
+
+    type: str
+    json_schema: dict[str, Any]
+
+
+class TokenGeneratorRequestMessage(TypedDict):
+    """One message of a chat."""
+
+    role: Literal["system", "user", "assistant", "tool", "developer"]
+    content: str | list[dict[str, Any]] | None
+    """A string, or parts such as ``{"type": "text", "text": ...}``; None only beside ``tool_calls``."""
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
+
+
+@dataclass(frozen=True)
+class TokenGeneratorRequest:
+    """A request for text: a prompt or messages, and how to answer them."""
+
+    id: str
+    """Names the request in logs and traces; becomes the context's ``request_id``."""
+    index: int
+    """The position among requests that were sent together."""
+    model_name: str
+    prompt: str | Sequence[int] | None = None
+    """Text or token ids."""
+    messages: list[TokenGeneratorRequestMessage] | None = None
+    """The turns of a chat, for the model's chat template."""
+    images: list[bytes] | None = None
+    """One encoded image for each image part of the messages, in order."""
+    tools: list[TokenGeneratorRequestTool] | None = None
+    response_format: TokenGeneratorResponseFormat | None = None
+    timestamp_ns: int = 0
+    """When the server received the request, in nanoseconds."""
+    request_path: str = "/"
+    """The HTTP path it came in on."""
+    logprobs: int = 0
+    """Report the log probabilities of this many top tokens for each token; 0 reports none."""
+    echo: bool = False
+    """Whether the prompt is part of the output."""
+    stop: str | list[str] | None = None
+    """Texts that end the output, besides ``sampling_params.stop``."""
+    chat_template_options: dict[str, Any] | None = None
+    """Extra variables for the chat template."""
+    sampling_params: SamplingParams = _DEFAULT_SAMPLING
+    _: KW_ONLY
+    grammar: Grammar | None = None
+    """What the output must look like, where ``response_format`` cannot say it."""
+    adapter: str | None = None
+    """The name of the LoRA adapter to use."""
+    cache_salt: str | None = None
+    """Only requests with the same salt share cached prefixes."""
+    priority: int = 0
+    """A higher number is served first."""
+
+    def __str__(self) -> str:
+        limit = self.sampling_params.max_new_tokens
+        return f"Id: {self.id}" + ("" if limit is None else f", MaxNewTokens: {limit}")
+
+
+class MissingAudioInputError(InputError, RuntimeError):
+    """An audio request has neither text nor tokens; a ``RuntimeError`` too, as code for MAX expects."""
+
+
+@dataclass(frozen=True)
+class AudioGenerationRequest:
+    """A request for speech: a text to speak, or a prompt for the speech model itself."""
+
+    id: str
+    """Names the request in logs and traces."""
+    index: int
+    """The position among requests that were sent together."""
+    model: str
+    input: str | None = None
+    """The text to speak."""
+    audio_prompt_tokens: list[int] = field(default_factory=list)
+    """Speech tokens of the voice to imitate."""
+    audio_prompt_transcription: str = ""
+    """What that voice says."""
+    sampling_params: SamplingParams = _DEFAULT_SAMPLING
+    prompt: list[int] | str | None = None
+    """Token ids or text for the model as they are, instead of a prompt made from the fields above."""
+
+    def __post_init__(self) -> None:
+        if self.prompt is None and self.input is None:
+            raise MissingAudioInputError("either token_ids or input must be provided.")

@@ -1,0 +1,115 @@
+"""What pipelines give back. Each response knows whether its request is done (``is_done``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from penstock.pipelines.core.status import TextGenerationStatus
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LogProbabilities(msgspec.Struct):
+    """Log probabilities of an output token; where the prompt is echoed, of the prompt's tokens before it too.
+
+    Both lists have one entry a position. A position's top dictionary holds the most probable token ids and
+    always the token that stands there, so it can have one entry more than was asked for.
+    """
+
+    token_log_probabilities: list[float]
+    """Log probability of the token at each position."""
+    top_log_probabilities: list[dict[int, float]]
+    """The most probable tokens at each position, id to log probability."""
+
+
+class TextResponse(msgspec.Struct):
+    """One generated token."""
+
+    next_token: int | str
+    """The token's id (or its text, where a pipeline makes text)."""
+    log_probabilities: LogProbabilities | None = None
+
+
+class TextGenerationResponse(msgspec.Struct):
+    """The tokens that one call of a pipeline made for one request."""
+
+    tokens: list[TextResponse]
+    final_status: TextGenerationStatus
+
+    def append_token(self, token: TextResponse) -> None:
+        """Adds ``token`` at the end."""
+        self.tokens.append(token)
+
+    def update_status(self, status: TextGenerationStatus) -> None:
+        """Sets ``final_status``."""
+        self.final_status = status
+
+    @property
+    def is_done(self) -> bool:
+        """True when no more tokens will come."""
+        return self.final_status.is_done
+
+
+class EmbeddingsResponse(msgspec.Struct):
+    """The embeddings of one request."""
+
+    embeddings: npt.NDArray[Any]
+
+    @property
+    def is_done(self) -> bool:
+        """Always True: one call makes the whole answer."""
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return np.array_equal(self.embeddings, other.embeddings)
+
+
+class AudioGenerationResponse(msgspec.Struct):
+    """The audio that one call of a pipeline made for one request."""
+
+    final_status: TextGenerationStatus
+    audio: npt.NDArray[Any] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """True when no more audio will come."""
+        return self.final_status.is_done
+
+    @property
+    def has_audio_data(self) -> bool:
+        """True when this response carries audio."""
+        return self.audio is not None
+
+    @property
+    def audio_data(self) -> npt.NDArray[Any]:
+        """The audio; ``AssertionError`` where there is none (``has_audio_data``)."""
+        if self.audio is None:
+            raise AssertionError("this response has no audio: ask has_audio_data first")
+        return self.audio
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        same_audio = (
+            self.audio is other.audio
+            if self.audio is None or other.audio is None
+            else np.array_equal(self.audio, other.audio)
+        )
+        return self.final_status is other.final_status and same_audio
+
+
+@dataclass(frozen=True)
+class AudioGeneratorOutput:
+    """A chunk of audio on its way to the client."""
+
+    audio_data: torch.Tensor
+    metadata: dict[str, Any]
+    is_done: bool

@@ -1,0 +1,31 @@
+"""How far a request has come, and which task a pipeline serves."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class TextGenerationStatus(str, Enum):
+    """Whether a request still generates, and if not, why it ended."""
+
+    ACTIVE = "active"
+    END_OF_SEQUENCE = "end_of_sequence"
+    """An end-of-sequence token or sequence was generated; that last token is not part of the output."""
+    MAXIMUM_LENGTH = "maximum_length"
+    """Prompt and output together reached the maximum length; the last token is part of the output."""
+    CANCELLED = "cancelled"
+    """Whoever asked no longer wants the answer."""
+
+    @property
+    def is_done(self) -> bool:
+        """True for every status but ``ACTIVE``."""
+        return self is not TextGenerationStatus.ACTIVE
+
+
+class PipelineTask(str, Enum):
+    """What a pipeline makes of its contexts."""
+
+    TEXT_GENERATION = "text_generation"
+    EMBEDDINGS_GENERATION = "embeddings_generation"
+    AUDIO_GENERATION = "audio_generation"
+    SPEECH_TOKEN_GENERATION = "speech_token_generation"

@@ -1,0 +1,238 @@
+"""The token array of a context and the indices into it: their only writer.
+
+    array   | prompt ............. | generated ..... | zeros ........................ |
+            0                prompt_len             end              a multiple of CHUNK_SIZE
+
+    0 <= start < active <= end <= capacity         0 <= committed         0 < prompt_len
+
+    [0, start)        completed: computed, their keys and values are in the cache
+    [start, active)   next_tokens: what the next step computes
+    [active, end)     the rest of a prompt that is computed in chunks; else empty
+    [end, capacity)   room for tokens to come
+
+    [completion_start, completion_end)   generated for the user and not handed out yet
+
+``committed`` counts the leading tokens whose cache blocks are final. A prompt is computed in chunks by
+setting ``active`` below ``end``; whoever finishes a chunk calls ``update``, which moves the window on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InputError
+
+CHUNK_SIZE = 128
+"""The array's capacity is a multiple of this."""
+
+
+class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A growing array of token ids with a window of tokens to compute next (drawn at the top of the module).
+
+    ``tokens`` is a one-dimensional integer array, the prompt; its dtype is kept and its values are copied.
+    All arrays that the properties give are views without copies, and not to be written to.
+    """
+
+    tokens: npt.NDArray[Any]
+    """The whole array, room for tokens to come included; ``all_tokens`` is the part that is in use."""
+
+    _start_idx: int = 0
+    _active_idx: int = -1
+    _end_idx: int = -1  # -1: not set up yet; a decoded buffer comes with its indices
+    _committed_idx: int = 0
+    _completion_start_idx: int = -1
+    _completion_end_idx: int = -1
+    _prompt_len: int = -1
+
+    def __post_init__(self) -> None:
+        if self._end_idx < 0:
+            self._set_up()
+        else:
+            self.tokens = np.array(self.tokens)  # writable and nobody else's
+        self._check_indices(self._start_idx, self._active_idx, self._end_idx, self._committed_idx)
+
+    @property
+    def start_idx(self) -> int:
+        """Where the tokens to compute next begin; all before are in the cache."""
+        return self._start_idx
+
+    @property
+    def active_idx(self) -> int:
+        """Where the tokens to compute next end."""
+        return self._active_idx
+
+    @property
+    def end_idx(self) -> int:
+        """Where the tokens end."""
+        return self._end_idx
+
+    @property
+    def committed_idx(self) -> int:
+        """Up to where cache blocks are final."""
+        return self._committed_idx
+
+    @property
+    def active_length(self) -> int:
+        """Number of tokens to compute next: a prompt or a chunk of it, then 1 (or more) a step."""
+        return self._active_idx - self._start_idx
+
+    @property
+    def current_length(self) -> int:
+        """Number of all tokens, computed or not."""
+        return self._end_idx
+
+    @property
+    def next_tokens(self) -> npt.NDArray[Any]:
+        """The tokens to compute next, ``[active_length]``."""
+        return self.tokens[self._start_idx : self._active_idx]
+
+    @property
+    def all_tokens(self) -> npt.NDArray[Any]:
+        """Prompt and generated tokens, ``[current_length]``."""
+        return self.tokens[: self._end_idx]
+
+    @property
+    def prompt_tokens(self) -> npt.NDArray[Any]:
+        """The prompt."""
+        return self.tokens[: self._prompt_len]
+
+    @property
+    def generated_tokens(self) -> npt.NDArray[Any]:
+        """The tokens after the prompt, an end-of-sequence token included."""
+        return self.tokens[self._prompt_len : self._end_idx]
+
+    def set_token_indices(
+        self,
+        start_idx: int | None = None,
+        active_idx: int | None = None,
+        end_idx: int | None = None,
+        committed_idx: int | None = None,
+    ) -> None:
+        """Sets the indices that are given and leaves the tokens alone; ``ValueError``, and nothing set, where
+        they would not be ordered ``0 <= start < active <= end <= capacity``."""
+        start = self._start_idx if start_idx is None else start_idx
+        active = self._active_idx if active_idx is None else active_idx
+        end = self._end_idx if end_idx is None else end_idx
+        committed = self._committed_idx if committed_idx is None else committed_idx
+        self._check_indices(start, active, end, committed)
+        self._start_idx, self._active_idx, self._end_idx = start, active, end
+        self._committed_idx = committed
+
+    def bump_token_indices(
+        self, start_idx: int = 0, active_idx: int = 0, end_idx: int = 0, committed_idx: int = 0
+    ) -> None:
+        """Moves the indices by the given differences; checked like :meth:`set_token_indices`."""
+        self.set_token_indices(
+            self._start_idx + start_idx,
+            self._active_idx + active_idx,
+            self._end_idx + end_idx,
+            self._committed_idx + committed_idx,
+        )
+
+    def compute_num_available_steps(self, max_seq_len: int) -> int:
+        """How many single-token steps fit until ``max_seq_len`` tokens are computed; can be 0 or less."""
+        return max_seq_len - (self._end_idx - self._active_idx + self._start_idx)
+
+    def rollback(self, idx: int) -> None:
+        """Removes the last ``idx`` tokens before ``active_idx``, and the rest of a chunked prompt after it.
+
+        The last token that remains is to be computed next, even if it was computed already. ``ValueError``,
+        and nothing removed, where no token would remain. What was handed out is not handed out again when
+        it is regrown.
+        """
+        if idx < 0:
+            raise ValueError(f"cannot roll back {idx} tokens: the number must be at least 0")
+        if idx == 0:
+            return
+        end = self._active_idx - idx
+        start = min(self._start_idx, end - 1)
+        if start < 0:
+            raise ValueError(
+                f"cannot rollback before the start of the array: {idx} tokens of {self._active_idx}"
+            )
+        self.tokens[end : self._end_idx] = 0
+        self._start_idx, self._active_idx, self._end_idx = start, end, end
+        self._committed_idx = min(self._committed_idx, start)
+        self._completion_end_idx = min(self._completion_end_idx, end)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal in type and in every field by value, arrays included; spare room does not count."""
+        if type(other) is not type(self):
+            return NotImplemented
+        return np.array_equal(self.all_tokens, other.all_tokens) and all(
+            _same(getattr(self, name), getattr(other, name))
+            for name in self.__struct_fields__
+            if name != "tokens"
+        )
+
+    def _set_up(self) -> None:
+        tokens = np.asarray(self.tokens)
+        if tokens.ndim != 1:
+            raise InputError(f"tokens must be one dimensional array: got shape '{tokens.shape}'")
+        if tokens.size == 0:
+            raise InputError("tokens must hold at least one token: the prompt is empty")
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise InputError(f"tokens must be integers: got dtype {tokens.dtype}")
+        self.tokens = _padded(tokens, -(-tokens.size // CHUNK_SIZE) * CHUNK_SIZE)
+        self._end_idx = tokens.size
+        for name in ("_active_idx", "_completion_start_idx", "_completion_end_idx", "_prompt_len"):
+            if getattr(self, name) < 0:
+                setattr(self, name, tokens.size)
+
+    def _append(self, token: int) -> int:
+        """Writes ``token`` behind the last one and takes it into the window; returns its position."""
+        position = self._end_idx
+        if position >= self.tokens.size:
+            chunks = max(1, position // CHUNK_SIZE // 8)  # of long sequences an eighth: O(1) a token
+            self.tokens = _padded(self.tokens, self.tokens.size + chunks * CHUNK_SIZE)
+        self.tokens[position] = token
+        self._active_idx = self._end_idx = position + 1
+        return position
+
+    def _show(self, position: int) -> None:
+        """Puts the token at ``position``, the last one, among those to hand out."""
+        if self._completion_start_idx == self._completion_end_idx:
+            self._completion_start_idx = position  # passes over a token that was hidden
+        self._completion_end_idx = position + 1
+
+    def _check_indices(self, start: int, active: int, end: int, committed: int) -> None:
+        if start < 0 or committed < 0:
+            raise ValueError(
+                f"start_idx ({start}) and committed_idx ({committed}) must be at least 0, "
+                "unable to bump token indices."
+            )
+        if start >= active:
+            raise ValueError(
+                "active_idx must always be greater than start_idx, unable to bump token indices as "
+                f"new start_idx ({start}) is greater than new active_idx ({active})."
+            )
+        if active > end:
+            raise ValueError(
+                "end_idx must always be greater than active_idx, unable to bump token indices as "
+                f"new active_idx ({active}) is greater than new end_idx ({end})."
+            )
+        if end > self.tokens.size:
+            raise ValueError(
+                f"end_idx ({end}) must not exceed the size of the token array ({self.tokens.size}), "
+                "unable to bump token indices."
+            )
+
+
+def _padded(tokens: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
+    padded = np.zeros(capacity, dtype=tokens.dtype)
+    padded[: tokens.size] = tokens
+    return padded
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and a == b

@@ -1,0 +1,74 @@
+"""What all tests share: settings, real data, and a guard that keeps them off the network."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Before anything imports torch or huggingface_hub: tiny models are fastest on one thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Trained checkpoints, tokenizers and templates made elsewhere, where they lie beside the project."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"no real data beside the project ({SHARED_DATA})")
+    return SHARED_DATA
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that reaches for another machine fails, also where the code under test handles errors."""
+    connect, getaddrinfo = socket.socket.connect, socket.getaddrinfo
+
+    def guarded_connect(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            _refuse_strangers(address[0])
+        connect(self, address)
+
+    def guarded_getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_strangers(host)
+        return getaddrinfo(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded_connect)
+    monkeypatch.setattr(socket, "getaddrinfo", guarded_getaddrinfo)
+
+
+def _refuse_strangers(host: object) -> None:
+    name = host.decode() if isinstance(host, bytes) else host
+    if name not in (None, "", "localhost", "::1") and not str(name).startswith("127."):
+        pytest.fail(f"a test tried to reach {name}: tests run without a network")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    for name, what in (("slow", "take long"), ("peers", "compare with other engines")):
+        parser.addoption(f"--{name}", action="store_true", help=f"run the tests that {what}, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        for name in ("slow", "peers"):
+            if item.get_closest_marker(name) and not config.getoption(name):
+                item.add_marker(pytest.mark.skip(reason=f"{name}: run with --{name}"))
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="gpu: torch finds no NVIDIA GPU here"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

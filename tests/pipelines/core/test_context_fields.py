@@ -1,0 +1,194 @@
+"""What a text context carries beside its tokens: slots, matchers, grammars, images; and whose data it is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.errors import InputError
+from penstock.pipelines.core import (
+    Grammar,
+    TextAndVisionContext,
+    TextContext,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+)
+
+
+def context_of(prompt: int = 3, max_length: int = 50, **fields: Any) -> TextContext:
+    """A context with the prompt 1, 2, ..., ``prompt``."""
+    tokens = np.arange(1, prompt + 1)
+    return TextContext(prompt="one two three", max_length=max_length, tokens=tokens, **fields)
+
+
+# Slots.
+
+
+def test_a_slot_is_given_once_and_taken_as_often_as_one_likes() -> None:
+    made = context_of()
+    with pytest.raises(ValueError, match="TextContext is not currently assigned to cache slot"):
+        made.cache_seq_id  # noqa: B018
+    assert not made.is_assigned_to_cache
+    made.assign_to_cache(7)
+    assert (made.cache_seq_id, made.is_assigned_to_cache) == (7, True)
+    with pytest.raises(RuntimeError, match="Context is already assigned to a cache slot"):
+        made.assign_to_cache(8)
+    assert made.cache_seq_id == 7
+    made.unassign_from_cache()
+    made.unassign_from_cache()
+    assert not made.is_assigned_to_cache
+
+
+def test_the_draft_offset_is_kept() -> None:
+    made = context_of()
+    made.set_draft_offset(3)
+    assert made.draft_offset == 3
+
+
+# Matchers and grammars.
+
+
+class Matcher:
+    """Accepts even tokens."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def accept_token(self, token: int) -> bool:
+        self.seen.append(token)
+        return token % 2 == 0
+
+
+def test_every_token_of_the_answer_advances_the_matcher() -> None:
+    matcher = Matcher()
+    made = context_of(5)
+    made.set_matcher(matcher)  # type: ignore[arg-type]
+    assert id(made.matcher) == id(matcher)
+    made.set_token_indices(active_idx=2)
+    made.update(77)  # a chunk
+    made.update(4)
+    made.jump_ahead(6)
+    assert matcher.seen == [4, 6]
+
+
+@pytest.mark.parametrize("take", [TextContext.update, TextContext.jump_ahead])
+def test_a_token_that_the_matcher_rejects_changes_nothing(take: Any) -> None:
+    made = context_of()
+    made.set_matcher(Matcher())  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="does not accept token 5"):
+        take(made, 5)
+    assert made.all_tokens.tolist() == [1, 2, 3]
+
+
+def test_the_matcher_neither_counts_nor_crosses() -> None:
+    made = context_of()
+    plain = copy.deepcopy(made)
+    made.set_matcher(Matcher())  # type: ignore[arg-type]
+    assert made == plain
+    crossed = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(made))
+    for arrived in (crossed, pickle.loads(pickle.dumps(made)), copy.deepcopy(made), copy.copy(made)):
+        assert arrived == made
+        assert arrived.matcher is None
+
+
+def test_a_json_schema_is_a_grammar() -> None:
+    grammar = Grammar("json_schema", '{"type": "object"}')
+    assert context_of(json_schema=grammar.text).grammar == grammar
+    assert context_of(grammar=grammar).json_schema == grammar.text
+    assert context_of(grammar=grammar, json_schema=grammar.text).grammar == grammar
+    assert context_of(grammar=Grammar("regex", "a*")).json_schema is None
+
+
+@pytest.mark.parametrize("grammar", [Grammar("json_schema", "{}"), Grammar("regex", "a*")])
+def test_two_grammars_are_refused(grammar: Grammar) -> None:
+    with pytest.raises(InputError, match="give one of them"):
+        context_of(grammar=grammar, json_schema="true")
+
+
+# Whose data it is.
+
+
+def test_the_caller_keeps_its_end_tokens_to_itself() -> None:
+    ids, sequences = {1}, [[2]]
+    made = context_of(eos_token_ids=ids, eos_sequences=sequences)
+    made.eos_token_ids.add(5)
+    made.eos_sequences[0].append(5)
+    assert (ids, sequences) == ({1}, [[2]])
+
+
+@pytest.mark.parametrize("prompt", [(1, 2, 3), [1, 2, 3], range(1, 4), np.arange(1, 4)])
+def test_a_prompt_of_ids_is_a_list(prompt: Any) -> None:
+    made = TextContext(prompt=prompt, max_length=9, tokens=np.arange(1, 4))
+    assert made.prompt == [1, 2, 3]
+    assert msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(made)) == made
+
+
+def test_contexts_are_equal_by_value() -> None:
+    one, two = context_of(request_id="a"), context_of(request_id="a")
+    assert one == two
+    two.update(7)
+    assert one != two
+    one.update(7)
+    assert one == two
+    assert one != context_of(request_id="b")
+    assert one != "a"
+
+
+def test_a_deep_copy_goes_its_own_way() -> None:
+    made = context_of()
+    made.update(7)
+    other = copy.deepcopy(made)
+    other.update(8)
+    other.eos_token_ids.add(1)
+    assert made.all_tokens.tolist() == [1, 2, 3, 7]
+    assert made.eos_token_ids == set()
+
+
+# Images.
+
+
+def test_pixel_values_stay() -> None:
+    image = np.ones((2, 3), np.float32)
+    made = TextAndVisionContext(
+        prompt="",
+        max_length=20,
+        tokens=np.arange(1, 11),
+        pixel_values=(image,),
+        extra_model_args={"a": image},
+    )
+    made.set_token_indices(active_idx=4)
+    made.update(77)
+    made.update(78)
+    made.reset()
+    assert np.array_equal(made.pixel_values[0], image)
+    assert np.array_equal(made.extra_model_args["a"], image)
+
+
+def test_only_one_image_fits() -> None:
+    image = np.ones((2, 3), np.float32)
+    with pytest.raises(ValueError, match=r"only one image supported .* got 2"):
+        TextAndVisionContext(prompt="", max_length=20, tokens=np.arange(4), pixel_values=(image, image))
+
+
+def test_images_count_in_equality() -> None:
+    def make(pixel: float) -> TextAndVisionContext:
+        images = (np.full((2, 3), pixel),)
+        extra = {"mask": np.arange(2)}
+        return TextAndVisionContext(
+            prompt="",
+            max_length=9,
+            tokens=np.arange(4),
+            pixel_values=images,
+            extra_model_args=extra,
+            request_id="a",
+        )
+
+    assert make(1.0) == make(1.0)
+    assert make(1.0) != make(2.0)
+    other = make(1.0)
+    other.extra_model_args["mask"] = np.arange(3)
+    assert make(1.0) != other

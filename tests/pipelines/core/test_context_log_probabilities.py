@@ -1,0 +1,140 @@
+"""Log probabilities on their way through a context: none lost, none twice, in chunks or whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.pipelines.core import (
+    LogProbabilities,
+    TextContext,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+)
+
+EOS = 9
+
+
+def rows_of(*positions: int) -> LogProbabilities:
+    """Rows that say which positions they are of."""
+    return LogProbabilities(
+        [-float(position) for position in positions], [{position: 0.5} for position in positions]
+    )
+
+
+def context_of(prompt: int, **fields: Any) -> TextContext:
+    tokens = np.arange(1, prompt + 1)
+    return TextContext(prompt="", max_length=100, tokens=tokens, eos_token_ids={EOS}, **fields)
+
+
+def step(context: TextContext, token: int) -> None:
+    """One step of a pipeline: a row for each token of the window, of the position after it."""
+    context.update(token, rows_of(*range(context.start_idx + 1, context.active_idx + 1)))
+
+
+def test_each_token_brings_its_own() -> None:
+    context = context_of(3, log_probabilities=2)
+    context.update(5, rows_of(3))
+    context.update(6)
+    context.update(7, rows_of(5))
+    assert context.outstanding_completion_tokens() == [(5, rows_of(3)), (6, None), (7, rows_of(5))]
+    context.update(8, rows_of(6))
+    assert context.outstanding_completion_tokens() == [(8, rows_of(6))]
+
+
+def test_a_chunks_row_of_no_token_is_dropped() -> None:
+    context = context_of(5, log_probabilities=2)
+    context.set_token_indices(active_idx=2)
+    context.update(77, rows_of(77))
+    context.update(6, rows_of(5))
+    assert context.prompt_log_probabilities is None
+    assert context.outstanding_completion_tokens() == [(6, rows_of(5))]
+
+
+def test_an_echoed_prompt_comes_with_the_first_token() -> None:
+    context = context_of(4, log_probabilities=1, log_probabilities_echo=True)
+    step(context, 5)
+    step(context, 6)
+    assert context.outstanding_completion_tokens() == [(5, rows_of(1, 2, 3, 4)), (6, rows_of(5))]
+
+
+def test_an_echoed_prompt_in_chunks_comes_with_the_first_token_too() -> None:
+    context = context_of(5, log_probabilities=1, log_probabilities_echo=True)
+    context.set_token_indices(active_idx=2)
+    step(context, 77)
+    pending = context.prompt_log_probabilities
+    assert pending == rows_of(1, 2)
+    assert context.outstanding_completion_tokens() == []
+    step(context, 6)
+    pending = context.prompt_log_probabilities
+    assert pending is None
+    assert context.outstanding_completion_tokens() == [(6, rows_of(1, 2, 3, 4, 5))]
+
+
+def test_an_echoed_prompt_outlives_an_answer_that_ends_at_once() -> None:
+    context = context_of(5, log_probabilities=1, log_probabilities_echo=True)
+    context.set_token_indices(active_idx=2)
+    step(context, 77)
+    step(context, EOS)
+    assert context.outstanding_completion_tokens() == []
+    assert context.prompt_log_probabilities == rows_of(1, 2, 3, 4)
+
+
+def test_an_end_tokens_own_row_is_dropped() -> None:
+    context = context_of(3, log_probabilities=1)
+    step_rows = rows_of(3)
+    context.update(EOS, step_rows)
+    assert context.prompt_log_probabilities is None
+    assert context.outstanding_completion_tokens() == []
+
+
+def test_a_rolled_back_token_takes_its_row_along() -> None:
+    context = context_of(3, log_probabilities=1)
+    context.update(5, rows_of(3))
+    context.update(6, rows_of(4))
+    context.rollback(1)
+    context.update(7)
+    assert context.outstanding_completion_tokens() == [(5, rows_of(3)), (7, None)]
+
+
+def test_a_rolled_back_token_is_scored_anew() -> None:
+    context = context_of(3, log_probabilities=1, log_probabilities_echo=True)
+    step(context, 5)
+    step(context, 6)
+    context.rollback(1)
+    step(context, 7)
+    assert context.outstanding_completion_tokens() == [(5, rows_of(1, 2, 3)), (7, rows_of(4))]
+
+
+@given(
+    prompt=st.integers(1, 12),
+    sizes=st.lists(st.integers(1, 6), min_size=40, max_size=40),
+    evicted=st.sets(st.integers(0, 20)),
+    drained=st.sets(st.integers(0, 20)),
+    crossed=st.sets(st.integers(0, 20)),
+)
+def test_every_position_comes_out_once(
+    prompt: int, sizes: list[int], evicted: set[int], drained: set[int], crossed: set[int]
+) -> None:
+    """Whatever the chunks, and however often it is evicted and computed anew."""
+    context = context_of(prompt, log_probabilities=1, log_probabilities_echo=True)
+    out: list[tuple[int, LogProbabilities | None]] = []
+    for i, size in enumerate(sizes):
+        if context.start_idx + 1 < context.end_idx:  # else one token is computed
+            context.set_token_indices(active_idx=min(context.end_idx, context.start_idx + size))
+        step(context, 100 + i)
+        if i in drained:
+            out += context.outstanding_completion_tokens()
+        if i in evicted:
+            context.reset()
+        if i in crossed:
+            context = msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(context))
+    out += context.outstanding_completion_tokens()
+    generated = context.generated_tokens.tolist()
+    assert [token for token, _ in out] == generated
+    rows = [rows for _, rows in out]
+    assert rows[:1] == [rows_of(*range(1, prompt + 1))][: len(generated)]
+    assert rows[1:] == [rows_of(prompt + i) for i in range(1, len(generated))]

@@ -1,0 +1,195 @@
+"""A context against a list of tokens and four numbers, through any order of steps, chunks and evictions."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.pipelines.core import (
+    TextContext,
+    TextGenerationStatus,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+)
+from penstock.pipelines.core.tokens import CHUNK_SIZE
+
+ACTIVE, ENDED, FULL = list(TextGenerationStatus)[:3]
+EOS, EOS_SEQUENCE = 1, [2, 3]
+tokens = st.integers(1, 4)
+near_an_end = st.sampled_from([1, 2, 5, 126, 127, 128, 129])  # of the array's capacity
+
+
+class IndexMachine(RuleBasedStateMachine):
+    @initialize(length=near_an_end, room=st.integers(0, 140), first=tokens)
+    def make(self, length: int, room: int, first: int) -> None:
+        self.model = [first, *([EOS] * (length - 1))]  # end tokens of the prompt end nothing
+        self.prompt_len = length
+        self.max_length = length + room
+        self.start, self.active, self.committed = 0, length, 0
+        self.status, self.ended_at = ACTIVE, -1
+        self.pending: list[int] = []  # positions to hand out
+        self.handed_out = length  # no position before it is handed out (again)
+        self.untouched = True
+        self.context = TextContext(
+            prompt="",
+            max_length=self.max_length,
+            tokens=np.array(self.model, dtype=np.int32),
+            eos_token_ids={EOS},
+            eos_sequences=[EOS_SEQUENCE],
+        )
+
+    @rule(token=tokens)
+    def update(self, token: int) -> None:
+        self.context.update(token)
+        if self.active < len(self.model):
+            self.start, self.active = self.active, len(self.model)
+            return
+        self.start = self.append(token)
+        generated = self.model[self.prompt_len :]
+        self.after(token == EOS or generated[-2:] == EOS_SEQUENCE)
+        if self.status is ACTIVE and len(self.model) >= self.max_length:
+            self.status = FULL
+
+    @rule(token=tokens, count=st.sampled_from([1, 130]))
+    def update_often(self, token: int, count: int) -> None:
+        for _ in range(count):
+            self.update(token)
+
+    @rule(token=tokens)
+    def jump_ahead(self, token: int) -> None:
+        if self.active < len(self.model):
+            with pytest.raises(RuntimeError, match="middle of a prompt"):
+                self.context.jump_ahead(token)
+            return
+        self.context.jump_ahead(token)
+        self.append(token)
+        self.after(token == EOS)
+
+    @precondition(lambda self: len(self.model) - self.start > 1)
+    @rule(share=st.floats(0, 1, exclude_max=True))
+    def chunk(self, share: float) -> None:
+        self.active = self.start + 1 + int(share * (len(self.model) - self.start - 1))
+        self.context.set_token_indices(active_idx=self.active)
+
+    @rule(count=st.integers(-1, 6) | near_an_end)
+    def rollback(self, count: int) -> None:
+        end = self.active - count
+        if count < 0 or end < 1:
+            with pytest.raises(ValueError, match=r"cannot roll ?back"):
+                self.context.rollback(count)
+            return
+        self.context.rollback(count)
+        if count == 0:
+            return
+        del self.model[end:]
+        self.start, self.active = min(self.start, end - 1), end
+        self.committed = min(self.committed, self.start)
+        self.pending = [position for position in self.pending if position < end]
+        if self.status is ENDED and end <= self.ended_at:
+            self.status = ACTIVE
+
+    @rule()
+    def reset(self) -> None:
+        self.context.reset()
+        self.start = self.committed = 0
+        self.untouched = True
+
+    @rule(start=st.integers(-2, 140), active=st.integers(-2, 140), committed=st.integers(-2, 9))
+    def set_indices(self, start: int, active: int, committed: int) -> None:
+        self.set_or_refuse(
+            start, active, committed, lambda: self.context.set_token_indices(start, active, None, committed)
+        )
+
+    @rule(start=st.integers(-3, 3), active=st.integers(-3, 3), committed=st.integers(-3, 3))
+    def bump_indices(self, start: int, active: int, committed: int) -> None:
+        self.set_or_refuse(
+            self.start + start,
+            self.active + active,
+            self.committed + committed,
+            lambda: self.context.bump_token_indices(start, active, committed_idx=committed),
+        )
+
+    @rule()
+    def hand_out(self) -> None:
+        handed_out = self.context.outstanding_completion_tokens()
+        assert handed_out == [(self.model[position], None) for position in self.pending]
+        assert all(type(token) is int for token, _ in handed_out)
+        if self.pending:
+            self.handed_out = self.pending[-1] + 1
+        self.pending = []
+
+    @rule(cross=st.sampled_from(["msgpack", "msgpack without copies", "pickle"]))
+    def cross_to_another_process(self, cross: str) -> None:
+        if cross == "pickle":
+            arrived = pickle.loads(pickle.dumps(self.context))
+        else:
+            decode = msgpack_numpy_decoder(TextContext, copy="without" not in cross)
+            arrived = decode(msgpack_numpy_encoder()(self.context))
+        assert arrived == self.context
+        self.context = arrived
+
+    @invariant()
+    def views_show_the_model(self) -> None:
+        context, end = self.context, len(self.model)
+        assert context.all_tokens.tolist() == self.model
+        assert context.prompt_tokens[:end].tolist() == self.model[: self.prompt_len]
+        assert context.generated_tokens.tolist() == self.model[self.prompt_len :]
+        assert context.next_tokens.tolist() == self.model[self.start : self.active]
+        assert context.tokens.flags.writeable
+        assert context.tokens.dtype == np.int32
+
+    @invariant()
+    def indices_are_the_models_and_in_order(self) -> None:
+        context = self.context
+        assert context.start_idx == self.start
+        assert context.active_idx == self.active
+        assert context.end_idx == context.current_length == len(self.model)
+        assert context.committed_idx == self.committed
+        assert 0 <= self.start < self.active <= len(self.model) <= context.tokens.size
+        assert context.active_length == self.active - self.start
+        assert context.is_ce == (self.active - self.start > 1)
+        assert context.compute_num_available_steps(200) == 200 - self.start - len(self.model) + self.active
+
+    @invariant()
+    def spare_room_is_zeros_in_whole_chunks(self) -> None:
+        assert self.context.tokens.size % CHUNK_SIZE == 0
+        assert not self.context.tokens[len(self.model) :].any()
+
+    @invariant()
+    def status_is_the_models(self) -> None:
+        assert self.context.status is self.status
+        assert self.context.is_done is (self.status is not ACTIVE)
+        assert self.context.is_initial_prompt is self.untouched
+
+    def append(self, token: int) -> int:
+        self.model.append(token)
+        self.active = len(self.model)
+        self.untouched = False
+        return len(self.model) - 1
+
+    def after(self, ended: bool) -> None:
+        position = len(self.model) - 1
+        if self.status is not ACTIVE:
+            return
+        if ended:
+            self.status, self.ended_at = ENDED, position
+        elif position >= self.handed_out:
+            self.pending.append(position)
+
+    def set_or_refuse(self, start: int, active: int, committed: int, call: Callable[[], None]) -> None:
+        if 0 <= start < active <= len(self.model) and committed >= 0:
+            call()
+            self.start, self.active, self.committed = start, active, committed
+        else:
+            with pytest.raises(ValueError, match="unable to bump token indices"):
+                call()
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=30)

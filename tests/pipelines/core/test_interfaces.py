@@ -1,0 +1,100 @@
+"""The protocols are met by what meets them, and importing them loads nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from penstock.pipelines.core import (
+    AudioGenerator,
+    EmbeddingsGenerator,
+    InputContext,
+    Pipeline,
+    PipelineTokenizer,
+    TextContext,
+    TextGenerationResponse,
+    TextGenerationStatus,
+    TextResponse,
+    TokenGenerator,
+)
+
+
+class Echo:
+    """A pipeline that repeats each context's last token."""
+
+    kv: Any = None
+
+    def execute(
+        self, batch: Mapping[str, TextContext], num_steps: int = 1
+    ) -> dict[str, TextGenerationResponse]:
+        return {name: self._response(context, num_steps) for name, context in batch.items()}
+
+    def next_token(self, batch: dict[str, TextContext], num_steps: int) -> list[dict[str, TextResponse]]:
+        response = self.execute(batch, num_steps)
+        return [{name: made.tokens[step] for name, made in response.items()} for step in range(num_steps)]
+
+    def release(self, context: TextContext) -> None:
+        context.unassign_from_cache()
+
+    def _response(self, context: TextContext, num_steps: int) -> TextGenerationResponse:
+        response = TextGenerationResponse([], TextGenerationStatus.ACTIVE)
+        for _ in range(num_steps):
+            context.update(int(context.all_tokens[-1]))
+        for token, log_probabilities in context.outstanding_completion_tokens():
+            response.append_token(TextResponse(token, log_probabilities))
+        return response
+
+
+class Codes:
+    """A tokenizer whose tokens are character codes."""
+
+    eos = 0
+    expects_content_wrapping = False
+
+    async def new_context(self, request: str) -> TextContext:
+        tokens = await self.encode(request, False)
+        return TextContext(prompt=request, max_length=99, tokens=np.array(tokens))
+
+    async def encode(self, prompt: str, add_special_tokens: bool) -> list[int]:
+        return [ord(character) for character in prompt] + [self.eos] * add_special_tokens
+
+    async def decode(self, context: TextContext, encoded: list[int], **kwargs: Any) -> str:
+        return "".join(map(chr, encoded))
+
+
+async def test_a_request_goes_through_both_protocols() -> None:
+    tokenizer: PipelineTokenizer[TextContext, list[int], str] = Codes()
+    pipeline: Pipeline[TextContext, TextGenerationResponse] = Echo()
+    generator: TokenGenerator[TextContext] = Echo()
+    context: InputContext = await tokenizer.new_context("abc")
+    assert isinstance(context, TextContext)
+    made = pipeline.execute({context.request_id: context}, 2)[context.request_id]
+    steps = generator.next_token({context.request_id: context}, 2)
+    tokens = [token.next_token for token in made.tokens]
+    tokens += [step[context.request_id].next_token for step in steps]
+    ids = [token for token in tokens if isinstance(token, int)]
+    assert await tokenizer.decode(context, ids) == "cccc"
+
+
+def test_protocols_know_who_meets_them() -> None:
+    assert isinstance(Echo(), TokenGenerator)
+    assert not isinstance(Echo(), EmbeddingsGenerator)
+    assert not isinstance(Echo(), AudioGenerator)
+    assert isinstance(Codes(), PipelineTokenizer)
+    assert not isinstance(Echo(), PipelineTokenizer)
+
+
+def test_importing_core_loads_numpy_and_msgspec_alone() -> None:
+    code = (
+        "import sys, numpy, msgspec, uuid; before = set(sys.modules); import penstock.pipelines.core;"
+        "print(*sorted(name for name in set(sys.modules) - before"
+        " if name.split('.')[0] not in sys.stdlib_module_names | {'numpy', 'msgspec'}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    above = {"penstock", "penstock.errors", "penstock.pipelines"}
+    assert {name for name in loaded if not name.startswith("penstock.pipelines.core")} == above

@@ -1,0 +1,188 @@
+"""The codec: arrays in all shapes, contexts of all kinds, and what it refuses."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from penstock.pipelines.core import (
+    AudioGenerationResponse,
+    EmbeddingsResponse,
+    Grammar,
+    LogProbabilities,
+    SamplingParams,
+    TextAndVisionContext,
+    TextContext,
+    TextGenerationResponse,
+    TextGenerationStatus,
+    TextResponse,
+    TTSContext,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+    serialization,
+)
+
+scalars = (
+    npst.boolean_dtypes()
+    | npst.integer_dtypes(endianness="?")
+    | npst.floating_dtypes(endianness="?", sizes=(16, 32, 64))
+    | npst.complex_number_dtypes()
+    | npst.unicode_string_dtypes()
+    | npst.datetime64_dtypes()
+)
+arrays = npst.arrays(scalars, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+
+SCORED = LogProbabilities([-0.5], [{3: -0.5, 7: -1.5}])
+
+
+def through(value: Any, type_: Any = None, copy: bool = True) -> Any:
+    return msgpack_numpy_decoder(type_ or type(value), copy)(msgpack_numpy_encoder()(value))
+
+
+def test_the_example_in_the_documentation_holds() -> None:
+    assert doctest.testmod(serialization).failed == 0
+
+
+@given(array=arrays, copy=st.booleans(), transposed=st.booleans(), strided=st.booleans())
+def test_arrays_come_back_in_value_shape_and_dtype(
+    array: npt.NDArray[Any], copy: bool, transposed: bool, strided: bool
+) -> None:
+    array = array.T if transposed else array
+    array = array[::2] if strided and array.ndim else array
+    back = through(array, np.ndarray, copy)
+    assert (back.shape, back.dtype) == (array.shape, array.dtype)
+    assert back.tobytes() == array.tobytes()
+    assert back.flags.writeable is copy
+
+
+def test_the_format_is_a_plain_map() -> None:
+    plain = msgspec.msgpack.decode(msgpack_numpy_encoder()(np.array([[1, 2]], np.int16)))
+    assert plain == {"__np__": True, "data": b"\x01\0\x02\0", "shape": [1, 2], "dtype": "int16"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        np.int64(3),
+        np.float32(0.5),
+        {"a": [object()]},
+        np.array([object()]),
+        np.zeros(2, [("a", "i4")]),
+        TextResponse(np.int64(3)),  # type: ignore[arg-type]
+    ],
+)
+def test_what_it_does_not_know_is_a_type_error(value: Any) -> None:
+    with pytest.raises(TypeError, match="cannot encode"):
+        msgpack_numpy_encoder()(value)
+
+
+@pytest.mark.parametrize(
+    "value", [3, {}, {"data": b""}, {"__np__": True, "data": b"abc", "shape": [2], "dtype": "int32"}]
+)
+def test_what_is_no_array_is_not_decoded_as_one(value: Any) -> None:
+    with pytest.raises((msgspec.ValidationError, ValueError)):
+        msgpack_numpy_decoder(np.ndarray)(msgspec.msgpack.encode(value))
+
+
+class Odd:
+    """No type that msgpack knows."""
+
+
+def test_no_other_type_is_decoded() -> None:
+    with pytest.raises((msgspec.ValidationError, TypeError), match="only numpy arrays"):
+        msgpack_numpy_decoder(Odd)(msgspec.msgpack.encode(3))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        SCORED,
+        TextResponse(3, SCORED),
+        TextGenerationResponse([TextResponse(3), TextResponse("a")], TextGenerationStatus.CANCELLED),
+        EmbeddingsResponse(np.ones((2, 3), np.float32)),
+        AudioGenerationResponse(TextGenerationStatus.ACTIVE, np.ones(3, np.float32)),
+        AudioGenerationResponse(TextGenerationStatus.ACTIVE),
+        SamplingParams(temperature=0.5, stop=["x"]),
+        Grammar("regex", "a+"),
+    ],
+)
+def test_responses_come_back_equal(value: Any) -> None:
+    assert through(value) == value
+
+
+def contexts() -> list[TextContext]:
+    image = np.arange(6, dtype=np.float32).reshape(2, 3)
+    fields: dict[str, Any] = {
+        "prompt": "a prompt",
+        "max_length": 300,
+        "tokens": np.arange(1, 130, dtype=np.int32),
+        "eos_token_ids": {1, 2},
+        "eos_sequences": [[3, 4]],
+        "log_probabilities": 2,
+        "log_probabilities_echo": True,
+        "json_schema": "{}",
+        "sampling_params": SamplingParams(top_k=5, stop_token_ids=[4]),
+        "model_name": "demo",
+        "adapter": "pirate",
+        "cache_salt": "salt",
+        "token_hash_overrides": {3: -99},
+        "priority": -1,
+        "num_cached_tokens": 64,
+    }
+    made = [
+        TextContext(**fields),
+        TextAndVisionContext(**fields, pixel_values=(image.T,), extra_model_args={"mask": image[::2]}),
+        TTSContext(np.arange(3, dtype=np.int32), 5, **fields),
+    ]
+    for context in made:
+        context.set_token_indices(active_idx=50)
+        context.update(0, SCORED)
+        context.update(200, SCORED)
+        context.assign_to_cache(3)
+    return made
+
+
+@pytest.mark.parametrize("context", contexts(), ids=lambda context: type(context).__name__)
+@pytest.mark.parametrize("copy", [True, False])
+def test_contexts_come_back_equal_and_go_on(context: TextContext, copy: bool) -> None:
+    arrived = through(context, copy=copy)
+    assert type(arrived) is type(context)
+    assert arrived == context
+    arrived.update(201)
+    arrived.tokens[0] = 9  # writable, and not the sender's
+    assert arrived.all_tokens[-1] == 201
+    assert context.all_tokens.tolist() == [*range(1, 130), 200]
+
+
+def test_with_copies_all_arrays_are_writable() -> None:
+    vision, speech = (through(context) for context in contexts()[1:])
+    vision.pixel_values[0][0] = 1
+    vision.extra_model_args["mask"][0] = 1
+    speech.audio_prompt_tokens[0] = 1
+    assert speech.audio_prompt_tokens.tolist() == [1, 1, 2]
+
+
+def test_any_kind_of_context_finds_its_class() -> None:
+    kinds = TextContext | TextAndVisionContext | TTSContext
+    for context in contexts():
+        assert type(through(context, kinds)) is type(context)
+    with pytest.raises(msgspec.ValidationError, match="TTSContext"):
+        through(contexts()[2], TextContext)
+
+
+def test_a_message_that_breaks_the_invariants_is_refused() -> None:
+    context = contexts()[0]
+    plain = msgspec.msgpack.decode(msgpack_numpy_encoder()(context))
+    for index in ("_start_idx", "_end_idx"):
+        broken = msgspec.msgpack.encode({**plain, index: 5000})
+        with pytest.raises((msgspec.ValidationError, ValueError), match="unable to bump token indices"):
+            msgpack_numpy_decoder(TextContext)(broken)

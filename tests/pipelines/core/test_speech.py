@@ -1,0 +1,166 @@
+"""Speech contexts: two states, and a buffer of speech tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from penstock.pipelines.core import (
+    InputContext,
+    TextGenerationStatus,
+    TTSContext,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+)
+
+ACTIVE = TextGenerationStatus.ACTIVE
+END_OF_SEQUENCE = TextGenerationStatus.END_OF_SEQUENCE
+
+
+def context_of(*args: Any, **fields: Any) -> TTSContext:
+    return TTSContext(*args, prompt="say", max_length=9, tokens=np.arange(1, 4), **fields)
+
+
+def with_ten_tokens(decoded: int) -> TTSContext:
+    context = context_of()
+    context.update_speech_tokens(np.arange(10, 20))
+    context.set_decoded_index(decoded)
+    return context
+
+
+def test_the_audio_prompt_comes_first() -> None:
+    voice = np.arange(4, dtype=np.int32)
+    context = context_of(voice, 7)
+    assert context.audio_prompt_tokens is voice
+    assert context.prev_samples_beyond_offset == 7
+    assert context_of().audio_prompt_tokens.dtype == np.int32
+    assert context_of().audio_prompt_tokens.size == 0
+
+
+def test_a_speech_context_is_an_input_context() -> None:
+    assert isinstance(context_of(), InputContext)
+
+
+def test_the_two_states_are_apart() -> None:
+    context = context_of()
+    context.update_speech_token_status(END_OF_SEQUENCE)
+    assert (context.speech_token_status, context.audio_generation_status) == (END_OF_SEQUENCE, ACTIVE)
+    assert not context.is_done
+    context.update_audio_generation_status(END_OF_SEQUENCE)
+    assert context.is_done
+
+
+def test_one_status_would_be_ambiguous() -> None:
+    context = context_of()
+    with pytest.raises(ValueError, match="call `speech_token_status` or `audio_generation_status` instead"):
+        context.status  # noqa: B018
+    with pytest.raises(ValueError, match="call `update_speech_token_status` or `update_audio_generation_st"):
+        context.update_status(END_OF_SEQUENCE)
+
+
+def test_the_language_models_tokens_set_its_own_status() -> None:
+    context = context_of(eos_token_ids={9})
+    context.update(5)
+    context.update(9)
+    assert context.speech_token_status is END_OF_SEQUENCE
+    assert not context.is_done
+    assert context.outstanding_completion_tokens() == [(5, None)]
+
+
+def test_the_buffer_grows_as_soon_as_it_is_full() -> None:
+    context = context_of()
+    sizes = []
+    for count in (100, 28, 300):
+        context.update_speech_tokens(np.ones(count, np.int32))
+        sizes.append(context._speech_tokens.size)
+    assert sizes == [128, 256, 640]
+    assert context.block_counter == 3
+
+
+@pytest.mark.parametrize(
+    ("decoded", "chunk", "buffer", "tokens", "in_front"),
+    [
+        (4, 4, 2, [12, 13, 14, 15, 16, 17], 2),
+        (4, 4, 10, [10, 11, 12, 13, 14, 15, 16, 17], 4),
+        (4, 4, None, [14, 15, 16, 17], 0),
+        (4, None, None, [14, 15, 16, 17, 18, 19], 0),
+        (4, 0, 3, [11, 12, 13], 3),
+        (10, 5, 3, [17, 18, 19], 3),
+        (12, 5, None, [], 0),
+    ],
+)
+def test_the_next_tokens_come_with_decoded_ones_in_front(
+    decoded: int, chunk: int | None, buffer: int | None, tokens: list[int], in_front: int
+) -> None:
+    context = with_ten_tokens(decoded)
+    given, count = context.next_speech_tokens(chunk, buffer)
+    assert given.tolist() == tokens
+    assert count == in_front
+    assert context.decoded_index == decoded
+
+
+def test_what_is_left_to_decode() -> None:
+    context = with_ten_tokens(8)
+    assert [context.has_undecoded_speech_tokens(n) for n in range(4)] == [True, True, False, False]
+    assert context.has_undecoded_speech_tokens()
+
+
+def test_a_negative_decoded_index_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 0, was -1"):
+        context_of().set_decoded_index(-1)
+
+
+class SpeechMachine(RuleBasedStateMachine):
+    """The speech-token buffer against a list."""
+
+    @initialize()
+    def make(self) -> None:
+        self.context = context_of()
+        self.model: list[int] = []
+        self.decoded = self.blocks = 0
+
+    @rule(count=st.sampled_from([0, 1, 5, 27, 28, 127, 128, 129, 300]), first=st.integers(1, 1000))
+    def add(self, count: int, first: int) -> None:
+        self.context.update_speech_tokens(np.arange(first, first + count))
+        self.model += range(first, first + count)
+        self.blocks += 1
+
+    @rule(share=st.floats(0, 1))
+    def decode(self, share: float) -> None:
+        self.decoded = int(share * len(self.model))
+        self.context.set_decoded_index(self.decoded)
+
+    @rule(chunk=st.none() | st.integers(0, 200), buffer=st.none() | st.integers(0, 200))
+    def next_tokens(self, chunk: int | None, buffer: int | None) -> None:
+        tokens, in_front = self.context.next_speech_tokens(chunk, buffer)
+        assert in_front == min(buffer or 0, self.decoded)
+        end = None if chunk is None else self.decoded + chunk
+        assert tokens.tolist() == self.model[self.decoded - in_front : end]
+
+    @rule(copy=st.booleans())
+    def cross_to_another_process(self, copy: bool) -> None:
+        arrived = msgpack_numpy_decoder(TTSContext, copy)(msgpack_numpy_encoder()(self.context))
+        assert arrived == self.context
+        self.context = arrived
+
+    @invariant()
+    def the_buffer_is_the_list(self) -> None:
+        context = self.context
+        assert context.speech_tokens.tolist() == self.model
+        assert context.speech_tokens.dtype == np.int32
+        assert context.decoded_index == self.decoded
+        assert context.block_counter == self.blocks
+        assert context._speech_tokens.size % 128 == 0
+        assert len(self.model) < context._speech_tokens.size
+        assert not context._speech_tokens[len(self.model) :].any()
+        left = len(self.model) - self.decoded
+        assert [context.has_undecoded_speech_tokens(n) for n in (0, left)] == [left > 0, False]
+
+
+TestSpeechMachine = SpeechMachine.TestCase
+TestSpeechMachine.settings = settings(max_examples=40, stateful_step_count=20)
