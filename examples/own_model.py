@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.pipelines import ModelOutputs, PipelineConfig, PipelineModel, TextGenerationPipeline, TextTokenizer
+from penstock.pipelines import (
+    ModelOutputs,
+    PipelineConfig,
+    PipelineModel,
+    TextGenerationPipeline,
+    TextTokenizer,
+)
 from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
 
 TEXT = """The river runs to the mill, and the mill turns the wheel. The wheel turns the stone, and the
@@ -60,7 +66,9 @@ class TrigramModel(PipelineModel[TextContext]):
         rows = [context.all_tokens[-2:].tolist() for batch in replica_batches for context in batch]
         return LastTwoTokens(torch.tensor([[0] * (2 - len(row)) + row for row in rows]))
 
-    def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: LastTwoTokens) -> LastTwoTokens:
+    def prepare_next_token_inputs(
+        self, next_tokens: Tensor, prev_model_inputs: LastTwoTokens
+    ) -> LastTwoTokens:
         return LastTwoTokens(torch.stack([prev_model_inputs.tokens[:, 1], next_tokens], dim=1))
 
     def execute(self, model_inputs: LastTwoTokens) -> ModelOutputs:

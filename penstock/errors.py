@@ -5,7 +5,7 @@
     │   ├── PromptTooLongError                num_tokens, max_length
     │   └── UnsupportedFeatureError           feature
     ├── ConfigError (ValueError)              field
-    ├── CheckpointError                       path
+    ├── CheckpointError (ValueError)          path
     │   ├── CheckpointNotFoundError
     │   ├── WeightsError
     │   └── UnknownArchitectureError          architecture, known
@@ -59,7 +59,7 @@ class ConfigError(PenstockError, ValueError):
         self.field = field
 
 
-class CheckpointError(PenstockError):
+class CheckpointError(PenstockError, ValueError):
     """A checkpoint cannot be read."""
 
     def __init__(self, path: object, problem: str) -> None:

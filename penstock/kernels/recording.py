@@ -1,3 +1,5 @@
+# Results pass through `_run` as they are, whatever the operation returns.
+# mypy: disable-error-code="no-any-return"
 """A step as data: which operations ran, in which order, on what.
 
 `RecordingOps` runs a step on another back end and writes down every operation. The `Plan` that comes of
@@ -238,14 +240,13 @@ class RecordingOps(Ops):
 
     def _refs(self, value: Any) -> Any:
         if isinstance(value, LayerKV):  # the cache itself stays; its tables change
-            kept = {"cache": self._recorder.weight(value.cache)}
-            if value.scales is not None:
-                kept["scales"] = self._recorder.weight(value.scales)
-            tables = {
+            known: dict[str, Any] = {
+                "cache": self._recorder.weight(value.cache),
+                "scales": None if value.scales is None else self._recorder.weight(value.scales),
                 "block_tables": self._recorder.activation(value.block_tables),
                 "slots": self._recorder.activation(value.slots),
             }
-            return replace(value, **kept, **tables)
+            return replace(value, **known)
         return _map(value, Tensor, self._recorder.activation)
 
 
@@ -253,7 +254,8 @@ def _place(
     buffers: list[Tensor], records: list[Record], results: tuple[TensorRef, ...]
 ) -> tuple[list[int], int]:
     """Offsets of the buffers in the arena: first fit among those alive at the same time; and its size."""
-    first, last = {}, {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
     for time, one in enumerate(records):
         for ref in (*_refs_of(one.arguments), *one.results):
             if ref.home == "arena":
@@ -278,12 +280,13 @@ def _place(
 
 
 def _ref(home: tuple[str, int], tensor: Tensor) -> TensorRef:
-    return TensorRef(*home, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
+    return TensorRef(*home, shape, tensor.stride(), offset, tensor.dtype)
 
 
 def _refs_of(value: Any) -> list[TensorRef]:
     found: list[TensorRef] = []
-    _map(value, TensorRef, lambda ref: found.append(ref) or ref)
+    _map(value, TensorRef, found.append)
     return found
 
 

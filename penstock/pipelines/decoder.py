@@ -21,7 +21,7 @@ from penstock.nn import Linear, Loader, ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import LogProbabilities, TextContext
 from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.pipelines.log_probabilities import compute_log_probabilities
-from penstock.pipelines.memory import MemoryPlan, estimate_activation_memory, plan_memory
+from penstock.pipelines.memory import estimate_activation_memory, estimate_kv_cache_size, plan_memory
 from penstock.pipelines.model import ModelInputs, ModelOutputs, PipelineModel
 
 if TYPE_CHECKING:
@@ -87,7 +87,12 @@ class DecoderModel(PipelineModel[TextContext]):
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
         """Bytes that the KV cache takes, when it may take this many."""
-        return self._plan_within(available_cache_memory).kv_cache_size
+        return estimate_kv_cache_size(
+            self.pipeline_config,
+            self.kv_cache_spec,
+            model_max_length=self.max_seq_len,
+            available_cache_memory=available_cache_memory,
+        )
 
     def load_kv_manager(self, session: InferenceSession, available_cache_memory: int) -> KVCacheManager:
         """Allocates the KV cache, in at most ``available_cache_memory`` bytes."""
@@ -95,7 +100,7 @@ class DecoderModel(PipelineModel[TextContext]):
         assert self.kv_cache_spec is not None
         return KVCacheManager(
             self.kv_cache_spec,
-            self._plan_within(available_cache_memory).num_blocks,
+            self._num_blocks(available_cache_memory),
             config.block_size,
             device=self.torch_device,
             enable_prefix_caching=config.enable_prefix_caching and not self.network.length_dependent,
@@ -190,18 +195,20 @@ class DecoderModel(PipelineModel[TextContext]):
     ) -> list[LogProbabilities | None]:
         return compute_log_probabilities(model_inputs, model_outputs, next_tokens, batch_top_n, batch_echo)
 
-    def _plan_within(self, available_cache_memory: int) -> MemoryPlan:
-        if available_cache_memory >= self.memory_plan.kv_cache_size:
-            return self.memory_plan
-        smaller = replace(self.kv_cache_config, memory=available_cache_memory)
-        return plan_memory(
-            replace(self.pipeline_config, kv_cache=smaller),
-            self.kv_cache_spec,
-            model_max_length=self.max_seq_len,
-            weights_size=0,
-            activation_size=0,
-            free_memory=available_cache_memory,
-        )
+    def _num_blocks(self, available_cache_memory: int) -> tuple[int, ...]:
+        """As planned, or as many as fit where there is less memory than was planned for."""
+        plan = self.memory_plan
+        if available_cache_memory < plan.kv_cache_size:
+            smaller = replace(self.kv_cache_config, memory=available_cache_memory)
+            plan = plan_memory(
+                replace(self.pipeline_config, kv_cache=smaller),
+                self.kv_cache_spec,
+                model_max_length=self.max_seq_len,
+                weights_size=0,
+                activation_size=0,
+                free_memory=available_cache_memory,
+            )
+        return plan.num_blocks
 
     def _num_logits(self, counts: np.ndarray, return_n_logits: int | Sequence[int]) -> np.ndarray:  # [B]
         if self.return_logits is ReturnLogits.ALL:

@@ -150,7 +150,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """The checkpoint's ``config.json``.
 
         Raises:
-            ValueError: it cannot be read.
+            CheckpointError: it cannot be read.
         """
         return self.pipeline_config.model.huggingface_config
 

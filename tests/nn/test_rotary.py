@@ -83,7 +83,10 @@ def test_a_stretched_prompt_in_chunks(tmp_path: Path) -> None:
 def test_older_spelling() -> None:
     values = {"max_position_embeddings": 64, "rope_theta": 7.0}
     old = values | {"rope_scaling": {"type": "linear", "factor": 2}}
-    new = {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 7}}
+    new = {
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 7},
+    }
     read = [RotaryConfig.from_huggingface(HuggingFaceConfig(one, "config.json"), 16) for one in (old, new)]
     assert (read[0].kind, read[0].base, read[0].max_length) == ("linear", 7.0, 128)
     assert (read[1].kind, read[1].base, read[1].max_length) == ("linear", 7.0, 128)

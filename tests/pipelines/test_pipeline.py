@@ -282,4 +282,3 @@ def run_once(pipeline: TextGenerationPipeline, texts: list[list[int]]) -> Any:
     for context in contexts:
         pipeline.release(context)
     return outputs
-

@@ -178,7 +178,9 @@ class Prophet:
 
 @pytest.mark.parametrize(("right", "wrong"), [(0, 3), (4, 0), (3, 2), (1, 1)])
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(), SamplingParams(temperature=0.8, top_k=20, seed=5)], ids=["greedy", "sampled"]
+    "sampling",
+    [SamplingParams(), SamplingParams(temperature=0.8, top_k=20, seed=5)],
+    ids=["greedy", "sampled"],
 )
 def test_speculation_is_plain_decoding(
     pipeline: TextGenerationPipeline, right: int, wrong: int, sampling: SamplingParams

@@ -17,7 +17,7 @@ from penstock.pipelines.kv_cache import KVCacheManager
 def open_pipeline(
     checkpoint: Path | str, *, members: Mapping[str, Any] | None = None, **config: Any
 ) -> TextGenerationPipeline:
-    """The pipeline of a checkpoint, in float32 unless told otherwise; ``members`` replace some of its model's."""
+    """The pipeline of a checkpoint, in float32 unless told otherwise; ``members`` replace its model's."""
     flat = {"model_path": str(checkpoint), "quantization_encoding": "float32", "max_batch_size": 8}
     pipeline_config = PipelineConfig.from_flat(flat | config)
     model = pipeline_config.model
@@ -47,7 +47,7 @@ def random_tokens(count: int, vocabulary: int, seed: int = 0) -> list[int]:
 
 
 def step_logits(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext]) -> list[torch.Tensor]:
-    """One forward over the active tokens of each context: a ``[rows, V]`` each; the contexts stay as they are."""
+    """Logits of one forward over the active tokens of each context, ``[rows, V]`` each; no context changes."""
     kv = pipeline.kv
     assert isinstance(kv, KVCacheManager)
     for context in contexts:

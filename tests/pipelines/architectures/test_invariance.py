@@ -24,9 +24,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 @pytest.fixture(scope="module")
 def uncached(checkpoint: Path) -> TextGenerationPipeline:
-    return open_pipeline(
-        checkpoint, deterministic=True, kv_cache_block_size=16, enable_prefix_caching=False
-    )
+    return open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, enable_prefix_caching=False)
 
 
 @pytest.fixture(scope="module", params=[SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
@@ -60,9 +58,7 @@ def logits_of_tokens(
     ("chunks", "others"),
     [([75], [1, 30]), ([1] * 75, []), ([10, 33, 32], []), ([10, 33, 32], [3, 17, 64]), ([74, 1], [1])],
 )
-def test_logits_are_bit_equal(
-    uncached: TextGenerationPipeline, chunks: list[int], others: list[int]
-) -> None:
+def test_logits_are_bit_equal(uncached: TextGenerationPipeline, chunks: list[int], others: list[int]) -> None:
     alone = logits_of_tokens(uncached, context_of(PROMPT), [75])
     assert torch.equal(logits_of_tokens(uncached, context_of(PROMPT), chunks, others), alone)
 

@@ -42,9 +42,7 @@ def test_without_a_mistake_there_is_no_deviation(pipeline: TextGenerationPipelin
     assert deviation(pipeline, reference) <= 1
 
 
-def test_rope_base_doubled(
-    checkpoint: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rope_base_doubled(checkpoint: Path, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.nn import rotary
 
     original = rotary._plain_frequencies

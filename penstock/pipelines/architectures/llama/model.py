@@ -80,7 +80,9 @@ class LlamaNetwork:
             Rotary(config.rotary, max_length, load.device),
             tuple(LlamaBlock.load(load, config, layer) for layer in range(config.layers)),
             load.norm("model.norm", config.hidden, config.norm_eps),
-            load.head("lm_head", config.vocabulary, config.hidden, tied_to=table if config.tied_head else None),
+            load.head(
+                "lm_head", config.vocabulary, config.hidden, tied_to=table if config.tied_head else None
+            ),
         )
 
     @property
@@ -118,7 +120,5 @@ class LlamaModel(DecoderModel):
         return KVCacheSpec((KVGroup(layers, config.kv_heads, config.head_dim, dtype),))
 
     @classmethod
-    def build(
-        cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int
-    ) -> LlamaNetwork:
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> LlamaNetwork:
         return LlamaNetwork.load(load, LlamaConfig.from_huggingface(huggingface_config), max_length)

@@ -1,0 +1,83 @@
+"""A checkpoint's ``config.json``, read as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import CheckpointError
+from penstock.pipelines.weights.json_files import read_json_object
+
+_OTHER_SPELLING = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # transformers 5, and before
+
+
+class HuggingFaceConfig(Mapping[str, Any]):
+    """The values of a ``config.json`` as attributes and as a mapping.
+
+    Nested objects (``text_config``, ``rope_scaling``) are of this class too. ``dtype`` and ``torch_dtype``
+    are one key under its two spellings; everything else is left as it is. A key that is not there is a
+    `CheckpointError` that names it, and an `AttributeError` or `KeyError`, so that ``getattr`` with a
+    default, ``get`` and ``in`` work.
+
+    >>> config = HuggingFaceConfig({"hidden_size": 64, "rope_scaling": {"factor": 8.0}})
+    >>> config.hidden_size, config.rope_scaling.factor, config.get("head_dim", 16)
+    (64, 8.0, 16)
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str = "config.json") -> None:
+        self._values = dict(values)
+        self._path = path
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Path) -> HuggingFaceConfig:
+        """Reads the ``config.json`` in a checkpoint's folder.
+
+        Raises:
+            CheckpointError: it is not there, or not a JSON object.
+        """
+        path = checkpoint / "config.json"
+        return cls(read_json_object(path), str(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A copy as a plain dict, nested objects too."""
+        return {key: _plain(value) for key, value in self._values.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("_values", "_path"):  # copy and pickle ask before __init__
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError:
+            raise _MissingAttributeError(self._path, f"has no {name!r}") from None
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._values:
+            key = _OTHER_SPELLING.get(key, key)
+        if key not in self._values:
+            raise _MissingKeyError(self._path, f"has no {key!r}")
+        value = self._values[key]
+        return HuggingFaceConfig(value, f"{self._path}: {key}") if isinstance(value, dict) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"HuggingFaceConfig({self._values!r})"
+
+
+class _MissingAttributeError(CheckpointError, AttributeError):
+    pass
+
+
+class _MissingKeyError(CheckpointError, KeyError):
+    __str__ = Exception.__str__  # KeyError would quote the sentence
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,145 @@
+"""Which model, from where, on what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.driver import DeviceSpec
+from penstock.errors import ConfigError
+from penstock.pipelines.config.huggingface import HuggingFaceConfig
+from penstock.pipelines.config.settings import COUNT, TEXT, Rule, check_fields, setting
+from penstock.pipelines.weights.hub import resolve_checkpoint
+from penstock.pipelines.weights.json_files import read_json_object
+from penstock.pipelines.weights.safetensors import read_checkpoint_headers
+
+FLOAT_ENCODINGS = ("float32", "bfloat16", "float16")
+"""The encodings that are element types: a checkpoint may be stored in one of them."""
+
+
+def parse_devices(text: str) -> tuple[DeviceSpec, ...]:
+    """Reads ``cpu``, ``gpu`` (the first one), ``gpu:1`` or ``gpu:0,1``.
+
+    Raises:
+        ConfigError: the text is none of these, or names a device twice.
+    """
+    kind, colon, numbers = text.strip().partition(":")
+    ids = numbers.split(",") if colon else ["0"]
+    numbered = all(number.isdecimal() for number in ids)
+    if not (kind == "gpu" and numbered) and not (kind == "cpu" and not colon):
+        raise ConfigError("devices", f"must be {_DEVICES.legal}, was {text!r}")
+    if len({int(number) for number in ids}) < len(ids):
+        raise ConfigError("devices", f"{text!r} names a device twice")
+    return tuple(DeviceSpec(int(number), kind) for number in ids)
+
+
+_DEVICES = Rule(
+    "cpu, gpu, gpu:1 or gpu:0,1",
+    lambda value: (
+        isinstance(value, tuple) and bool(value) and all(isinstance(device, DeviceSpec) for device in value)
+    ),
+)
+
+
+def _is_encoding(name: str) -> bool:
+    if name not in FLOAT_ENCODINGS:  # those need no kernels, and so no torch, to be known
+        from penstock.kernels import encoding_named
+
+        encoding_named(name)
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, from where, on what.
+
+    Raises:
+        ConfigError: a field has an impossible value.
+    """
+
+    model_path: str = setting(
+        "demo",
+        TEXT,
+        "A checkpoint's folder, a model's id on the Hugging Face hub, or demo for the embedded one.",
+    )
+    revision: str = setting("main", TEXT, "Branch, tag or commit of a model from the hub.")
+    quantization_encoding: str | None = setting(
+        None,
+        Rule("the name of an encoding", _is_encoding),
+        "How weights are stored: float32, bfloat16 or float16; by default as in the checkpoint.",
+    )
+    max_length: int | None = setting(
+        None,
+        COUNT,
+        "Longest prompt and output together, in tokens; by default what the model and the memory allow.",
+    )
+    devices: tuple[DeviceSpec, ...] = setting(
+        (DeviceSpec.cpu(),), _DEVICES, "Where to run: cpu, gpu, gpu:1 or gpu:0,1.", parse=parse_devices
+    )
+    chat_template: str | None = setting(
+        None, TEXT, "File of a Jinja chat template to use in place of the checkpoint's."
+    )
+    served_model_name: str | None = setting(
+        None, TEXT, "What the server calls the model; by default model_path."
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @cached_property
+    def checkpoint(self) -> Path:
+        """The checkpoint's folder, found or downloaded on first use.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be loaded.
+        """
+        return resolve_checkpoint(self.model_path, self.revision)
+
+    @cached_property
+    def huggingface_config(self) -> HuggingFaceConfig:
+        """The checkpoint's ``config.json``.
+
+        Raises:
+            CheckpointError: it is missing or malformed.
+        """
+        return HuggingFaceConfig.from_checkpoint(self.checkpoint)
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """The checkpoint's ``generation_config.json``, empty where it has none.
+
+        Raises:
+            CheckpointError: it is malformed.
+        """
+        path = self.checkpoint / "generation_config.json"
+        return read_json_object(path) if path.exists() else {}
+
+    @cached_property
+    def encoding(self) -> str:
+        """The weights' encoding: the one asked for, else the element type that the checkpoint is stored in.
+
+        Raises:
+            ConfigError: none was asked for, and the checkpoint's type is no encoding.
+        """
+        if self.quantization_encoding is not None:
+            return self.quantization_encoding
+        stored = self._stored_type()
+        if stored not in FLOAT_ENCODINGS:
+            raise ConfigError(
+                "quantization_encoding",
+                f"must be one of {', '.join(FLOAT_ENCODINGS)}, as the checkpoint is stored in {stored}",
+            )
+        return stored
+
+    def _stored_type(self) -> str:
+        config = self.huggingface_config
+        declared = config.get("dtype") or config.get("text_config", {}).get("dtype")
+        if declared:
+            return str(declared).removeprefix("torch.")
+        headers = read_checkpoint_headers(self.checkpoint).values()
+        largest = max(headers, key=lambda header: header.num_bytes, default=None)
+        if largest is None:
+            return "no tensors"
+        return largest.dtype.value if largest.dtype else largest.type_name

@@ -1,0 +1,14 @@
+"""Fits a model into the memory there is. Sizes are bytes everywhere."""
+
+from __future__ import annotations
+
+from penstock.pipelines.memory.estimates import estimate_activation_memory, estimate_weights_size
+from penstock.pipelines.memory.plan import MemoryPlan, estimate_kv_cache_size, plan_memory
+
+__all__ = [
+    "MemoryPlan",
+    "estimate_activation_memory",
+    "estimate_kv_cache_size",
+    "estimate_weights_size",
+    "plan_memory",
+]

@@ -1,0 +1,74 @@
+"""What a model will take, from the headers of its checkpoint's files: no tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from penstock.pipelines.memory.demand import wanted_batch_size
+from penstock.pipelines.weights.safetensors import TensorHeader, read_checkpoint_headers
+
+if TYPE_CHECKING:
+    from penstock.kernels import LinearEncoding
+    from penstock.pipelines.config import HuggingFaceConfig, PipelineConfig
+
+_OUTPUT_HEAD = "*lm_head.weight"
+_UNPACKED = ("*embed*.weight", "*wte.weight", "*wpe.weight", "*shared.weight", _OUTPUT_HEAD)
+"""Matrices that are looked up, or that stay in the activations' type for the quality of the logits."""
+
+
+def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
+    """Bytes that the weights take once loaded, in the encoding that they will have.
+
+    Linear layers count as packed; embedding tables, the output head, norms and biases in the type of the
+    activations; an output head that is tied to the embedding is counted once.
+    """
+    encoding = _encoding(pipeline_config)
+    tied = pipeline_config.model.huggingface_config.get("tie_word_embeddings", False)
+    return sum(
+        _loaded_size(name, header, encoding)
+        for name, header in _headers(pipeline_config).items()
+        if not (tied and fnmatchcase(name, _OUTPUT_HEAD))
+    )
+
+
+def estimate_activation_memory(pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
+    """Bytes that the activations of the largest step take.
+
+    For each of ``max_batch_input_tokens`` tokens six rows as wide as the widest linear layer: a gated
+    feed-forward layer holds three of them, beside the residual stream, its sum and its norm. And for each
+    sequence of the batch a row of logits with what sampling makes of it: 20 bytes a token of the vocabulary.
+    """
+    size = _encoding(pipeline_config).compute_dtype.size_in_bytes
+    linears = [header for name, header in _headers(pipeline_config).items() if _is_linear(name, header)]
+    widest = max((header.shape[-2] for header in linears), default=0)
+    text_config = huggingface_config.get("text_config", huggingface_config)  # of a model with more inputs
+    vocabulary = int(text_config.get("vocab_size") or 0)
+    rows = pipeline_config.max_batch_input_tokens * 6 * widest * size
+    return rows + wanted_batch_size(pipeline_config) * vocabulary * 20
+
+
+def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:
+    from penstock.kernels import encoding_named  # loads torch
+
+    return encoding_named(pipeline_config.model.encoding)
+
+
+def _headers(pipeline_config: PipelineConfig) -> Mapping[str, TensorHeader]:
+    return read_checkpoint_headers(pipeline_config.model.checkpoint)
+
+
+def _is_linear(name: str, header: TensorHeader) -> bool:
+    matrices = len(header.shape) in (2, 3) and header.is_float
+    return matrices and not any(fnmatchcase(name, pattern) for pattern in _UNPACKED)
+
+
+def _loaded_size(name: str, header: TensorHeader, encoding: LinearEncoding) -> int:
+    if _is_linear(name, header):
+        *experts, out_features, in_features = header.shape
+        matrices = experts[0] if experts else 1
+        return matrices * encoding.num_bytes(out_features, in_features)
+    if header.is_float:
+        return header.num_elements * encoding.compute_dtype.size_in_bytes
+    return header.num_bytes

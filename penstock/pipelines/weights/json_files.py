@@ -1,0 +1,26 @@
+"""JSON files of a checkpoint: each is one object, or an error that names the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import CheckpointError
+
+
+def read_json_object(path: Path, error: type[CheckpointError] = CheckpointError) -> dict[str, Any]:
+    """Reads a file that holds one JSON object.
+
+    Raises:
+        CheckpointError: the file cannot be read, is not JSON, or is not an object (as class ``error``).
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as problem:
+        raise error(path, f"cannot be read: {problem.strerror}") from problem
+    except (ValueError, RecursionError) as problem:  # malformed JSON, or bytes that are not UTF-8
+        raise error(path, f"is not valid JSON: {problem}") from problem
+    if not isinstance(value, dict):
+        raise error(path, f"must hold a JSON object, holds a {type(value).__name__}")
+    return value

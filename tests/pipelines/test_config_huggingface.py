@@ -1,0 +1,98 @@
+"""``config.json`` as an object."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import CheckpointError
+from penstock.pipelines.config import HuggingFaceConfig
+
+VALUES = {
+    "hidden_size": 64,
+    "text_config": {"vocab_size": 10, "rope_scaling": {"factor": 8.0}},
+    "layers": [{"a": 1}],
+    "nothing": None,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> HuggingFaceConfig:
+    (tmp_path / "config.json").write_text(json.dumps(VALUES))
+    return HuggingFaceConfig.from_checkpoint(tmp_path)
+
+
+def test_keys_are_attributes_and_items(config: HuggingFaceConfig) -> None:
+    assert config.hidden_size == config["hidden_size"] == config.get("hidden_size") == 64
+    assert config.text_config.rope_scaling.factor == 8.0
+    assert config.get("text_config")["rope_scaling"].get("factor") == 8.0
+    assert "hidden_size" in config
+    assert "head_dim" not in config
+    assert list(config) == list(VALUES)
+    assert config.nothing is None
+
+
+def test_a_copy_as_a_dict_is_its_own(config: HuggingFaceConfig) -> None:
+    plain = config.to_dict()
+    assert plain == VALUES
+    assert type(plain["text_config"]) is dict
+    plain["text_config"]["vocab_size"] = 11
+    plain["layers"][0]["a"] = 2
+    assert config.to_dict() == VALUES
+
+
+def test_a_missing_key_names_itself_and_the_file(config: HuggingFaceConfig, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as error:
+        _ = config.head_dim
+    assert str(error.value) == f"{tmp_path}/config.json: has no 'head_dim'"
+    with pytest.raises(CheckpointError) as error:
+        _ = config.text_config["head_dim"]
+    assert str(error.value) == f"{tmp_path}/config.json: text_config: has no 'head_dim'"
+
+
+def test_a_missing_key_has_a_default_where_one_is_given(config: HuggingFaceConfig) -> None:
+    assert getattr(config, "head_dim", 8) == 8
+    assert config.get("head_dim", 8) == 8
+    assert config.get("head_dim") is None
+
+
+@pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
+def test_both_spellings_of_the_type(spelling: str) -> None:
+    config = HuggingFaceConfig({spelling: "bfloat16"})
+    assert config.dtype == config.torch_dtype == config.get("dtype") == "bfloat16"
+    assert config.to_dict() == {spelling: "bfloat16"}
+
+
+def test_each_spelling_keeps_its_own_value() -> None:
+    config = HuggingFaceConfig({"dtype": "float32", "torch_dtype": "float16"})
+    assert (config.dtype, config.torch_dtype) == ("float32", "float16")
+
+
+def test_it_can_be_copied_and_sent(config: HuggingFaceConfig) -> None:
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config).text_config.vocab_size == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b'"llama"', "must hold a JSON object, holds a str"),
+    ],
+)
+def test_a_damaged_file(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"config.json: {message}"):
+        HuggingFaceConfig.from_checkpoint(tmp_path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config.json: cannot be read: No such file"):
+        HuggingFaceConfig.from_checkpoint(tmp_path)

@@ -1,0 +1,84 @@
+"""A text pipeline without a model: each token follows from the tokens before it, and from nothing else.
+
+Yet its KV cache is real, and each step checks that it holds what belongs to the tokens. So whatever a
+scheduler does (chunks, batches, preemption, prefixes) is right if the output is that of `alone`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from zlib import crc32
+
+import numpy as np
+from support.paged import compute
+
+from penstock.pipelines.core import TextContext, TextGenerationResponse, TextResponse
+from penstock.pipelines.kv_cache import KVCacheManager
+
+EOS = 0
+
+
+def next_token(tokens: list[int], vocabulary: int = 40) -> int:
+    return crc32(repr(tokens).encode()) % vocabulary
+
+
+def alone(context: TextContext) -> list[int]:
+    """What a fresh context generates, by definition; the token that ends it is left out."""
+    tokens, output = context.all_tokens.tolist(), []
+    while True:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in context.eos_token_ids:
+            return output
+        output.append(tokens[-1])
+        if len(tokens) >= context.max_length:
+            return output
+
+
+class FakePipeline:
+    """Implements ``Pipeline[TextContext, TextGenerationResponse]`` and keeps a trace."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self.kv = kv
+        self.trace: list[dict[str, int]] = []
+        """For each step the rows of each request, in the order of the batch."""
+        self.starts: list[dict[str, int]] = []
+        """For each step where the rows begin."""
+        self.released: list[str] = []
+        self.culprits: set[str] = set()
+        """Requests whose forward fails."""
+
+    def execute(
+        self, batch: Mapping[str, TextContext], num_steps: int = 1
+    ) -> dict[str, TextGenerationResponse]:
+        if any(context.active_idx < context.end_idx for context in batch.values()):
+            num_steps = 1
+        for context in batch.values():
+            self.kv.claim(context)
+            self.kv.reserve(context, num_steps - 1)
+        if self.culprits & batch.keys():
+            raise FloatingPointError("the forward failed")
+        for _ in range(num_steps):
+            self._one_step([context for context in batch.values() if not context.is_done])
+        for context in batch.values():
+            self.kv.commit(context)
+        return {
+            request_id: TextGenerationResponse(
+                [TextResponse(token) for token, _ in context.outstanding_completion_tokens()],
+                context.status,
+            )
+            for request_id, context in batch.items()
+        }
+
+    def release(self, context: TextContext) -> None:
+        self.kv.release(context)
+        self.released.append(context.request_id)
+
+    def _one_step(self, contexts: list[TextContext]) -> None:
+        if not contexts:
+            return
+        self.trace.append({context.request_id: context.active_length for context in contexts})
+        self.starts.append({context.request_id: context.start_idx for context in contexts})
+        compute(self.kv, contexts)
+        assert np.all(self.kv.inputs(contexts).lengths.numpy() > 0)
+        for context in contexts:
+            context.update(next_token(context.tokens[: context.active_idx].tolist()))

@@ -1,0 +1,92 @@
+"""Contexts for tests of the KV cache, and a stand-in for what a model writes into it.
+
+The "key" stored for a position is a number made of all tokens up to it, as a real model's is. Reading
+another number back than the context's tokens give means: a block of somebody else, a stale one, one that
+was overwritten, or a table or a slot off by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from penstock.dtype import DType
+from penstock.kernels import KVCacheInputs
+from penstock.pipelines.core import TextContext
+from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec, KVGroup
+
+
+def text_context(tokens: Sequence[int], *, max_length: int = 4096, **fields: Any) -> TextContext:
+    return TextContext(prompt="", max_length=max_length, tokens=np.array(tokens, np.int64), **fields)
+
+
+def kv_spec(*windows: int | None) -> KVCacheSpec:
+    """One group of one layer for each window."""
+    return KVCacheSpec(
+        tuple(KVGroup((layer,), 1, 1, DType.float32, window) for layer, window in enumerate(windows))
+    )
+
+
+def kv_manager(
+    *num_blocks: int, windows: Sequence[int | None] = (None,), block_size: int = 4, **options: Any
+) -> KVCacheManager:
+    """A manager with so many usable blocks in each group; small blocks make small tests."""
+    total = tuple(count + 1 for count in num_blocks)
+    return KVCacheManager(kv_spec(*windows), total, block_size, **options)
+
+
+def compute(manager: KVCacheManager, contexts: Sequence[TextContext]) -> None:
+    """A forward: stores the active tokens of a batch, and checks what each last query sees."""
+    inputs = manager.inputs(contexts)
+    for layer in range(manager.spec.num_layers):
+        view = inputs.layer(layer)
+        keys = np.concatenate([_keys(c)[c.start_idx : c.active_idx] for c in contexts])
+        for half in view.cache:
+            half.view(-1)[view.slots] = torch.from_numpy(keys)
+    for row, context in enumerate(contexts):
+        assert_readable(manager, inputs, row, context)
+
+
+def assert_readable(manager: KVCacheManager, inputs: KVCacheInputs, row: int, context: TextContext) -> None:
+    """What the query of the last active token sees is what was computed for this context's tokens."""
+    assert inputs.lengths[row] == context.active_idx
+    last = context.active_idx - 1
+    for layer in range(manager.spec.num_layers):
+        view = inputs.layer(layer)
+        first = 0 if view.window is None else max(0, last - view.window + 1)
+        positions = np.arange(first, last + 1)
+        blocks = view.block_tables[row].numpy()[positions // inputs.block_size].astype(np.int64)
+        assert blocks.all(), f"the query at {last} sees the null block: {blocks.tolist()}"
+        slots = blocks * inputs.block_size + positions % inputs.block_size
+        for half in view.cache:
+            np.testing.assert_array_equal(half.view(-1)[slots].numpy(), _keys(context)[positions])
+
+
+def advance(manager: KVCacheManager, context: TextContext, token: int = 0, chunk: int | None = None) -> None:
+    """One step of one context alone: reserve, forward, update, commit."""
+    manager.claim(context)
+    if chunk is not None:
+        context.set_token_indices(active_idx=min(context.start_idx + chunk, context.end_idx))
+    manager.reserve(context)
+    compute(manager, [context])
+    context.update(token)
+    manager.commit(context)
+
+
+def tables(manager: KVCacheManager, context: TextContext) -> list[list[int]]:
+    """The block table of a context in each group, without its padding."""
+    inputs = manager.inputs([context], counts=np.zeros(1, np.int64))
+    return [group.block_tables[0].tolist() for group in inputs.groups]
+
+
+def _keys(context: TextContext) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """For each position a number below 2**24, which float32 holds exactly."""
+    crc, keys = crc32(repr((context.cache_salt, context.adapter)).encode()), []
+    for index, token in enumerate(context.all_tokens.tolist()):
+        crc = crc32(b"%d;" % context.token_hash_overrides.get(index, token), crc)
+        keys.append(crc % 2**24)
+    return np.array(keys, np.float32)
