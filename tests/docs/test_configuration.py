@@ -1,0 +1,14 @@
+"""docs/configuration.md says what the configuration classes say."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_current() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "write_configuration.py"))
+    written = (ROOT / "docs" / "configuration.md").read_text()
+    assert written == tool["page"](), "run: python tools/write_configuration.py"

@@ -1,0 +1,53 @@
+"""Writes docs/configuration.md from the configuration classes: ``python tools/write_configuration.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.driver import DeviceSpec
+from penstock.pipelines.config import ConfigField, config_fields
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+
+HEAD = """# Configuration
+
+Every setting has one flat name, which is the flag (`--max-length 2048`), the keyword (`LLM(max_length=2048)`), the key of a
+configuration file (`max_length = 2048` in TOML or JSON, given by `--config-file`) and, behind a prefix and in capitals, the variable
+(`PENSTOCK_MAX_LENGTH=2048`). A flag comes before a variable, a variable before the file, the file before the default.
+`penstock generate --print-config` shows every value and where it came from. An unknown name, a wrong type or an impossible value is an
+error that names the field.
+
+Written from the configuration classes by `tools/write_configuration.py`; a test compares the two.
+"""
+
+SECTIONS = {
+    "model": "Model: `PipelineConfig.model`",
+    "kv_cache": "KV cache: `PipelineConfig.kv_cache`",
+    "sampling": "Sampling: `PipelineConfig.sampling`",
+    "": "Pipeline: `PipelineConfig`",
+}
+
+
+def page() -> str:
+    """The text of the page."""
+    parts = [HEAD]
+    for section, title in SECTIONS.items():
+        rows = [_row(field) for field in config_fields() if field.section == section]
+        parts.append("\n".join([f"## {title}", "", "| name | default | legal | |", "|---|---|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+def _row(field: ConfigField) -> str:
+    return f"| `{field.name}` | {_shown(field.default)} | {field.rule.legal} | {field.help} |"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, tuple) and all(isinstance(one, DeviceSpec) for one in value):
+        return f"`{','.join(map(str, value))}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
