@@ -1,0 +1,39 @@
+"""Penstock: LLM inference, from the prompt to the turbine and back.
+
+>>> from penstock import LLM, SamplingParams
+>>> llm = LLM("demo")
+>>> llm.generate("Once upon a time", SamplingParams(max_new_tokens=20))[0].text  # doctest: +SKIP
+' there was a ...'
+
+Importing this package loads neither torch nor transformers; the names below load on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.answers import GenerationOutput
+    from penstock.llm import LLM
+    from penstock.pipelines.core import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "GenerationOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "penstock.llm",
+    "GenerationOutput": "penstock.answers",
+    "SamplingParams": "penstock.pipelines.core",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,54 @@
+"""``penstock env``: what Penstock runs on here, for people and for bug reports."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from penstock.environment import Environment
+
+
+@click.command("env")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(as_json: bool) -> None:
+    """Show what Penstock runs on: versions, processor, devices, kernels, OpenMP, threads."""
+    from penstock.environment import describe_environment  # loads torch
+
+    found = describe_environment()
+    if as_json:
+        click.echo(json.dumps(found.as_dict()))
+    else:
+        _print(found)
+
+
+def _print(found: Environment) -> None:
+    _section("versions", {"python": found.python, **found.versions})
+    _section(
+        "processor",
+        {
+            "system": found.system,
+            "model": found.processor,
+            "cores": str(found.cores),
+            "features": " ".join(found.cpu_features) or "unknown",
+            "kernels' ISA": found.isa,
+            "torch's ISA": found.torch_cpu_capability,
+            "threads": str(found.threads),
+            "OpenMP": ", ".join(found.openmp) or "none",
+        },
+    )
+    for device in found.devices:
+        memory = f"{_gib(device.free_memory)} free of {_gib(device.total_memory)}"
+        _section(f"device {device.device}", {"memory": memory, **device.kernels})
+
+
+def _section(title: str, rows: dict[str, str]) -> None:
+    click.echo(title)
+    for name, value in rows.items():
+        click.echo(f"  {name:16}  {value}")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

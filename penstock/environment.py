@@ -1,0 +1,120 @@
+"""What Penstock runs on here: versions, processor, devices, kernels and threads."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from penstock import __version__
+from penstock.driver import CPU, load_devices, scan_available_devices
+from penstock.engine import InferenceSession
+
+PACKAGES = (
+    "torch",
+    "numpy",
+    "msgspec",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "jinja2",
+    "transformers",
+)
+"""Whose versions matter besides Penstock's own; transformers is optional."""
+
+_OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """One device; sizes in bytes."""
+
+    device: str
+    total_memory: int
+    free_memory: int
+    kernels: dict[str, str]
+    """Operation -> the back end that computes it there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A report on this machine, this installation and this process."""
+
+    versions: dict[str, str]
+    python: str
+    system: str
+    processor: str
+    cores: int
+    """Processors that this process may use."""
+    cpu_features: list[str]
+    """Those that the kernels can use; empty where the C++ kernels were not built."""
+    isa: str
+    """The instruction set of the C++ kernels; ``none`` where they were not built."""
+    torch_cpu_capability: str
+    devices: list[DeviceMemory]
+    threads: int
+    openmp: list[str]
+    """OpenMP libraries in this process. More than one means teams of threads that get in each other's way."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for ``json``."""
+        return asdict(self)
+
+
+def describe_environment() -> Environment:
+    """Looks around. Loads torch and the kernels, as a model would."""
+    import torch
+
+    from penstock.kernels import cpu
+
+    host = CPU()
+    found = [host, *(device for device in load_devices(scan_available_devices()) if not device.is_host)]
+    devices = [
+        DeviceMemory(str(device), **device.stats, kernels=InferenceSession([device]).ops.chosen())
+        for device in found
+    ]
+    return Environment(
+        versions=_versions(),
+        python=platform.python_version(),
+        system=platform.platform(),
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)),
+        cpu_features=cpu.cpu_features(),
+        isa=cpu.isa(),
+        torch_cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        devices=devices,
+        threads=torch.get_num_threads(),
+        openmp=_openmp_runtimes(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"penstock": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _openmp_runtimes() -> list[str]:
+    try:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) == 6}
+    return sorted(path for path in paths if _OPENMP.search(path))

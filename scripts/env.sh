@@ -1,0 +1,52 @@
+# Sourced by the other scripts: goes to the project's root and sees to .venv, with Penstock installed in it.
+# PYTHON names another Python than the first one found. What pip prints goes to .venv/install.log.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+
+say() { printf 'penstock: %s\n' "$*" >&2; }
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.14 python3.13 python3.12 python3.11 python; do
+    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+    if [ "$candidate" = "${PYTHON:-}" ]; then break; fi
+  done
+  say "error: needs Python 3.11 or newer with venv (on Debian: apt install python3-venv); PYTHON=/path/to/python names one"
+  return 1
+}
+
+# Changes when what was installed is no longer what the files say: then the install is made again.
+fingerprint() {
+  {
+    pwd
+    cat pyproject.toml constraints.txt CMakeLists.txt
+    find penstock/kernels/cpu \( -path '*/csrc/*' -o -name CMakeLists.txt \) -type f -print0 | sort -z | xargs -0r cat
+    sed -n 's/^__version__ = //p' penstock/__init__.py
+  } | cksum
+}
+
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+  python=$(find_python)
+  say "making .venv with $("$python" --version)"
+  "$python" -m venv --clear .venv
+fi
+
+now=$(fingerprint)
+if [ "$(cat .venv/installed 2>/dev/null || true)" != "$now" ]; then
+  say "installing into .venv (the first time takes a minute or two: PyTorch is large)"
+  library=penstock/kernels/cpu/libpenstock_cpu.so
+  rm -f "$library" # a build that fails must not leave the last one's behind
+  if ! .venv/bin/python -m pip install -v --disable-pip-version-check --no-input \
+    -c constraints.txt -e '.[dev]' >.venv/install.log 2>&1; then
+    tail -n 25 .venv/install.log >&2
+    say "error: the install failed; all of what pip said is in $PWD/.venv/install.log"
+    exit 1
+  fi
+  if [ -e penstock/kernels/cpu/CMakeLists.txt ] && [ ! -e "$library" ]; then
+    say "warning: the C++ kernels were not built, the reference kernels are slow; why is in .venv/install.log, and rm .venv/installed has it tried again"
+  fi
+  printf '%s\n' "$now" >.venv/installed
+fi

@@ -1,0 +1,164 @@
+"""``penstock generate`` and ``penstock env``, in this process."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from support.tiny_llm import write_tiny_llm
+
+import penstock
+from penstock.cli import cli
+from penstock.cli.generate import Timings
+from penstock.pipelines.config import config_fields
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llm(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_text_goes_to_standard_output_and_the_summary_to_standard_error(model: Path) -> None:
+    result = generate(model, "--prompt", "Hello", "--temperature", "0", "--max-new-tokens", "12")
+    assert result.stdout == generated(model, "--prompt", "Hello")["text"] + "\n"
+    summary = r"penstock: loaded in \d+\.\d\d s, first token after \d+ ms, 12 tokens at \d+\.\d tokens/s\n"
+    assert re.fullmatch(summary, result.stderr)
+
+
+def test_json_is_one_object(model: Path) -> None:
+    answer = generated(model, "--prompt", "Hello")
+    assert sorted(answer) == ["finish_reason", "text", "timings", "token_ids", "usage"]
+    assert len(answer["token_ids"]) == 12
+    assert answer["finish_reason"] == "length"
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17}
+    assert all(value > 0 for value in answer["timings"].values())
+
+
+def test_the_prompt_may_come_from_standard_input(model: Path) -> None:
+    piped = generate(model, "--json", "--temperature", "0", text="Héllo\n")
+    given = generate(model, "--json", "--temperature", "0", "--prompt", "Héllo")
+    assert json.loads(piped.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
+
+
+def test_stop_strings_end_the_text(model: Path) -> None:
+    whole = generated(model, "--prompt", "Hello")["text"]
+    stop = whole[4:6]
+    answer = generated(model, "--prompt", "Hello", "--stop", "never", "--stop", stop)
+    assert answer["text"] == whole[: whole.index(stop)]
+    assert answer["finish_reason"] == "stop"
+
+
+def test_a_seed_repeats_and_none_does_not(model: Path) -> None:
+    def sample(*arguments: str) -> list[int]:
+        result = generate(model, "--json", "--prompt", "Hello", "--max-new-tokens", "40", *arguments)
+        tokens: list[int] = json.loads(result.stdout)["token_ids"]
+        return tokens
+
+    assert sample("--seed", "5") == sample("--seed", "5")
+    assert sample("--seed", "5") != sample("--seed", "6")
+    assert sample() != sample()
+
+
+def test_sampling_flags_reach_the_model(model: Path) -> None:
+    greedy = generated(model, "--prompt", "Hello")["token_ids"]
+    for flags in (["--top-k", "1"], ["--top-p", "0"], ["--min-p", "1"]):
+        result = generate(model, "--json", "--prompt", "Hello", "--max-new-tokens", "12", *flags)
+        assert json.loads(result.stdout)["token_ids"] == greedy
+
+
+def test_chat_uses_the_template(model: Path) -> None:
+    def prompt_tokens(*arguments: str) -> int:
+        count: int = generated(model, "--prompt", "Hi", *arguments)["usage"]["prompt_tokens"]
+        return count
+
+    assert prompt_tokens() == len("Hi")
+    # the special tokens are one token each
+    assert prompt_tokens("--chat") == len("_user: Hi__assistant: ")
+    assert prompt_tokens("--chat", "--system", "Sing") == len("_system: Sing__user: Hi__assistant: ")
+
+
+def test_the_default_is_256_new_tokens(tmp_path: Path) -> None:
+    model = write_tiny_llm(tmp_path, max_position_embeddings=512)
+    result = generate(model, "--json", "--prompt", "Hello", "--ignore-eos")
+    assert len(json.loads(result.stdout)["token_ids"]) == 256
+
+
+def test_ignore_eos_goes_on_to_the_limit(tmp_path: Path) -> None:
+    model = write_tiny_llm(tmp_path, eos_token_id=list(range(128)))
+    assert generated(model, "--prompt", "Hello")["finish_reason"] == "stop"
+    assert generated(model, "--prompt", "Hello", "--ignore-eos")["finish_reason"] == "length"
+
+
+def test_verbose_prints_the_memory_plan(model: Path) -> None:
+    result = generate(model, "--prompt", "Hello", "--verbose", "--max-length", "64")
+    assert re.search(r"max length.*64", result.stderr)
+
+
+def test_print_config_says_where_values_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("max_batch_size = 4\nmax_length = 5\n")
+    monkeypatch.setenv("PENSTOCK_DEVICES", "cpu")
+    arguments = ["generate", "--print-config", "--config-file", str(file), "--max-length", "9"]
+    result = CliRunner().invoke(cli, arguments)
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in result.stdout.splitlines()}
+    assert list(rows) == [field.name for field in config_fields()]
+    assert rows["max_length"] == ["9", "flag"]
+    assert rows["max_batch_size"] == ["4", f"file {file}"]
+    assert rows["devices"] == ["cpu", "environment PENSTOCK_DEVICES"]
+    assert rows["quantization_encoding"] == ["-", "default"]
+    assert rows["enable_prefix_caching"] == ["true", "default"]
+
+
+def test_every_setting_is_a_flag() -> None:
+    help = CliRunner().invoke(cli, ["generate", "--help"]).stdout
+    for field in config_fields():
+        assert f"--{field.name.replace('_', '-')}" in help
+
+
+def test_without_a_command_there_is_help() -> None:
+    result = CliRunner().invoke(cli, [])
+    assert result.exit_code == 0
+    assert "generate" in result.stdout
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(cli, ["--version"]).stdout == f"penstock {penstock.__version__}\n"
+
+
+def test_env_names_kernels_devices_and_openmp() -> None:
+    report = json.loads(CliRunner().invoke(cli, ["env", "--json"]).stdout)
+    assert report["versions"]["penstock"] == penstock.__version__
+    cpu = report["devices"][0]
+    assert cpu["device"] == "cpu"
+    assert 0 < cpu["free_memory"] <= cpu["total_memory"]
+    assert {"linear", "attention", "sample"} <= set(cpu["kernels"])
+    assert len(report["openmp"]) == 1
+    assert report["threads"] >= 1
+
+
+def test_env_for_people_has_what_the_object_has() -> None:
+    text = CliRunner().invoke(cli, ["env"]).stdout
+    for words in ("torch", "features", "OpenMP", "device cpu", "attention", "GiB free of"):
+        assert words in text
+
+
+def test_speed_is_counted_from_the_first_token() -> None:
+    assert Timings(load=1, first_token=2, others=5).tokens_per_second(11) == 2
+    assert Timings(load=1, first_token=2, others=0).tokens_per_second(1) == 0.5
+
+
+def generate(model: Path, *arguments: str, text: str = "") -> Result:
+    result = CliRunner().invoke(cli, ["generate", "--model", str(model), *arguments], input=text)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def generated(model: Path, *arguments: str) -> dict[str, Any]:
+    """The answer to a greedy request for 12 tokens."""
+    result = generate(model, "--json", "--temperature", "0", "--max-new-tokens", "12", *arguments)
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer

@@ -1,0 +1,262 @@
+"""What a user can get wrong at the command line: one line that says it, exit status 2, nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from support.tiny_llm import MAX_LENGTH, write_tiny_llm
+
+from penstock.cli import cli
+
+PROMPT = ["--prompt", "Hello"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llm(tmp_path_factory.mktemp("models") / "tiny")
+
+
+FLAGS = {
+    # the command line itself
+    "unknown command": (["generat"], "No such command 'generat'"),
+    "unknown flag": (["generate", "--promt", "Hello"], "No such option '--promt'"),
+    "unknown group flag": (["--verbos"], "No such option '--verbos'"),
+    "flag without its value": (["generate", "--prompt"], "'--prompt' requires an argument"),
+    "stray argument": (["generate", "Hello"], "unexpected extra argument (Hello)"),
+    "stray argument of env": (["env", "more"], "unexpected extra argument (more)"),
+    "unknown flag of env": (["env", "--yaml"], "No such option '--yaml'"),
+    "system without chat": (["generate", *PROMPT, "--system", "Be brief"], "--system needs --chat"),
+    # sampling
+    "negative count": (["generate", *PROMPT, "--max-new-tokens", "-1"], "-1 is not in the range x>=1"),
+    "no new tokens": (["generate", *PROMPT, "--max-new-tokens", "0"], "0 is not in the range x>=1"),
+    "count in words": (["generate", *PROMPT, "--max-new-tokens", "many"], "'many' is not a valid integer"),
+    "fractional count": (["generate", *PROMPT, "--max-new-tokens", "1.5"], "'1.5' is not a valid integer"),
+    "negative temperature": (
+        ["generate", *PROMPT, "--temperature", "-0.5"],
+        "temperature must be in [0.0, 2.0]",
+    ),
+    "high temperature": (["generate", *PROMPT, "--temperature", "2.5"], "was 2.5"),
+    "temperature not a number": (["generate", *PROMPT, "--temperature", "nan"], "temperature must be"),
+    "endless temperature": (["generate", *PROMPT, "--temperature", "inf"], "temperature must be"),
+    "temperature in words": (["generate", *PROMPT, "--temperature", "hot"], "'hot' is not a valid float"),
+    "top_p above 1": (["generate", *PROMPT, "--top-p", "1.5"], "top_p must be in [0.0, 1.0], was 1.5"),
+    "negative top_p": (["generate", *PROMPT, "--top-p", "-0.1"], "top_p must be"),
+    "top_p not a number": (["generate", *PROMPT, "--top-p", "nan"], "top_p must be"),
+    "top_k below -1": (["generate", *PROMPT, "--top-k", "-2"], "top_k must be"),
+    "fractional top_k": (["generate", *PROMPT, "--top-k", "1.5"], "'1.5' is not a valid integer"),
+    "min_p above 1": (["generate", *PROMPT, "--min-p", "2"], "min_p must be in [0.0, 1.0], was 2.0"),
+    "negative min_p": (["generate", *PROMPT, "--min-p", "-1"], "min_p must be"),
+    "seed in words": (["generate", *PROMPT, "--seed", "lucky"], "'lucky' is not a valid integer"),
+    "seed of 65 bits": (["generate", *PROMPT, "--seed", str(2**64)], "seed must be a 64-bit integer"),
+    # configuration
+    "no length": (["generate", *PROMPT, "--max-length", "0"], "max_length: must be a whole number"),
+    "negative length": (["generate", *PROMPT, "--max-length", "-1"], "was '-1'"),
+    "fractional length": (["generate", *PROMPT, "--max-length", "1.5"], "max_length: must be"),
+    "length in words": (["generate", *PROMPT, "--max-length", "long"], "was 'long'"),
+    "length above the model's": (["generate", *PROMPT, "--max-length", str(MAX_LENGTH + 1)], str(MAX_LENGTH)),
+    "unknown device": (["generate", *PROMPT, "--devices", "tpu"], "devices: must be cpu, gpu"),
+    "no such gpu": (["generate", *PROMPT, "--devices", "gpu:99"], "gpu:99 does not exist"),
+    "device twice": (["generate", *PROMPT, "--devices", "gpu:0,0"], "names a device twice"),
+    "device unfinished": (["generate", *PROMPT, "--devices", "gpu:"], "devices: must be"),
+    "no device": (["generate", *PROMPT, "--devices", ""], "devices: must be"),
+    "unknown encoding": (["generate", *PROMPT, "--quantization-encoding", "q9_z"], "unknown encoding 'q9_z'"),
+    "empty encoding": (["generate", *PROMPT, "--quantization-encoding", ""], "quantization_encoding: "),
+    "odd block size": (["generate", *PROMPT, "--kv-cache-block-size", "17"], "a power of two from 16 to 128"),
+    "negative block size": (["generate", *PROMPT, "--kv-cache-block-size", "-16"], "kv_cache_block_size"),
+    "unknown cache type": (["generate", *PROMPT, "--kv-cache-dtype", "float8"], "kv_cache_dtype: must be"),
+    "no cache memory": (["generate", *PROMPT, "--kv-cache-memory", "0"], "kv_cache_memory: must be"),
+    "too little cache memory": (["generate", *PROMPT, "--kv-cache-memory", "10"], "--kv-cache-memory"),
+    "share above 1": (["generate", *PROMPT, "--device-memory-utilization", "1.5"], "at most 1"),
+    "share of nothing": (["generate", *PROMPT, "--device-memory-utilization", "0"], "above 0"),
+    "share not a number": (["generate", *PROMPT, "--device-memory-utilization", "nan"], "was 'nan'"),
+    "empty batch": (["generate", *PROMPT, "--max-batch-size", "0"], "max_batch_size: must be"),
+    "negative batch": (["generate", *PROMPT, "--max-batch-size", "-4"], "max_batch_size: must be"),
+    "no step tokens": (
+        ["generate", *PROMPT, "--max-batch-input-tokens", "0"],
+        "max_batch_input_tokens: must",
+    ),
+    "no steps": (["generate", *PROMPT, "--max-num-steps", "0"], "max_num_steps: must be"),
+    "no threads": (["generate", *PROMPT, "--num-threads", "0"], "num_threads: must be"),
+    "negative threads": (["generate", *PROMPT, "--num-threads", "-1"], "num_threads: must be"),
+    "deterministic in bfloat16": (
+        ["generate", *PROMPT, "--deterministic", "--quantization-encoding", "bfloat16"],
+        "deterministic: needs quantization_encoding float32",
+    ),
+    "missing configuration": (["generate", *PROMPT, "--config-file", "none.json"], "none.json"),
+    "configuration of no kind": (["generate", *PROMPT, "--config-file", "a.ini"], ".json or .toml"),
+    "missing chat template": (["generate", *PROMPT, "--chat-template", "none.jinja"], "none.jinja"),
+    # the prompt
+    "empty prompt": (["generate", "--prompt", ""], "the prompt is empty"),
+    "prompt too long": (
+        ["generate", "--prompt", "a" * 500],
+        f"500 tokens, but the maximum length is {MAX_LENGTH}",
+    ),
+    "prompt not UTF-8": (["generate", "--prompt", "caf\udce9"], "the prompt is not valid UTF-8"),
+    "prompt longer than asked": (["generate", "--prompt", "a" * 20, "--max-length", "10"], "length is 10"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), FLAGS.values(), ids=FLAGS.keys())
+def test_flags(arguments: list[str], words: str, model: Path) -> None:
+    if arguments[0] == "generate":
+        arguments = ["generate", "--model", str(model), *arguments[1:]]
+    assert_refused(run(arguments), words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "the prompt is empty"),
+        (b"\n", "the prompt is empty"),
+        (b"caf\xe9", "not valid UTF-8, at byte 3"),
+        (b"\xff\xfe\x00", "not valid UTF-8, at byte 0"),
+        (b"a" * 500, "the prompt has 500 tokens"),
+    ],
+)
+def test_standard_input(text: bytes, words: str, model: Path) -> None:
+    assert_refused(run(["generate", "--model", str(model)], text), words)
+
+
+def _without(*names: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+
+    return damage
+
+
+def _writing(name: str, text: str | bytes) -> Callable[[Path], None]:
+    return lambda folder: (
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text) and None
+    )
+
+
+def _with_config(**values: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+    return damage
+
+
+def _truncated(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing folder": (shutil.rmtree, "no such folder"),
+    "file in its place": (lambda folder: (shutil.rmtree(folder), folder.touch()), "is a file"),
+    "empty folder": (lambda folder: (shutil.rmtree(folder), folder.mkdir()), "is empty"),
+    "no config.json": (_without("config.json"), "config.json"),
+    "no weights": (_without("model.safetensors"), "safetensors"),
+    "pickled weights": (_pickled, "pytorch_model.bin"),
+    "config.json not JSON": (_writing("config.json", "{"), "config.json"),
+    "config.json a list": (_writing("config.json", "[]"), "config.json"),
+    "config.json not text": (_writing("config.json", b"\xff\xfe"), "config.json"),
+    "no model_type": (_with_config(model_type=None), "architecture"),
+    "unknown architecture": (_with_config(model_type="lama"), "did you mean llama?"),
+    "heads in words": (_with_config(num_attention_heads="four"), "num_attention_heads"),
+    "more layers than weights": (_with_config(num_hidden_layers=3), "model.layers.2."),
+    "fewer layers than weights": (_with_config(num_hidden_layers=1), "model.layers.1."),
+    "another shape": (_with_config(intermediate_size=56), "56"),
+    "unknown rope": (_with_config(rope_scaling={"rope_type": "spiral", "factor": 2.0}), "spiral"),
+    "truncated weights": (_truncated, "model.safetensors"),
+    "garbage for weights": (_writing("model.safetensors", b"\x01\x02\x03" * 9), "model.safetensors"),
+    "empty weights": (_writing("model.safetensors", b""), "model.safetensors"),
+    "no tokenizer": (_without("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
+    "tokenizer not JSON": (_writing("tokenizer.json", "{"), "tokenizer.json"),
+    "generation defaults out of range": (_writing("generation_config.json", '{"top_p": 7}'), "top_p"),
+    "generation defaults not JSON": (_writing("generation_config.json", "?"), "generation_config.json"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), CHECKPOINTS.values(), ids=CHECKPOINTS.keys())
+def test_checkpoints(damage: Callable[[Path], object], words: str, model: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(model, tmp_path / "damaged"))
+    damage(damaged)
+    assert_refused(run(["generate", "--model", str(damaged), *PROMPT]), words)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nobody/nothing", "cannot be reached"),
+        ("not a name", "neither a folder nor a hub id"),
+        ("", "model_path"),
+    ],
+)
+def test_names_that_are_no_folder(name: str, words: str) -> None:
+    assert_refused(run(["generate", "--model", name, *PROMPT]), words)
+
+
+def test_what_a_message_quotes_is_short_and_printable() -> None:
+    result = run(["generate", "--model", "./" + "a" * 9999 + "\x1b[2J", *PROMPT])
+    assert_refused(result, "aaa\\x1b[2J: no such folder")
+    assert len(result.stderr) < 2100
+
+
+def test_chat_without_a_template(tmp_path: Path) -> None:
+    model = write_tiny_llm(tmp_path / "plain", chat=False)
+    assert_refused(run(["generate", "--model", str(model), "--chat", *PROMPT]), "has no chat template")
+
+
+def test_a_chat_template_that_fails(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "bad.jinja"
+    template.write_text("{{ messages | nonsense }}")
+    arguments = ["generate", "--model", str(model), "--chat-template", str(template), "--chat", *PROMPT]
+    assert_refused(run(arguments), "nonsense")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [('{"max_lenght": 64}', "did you mean max_length?"), ("{", "config.json"), ("[1]", "config")],
+)
+def test_configuration_files(text: str, words: str, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    assert_refused(run(["generate", "--model", str(model), "--config-file", str(file), *PROMPT]), words)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("PENSTOCK_MAX_LENGTH", "long", "environment PENSTOCK_MAX_LENGTH"),
+        ("PENSTOCK_MAX_LENGHT", "64", "did you mean max_length?"),
+        ("PENSTOCK_ISA", "sse9", "unknown instruction set 'sse9'"),
+    ],
+)
+def test_environment(
+    variable: str, value: str, words: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert_refused(run(["generate", "--model", str(model), *PROMPT]), words)
+
+
+def test_too_little_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.driver._host_memory", lambda: (2**20, 50_000))
+    assert_refused(run(["generate", "--model", str(model), *PROMPT]), "48.8 KiB free")
+
+
+def run(arguments: list[str], text: bytes = b"") -> Result:
+    return CliRunner().invoke(cli, arguments, input=text)
+
+
+def assert_refused(result: Result, words: str) -> None:
+    """One line on standard error that has ``words`` in it, nothing else, and status 2."""
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.stdout == ""
+    assert result.stderr.startswith("penstock: error: ")
+    assert result.stderr.endswith("\n")
+    assert result.stderr.count("\n") == 1
+    assert words in result.stderr
+    assert result.exit_code == 2

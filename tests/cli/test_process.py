@@ -1,0 +1,103 @@
+"""The command as a process of its own: its start, its end, and what it does when the reader goes away."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.tiny_llm import write_tiny_llm
+
+PENSTOCK = [sys.executable, "-m", "penstock"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llm(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=20_000)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
+def test_help_is_quick_and_loads_no_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys; from penstock.cli import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    times = []
+    for _ in range(3):  # of the processor: others may be busy on it
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run.returncode == 0, run.stderr
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "--model", "./nothing", "--prompt", "Hello"], "no such folder"),
+        (["generate", "--max-new-tokens", "-1"], "-1 is not in the range"),
+        (["generate", "--no-such-flag"], "No such option"),
+    ],
+)
+def test_mistakes(arguments: list[str], words: str) -> None:
+    run = subprocess.run([*PENSTOCK, *arguments], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.startswith("penstock: error: ")
+    assert run.stderr.count("\n") == 1
+    assert words in run.stderr
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(model: Path) -> None:
+    with _started(model) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 1
+
+
+def test_ctrl_c_leaves_no_traceback(model: Path) -> None:
+    with _started(model) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(10)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+        assert errors.strip() == b""
+        assert process.returncode == 130
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_line(model: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        run = subprocess.run(_command(model, 5), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert run.stderr == "penstock: error: standard output: No space left on device\n"
+    assert run.returncode == 2
+
+
+def test_text_that_the_terminal_cannot_show_is_replaced(model: Path) -> None:
+    run = subprocess.run(
+        _command(model, 60),
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert b"?" in run.stdout
+
+
+def _started(model: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(_command(model, 19_000), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def _command(model: Path, num_tokens: int) -> list[str]:
+    request = ["--prompt", "Hello", "--max-new-tokens", str(num_tokens), "--ignore-eos", "--seed", "1"]
+    sizes = ["--max-batch-size", "1"]
+    return [*PENSTOCK, "generate", "--model", str(model), *request, *sizes]

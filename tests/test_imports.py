@@ -1,0 +1,64 @@
+"""What a fresh process loads: the edges of Penstock must not pay for torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "xgrammar")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "penstock",
+        "penstock.__main__",
+        "penstock.cli",
+        "penstock.driver",
+        "penstock.dtype",
+        "penstock.pipelines",
+        "penstock.pipelines.config",
+        "penstock.pipelines.core",
+        "penstock.pipelines.detokenizer",
+        "penstock.pipelines.kv_cache.interface",
+        "penstock.pipelines.registry",
+        "penstock.pipelines.tokenizer",
+        "penstock.scheduler",
+    ],
+)
+def test_importing_it_loads_nothing_heavy(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    assert _fresh(code) == ""
+
+
+def test_looking_for_architectures_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from penstock.pipelines.registry import PIPELINE_REGISTRY;"
+        "assert PIPELINE_REGISTRY.architectures;"
+        f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    )
+    assert _fresh(code) == ""
+
+
+def test_public_names_arrive_on_first_use() -> None:
+    code = (
+        "import penstock; from penstock import SamplingParams; assert 'LLM' in dir(penstock);"
+        "from penstock.pipelines.core import SamplingParams as home; print(SamplingParams is home)"
+    )
+    assert _fresh(code) == "True"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    import penstock
+
+    with pytest.raises(AttributeError, match="'penstock' has no attribute 'LLLM'"):
+        penstock.LLLM  # noqa: B018
+
+
+def _fresh(code: str) -> str:
+    """What ``code`` prints in a process of its own."""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()

@@ -1,0 +1,261 @@
+"""Imports go down: who may import whom, as a table, and every import of the package held against it.
+
+Rows are found by the longest prefix of a module's name; a name in a row stands for itself and what is
+below it. Imports under ``TYPE_CHECKING`` count like any other, but may also use the names in ``typing``;
+those inside functions may also use the names in ``lazily``. The standard library, a row's own modules and
+``penstock.errors`` are free to all. The composition roots put everything together and are exempt.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPOSITION_ROOTS = (
+    "penstock.__main__",
+    "penstock.cli",
+    "penstock.environment",
+    "penstock.llm",
+    "penstock.testing",
+)
+LAZY_FACES = ("penstock", "penstock.pipelines")  # these package __init__s, not what is below them
+
+Where = Literal["module", "typing", "function"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a part of the package may import: anywhere, for typing only, inside functions only."""
+
+    anywhere: str
+    typing: str = ""
+    lazily: str = ""
+
+    def allows(self, target: str, where: Where) -> bool:
+        more = {"module": "", "typing": self.typing, "function": self.lazily}[where]
+        return any(_is_below(target, _full_name(name)) for name in f"{self.anywhere} {more}".split())
+
+
+TABLE = {
+    "demo": Row(""),
+    "errors": Row(""),
+    "dtype": Row("numpy", typing="torch", lazily="torch"),
+    "driver": Row("numpy", typing="torch", lazily="torch"),
+    "kernels": Row("torch numpy .dtype .driver"),
+    "engine": Row("torch numpy .kernels .driver .dtype"),
+    "answers": Row(".pipelines.core .pipelines.detokenizer"),
+    "interrupts": Row(""),
+    "progress": Row("rich"),
+    "nn": Row("torch .kernels .dtype"),
+    "pipelines.core": Row("numpy msgspec", typing="torch xgrammar"),
+    "pipelines.config": Row(
+        "msgspec .driver .dtype .pipelines.core .pipelines.weights.hub .pipelines.weights.json_files"
+        " .pipelines.weights.safetensors",
+        lazily=".kernels",
+    ),
+    "pipelines.weights": Row("torch numpy safetensors .kernels .dtype", lazily="huggingface_hub"),
+    "pipelines.weights.hub": Row("", lazily="huggingface_hub"),
+    "pipelines.weights.json_files": Row(""),
+    "pipelines.weights.safetensors": Row(".dtype .pipelines.weights.json_files"),
+    "pipelines.kv_cache": Row("torch numpy .kernels .driver .dtype .pipelines.core"),
+    "pipelines.kv_cache.interface": Row("numpy .pipelines.core"),
+    "pipelines.kv_cache.block_pool": Row(""),
+    "pipelines.registry": Row(".pipelines.core", typing=".pipelines.config"),
+    "pipelines.architectures": Row(
+        "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.decoder"
+        " .pipelines.kv_cache .pipelines.model .pipelines.pipeline .pipelines.registry .pipelines.weights",
+        typing=".engine",
+    ),
+    "pipelines.memory": Row(
+        "rich .kernels .driver .dtype .pipelines.core .pipelines.config .pipelines.kv_cache.spec"
+        " .pipelines.weights"
+    ),
+    "pipelines.lora": Row("torch numpy .kernels .pipelines.core .pipelines.config .pipelines.weights"),
+    "pipelines.sampling": Row("torch numpy .nn .kernels .driver .dtype .pipelines.core .pipelines.config"),
+    "pipelines.structured_output": Row("torch numpy .pipelines.core", lazily="xgrammar"),
+    "pipelines.speculative": Row("torch numpy .kernels .pipelines.core .pipelines.config"),
+    "pipelines.model": Row(
+        "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.kv_cache"
+        " .pipelines.memory .pipelines.weights",
+        typing=".engine .pipelines.lora",
+    ),
+    "pipelines.log_probabilities": Row("torch numpy .kernels .pipelines.core .pipelines.model"),
+    "pipelines.decoder": Row(
+        "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.kv_cache"
+        " .pipelines.log_probabilities .pipelines.memory .pipelines.model .pipelines.weights",
+        typing=".engine",
+    ),
+    "pipelines.pipeline": Row(
+        "torch numpy .nn .kernels .engine .driver .dtype .pipelines.config .pipelines.core"
+        " .pipelines.kv_cache .pipelines.log_probabilities .pipelines.lora .pipelines.memory"
+        " .pipelines.model .pipelines.sampling .pipelines.speculative .pipelines.structured_output"
+        " .pipelines.weights"
+    ),
+    "pipelines.chat_template": Row("jinja2 .pipelines.core"),
+    "pipelines.tokenizer_files": Row("tokenizers .pipelines.chat_template", lazily="transformers"),
+    "pipelines.tokenizer": Row(
+        "numpy tokenizers .pipelines.core .pipelines.chat_template .pipelines.tokenizer_files"
+    ),
+    "pipelines.detokenizer": Row(".pipelines.core .pipelines.tokenizer"),
+    "scheduler": Row("numpy .pipelines.core .pipelines.kv_cache.interface"),
+    "serve": Row(
+        "fastapi starlette pydantic msgspec .pipelines.core .pipelines.tokenizer .pipelines.detokenizer"
+        " .pipelines.config .scheduler.worker .scheduler.messages"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, and where it stands."""
+
+    file: Path
+    line: int
+    source: str
+    target: str
+    where: Where
+
+    def __str__(self) -> str:
+        kind = {"module": "", "typing": " for typing", "function": " in a function"}[self.where]
+        name = self.source.removeprefix("penstock.")
+        return f"{name} imports {self.target.removeprefix('penstock.')}{kind} at {self.file}:{self.line}"
+
+
+def test_imports_go_down() -> None:
+    files = sorted((ROOT / "penstock").rglob("*.py"))
+    faults = [fault for file in files for fault in faults_of(file)]
+    assert not faults, "\n".join(["", *faults])
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "fault"),
+    [
+        ("scheduler/scheduler.py", "import penstock.serve", "scheduler.scheduler imports serve at"),
+        ("scheduler/scheduler.py", "import torch", "scheduler.scheduler imports torch at"),
+        ("scheduler/x.py", "def f():\n import torch", "imports torch in a function at"),
+        ("scheduler/x.py", "from penstock.pipelines.kv_cache import manager", "imports pipelines.kv_cache"),
+        ("scheduler/x.py", "from ..pipelines import registry", "imports pipelines.registry at"),
+        ("nn/linear.py", "from penstock import pipelines", "nn.linear imports pipelines at"),
+        ("dtype.py", "import torch", "dtype imports torch at"),
+        ("errors.py", "from penstock.dtype import DType", "errors imports dtype.DType at"),
+        ("pipelines/core/x.py", "def f():\n import torch", "core.x imports torch in a function at"),
+        ("pipelines/core/x.py", "import transformers", "core.x imports transformers at"),
+        ("pipelines/core/__init__.py", "from . import x\nimport rich", "pipelines.core imports rich at"),
+        ("pipelines/pipeline.py", "import penstock.pipelines.embeddings", "imports pipelines.embeddings at"),
+        ("pipelines/tokenizer.py", "if 1:\n import torch", "pipelines.tokenizer imports torch at"),
+        ("pipelines/x.py", "import numpy", "pipelines.x has no row in the table"),
+        ("x.py", "import numpy", "x has no row in the table"),
+        (
+            "kernels/x.py",
+            "if TYPE_CHECKING:\n from penstock.nn import Linear",
+            "kernels.x imports nn.Linear for typing at",
+        ),
+    ],
+)
+def test_a_wrong_import_is_found(name: str, code: str, fault: str, tmp_path: Path) -> None:
+    assert fault in "\n".join(_faults(name, code, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("scheduler/scheduler.py", "from penstock.pipelines.kv_cache.interface import KVCache\nimport heapq"),
+        ("scheduler/scheduler.py", "from penstock.errors import InputError\nfrom . import budget"),
+        ("pipelines/core/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n import xgrammar"),
+        ("pipelines/tokenizer_files.py", "def f():\n from transformers import AutoTokenizer"),
+        ("dtype.py", "class A:\n def f(self):\n  import torch"),
+        ("cli.py", "import penstock.scheduler, torch"),
+        ("pipelines/__init__.py", "from penstock.pipelines.pipeline import PipelineModel"),
+    ],
+)
+def test_a_right_import_is_let_through(name: str, code: str, tmp_path: Path) -> None:
+    assert _faults(name, code, tmp_path) == []
+
+
+def faults_of(file: Path, root: Path = ROOT) -> Iterator[str]:
+    """What the table has against a module."""
+    source = _module_name(file.relative_to(root))
+    if source in LAZY_FACES or any(_is_below(source, exempt) for exempt in COMPOSITION_ROOTS):
+        return
+    row = _row_name(source)
+    if row is None:
+        yield f"{source.removeprefix('penstock.')} has no row in the table of tests/test_layers.py"
+        return
+    for found in imports_of(file, root):
+        free = found.target.split(".")[0] in sys.stdlib_module_names or (
+            _is_below(found.target, f"penstock.{row}") or _is_below(found.target, "penstock.errors")
+        )
+        if not free and not TABLE[row].allows(found.target, found.where):
+            yield str(found)
+
+
+def imports_of(file: Path, root: Path = ROOT) -> Iterator[Import]:
+    """All imports of a module, those of its functions and its ``TYPE_CHECKING`` blocks included."""
+    source = _module_name(file.relative_to(root))
+    package = file.relative_to(root).parts[:-1]
+
+    def walk(node: ast.AST, where: Where) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            for target in _targets(child, package):
+                yield Import(file.relative_to(root), child.lineno, source, target, where)  # type: ignore[attr-defined]
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                yield from walk(child, "typing")
+            else:
+                yield from walk(child, "function" if inside else where)
+
+    yield from walk(_parsed(file), "module")
+
+
+def _targets(node: ast.AST, package: tuple[str, ...]) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        above = package[: len(package) - node.level + 1] if node.level else ()
+        module = ".".join([*above, *([node.module] if node.module else [])])
+        if _is_below(module, "penstock"):  # the name may be a module: penstock.pipelines is not its parts
+            return [f"{module}.{alias.name}" for alias in node.names]
+        return [module]
+    return []
+
+
+@cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), filename=str(file))
+
+
+def _module_name(file: Path) -> str:
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _row_name(source: str) -> str | None:
+    name = source.removeprefix("penstock.")
+    while name not in TABLE:
+        if "." not in name:
+            return None
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _full_name(name: str) -> str:
+    return f"penstock{name}" if name.startswith(".") else name
+
+
+def _is_below(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def _faults(name: str, code: str, root: Path) -> list[str]:
+    file = root / "penstock" / name
+    file.parent.mkdir(parents=True)
+    file.write_text(code)
+    return list(faults_of(file, root))

@@ -1,0 +1,35 @@
+"""What the README shows works as it stands there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import cli
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = re.findall(r"(?:^|\| )\$? ?penstock (generate .*|env.*)$", README, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_python(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.split()) > 20
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_take_these_flags(line: str) -> None:
+    name, *arguments = shlex.split(line, comments=True)
+    with cli.make_context("penstock", [name]) as context:
+        command = cli.get_command(context, name)
+        assert command is not None
+        command.make_context(name, arguments, parent=context)
+
+
+def test_there_is_something_to_check() -> None:
+    assert BLOCKS
+    assert len(COMMANDS) >= 4
