@@ -14,8 +14,8 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor as Buffer
     from torch import Tensor
+    from torch import Tensor as Buffer
 
 __all__ = [
     "CPU",
@@ -109,12 +109,12 @@ class Device:
         return str(self.spec)
 
 
-def CPU(id: int = 0) -> Device:  # noqa: N802  # the page's name
+def CPU(id: int = 0) -> Device:  # the page's name
     """The host's processor as a device."""
     return Device(DeviceSpec.cpu(id))
 
 
-def Accelerator(id: int = 0) -> Device:  # noqa: N802  # the page's name
+def Accelerator(id: int = 0) -> Device:  # the page's name
     """NVIDIA GPU number ``id`` as a device.
 
     Raises:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -54,6 +53,8 @@ class DType(str, Enum):
         """
         if self is DType.bfloat16:
             raise TypeError("numpy has no bfloat16: convert to float32 first")
+        import numpy as np
+
         dtype: np.dtype[np.generic] = np.dtype(self.value)
         return dtype
 

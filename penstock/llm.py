@@ -70,9 +70,8 @@ class LLM:
             config.model.huggingface_config, checkpoint, encoding=config.model.encoding
         )
         self.tokenizer = TextTokenizer(checkpoint, chat_template=config.model.chat_template)
-        self.pipeline = TextGenerationPipeline(
-            config, architecture.load_pipeline_model(), eos_token_id=self.tokenizer.eos
-        )
+        eos = self.tokenizer.eos if self.tokenizer.eos_token_ids else None
+        self.pipeline = TextGenerationPipeline(config, architecture.load_pipeline_model(), eos)
         self.tokenizer.max_length = self.pipeline.memory_plan.max_length
         self._scheduler = Scheduler(
             self.pipeline,

@@ -33,7 +33,9 @@ def page() -> str:
     parts = [HEAD]
     for section, title in SECTIONS.items():
         rows = [_row(field) for field in config_fields() if field.section == section]
-        parts.append("\n".join([f"## {title}", "", "| name | default | legal | |", "|---|---|---|---|", *rows, ""]))
+        parts.append(
+            "\n".join([f"## {title}", "", "| name | default | legal | |", "|---|---|---|---|", *rows, ""])
+        )
     return "\n".join(parts)
 
 

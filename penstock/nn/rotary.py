@@ -43,20 +43,25 @@ class RotaryConfig:
             ConfigError: the type of rope is not known, or a number it needs is missing.
         """
         given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        base = given.get("rope_theta", config.get("rope_theta", 10000.0))
+        base = _number(
+            {"rope_theta": given.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta"
+        )
         kind = given.get("rope_type", given.get("type", "default"))
-        if kind not in _FREQUENCIES:
+        if not isinstance(kind, str) or kind not in _FREQUENCIES:
             raise ConfigError("rope_type", f"unknown rope type {kind!r}: known are {', '.join(_FREQUENCIES)}")
-        fraction = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        positions = config.max_position_embeddings
-        original = given.get("original_max_position_embeddings", positions)
+        fraction = given.get("partial_rotary_factor") or config.positive("partial_rotary_factor", 1.0)
+        positions = config.count("max_position_embeddings")
+        original = given.get("original_max_position_embeddings") or positions
         max_length = positions
         if kind in ("linear", "dynamic"):
             max_length = math.floor(positions * _number(given, "factor"))
             original = positions
         elif kind == "yarn":
             max_length = max(positions, math.floor(original * _number(given, "factor")))
-        return cls(int(head_dim * fraction), float(base), kind, int(original), max_length, given)
+        dim = int(head_dim * fraction)
+        if dim < 2 or dim % 2:
+            raise ConfigError("head_dim", f"rotary embeddings need an even number of dims, were given {dim}")
+        return cls(dim, base, kind, int(original), max_length, given)
 
 
 class Rotary:
@@ -161,4 +166,3 @@ def _number(parameters: Mapping[str, Any], name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError(f"rope_scaling.{name}", f"must be a positive number, was {value!r}")
     return float(value)
-

@@ -45,7 +45,8 @@ class TextGenerationPipeline:
     Args:
         pipeline_config: the configuration.
         pipeline_model: the class of the model; the pipeline makes the one instance.
-        eos_token_id: ends contexts that bring no end-of-sequence ids of their own (unless they ignore it).
+        eos_token_id: ends contexts that bring no end-of-sequence ids of their own (unless they ignore it);
+            None where the tokenizer names none.
         proposer: drafts tokens for the model to verify.
     """
 
@@ -53,7 +54,7 @@ class TextGenerationPipeline:
         self,
         pipeline_config: PipelineConfig,
         pipeline_model: type[PipelineModel[Any]],
-        eos_token_id: int,
+        eos_token_id: int | None,
         *,
         proposer: DraftProposer | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class TextGenerationPipeline:
         contexts = list(batch.values())
         self._check(contexts)
         for context in contexts:
-            if not context.eos_token_ids and not context.ignore_eos:
+            if self.eos_token_id is not None and not (context.eos_token_ids or context.ignore_eos):
                 context.eos_token_ids.add(self.eos_token_id)
         drafts = self._propose(contexts)
         num_steps = 1 if any(drafts) else self._num_steps(contexts, num_steps)

@@ -105,3 +105,9 @@ def test_unusable_parameters(parameters: dict[str, Any], message: str) -> None:
     config = HuggingFaceConfig({"max_position_embeddings": 64, "rope_scaling": parameters}, "config.json")
     with pytest.raises(ConfigError, match=message):
         RotaryConfig.from_huggingface(config, 16)
+
+
+def test_an_odd_head() -> None:
+    config = HuggingFaceConfig({"max_position_embeddings": 64}, "config.json")
+    with pytest.raises(ConfigError, match="even number of dims, were given 15"):
+        RotaryConfig.from_huggingface(config, 15)

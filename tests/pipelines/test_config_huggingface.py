@@ -96,3 +96,35 @@ def test_a_damaged_file(tmp_path: Path, content: bytes, message: str) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json: cannot be read: No such file"):
         HuggingFaceConfig.from_checkpoint(tmp_path)
+
+
+def test_checked_values() -> None:
+    config = HuggingFaceConfig({"heads": 4, "eps": 1e-5, "tied": True, "nothing": None})
+    assert (config.count("heads"), config.count("nothing", default=7), config.count("gone", default=8)) == (
+        4,
+        7,
+        8,
+    )
+    assert (config.positive("eps", 1.0), config.positive("gone", 2.5)) == (1e-5, 2.5)
+    assert (config.flag("tied"), config.flag("gone"), config.flag("nothing", default=True)) == (
+        True,
+        False,
+        True,
+    )
+
+
+@pytest.mark.parametrize("value", ["four", 0, -1, 2.0, True, [4], None])
+def test_what_is_no_count(value: object) -> None:
+    with pytest.raises(CheckpointError, match=r"heads must be a whole number of at least 1, was"):
+        HuggingFaceConfig({"heads": value}).count("heads")
+
+
+@pytest.mark.parametrize("value", ["small", 0, -1e-5, float("nan"), float("inf"), False])
+def test_what_is_no_positive_number(value: object) -> None:
+    with pytest.raises(CheckpointError, match="eps must be a number above 0"):
+        HuggingFaceConfig({"eps": value}).positive("eps", 1.0)
+
+
+def test_what_is_no_flag() -> None:
+    with pytest.raises(CheckpointError, match="tied must be true or false, was 1"):
+        HuggingFaceConfig({"tied": 1}).flag("tied")

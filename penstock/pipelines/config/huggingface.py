@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,43 @@ class HuggingFaceConfig(Mapping[str, Any]):
     def to_dict(self) -> dict[str, Any]:
         """A copy as a plain dict, nested objects too."""
         return {key: _plain(value) for key, value in self._values.items()}
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1; ``default`` where the key is absent or null.
+
+        Raises:
+            CheckpointError: it is something else, or absent without a default.
+        """
+        value = self.get(key) if default is not None else self[key]
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(self._path, f"{key} must be a whole number of at least 1, was {value!r}")
+        return value
+
+    def positive(self, key: str, default: float) -> float:
+        """A number above 0; ``default`` where the key is absent or null.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
+            raise CheckpointError(self._path, f"{key} must be a number above 0, was {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false; ``default`` where the key is absent or null.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise CheckpointError(self._path, f"{key} must be true or false, was {value!r}")
+        return default if value is None else value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_values", "_path"):  # copy and pickle ask before __init__

@@ -45,11 +45,13 @@ class LlamaConfig:
         """Reads a ``config.json``.
 
         Raises:
-            ConfigError: heads that do not divide, or an activation that is not known.
+            ConfigError: heads that do not divide, an activation or a type of rope that is not known.
+            CheckpointError: a size is missing, or no size.
         """
-        heads = config.num_attention_heads
-        kv_heads = config.get("num_key_value_heads") or heads
-        head_dim = config.get("head_dim") or config.hidden_size // heads
+        hidden = config.count("hidden_size")
+        heads = config.count("num_attention_heads")
+        kv_heads = config.count("num_key_value_heads", default=heads)
+        head_dim = config.count("head_dim", default=hidden // heads)
         if heads % kv_heads:
             raise ConfigError(
                 "num_key_value_heads", f"{kv_heads} kv heads do not divide {heads} attention heads"
@@ -58,17 +60,17 @@ class LlamaConfig:
         if activation not in _ACTIVATIONS:
             raise ConfigError("hidden_act", f"{activation!r} is not known: use {', '.join(_ACTIVATIONS)}")
         return cls(
-            vocabulary=config.vocab_size,
-            hidden=config.hidden_size,
-            inner=config.intermediate_size,
-            layers=config.num_hidden_layers,
+            vocabulary=config.count("vocab_size"),
+            hidden=hidden,
+            inner=config.count("intermediate_size"),
+            layers=config.count("num_hidden_layers"),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            norm_eps=config.get("rms_norm_eps", 1e-6),
+            norm_eps=config.positive("rms_norm_eps", 1e-6),
             activation=_ACTIVATIONS[activation],
             rotary=RotaryConfig.from_huggingface(config, head_dim),
-            tied_head=config.get("tie_word_embeddings", False),
-            attention_bias=config.get("attention_bias", False),
-            mlp_bias=config.get("mlp_bias", False),
+            tied_head=config.flag("tie_word_embeddings"),
+            attention_bias=config.flag("attention_bias"),
+            mlp_bias=config.flag("mlp_bias"),
         )
