@@ -1,0 +1,299 @@
+"""Messages -> the text of a prompt, by the Jinja template that a checkpoint brings.
+
+Templates run in Jinja's immutable sandbox with what Hugging Face promises them: ``messages``, ``tools``,
+``documents``, ``add_generation_prompt``, the special tokens (``bos_token``, ``eos_token``, ...), the
+functions ``raise_exception`` and ``strftime_now``, a ``tojson`` that escapes nothing, ``{% break %}`` and
+``{% continue %}``, and ``{% generation %}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock.errors import CheckpointError, ConfigError, InputError, UnsupportedFeatureError
+
+Message = Mapping[str, Any]
+
+# What transformers takes as arguments of its own rather than as variables for the template.
+_RESERVED_OPTIONS = frozenset(
+    {"messages", "conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length"}
+    | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+)
+
+
+class ChatTemplate:
+    """The named templates of one checkpoint: ``default``, and perhaps ``tool_use`` for requests with tools.
+
+    ``origin`` is the file or folder that errors name.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: object) -> None:
+        self.sources = dict(sources)
+        self._special_tokens = dict(special_tokens)
+        self._origin = origin
+        self._compiled: dict[str, Template] = {}
+
+    @classmethod
+    def from_file(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        """A template that the user gives: Jinja text, or JSON with the key ``chat_template``.
+
+        Raises:
+            ConfigError: it is neither, or has a mistake.
+        """
+        sources = _read_given_template(path)
+        template = cls(sources, special_tokens, path)
+        for name in sources:
+            try:
+                template._compile(name)
+            except CheckpointError as error:
+                raise ConfigError("chat_template", str(error)) from error
+        return template
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text.
+
+        Args:
+            messages: each with a role and mostly content; the template decides what else it reads.
+            tools: descriptions of functions that the model may call.
+            options: variables for the template, over ``add_generation_prompt=True``. With
+                ``continue_final_message=True`` the last message stays open for the model to continue.
+
+        Raises:
+            InputError: the template refuses the messages; in its own words.
+        """
+        _check_messages(messages)
+        variables = _variables(options)
+        continues = bool(variables.pop("continue_final_message", False))
+        messages = _with_end_mark(messages) if continues else messages
+        template = self._compile(self._choose(tools))
+        try:
+            text = template.render(messages=messages, tools=tools, **{**self._special_tokens, **variables})
+        except Exception as error:  # a template is foreign code: whatever it raises is about these messages
+            raise InputError(f"the chat template cannot render these messages: {error}") from error
+        return _cut_at_end_mark(text) if continues else text
+
+    def render_request(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`render` for messages of a request: text only, in parts or not.
+
+        Parts go to the template as they are if it takes them, else joined by line ends.
+
+        Raises:
+            UnsupportedFeatureError: a part is not text.
+            InputError: as `render`.
+        """
+        _check_messages(messages)
+        has_parts = [_has_parts(message) for message in messages]
+        if any(has_parts) and not self.takes_parts:
+            messages = [
+                _joined(message) if parts else message
+                for message, parts in zip(messages, has_parts, strict=True)
+            ]
+        return self.render(messages, tools, options)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template understands content that is a list of text parts; most take only strings."""
+        part = {"type": "text", "text": "Dear reader"}
+        try:
+            plain = self.render([{"role": "user", "content": part["text"]}])
+            listed = self.render([{"role": "user", "content": [part]}])
+        except InputError:
+            return False
+        return plain == listed
+
+    def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        if tools is not None and "tool_use" in self.sources:
+            return "tool_use"
+        if "default" in self.sources:
+            return "default"
+        names = ", ".join(sorted(self.sources))
+        raise InputError(f"the model has no default chat template, only {names}: pass --chat-template")
+
+    def _compile(self, name: str) -> Template:
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _ENVIRONMENT.from_string(self.sources[name])
+            except TemplateSyntaxError as error:
+                problem = f"the chat template {name!r} has an error in line {error.lineno}: {error.message}"
+                raise CheckpointError(self._origin, problem) from error
+        return self._compiled[name]
+
+
+def find_templates(checkpoint: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> Jinja text of a checkpoint's templates; files of their own go before tokenizer_config.json."""
+    sources = _named(tokenizer_config.get("chat_template"), checkpoint / "tokenizer_config.json")
+    default = checkpoint / "chat_template.jinja"
+    if default.is_file():
+        sources["default"] = default.read_text(encoding="utf-8")
+    for path in sorted((checkpoint / "additional_chat_templates").glob("*.jinja")):
+        sources[path.stem] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def _read_given_template(path: Path) -> dict[str, str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("chat_template", f"cannot read {path}: {error}") from error
+    if path.suffix != ".json":
+        return {"default": text}
+    try:
+        sources = _named(json.loads(text)["chat_template"], path)
+    except (ValueError, TypeError, KeyError, CheckpointError) as error:
+        raise ConfigError(
+            "chat_template", f"{path} is not a JSON object with a chat_template in it"
+        ) from error
+    return sources
+
+
+def _named(value: Any, path: Path) -> dict[str, str]:
+    """A template as text, or several as ``[{"name": ..., "template": ...}]``."""
+    match value:
+        case None:
+            return {}
+        case str():
+            return {"default": value}
+        case list() if all(
+            isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in value
+        ):
+            return {str(entry["name"]): str(entry["template"]) for entry in value}
+    raise CheckpointError(path, "chat_template is neither text nor a list of names and templates")
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    if not messages:
+        raise InputError("messages is empty: a chat needs at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise InputError(
+                f"messages[{index}] is {message!r}: a message is an object with a role and content"
+            )
+
+
+def _has_parts(message: Message) -> bool:
+    """Whether the content is a list: of text parts, or this raises."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return False
+    if not isinstance(content, list):
+        raise InputError(f"a message's content is text or a list of parts, not {type(content).__name__}")
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            continue
+        if not isinstance(kind, str) or kind == "text":
+            raise InputError(
+                f'a part of a message is {part!r}: a text part is {{"type": "text", "text": "..."}}'
+            )
+        raise UnsupportedFeatureError(f"content of type {kind}", "this model reads text only")
+    return True
+
+
+def _joined(message: Message) -> Message:
+    return {**message, "content": "\n".join(part["text"] for part in message["content"])}
+
+
+def _variables(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    given = dict(options or {})
+    refused = sorted(_RESERVED_OPTIONS & given.keys())
+    if refused:
+        raise InputError(f"chat_template_options cannot set {', '.join(refused)}")
+    if given.get("continue_final_message"):
+        if given.get("add_generation_prompt"):
+            raise InputError("continue_final_message and add_generation_prompt exclude each other")
+        given["add_generation_prompt"] = False
+    return {"documents": None, "add_generation_prompt": True, **given}
+
+
+# No template changes these characters; the space after them shows whether it strips the message's end.
+_END_MARK = "⟦⁂⟧⟦⁂⟧"
+
+
+def _with_end_mark(messages: Sequence[Message]) -> list[Message]:
+    """The messages with a mark at the end of the last one's text."""
+    *earlier, last = messages
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*earlier, {**last, "content": f"{content}{_END_MARK} "}]
+    parts = list(content) if isinstance(content, list) else []
+    for index in reversed(range(len(parts))):
+        if isinstance(parts[index], Mapping) and isinstance(parts[index].get("text"), str):
+            parts[index] = {**parts[index], "text": f"{parts[index]['text']}{_END_MARK} "}
+            return [*earlier, {**last, "content": parts}]
+    raise InputError("continue_final_message needs a last message with text content")
+
+
+def _cut_at_end_mark(text: str) -> str:
+    end = text.rfind(_END_MARK)
+    if end < 0:
+        raise InputError("continue_final_message: the chat template does not show the last message as it is")
+    is_stripped = not text.startswith(f"{_END_MARK} ", end)
+    return text[:end].rstrip() if is_stripped else text[:end]
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}...{% endgeneration %}``: marks text to be trained on; here it is only a scope."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]  # jinja2 declares a mutable set
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes <, > and & for HTML, which a prompt must not have.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+    )
+    functions: dict[str, Callable[..., str]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+    }
+    environment.globals.update(functions)
+    environment.filters["tojson"] = _tojson
+    return environment
+
+
+_ENVIRONMENT = _environment()

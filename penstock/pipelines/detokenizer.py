@@ -1,0 +1,199 @@
+"""Token ids -> text, as they come: whole characters only. The one place where stop strings are matched."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+# An unfinished UTF-8 character has at most three bytes, so three tokens; one more before them as context.
+_OPEN_CHARACTER_WINDOW = 4
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenDecoder(Protocol):
+    """What a detokenizer asks of a tokenizer: `TextTokenizer`, `penstock.testing.FakeTokenizer`."""
+
+    @property
+    def byte_tokens(self) -> Mapping[int, int]:
+        """Token id to byte, where the decoder judges a run of such tokens as a whole; else empty."""
+        ...
+
+    def is_visible(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether decoding looks at this token at all."""
+        ...
+
+    def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class Detokenizer:
+    """The text of one request.
+
+    All pieces that `append` and `finish` return, joined, are ``tokenizer.decode_ids(all ids)`` up to the
+    first stop string: the one that is complete first, of several that end at the same character the longest.
+    A piece is held back only while later tokens may still change it or while it may be the beginning of a
+    stop string.
+
+    >>> from penstock.testing import FakeTokenizer
+    >>> detokenizer = Detokenizer(FakeTokenizer(), stop=["END"])
+    >>> [detokenizer.append(ord(letter)) for letter in "go ENTENDRE"]
+    ['g', 'o', ' ', '', '', 'ENT', '', '', '', '', '']
+    >>> detokenizer.stop_match, detokenizer.num_tokens, detokenizer.text
+    ('END', 9, 'go ENT')
+    """
+
+    def __init__(
+        self, tokenizer: TokenDecoder, stop: str | Sequence[str] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self.stop_match: str | None = None
+        self.num_tokens = 0  # tokens up to and including the one that completed the stop string
+        self._stream = _TextStream(tokenizer, skip_special_tokens)
+        self._stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        self._stops = tuple(filter(None, self._stops))  # an empty one would end every text at once
+        self._stop_bytes = tuple(stop.encode(errors="replace") for stop in self._stops)
+        self._held = ""  # the longest end of the text that a stop string may begin with
+        self._pieces: list[str] = []
+        self._finished = False
+
+    @property
+    def text(self) -> str:
+        """What `append` and `finish` have returned so far."""
+        return "".join(self._pieces)
+
+    def append(self, token_ids: Sequence[int] | int) -> str:
+        """The text that these tokens settle. Tokens after a stop string are dropped and not counted."""
+        assert not self._finished, "append after finish"
+        ids = token_ids if isinstance(token_ids, Iterable) else (token_ids,)
+        return self._record("".join([self._append_one(int(token_id)) for token_id in ids]))
+
+    def finish(self) -> str:
+        """What was held back, an unfinished character as decoding all ids would show it."""
+        self._finished = True
+        if self.stop_match is not None:
+            return ""
+        text = self._release(self._stream.finish())
+        held, self._held = self._held, ""
+        return self._record(text + held)
+
+    def _append_one(self, token_id: int) -> str:
+        if self.stop_match is not None:
+            return ""
+        self.num_tokens += 1
+        text = self._release(self._stream.push(token_id))
+        return text if self.stop_match is not None else text + self._stop_in_byte_run()
+
+    def _release(self, text: str) -> str:
+        """The part of held and new text that no stop string can touch any more."""
+        if not self._stops:
+            return text
+        text = self._held + text
+        match = _first_stop(text, self._stops)
+        if match is not None:
+            start, self.stop_match = match
+            self._held = ""
+            return text[:start]
+        split = len(text) - _open_suffix(text, self._stops)
+        self._held = text[split:]
+        return text[:split]
+
+    def _stop_in_byte_run(self) -> str:
+        """A run of byte tokens is no settled text yet, but a stop string that it completes ends it now."""
+        run = self._stream.byte_run
+        if not run or not self._stops:
+            return ""
+        tail = self._held.encode() + run[-max(map(len, self._stop_bytes)) :]
+        if not tail.endswith(self._stop_bytes):
+            return ""
+        text = self._held + self._stream.peek()  # decoders may strip a space at the beginning
+        return "" if _first_stop(text, self._stops) is None else self._release(self._stream.finish())
+
+    def _record(self, text: str) -> str:
+        if text:
+            self._pieces.append(text)
+        return text
+
+
+class _TextStream:
+    """Tokens -> settled text, at a cost a token that does not grow with the text.
+
+    Decoders look at a token's neighbours: the first token loses its space, bytes join to characters. So a
+    window of tokens is decoded: one whose text is settled, as context, and those whose text is not.
+    """
+
+    def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._bytes = tokenizer.byte_tokens
+        self._window: list[int] = []
+        self._settled = 0  # characters of the window's text that have been returned
+        self.byte_run = bytearray()  # of the byte tokens at the window's end; empty if they are no UTF-8
+        self._utf8: codecs.IncrementalDecoder | None = _UTF8()  # None in a run that is no UTF-8
+
+    def push(self, token_id: int) -> str:
+        # Invisible tokens must not be the context: the next token would be decoded as the first of a text.
+        if not self._tokenizer.is_visible(token_id, self._skip_special_tokens):
+            return ""
+        self._window.append(token_id)
+        if token_id in self._bytes:
+            self._extend_run(self._bytes[token_id])
+            return ""
+        if self._utf8 is None or self.byte_run:
+            self._utf8 = _UTF8()
+            self.byte_run.clear()
+        return self._settle()
+
+    def finish(self) -> str:
+        text = self._decode()
+        new, self._settled = text[self._settled :], len(text)
+        return new
+
+    def peek(self) -> str:
+        """What `finish` would return, changing nothing."""
+        return self._decode()[self._settled :]
+
+    def _extend_run(self, byte: int) -> None:
+        # One bad byte spoils its whole run, whose text is settled only by the next other token.
+        if self._utf8 is None:
+            return
+        self.byte_run.append(byte)
+        try:
+            self._utf8.decode(bytes([byte]))
+        except UnicodeDecodeError:
+            self._utf8 = None
+            self.byte_run.clear()
+
+    def _settle(self) -> str:
+        text = self._decode()
+        # Where bytes join across tokens, the last U+FFFD may be a character that is not complete yet.
+        is_open = text.endswith("\N{REPLACEMENT CHARACTER}") and not self._bytes
+        settled = len(text) - is_open
+        new = text[self._settled : settled]
+        self._settled = settled
+        if not is_open:
+            self._shrink(1)
+        elif len(self._window) > 4 * _OPEN_CHARACTER_WINDOW:
+            self._shrink(_OPEN_CHARACTER_WINDOW, open_characters=1)
+        return new
+
+    def _shrink(self, size: int, open_characters: int = 0) -> None:
+        del self._window[:-size]
+        self._settled = len(self._decode()) - open_characters
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode_ids(self._window, self._skip_special_tokens)
+
+
+def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """(start, stop string) of the match that ends first; of several with the same end, the longest."""
+    found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
+    return min(found)[1:] if found else None
+
+
+def _open_suffix(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that is a beginning of a stop string."""
+    longest = min(len(text), max(map(len, stops)) - 1)
+    for length in range(longest, 0, -1):
+        end = text[-length:]
+        if any(stop.startswith(end) for stop in stops):
+            return length
+    return 0

@@ -1,0 +1,367 @@
+"""Text <-> tokens, and requests -> contexts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, SupportsIndex, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from penstock.errors import CheckpointError, InputError, PromptTooLongError, UnsupportedFeatureError
+from penstock.pipelines.chat_template import ChatTemplate, Message
+from penstock.pipelines.core import Grammar, SamplingParams, TextContext, TokenGeneratorRequest
+from penstock.pipelines.tokenizer_files import TokenizerFiles, read_tokenizer_files
+
+T = TypeVar("T")
+TokenIds = npt.NDArray[np.int64]
+
+_NUM_THREADS = 2  # each keeps a tokenizer of its own, up to 100 MB; one encodes some 200,000 tokens a second
+
+
+class TextTokenizer:
+    """The tokenizer of a checkpoint, its chat template, and the limits that a request must keep to.
+
+    The logic is synchronous (`encode_text`, `decode_ids`, `render_chat`, `build_context`); the methods of the
+    `PipelineTokenizer` protocol run it in a thread. All of it may be called from any number of threads.
+
+    Args:
+        checkpoint: a folder with ``tokenizer.json``, or an older tokenizer that transformers can convert; or
+            what was read from one.
+        max_length: the most tokens of prompt and output together; None takes the checkpoint's own limit.
+        chat_template: a file that replaces the checkpoint's template, Jinja or JSON with ``chat_template``.
+        eos_token_ids: more ids that end an output, besides those that the checkpoint's files name.
+        stop_sequences_as_tokens: also put stop strings into the ``eos_sequences`` of contexts, as tokens, for
+            callers of ``next_token`` who detokenize nothing. The same text can be written in other tokens,
+            which this misses and a `Detokenizer` does not.
+
+    Raises:
+        CheckpointError: the tokenizer is missing or damaged.
+        ConfigError: ``chat_template`` is not a template.
+        MissingDependencyError: the tokenizer is of an older format and transformers is not installed.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path | TokenizerFiles,
+        *,
+        max_length: int | None = None,
+        chat_template: str | None = None,
+        eos_token_ids: Iterable[int] = (),
+        stop_sequences_as_tokens: bool = False,
+    ) -> None:
+        files = (
+            checkpoint if isinstance(checkpoint, TokenizerFiles) else read_tokenizer_files(Path(checkpoint))
+        )
+        self.max_length = max_length if max_length is not None else files.max_length
+        self.vocab_size = files.vocab_size
+        """Token ids are below this: the model's number of embeddings, where ``config.json`` says it."""
+        self.special_tokens = files.special_tokens
+        """Name to text: ``{"eos_token": "</s>", ...}``."""
+        self._origin = files.origin
+        self._eos_token_ids = _unique_below(self.vocab_size, files.eos_token_ids, eos_token_ids)
+        self._stop_sequences_as_tokens = stop_sequences_as_tokens
+        self._chat_template: ChatTemplate | None = None
+        if chat_template is not None:
+            self._chat_template = ChatTemplate.from_file(Path(chat_template), files.special_tokens)
+        elif files.templates:
+            self._chat_template = ChatTemplate(files.templates, files.special_tokens, files.origin)
+        self._local = _PerThread(_Copies(files.tokenizer).take)
+        self._special_ids = frozenset(
+            token_id
+            for token_id, token in files.tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-tokenizer")
+
+    @property
+    def eos(self) -> int:
+        """The token that ends an output, the tokenizer's own before those of the model's configuration."""
+        if not self._eos_token_ids:
+            raise CheckpointError(
+                self._origin, "names no token that ends a sequence (eos_token, eos_token_id)"
+            )
+        return self._eos_token_ids[0]
+
+    @property
+    def eos_token_ids(self) -> set[int]:
+        """All tokens that end an output: of the tokenizer, config.json and generation_config.json. A copy."""
+        return set(self._eos_token_ids)
+
+    @property
+    def expects_content_wrapping(self) -> bool:
+        """False: text parts of messages are ``{"type": "text", "text": ...}``."""
+        return False
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be turned into a prompt."""
+        return self._chat_template is not None
+
+    async def new_context(self, request: TokenGeneratorRequest) -> TextContext:
+        """`build_context` in a thread."""
+        return await self._in_thread(lambda: self.build_context(request))
+
+    async def encode(self, prompt: str, add_special_tokens: bool = True) -> TokenIds:
+        """`encode_text` in a thread."""
+        return await self._in_thread(lambda: self.encode_text(prompt, add_special_tokens))
+
+    async def decode(
+        self, context: TextContext, encoded: Sequence[int] | npt.NDArray[np.integer[Any]] | int, **kwargs: Any
+    ) -> str:
+        """`decode_ids` in a thread; ``skip_special_tokens`` is the one keyword."""
+        ids = [encoded] if isinstance(encoded, SupportsIndex) and np.ndim(encoded) == 0 else encoded
+        return await self._in_thread(lambda: self.decode_ids(ids, **kwargs))  # type: ignore[arg-type]
+
+    def build_context(self, request: TokenGeneratorRequest) -> TextContext:
+        """The context of a request, without a slot in any cache.
+
+        Text is encoded with the special tokens that the tokenizer puts around it, a rendered chat without:
+        its template has them.
+
+        Raises:
+            PromptTooLongError: the prompt leaves no room for a token.
+            UnsupportedFeatureError: the request has images or other content that is not text.
+            InputError: it cannot be served for another reason, which the message says.
+        """
+        text, tokens = self._prompt(request)
+        if not len(tokens):
+            raise InputError("the prompt is empty: it has no tokens to go on from")
+        params = _with_stops_of(request)
+        schema, grammar = _output_format(request)
+        return TextContext(
+            prompt=tokens.tolist() if text is None else text,
+            max_length=self._max_length_of(len(tokens), params),
+            tokens=tokens,
+            eos_token_ids=self._ends(params),
+            eos_sequences=self._stop_sequences(params),
+            log_probabilities=_checked_logprobs(request) or None,
+            log_probabilities_echo=request.echo,
+            ignore_eos=params.ignore_eos,
+            json_schema=schema,
+            sampling_params=params,
+            request_id=request.id,
+            model_name=request.model_name,
+            grammar=grammar,
+            adapter=request.adapter,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+
+    def encode_text(self, text: str, add_special_tokens: bool = True) -> TokenIds:
+        """Tokens of a text; lone surrogates become U+FFFD. PromptTooLongError above the maximum length."""
+        tokens = self._tokens_of(text, add_special_tokens)
+        if self.max_length is not None and len(tokens) > self.max_length:
+            raise PromptTooLongError(len(tokens), self.max_length)
+        return tokens
+
+    def decode_ids(
+        self, ids: Sequence[int] | npt.NDArray[np.integer[Any]], skip_special_tokens: bool = True
+    ) -> str:
+        """Text of tokens; ids that the tokenizer has no token for (a padded vocabulary) have no text."""
+        try:
+            return self._local.tokenizer.decode(cast("Sequence[int]", ids), skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            wrong = next(token_id for token_id in ids if not _is_id(token_id, 2**32))
+            raise InputError(f"{wrong!r} is not a token id: ids are integers from 0") from error
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a prompt for messages, as transformers' ``apply_chat_template`` makes it.
+
+        ``options`` are variables for the template, over ``add_generation_prompt=True``.
+        """
+        return self._template().render(messages, tools, options)
+
+    def is_visible(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode_ids` looks at this token at all."""
+        if skip_special_tokens and token_id in self._special_ids:
+            return False
+        return self._local.tokenizer.id_to_token(token_id) is not None
+
+    @cached_property
+    def byte_tokens(self) -> dict[int, int]:
+        """Token id to byte, for tokenizers that spell what they have no token for in bytes (``<0xE2>``)."""
+        tokenizer = self._local.tokenizer
+        named = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+        tokens = {token_id: byte for token_id, byte in named if token_id is not None}
+        for token_id, byte in tokens.items():
+            # Some vocabularies have such names for their looks only.
+            means_byte = tokenizer.decode([token_id]) == bytes([byte]).decode(errors="replace")
+            return tokens if means_byte else {}
+        return {}
+
+    def _prompt(self, request: TokenGeneratorRequest) -> tuple[str | None, TokenIds]:
+        if request.images:
+            raise UnsupportedFeatureError("images", "this model reads text only")
+        if (request.prompt is None) == (request.messages is None):
+            raise InputError("a request needs either a prompt or messages")
+        if request.messages is not None:
+            text = self._template().render_request(
+                request.messages, request.tools, request.chat_template_options
+            )
+            return text, self._tokens_of(text, add_special_tokens=False)
+        if request.tools or request.chat_template_options:
+            raise InputError(
+                "tools and chat_template_options need messages: a prompt does not go through the template"
+            )
+        if isinstance(request.prompt, str):
+            return request.prompt, self._tokens_of(request.prompt, add_special_tokens=True)
+        assert request.prompt is not None
+        return None, self._checked_ids(request.prompt)
+
+    def _template(self) -> ChatTemplate:
+        if self._chat_template is None:
+            raise InputError(
+                "this model has no chat template: pass a prompt, or give a template with --chat-template"
+            )
+        return self._chat_template
+
+    def _tokens_of(self, text: str, add_special_tokens: bool) -> TokenIds:
+        encoding = self._local.tokenizer.encode(_valid_unicode(text), add_special_tokens=add_special_tokens)
+        return self._checked_ids(encoding.ids)
+
+    def _checked_ids(self, ids: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
+        """InputError names the first id that the model has no embedding for."""
+        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | np.ndarray):
+            raise InputError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
+        values = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        # Long prompts of plain integers, which are nearly all, are not looked at one by one.
+        if {*map(type, values)} == {int} and 0 <= min(values) <= max(values) < self.vocab_size:
+            return np.array(values, dtype=np.int64)
+        for index, value in enumerate(values):
+            if not _is_id(value, self.vocab_size):
+                raise InputError(
+                    f"token {index} of the prompt is {value!r}: "
+                    f"ids are integers from 0 to {self.vocab_size - 1}"
+                )
+        return np.array([int(value) for value in values], dtype=np.int64)
+
+    def _max_length_of(self, num_tokens: int, params: SamplingParams) -> int:
+        """Prompt and output together."""
+        wanted = params.max_new_tokens
+        if self.max_length is None:
+            if wanted is None:
+                raise InputError(
+                    "max_new_tokens is needed: neither checkpoint nor configuration has a maximum length"
+                )
+            return num_tokens + wanted
+        room = self.max_length - num_tokens
+        if room < (0 if wanted == 0 else 1):
+            raise PromptTooLongError(num_tokens, self.max_length)
+        granted = room if wanted is None else min(wanted, room)
+        if params.min_new_tokens > granted:
+            raise InputError(
+                f"min_new_tokens is {params.min_new_tokens}, but only {granted} tokens can follow "
+                f"the prompt of {num_tokens} (max_new_tokens {wanted}, maximum length {self.max_length})"
+            )
+        return num_tokens + granted
+
+    def _ends(self, params: SamplingParams) -> set[int]:
+        stop_token_ids = params.stop_token_ids or []
+        for token_id in stop_token_ids:
+            if token_id >= self.vocab_size:
+                raise InputError(
+                    f"stop_token_ids has {token_id}: ids are integers from 0 to {self.vocab_size - 1}"
+                )
+        return {*(() if params.ignore_eos else self._eos_token_ids), *stop_token_ids}
+
+    def _stop_sequences(self, params: SamplingParams) -> list[list[int]]:
+        if not self._stop_sequences_as_tokens:
+            return []
+        sequences = [self._tokens_of(stop, add_special_tokens=False).tolist() for stop in params.stop or ()]
+        return [sequence for sequence in sequences if sequence]
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+class _Copies:
+    """Tokenizers that are equal to one given; that one is handed out first."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._given = False
+        self._lock = threading.Lock()
+
+    def take(self) -> Tokenizer:
+        with self._lock:
+            if self._given:
+                return Tokenizer.from_str(self._serialized)
+            self._given = True
+            return self._tokenizer
+
+    @cached_property
+    def _serialized(self) -> str:
+        return self._tokenizer.to_str()
+
+
+class _PerThread(threading.local):
+    """Its constructor runs once in every thread that asks for ``tokenizer``."""
+
+    def __init__(self, take: Callable[[], Tokenizer]) -> None:
+        self.tokenizer = take()
+
+
+def _unique_below(vocab_size: int, *sources: Iterable[int]) -> tuple[int, ...]:
+    # Some configurations name ids of a larger sibling model; no step could sample them.
+    return tuple(dict.fromkeys(token_id for ids in sources for token_id in ids if 0 <= token_id < vocab_size))
+
+
+def _is_id(value: object, vocab_size: int) -> bool:
+    return isinstance(value, int | np.integer) and type(value) is not bool and 0 <= int(value) < vocab_size
+
+
+def _valid_unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _with_stops_of(request: TokenGeneratorRequest) -> SamplingParams:
+    """Sampling parameters with the stop strings of both places: the consumer of the text reads them here."""
+    given = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
+    if not all(isinstance(stop, str) for stop in given):
+        raise InputError(f"stop must be a string or a list of strings, was {request.stop!r}")
+    stops = dict.fromkeys(stop for stop in [*given, *(request.sampling_params.stop or [])] if stop)
+    return replace(request.sampling_params, stop=list(stops) or None)
+
+
+def _output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar | None]:
+    """(JSON schema, grammar) of the output; the schema fills the context's grammar by itself."""
+    form = request.response_format
+    kind = "text" if form is None else form.get("type")
+    if kind == "text":
+        return None, request.grammar
+    if request.grammar is not None:
+        raise InputError("a request has either a response_format or a grammar, not both")
+    if kind == "json_object":
+        return None, Grammar(kind="json_object")
+    if kind != "json_schema" or form is None:
+        raise InputError(f"response_format has type {kind!r}: it can be text, json_object or json_schema")
+    schema = form.get("json_schema")
+    if isinstance(schema, dict) and isinstance(schema.get("schema"), dict) and "name" in schema:
+        schema = schema["schema"]  # OpenAI's envelope
+    if not isinstance(schema, dict):
+        raise InputError(f"response_format needs a json_schema, an object; it has {schema!r}")
+    return json.dumps(schema), None
+
+
+def _checked_logprobs(request: TokenGeneratorRequest) -> int:
+    if type(request.logprobs) is not int or request.logprobs < 0:
+        raise InputError(f"logprobs must be an integer of at least 0, was {request.logprobs!r}")
+    return request.logprobs

@@ -1,0 +1,187 @@
+"""Stand-ins for a tokenizer and a model, to test code on top of Penstock without weights and without files.
+
+    >>> from penstock.pipelines.core import TokenGeneratorRequest
+    >>> tokenizer, pipeline = FakeTokenizer(), FakePipeline.saying("Hello!")
+    >>> context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "fake", prompt="Hi"))
+    >>> response = pipeline.execute({context.request_id: context}, num_steps=10)[context.request_id]
+    >>> tokenizer.decode_ids([token.next_token for token in response.tokens]), response.is_done
+    ('Hello!', True)
+
+Importing this module loads no torch.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar
+from zlib import crc32
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from penstock.errors import InputError
+from penstock.pipelines.core import (
+    LogProbabilities,
+    TextContext,
+    TextGenerationResponse,
+    TextResponse,
+)
+from penstock.pipelines.kv_cache.interface import KVCache, NullKVCache
+from penstock.pipelines.tokenizer import TextTokenizer
+from penstock.pipelines.tokenizer_files import TokenizerFiles
+
+if TYPE_CHECKING:
+    from penstock.pipelines.core import Pipeline
+
+__all__ = ["FakePipeline", "FakeTokenizer"]
+
+_LETTERS = (string.ascii_lowercase + " ").encode()
+
+
+class FakeTokenizer(TextTokenizer):
+    """A `TextTokenizer` whose tokens are the bytes of UTF-8: ASCII characters are their own ids.
+
+    Everything else is real: limits, stops, chat template, threads. ``max_length=None`` sets no limit.
+
+    Args:
+        max_length: the most tokens of prompt and output together.
+        template: the Jinja text of its chat template; None has none.
+        stop_sequences_as_tokens: as in `TextTokenizer`.
+    """
+
+    EOS: ClassVar[int] = 256
+    """The one token that is no byte, ``<|end|>``."""
+    TEMPLATE: ClassVar[str] = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+
+    def __init__(
+        self,
+        *,
+        max_length: int | None = 2048,
+        template: str | None = TEMPLATE,
+        stop_sequences_as_tokens: bool = False,
+    ) -> None:
+        files = TokenizerFiles(
+            origin="FakeTokenizer",
+            tokenizer=_byte_tokenizer("<|end|>"),
+            special_tokens={"eos_token": "<|end|>"},
+            templates={} if template is None else {"default": template},
+            eos_token_ids=(self.EOS,),
+            vocab_size=self.EOS + 1,
+            max_length=max_length,
+        )
+        super().__init__(files, stop_sequences_as_tokens=stop_sequences_as_tokens)
+
+
+class FakePipeline:
+    """A pipeline whose next token is a function of the context: no model, no tensors, the same every time.
+
+    It implements `penstock.pipelines.core.Pipeline` and works with a scheduler and with any KV cache: prompts
+    in chunks, several steps a call, preemption and release go as they do in `TextGenerationPipeline`.
+    ``min_new_tokens`` is kept; log probabilities are all 0; of the other sampling parameters none matters.
+
+    Args:
+        choose: the next token of a context whose tokens are all computed. By default lower-case letters that
+            depend on all tokens so far, and `FakeTokenizer.EOS` after 16 of them on average.
+        kv: the cache; by default one that holds nothing.
+    """
+
+    def __init__(
+        self, choose: Callable[[TextContext], int] | None = None, *, kv: KVCache | None = None
+    ) -> None:
+        self.kv: KVCache = NullKVCache() if kv is None else kv
+        self.batches: list[dict[str, int]] = []
+        """One entry a forward: how many tokens of which request it would have computed."""
+        self._choose = choose if choose is not None else _letter_after
+
+    @classmethod
+    def saying(cls, text: str, *, kv: KVCache | None = None) -> FakePipeline:
+        """One that answers every request with the same text, in the tokens of a `FakeTokenizer`."""
+        answer = [*text.encode(), FakeTokenizer.EOS]
+        return cls(lambda context: answer[min(len(context.generated_tokens), len(answer) - 1)], kv=kv)
+
+    def execute(
+        self, batch: Mapping[str, TextContext], num_steps: int = 1
+    ) -> dict[str, TextGenerationResponse]:
+        """Runs up to ``num_steps`` steps, one where a context is a chunk or reports log probabilities."""
+        if num_steps < 1:
+            raise InputError(f"num_steps must be at least 1, was {num_steps}")
+        for request_id, context in batch.items():
+            if context.is_done:
+                raise InputError(f"request {request_id} has ended ({context.status.value})")
+        if any(
+            context.active_idx < context.end_idx or context.log_probabilities for context in batch.values()
+        ):
+            num_steps = 1
+        room = min((context.max_length - context.current_length for context in batch.values()), default=1)
+        num_steps = max(1, min(num_steps, room))
+        for context in batch.values():
+            self.kv.claim(context)
+            self.kv.reserve(context, num_steps - 1)
+        for _ in range(num_steps):
+            self._step(batch)
+        for context in batch.values():
+            self.kv.commit(context)
+        return {request_id: _response(context) for request_id, context in batch.items()}
+
+    def release(self, context: TextContext) -> None:
+        """Gives back the context's cache slot and blocks; twice is once."""
+        self.kv.release(context)
+
+    def _step(self, batch: Mapping[str, TextContext]) -> None:
+        running = {request_id: context for request_id, context in batch.items() if not context.is_done}
+        if running:
+            self.batches.append(
+                {request_id: context.active_length for request_id, context in running.items()}
+            )
+        for context in running.values():
+            token = self._next_token(context)
+            context.update(token, _certain(context, token) if context.log_probabilities else None)
+
+    def _next_token(self, context: TextContext) -> int:
+        if context.active_idx < context.end_idx:
+            return int(context.all_tokens[context.active_idx])  # the prompt's own; update() drops it
+        token = self._choose(context)
+        if token in context.eos_token_ids and len(context.generated_tokens) < context.min_tokens:
+            return next(letter for letter in _LETTERS if letter not in context.eos_token_ids)
+        return token
+
+
+def _letter_after(context: TextContext) -> int:
+    checksum = crc32(context.all_tokens.astype(np.int64).tobytes())
+    return FakeTokenizer.EOS if checksum % 16 == 0 else _LETTERS[checksum // 16 % len(_LETTERS)]
+
+
+def _certain(context: TextContext, token: int) -> LogProbabilities:
+    """Log probability 0 for the new token; with echo for each of the step's tokens but the very first."""
+    echoed = context.all_tokens[context.start_idx + 1 : context.active_idx].tolist()
+    tokens = [*(echoed if context.log_probabilities_echo else ()), token]
+    return LogProbabilities([0.0] * len(tokens), [{token: 0.0} for token in tokens])
+
+
+def _response(context: TextContext) -> TextGenerationResponse:
+    outstanding = context.outstanding_completion_tokens()
+    return TextGenerationResponse([TextResponse(token, logs) for token, logs in outstanding], context.status)
+
+
+def _byte_tokenizer(*special_tokens: str) -> Tokenizer:
+    """A tokenizer that knows the 256 bytes, by their value, and the special tokens after them."""
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special_tokens])
+    return tokenizer
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """Bytes as byte-level tokenizers write them: printable ones as they are, others from U+0100 on."""
+    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte) if byte in shown else chr(256 + hidden.index(byte)): byte for byte in range(256)}
+
+
+if TYPE_CHECKING:
+    _pipeline: Pipeline[TextContext, TextGenerationResponse] = FakePipeline()
