@@ -1,0 +1,244 @@
+"""Times the CPU kernels against plain torch, in turn (A B A B), and prints medians.
+
+    python benchmarks/cpu_kernels.py [name ...]     # those whose name contains one of these
+
+With OMP_NUM_THREADS=1 it counts the thread's CPU time, which other processes on the machine disturb little.
+Ratios mean something; absolute times move with the machine. GB/s counts the bytes an operation must read
+(weights, cached keys and values); 48 MB of weights and more are used in turn, so that no cache holds them.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.kernels import LayerKV, PackedLinear, SamplingInputs, pack_linear
+from penstock.kernels.cpu import CpuOps, cpu_features, isa, load
+from penstock.kernels.reference import ReferenceOps
+
+SECONDS_A_CASE = 0.5
+LEAST_PAIRS = 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation, ours and theirs."""
+
+    name: str
+    ours: Callable[[], object]
+    theirs: Callable[[], object]
+    against: str
+    num_bytes: int = 0
+    flops: float = 0
+
+
+def main() -> None:
+    wanted = sys.argv[1:]
+    print(f"{_cpu_model()}, {torch.get_num_threads()} threads, {' '.join(cpu_features())}")
+    print(f"kernels: {isa()}; torch {torch.__version__}; Python {platform.python_version()}")
+    print(f"copying 256 MB: {_copy_speed():.0f} GB/s read and written\n")
+    print(f"{'operation':44} {'ours':>10} {'theirs':>10} {'ratio':>6} {'ours':>14}  against")
+    with torch.inference_mode():
+        for case in cases():
+            if not wanted or any(part in case.name for part in wanted):
+                _report(case)
+
+
+def cases() -> Iterator[Case]:
+    yield from linears()
+    yield from attentions()
+    yield from rows()
+    yield from samplers()
+
+
+def linears() -> Iterator[Case]:
+    ops = _ops()
+    for dtype in (torch.bfloat16, torch.float32):
+        for inputs, outputs in ((2048, 2560), (2048, 11264), (5632, 2048), (768, 768)):
+            count = max(2, 200_000_000 // (inputs * outputs * dtype.itemsize))
+            name = str(dtype).removeprefix("torch.")
+            packed = [pack_linear(torch.randn(outputs, inputs), name) for _ in range(min(count, 24))]
+            for rows in (1, 2, 4, 8, 16, 32):
+                x = torch.randn(rows, inputs, dtype=dtype)
+                ours, theirs = cycle(packed), cycle(packed)
+                yield Case(
+                    f"linear {name} {inputs} -> {outputs}, T={rows}",
+                    partial(_next_linear, ops, x, ours),
+                    partial(_next_torch_linear, x, theirs),
+                    "F.linear",
+                    inputs * outputs * dtype.itemsize,
+                )
+
+
+def attentions() -> Iterator[Case]:
+    ops, reference = _ops(), ReferenceOps()
+    for heads, kv_heads, dim in ((32, 4, 64), (12, 12, 64), (32, 8, 128)):
+        for batch, new_rows, length in ((1, 1, 512), (1, 1, 8192), (32, 1, 320), (1, 1024, 1024)):
+            for dtype in (torch.bfloat16, torch.float32):
+                kv, offsets, lengths = _paged(batch, new_rows, length, kv_heads, dim, dtype)
+                q = torch.randn(batch * new_rows, heads, dim, dtype=dtype)
+                what = f"{heads}/{kv_heads} heads of {dim}, {batch} x {new_rows} of {length}"
+                contiguous = torch.randn(2, batch, kv_heads, length, dim, dtype=dtype)
+                yield Case(
+                    f"attention {str(dtype).removeprefix('torch.')} {what}",
+                    partial(ops.attention, q, kv, offsets, lengths, scale=0.125),
+                    partial(_sdpa, q, contiguous, batch, new_rows),
+                    "scaled_dot_product_attention on contiguous keys",
+                    2 * batch * length * kv_heads * dim * dtype.itemsize,
+                    4 * batch * heads * dim * new_rows * (length - (new_rows - 1) / 2),
+                )
+        kv, offsets, lengths = _paged(1, 1, 512, kv_heads, dim, torch.bfloat16)
+        q = torch.randn(1, heads, dim, dtype=torch.bfloat16)
+        yield Case(
+            f"attention bfloat16 {heads}/{kv_heads} heads of {dim}, 1 x 1 of 512",
+            partial(ops.attention, q, kv, offsets, lengths, scale=0.125),
+            partial(reference.attention, q, kv, offsets, lengths, scale=0.125),
+            "reference",
+        )
+
+
+def rows() -> Iterator[Case]:
+    ops, reference = _ops(), ReferenceOps()
+    for count in (1, 32, 1024):
+        x, residual = torch.randn(2, count, 2048).bfloat16()
+        weight = torch.ones(2048, dtype=torch.bfloat16)
+        gates = torch.randn(count, 11264).bfloat16()
+        q, k = torch.randn(count, 32, 64).bfloat16(), torch.randn(count, 4, 64).bfloat16()
+        cos, sin = torch.randn(2, count, 32)
+        kv, _, _ = _paged(1, count, 2048, 4, 64, torch.bfloat16)
+        v = torch.randn(count, 4, 64).bfloat16()
+        arguments: dict[str, tuple[object, ...]] = {
+            "rms_norm": (x, weight, 1e-5),
+            "add_rms_norm": (x, residual, weight, 1e-5),
+            "gated_activation": (gates, "silu"),
+            "rotary": (q, k, cos, sin),
+            "store_kv": (k, v, kv),
+        }
+        for name, given in arguments.items():
+            ours, theirs = (partial(getattr(back_end, name), *given) for back_end in (ops, reference))
+            yield Case(f"{name}, T={count}", ours, theirs, "reference")
+        yield Case(
+            f"rms_norm, T={count}",
+            partial(ops.rms_norm, x, weight, 1e-5),
+            partial(F.rms_norm, x, (2048,), weight, 1e-5),
+            "F.rms_norm",
+        )
+
+
+def samplers() -> Iterator[Case]:
+    ops, reference = _ops(), ReferenceOps()
+    for count, vocabulary in ((1, 32000), (1, 151936), (32, 32000)):
+        logits = 3 * torch.randn(count, vocabulary)
+        for what, temperature, top_k, top_p in (
+            ("greedy", 0.0, 0, 1.0),
+            ("all tokens", 1.0, 0, 1.0),
+            ("top_p 0.9", 0.7, 0, 0.9),
+            ("top_k 50, top_p 0.9", 0.7, 50, 0.9),
+        ):
+            inputs = SamplingInputs(
+                torch.full((count,), temperature),
+                torch.full((count,), top_k),
+                torch.full((count,), top_p),
+                torch.zeros(count),
+                torch.rand(count, dtype=torch.float64),
+            )
+            yield Case(
+                f"sample {count} x {vocabulary}, {what}",
+                partial(ops.sample, logits, inputs),
+                partial(reference.sample, logits, inputs),
+                "reference",
+            )
+
+
+def _ops() -> CpuOps:
+    ops = load()
+    if ops is None:
+        raise SystemExit("the C++ kernels are not built")
+    return ops
+
+
+def _paged(
+    batch: int, new_rows: int, length: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> tuple[LayerKV, Tensor, Tensor]:
+    blocks = -(-length // 32)
+    cache = torch.randn(2, batch * blocks + 1, kv_heads, 32, dim, dtype=dtype)
+    tables = (torch.randperm(batch * blocks) + 1).view(batch, blocks).int()
+    positions = torch.arange(length - new_rows, length)
+    slots = tables[:, positions // 32].long() * 32 + positions % 32
+    offsets = torch.arange(0, batch * new_rows + 1, new_rows).int()
+    return LayerKV(cache, tables, slots.flatten()), offsets, torch.full((batch,), length).int()
+
+
+def _next_linear(ops: CpuOps, x: Tensor, weights: Iterator[PackedLinear]) -> Tensor:
+    return ops.linear(x, next(weights))
+
+
+def _next_torch_linear(x: Tensor, weights: Iterator[PackedLinear]) -> Tensor:
+    return F.linear(x, next(weights).tensors["weight"])
+
+
+def _sdpa(q: Tensor, pairs: Tensor, batch: int, new_rows: int) -> Tensor:
+    keys, values = pairs
+    queries = q.view(batch, new_rows, *q.shape[1:]).transpose(1, 2)
+    causal = new_rows > 1
+    return F.scaled_dot_product_attention(
+        queries, keys, values, is_causal=causal, scale=0.125, enable_gqa=queries.shape[1] != keys.shape[1]
+    )
+
+
+def _report(case: Case) -> None:
+    times: tuple[list[float], list[float]] = ([], [])
+    calls = (case.ours, case.theirs)
+    repeats = [max(1, int(0.002 / _once(call, 3))) for call in calls]
+    end = time.perf_counter() + SECONDS_A_CASE
+    while len(times[0]) < LEAST_PAIRS or time.perf_counter() < end:
+        for side, call in enumerate(calls):
+            times[side].append(_once(call, repeats[side]))
+    ours, theirs = (statistics.median(side) for side in times)
+    ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
+    speed = ""
+    if case.flops > 100 * case.num_bytes:
+        speed = f"{case.flops / ours / 1e9:.0f} GFLOP/s"
+    elif case.num_bytes:
+        speed = f"{case.num_bytes / ours / 1e9:.1f} GB/s"
+    print(
+        f"{case.name:44} {1e6 * ours:8.1f}us {1e6 * theirs:8.1f}us {ratio:6.2f} {speed:>14}  {case.against}",
+        flush=True,
+    )
+
+
+def _once(call: Callable[[], object], repeats: int) -> float:
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
+    for _ in range(repeats):
+        call()
+    return (clock() - start) / repeats
+
+
+def _copy_speed() -> float:
+    source = torch.ones(32 << 20)
+    target = torch.empty_like(source)
+    best = min(_once(lambda: target.copy_(source), 1) for _ in range(5))
+    return 2 * source.nbytes / best / 1e9
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+// Operations a row at a time: norms, rotary embedding, cache writes, activations, row lookups.
+
+template <class T, class TW>
+INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps) {
+  vf squares = {};
+  for_vectors(E, EACH_VECTOR {
+    vf v = load(x + i, lanes);
+    squares = fma(v, v, squares);
+  });
+  vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
+  for_vectors(E, EACH_VECTOR {
+    // Rounded to x's type before the weight, as checkpoints were trained.
+    vf normed = rounded_to(x, load(x + i, lanes) * factor);
+    store(out + i, normed * rounded_to(x, load(weight + i, lanes)), lanes);
+  });
+}
+
+struct RmsNorm {  // x [n0, n1, E] with strides; out the same, contiguous
+  int64_t type, weight_type;
+  const void *x, *weight;
+  void* out;
+  int64_t n0, n1, s0, s1, E;
+  double eps;
+};
+
+template <class T, class TW> static void rms_norm(const RmsNorm& a) {
+  over_rows(a.n0 * a.n1, a.E, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++)
+      norm_row((const T*)a.x + row / a.n1 * a.s0 + row % a.n1 * a.s1, (const TW*)a.weight, (T*)a.out + row * a.E,
+               a.E, (float)a.eps);
+  });
+}
+
+EXPORT(rms_norm)(const RmsNorm& a) { WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, rms_norm<T, TW>(a))); }
+
+struct AddRmsNorm {  // x, residual [n, E], rows strided; normed, total [n, E] contiguous
+  int64_t type, weight_type;
+  const void *x, *residual, *weight;
+  void *normed, *total;
+  int64_t n, x_stride, residual_stride, E;
+  double eps;
+};
+
+template <class T, class TW> static void add_rms_norm(const AddRmsNorm& a) {
+  over_rows(a.n, a.E, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T *x = (const T*)a.x + row * a.x_stride, *residual = (const T*)a.residual + row * a.residual_stride;
+      T* total = (T*)a.total + row * a.E;
+      for_vectors(a.E, EACH_VECTOR { store(total + i, load(x + i, lanes) + load(residual + i, lanes), lanes); });
+      norm_row(total, (const TW*)a.weight, (T*)a.normed + row * a.E, a.E, (float)a.eps);
+    }
+  });
+}
+
+EXPORT(add_rms_norm)(const AddRmsNorm& a) {
+  WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, add_rms_norm<T, TW>(a)));
+}
+
+struct Rotary {  // q [n, H, D], k [n, K, D] with strides; cos, sin [n, half]; outputs contiguous
+  int64_t type;
+  const void *q, *k;
+  const float *cos, *sin;
+  void *q_out, *k_out;
+  int64_t n, H, K, D, half, q_row, q_head, k_row, k_head;
+};
+
+template <class T>
+INLINE void rotate_row(const T* x, const float* cos, const float* sin, T* out, int64_t heads, int64_t stride,
+                       int64_t D, int64_t half) {
+  for (int64_t h = 0; h < heads; h++, x += stride, out += D) {
+    for_vectors(half, EACH_VECTOR {
+      vf first = load(x + i, lanes), second = load(x + half + i, lanes);
+      vf c = load(cos + i, lanes), s = load(sin + i, lanes);
+      store(out + i, first * c - second * s, lanes);
+      store(out + half + i, second * c + first * s, lanes);
+    });
+    __builtin_memcpy(out + 2 * half, x + 2 * half, (D - 2 * half) * sizeof(T));
+  }
+}
+
+template <class T> static void rotary(const Rotary& a) {
+  over_rows(a.n, (a.H + a.K) * a.D, [=](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      const float *cos = a.cos + t * a.half, *sin = a.sin + t * a.half;
+      const T *q = (const T*)a.q + t * a.q_row, *k = (const T*)a.k + t * a.k_row;
+      rotate_row(q, cos, sin, (T*)a.q_out + t * a.H * a.D, a.H, a.q_head, a.D, a.half);
+      rotate_row(k, cos, sin, (T*)a.k_out + t * a.K * a.D, a.K, a.k_head, a.D, a.half);
+    }
+  });
+}
+
+EXPORT(rotary)(const Rotary& a) { WITH_TYPE(a.type, T, rotary<T>(a)); }
+
+struct StoreKV {  // k, v [n, K, D] with strides, to slots [n] = block * S + offset of cache [2, N, K, S, D]
+  int64_t type, cache_type;
+  const void *k, *v;
+  void* cache;
+  const int64_t* slots;
+  int64_t n, N, K, S, D, k_row, k_head, v_row, v_head;
+};
+
+template <class T, class TC> static void store_kv(const StoreKV& a) {
+  over_rows(a.n, 2 * a.K * a.D, [=](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      TC* keys = (TC*)a.cache + (a.slots[t] / a.S * a.K * a.S + a.slots[t] % a.S) * a.D;
+      TC* values = keys + a.N * a.K * a.S * a.D;
+      for (int64_t h = 0; h < a.K; h++, keys += a.S * a.D, values += a.S * a.D) {
+        const T *key = (const T*)a.k + t * a.k_row + h * a.k_head, *value = (const T*)a.v + t * a.v_row + h * a.v_head;
+        for_vectors(a.D, EACH_VECTOR {
+          store(keys + i, load(key + i, lanes), lanes);
+          store(values + i, load(value + i, lanes), lanes);
+        });
+      }
+    }
+  });
+}
+
+EXPORT(store_kv)(const StoreKV& a) { WITH_TYPE(a.type, T, WITH_TYPE(a.cache_type, TC, store_kv<T, TC>(a))); }
+
+struct Silu {
+  INLINE vf of(vf x) { return x / (1 + exp(-x)); }
+};
+struct Gelu {
+  INLINE vf of(vf x) { return 0.5f * x * (1 + erf(x * 0.70710678f)); }
+};
+struct GeluTanh {
+  INLINE vf of(vf x) { return 0.5f * x * (1 + tanh(0.79788456f * (x + 0.044715f * x * x * x))); }
+};
+struct Relu {
+  INLINE vf of(vf x) { return vmax(x, vf{}); }
+};
+
+struct GatedActivation {  // x [n, 2F], rows strided; out [n, F]
+  int64_t type, activation;
+  const void* x;
+  void* out;
+  int64_t n, F, stride;
+};
+
+template <class T, class Activation> static void gate(const GatedActivation& a) {
+  over_rows(a.n, 8 * a.F, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T *gates = (const T*)a.x + row * a.stride, *up = gates + a.F;
+      T* out = (T*)a.out + row * a.F;
+      for_vectors(a.F, EACH_VECTOR {
+        store(out + i, rounded_to(out, Activation::of(load(gates + i, lanes))) * load(up + i, lanes), lanes);
+      });
+    }
+  });
+}
+
+EXPORT(gated_activation)(const GatedActivation& a) {
+  WITH_TYPE(a.type, T, {
+    if (a.activation == 0) gate<T, Silu>(a);
+    if (a.activation == 1) gate<T, Gelu>(a);
+    if (a.activation == 2) gate<T, GeluTanh>(a);
+    if (a.activation == 3) gate<T, Relu>(a);
+  });
+}
+
+struct TakeRows {  // out [n, bytes] = table [rows, bytes], rows strided (in bytes), at indices [n]
+  const char* table;
+  const int64_t* indices;
+  char* out;
+  int64_t n, rows, bytes, stride;
+};
+
+// The first place of an index outside 0:rows, and nothing is done; else -1.
+extern "C" VISIBLE int64_t SYMBOL(take_rows)(const TakeRows& a) {
+  for (int64_t i = 0; i < a.n; i++)
+    if (a.indices[i] < 0 || a.indices[i] >= a.rows) return i;
+  over_rows(a.n, a.bytes, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      __builtin_memcpy(a.out + i * a.bytes, a.table + a.indices[i] * a.stride, a.bytes);
+  });
+  return -1;
+}

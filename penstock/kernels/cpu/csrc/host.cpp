@@ -1,0 +1,58 @@
+// What does not depend on the instruction set: what this CPU can do, and the threads' scratch memory.
+
+#include <stdlib.h>
+
+#include "scratch.h"
+
+#define VISIBLE __attribute__((visibility("default")))
+
+// The best kernels that this CPU runs: 0 generic, 1 avx2, 2 avx512. The compiler's own run-time also asks the
+// operating system, which may not save the wide registers.
+extern "C" VISIBLE int penstock_best_isa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16") &&
+                __builtin_cpu_supports("avx512vnni");
+  return avx2 && avx512 ? 2 : avx2 ? 1 : 0;
+#else
+  return 0;
+#endif
+}
+
+// Those of the features our kernels can use that this CPU has, separated by spaces.
+extern "C" VISIBLE const char* penstock_cpu_features() {
+#if defined(__x86_64__)
+  static char names[128];
+  char* end = names;
+  __builtin_cpu_init();
+#define FEATURE(name)                                                              \
+  if (__builtin_cpu_supports(name)) {                                              \
+    for (const char* c = name; *c; c++) *end++ = *c;                               \
+    *end++ = ' ';                                                                  \
+  }
+  end = names;
+  FEATURE("avx2") FEATURE("fma") FEATURE("avx512f") FEATURE("avx512bw") FEATURE("avx512vl")
+  FEATURE("avx512vnni") FEATURE("avx512bf16")
+  *end = 0;
+  return names;
+#elif defined(__aarch64__)
+  return "neon";
+#else
+  return "";
+#endif
+}
+
+extern "C" void* penstock_scratch(enum Scratch which, size_t bytes) {
+  static thread_local void* blocks[SCRATCHES];
+  static thread_local size_t sizes[SCRATCHES];
+  if (sizes[which] < bytes) {
+    free(blocks[which]);
+    size_t rounded = (bytes + 4095) & ~(size_t)4095;
+    blocks[which] = aligned_alloc(64, rounded);
+    if (!blocks[which]) abort();  // a few megabytes: there is nothing left to work with
+    sizes[which] = rounded;
+  }
+  return blocks[which];
+}

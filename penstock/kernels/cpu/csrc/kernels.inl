@@ -1,0 +1,66 @@
+// All kernels, compiled once for each instruction set by kernels_*.cpp, which names it:
+//   PENSTOCK_ISA    the suffix of the exported symbols: generic, avx2 or avx512
+//   PENSTOCK_LANES  floats in a vector
+//   PENSTOCK_DOT    1 where there are bfloat16 dot products (AVX-512 BF16)
+//
+// The C ABI: each kernel takes one struct of 8-byte fields, which Python packs as bytes. Strides are in elements;
+// types are 0 = float32, 1 = bfloat16. Callers check shapes and types, kernels trust them. A kernel may be called
+// with the GIL held or released. Only one thread of a process should call them: each that does gets an OpenMP
+// team of its own.
+
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#if PENSTOCK_LANES > 4
+#include <immintrin.h>
+#endif
+
+#include "scratch.h"
+
+#define JOIN_(a, b, c) a##b##_##c
+#define JOIN(a, b, c) JOIN_(a, b, c)
+#define SYMBOL(name) JOIN(penstock_, name, PENSTOCK_ISA)
+#define VISIBLE __attribute__((visibility("default")))
+#define EXPORT(name) extern "C" VISIBLE void SYMBOL(name)
+
+// Names T the element type that `type` stands for, and runs the rest.
+#define WITH_TYPE(type, T, ...) \
+  do {                          \
+    if ((type) == 0) {          \
+      typedef float T;          \
+      __VA_ARGS__;              \
+    } else {                    \
+      typedef bf16 T;           \
+      __VA_ARGS__;              \
+    }                           \
+  } while (0)
+
+// A namespace of its own: the linker must not take one instruction set's copy of a function for another's.
+namespace PENSTOCK_ISA {
+
+constexpr int W = PENSTOCK_LANES;
+#include "vector.h"
+
+// Elements of work below which waking the other threads costs more than they save.
+constexpr int64_t PARALLEL_WORK = 1 << 16;
+
+// Calls body(begin, end) on ranges that cover 0:rows, one for each thread.
+template <class Body> INLINE void over_rows(int64_t rows, int64_t work_per_row, Body body) {
+  if (rows < 2 || rows * work_per_row < PARALLEL_WORK) {
+    body(0, rows);
+    return;
+  }
+#pragma omp parallel
+  {
+    int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    body(rows * thread / threads, rows * (thread + 1) / threads);
+  }
+}
+
+#include "elementwise.inl"
+#include "product.inl"
+#include "attention.inl"
+#include "linear.inl"
+#include "sampling.inl"
+
+}  // namespace PENSTOCK_ISA

@@ -1,0 +1,85 @@
+// Small matrix products C [M, N] (+)= A [M, n] B [n, N] on packed operands, the inner loops of attention.
+//
+// A unit is what one multiplication reads of each operand: a float, or a pair of bfloat16 that the dot product
+// instruction multiplies and adds into one float. Each C[m][j] is one chain of additions in the order of n,
+// whatever the sizes and the register tile: so a query's bits do not depend on the queries beside it.
+
+struct Floats {
+  typedef float Unit;
+  static constexpr int TERMS = 1;  // products in a unit
+  typedef vf Units;
+  INLINE vf add_product(vf sum, float a, vf b) { return fma(all(a), b, sum); }
+};
+
+#if PENSTOCK_DOT
+struct Pairs {
+  typedef uint32_t Unit;
+  static constexpr int TERMS = 2;
+  typedef vu Units;
+  INLINE vf add_product(vf sum, uint32_t a, vu b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+  }
+};
+#endif
+
+template <class P, int ROWS, int VECTORS>
+INLINE void product_tile(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
+                         int64_t ldc, int64_t n, bool add) {
+  vf sums[ROWS][VECTORS];
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < VECTORS; v++) sums[m][v] = add ? load(c + m * ldc + v * W) : vf{};
+  for (int64_t i = 0; i < n; i++) {
+    typename P::Units units[VECTORS];
+    for (int v = 0; v < VECTORS; v++) units[v] = load(b + i * ldb + v * W);
+    for (int m = 0; m < ROWS; m++)
+      for (int v = 0; v < VECTORS; v++) sums[m][v] = P::add_product(sums[m][v], a[m * lda + i], units[v]);
+  }
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < VECTORS; v++) store(c + m * ldc + v * W, sums[m][v]);
+}
+
+template <class P, int VECTORS>
+INLINE void product_columns(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
+                            int64_t ldc, int64_t M, int64_t n, bool add) {
+  int64_t m = 0;
+  for (; m + 4 <= M; m += 4) product_tile<P, 4, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add);
+  for (; m + 2 <= M; m += 2) product_tile<P, 2, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add);
+  for (; m < M; m++) product_tile<P, 1, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add);
+}
+
+// N is a multiple of W. Four vectors of sums for four rows want 16 registers of the 32 that AVX-512 has; the
+// others have 16 in all.
+template <class P>
+static void product(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
+                    int64_t ldc, int64_t M, int64_t N, int64_t n, bool add) {
+  int64_t j = 0;
+  if (W == 16)
+    for (; j + 4 * W <= N; j += 4 * W) product_columns<P, 4>(a, lda, b + j, ldb, c + j, ldc, M, n, add);
+  for (; j + 2 * W <= N; j += 2 * W) product_columns<P, 2>(a, lda, b + j, ldb, c + j, ldc, M, n, add);
+  for (; j < N; j += W) product_columns<P, 1>(a, lda, b + j, ldb, c + j, ldc, M, n, add);
+}
+
+// ---- turning W rows of W units: lane j of row i becomes lane i of row j ----
+
+// At distance H (1, 2, 4 ...), exchanges the H-wide squares beside the diagonal.
+template <int H> INLINE void exchange(vu* rows) {
+  vu low, high;
+  for (int j = 0; j < W; j++) {
+    low[j] = (uint32_t)(j & H ? W + j - H : j);
+    high[j] = (uint32_t)(j & H ? W + j : j + H);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) {
+    if (i & H) continue;
+    vu a = rows[i], b = rows[i + H];
+    rows[i] = __builtin_shuffle(a, b, low);
+    rows[i + H] = __builtin_shuffle(a, b, high);
+  }
+}
+
+INLINE void transpose(vu* rows) {
+  exchange<1>(rows);
+  exchange<2>(rows);
+  if (W > 4) exchange<4 % W>(rows);
+  if (W > 8) exchange<8 % W>(rows);
+}

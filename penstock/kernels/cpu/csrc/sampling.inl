@@ -1,0 +1,255 @@
+// One token a row of logits, by the rule of Ops.sample, without sorting the vocabulary.
+//
+// top_k and top_p both keep the tokens before which, in descending order (equal ones by id), less than some
+// amount lies: k tokens, or top_p of the mass. A bound on the score that the cut cannot lie below leaves few
+// candidates; among these the cut is found by partition.
+
+typedef double vd __attribute__((vector_size(W * 4)));
+typedef int64_t vl __attribute__((vector_size(W * 4)));
+typedef float vf_half __attribute__((vector_size(W * 2)));
+constexpr int WD = W / 2;
+
+INLINE vd load(const double* p) {
+  vd x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+INLINE void store(double* p, vd x) { __builtin_memcpy(p, &x, sizeof x); }
+
+// e^x for x <= 0 to 2 ulp, 0 below -708. As the float one, with a longer sum.
+INLINE vd exp(vd x) {
+  const double shift = 6755399441055744.0;  // 1.5 * 2^52
+  vd shifted = x * 1.4426950408889634 + shift;
+  vd n = shifted - shift;
+  vd r = x - n * 0.693147180369123816490;  // the upper part of ln 2 has 32 bits: the product is exact
+  r = r - n * 1.90821492927058770002e-10;
+  vd p = vd{} + 1.0 / 6227020800;
+  const double inverse_factorials[] = {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320,
+                                       1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,     1.0 / 6,
+                                       0.5,             1.0,            1.0};
+  for (double c : inverse_factorials) p = p * r + c;
+  vd y = (vd)((vl)p + ((vl)shifted << 52));
+  return x > -708.0 ? y : vd{};
+}
+
+struct Candidates {
+  float* scores;    // in token-id order
+  double* weights;  // exp((score - top) / temperature)
+  int32_t* ids;     // null: candidate i is token i
+  int64_t n;
+  float top;
+};
+
+// What is kept: scores above `score`, and the first `ties` of those equal to it.
+struct Cut {
+  float score;
+  int64_t ties;
+};
+
+struct Ranked {
+  float score;
+  double amount;
+};
+
+// The cut in an unordered list, `before` being the amount that ranks before all of it.
+static Cut cut_in(Ranked* list, int64_t n, double before, double target) {
+  for (;;) {
+    float pivot = list[n / 2].score;
+    int64_t above = 0, equal = 0;
+    double above_amount = 0, equal_amount = 0;
+    for (int64_t i = 0; i < n; i++) {  // the higher ones to the front
+      Ranked r = list[i];
+      if (r.score > pivot) {
+        list[i] = list[above];
+        list[above++] = r;
+        above_amount += r.amount;
+      } else if (r.score == pivot) {
+        equal++;
+        equal_amount = r.amount;  // of each: equal scores have equal amounts
+      }
+    }
+    if (above && before + above_amount >= target) {
+      n = above;
+      continue;
+    }
+    before += above_amount;
+    int64_t ties = 0;
+    for (; ties < equal && before < target; ties++) before += equal_amount;
+    if (ties < equal || before >= target || above + equal == n) return {pivot, ties};
+    int64_t lower = 0;
+    for (int64_t i = above; i < n; i++)
+      if (list[i].score < pivot) list[lower++] = list[i];
+    n = lower;
+  }
+}
+
+// The cut before which less than `target` lies: of the weights, or of candidates where there are none yet.
+static Cut find_cut(const Candidates& c, double target, Ranked* list) {
+  for (int64_t i = 0; i < c.n; i++) list[i] = {c.scores[i], c.weights ? c.weights[i] : 1};
+  return cut_in(list, c.n, 0, target);
+}
+
+// The k-th largest score is not below this: the k-th largest of the spans' largest.
+static float bound_of_top_k(const Candidates& c, int64_t k, Ranked* list) {
+  constexpr int64_t SPAN = 4 * W;
+  const int64_t spans = c.n / SPAN;
+  if (k > spans) return -__builtin_inff();
+  for (int64_t i = 0; i < spans; i++) {
+    vf tops = load(c.scores + i * SPAN);
+    for (int64_t j = W; j < SPAN; j += W) tops = vmax(tops, load(c.scores + i * SPAN + j));
+    list[i] = {largest(tops), 1};
+  }
+  return cut_in(list, spans, 0, (double)k).score;
+}
+
+// Tokens that hold less than an n-th of 1 - top_p each hold less than that together, so all of them lie behind
+// the cut. As a score, and a little lower: it needs not be sharp.
+static float bound_of_top_p(const Candidates& c, double top_p, double total, float temperature) {
+  double lightest = (1 - top_p) * total / (double)c.n;
+  double distance = temperature * (__builtin_log(lightest) - 0.001);
+  return (float)(c.top + distance - 1e-6 * __builtin_fabs(c.top));
+}
+
+// Drops the candidates that `kept(i)` denies, the order kept. W at a time where all are below `bound`.
+template <class Kept> INLINE void keep(Candidates& c, int32_t* ids, float bound, Kept kept) {
+  int64_t n = 0;
+  for (int64_t begin = 0; begin < c.n; begin += W) {
+    if (begin + W <= c.n && largest(load(c.scores + begin)) < bound) continue;
+    for (int64_t i = begin; i < min<int64_t>(begin + W, c.n); i++) {
+      if (!kept(i)) continue;
+      ids[n] = c.ids ? c.ids[i] : (int32_t)i;
+      if (c.weights) c.weights[n] = c.weights[i];
+      c.scores[n++] = c.scores[i];
+    }
+  }
+  c.ids = ids;
+  c.n = n;
+}
+
+// Keeps what ranks before the cut at `target`, which does not lie below `bound`.
+static void cut_off(Candidates& c, int32_t* ids, float bound, double target, Ranked* list) {
+  keep(c, ids, bound, [&](int64_t i) { return c.scores[i] >= bound; });
+  Cut cut = find_cut(c, target, list);
+  int64_t ties = 0;
+  keep(c, ids, cut.score, [&](int64_t i) {
+    return c.scores[i] > cut.score || (c.scores[i] == cut.score && ties++ < cut.ties);
+  });
+}
+
+static void fill_weights(Candidates& c, double* weights, float temperature) {
+  const double inverse = 1 / (double)temperature, top = c.top;
+  c.weights = weights;
+  for (int64_t i = 0; i < c.n; i += WD) {  // the memory goes on for a vector
+    vf_half scores;
+    __builtin_memcpy(&scores, c.scores + i, sizeof scores);
+    store(weights + i, exp((__builtin_convertvector(scores, vd) - top) * inverse));
+  }
+}
+
+// The first candidate up to which the weights add up to more than u of their total.
+static int64_t draw(const Candidates& c, double u) {
+  constexpr int64_t SPAN = 256;
+  double total = 0;
+  auto sum_span = [&](int64_t begin) {
+    double sum = 0;
+    for (int64_t i = begin; i < min(begin + SPAN, c.n); i++) sum += c.weights[i];
+    return sum;
+  };
+  for (int64_t begin = 0; begin < c.n; begin += SPAN) total += sum_span(begin);
+  const double target = u * total;
+  double mass = 0;
+  for (int64_t begin = 0; begin < c.n; begin += SPAN) {
+    double with_span = mass + sum_span(begin);
+    if (with_span > target)
+      for (int64_t i = begin; i < min(begin + SPAN, c.n); i++)
+        if ((mass += c.weights[i]) > target) return i;
+    mass = with_span;
+  }
+  int64_t last = c.n - 1;  // u * total was rounded up to the total: the last one that can be drawn
+  while (last > 0 && c.weights[last] == 0) last--;
+  return last;
+}
+
+// Scores as floats, forbidden ones -inf; returns the largest.
+template <class T> static float fill_scores(const T* logits, const uint32_t* bitmask, float* scores, int64_t n) {
+  const vf nothing = all(-__builtin_inff());
+  vf tops = nothing;
+  for_vectors(n, EACH_VECTOR {
+    vf score = load(logits + i, lanes);
+    if (bitmask) {
+      vu allowed = (bitmask[i / 32] >> (vu)(lane_index() + (int32_t)(i % 32))) & 1;
+      score = allowed != 0 ? score : nothing;
+    }
+    store(scores + i, score, lanes);
+    tops = vmax(tops, visible_lanes(score, lanes));
+  });
+  return largest(tops);
+}
+
+static int64_t index_of(float score, const float* scores, int64_t n) {
+  constexpr int64_t SPAN = 8 * W;
+  int64_t i = 0;
+  for (; i + SPAN <= n; i += SPAN) {
+    vi found = {};
+    for (int64_t j = 0; j < SPAN; j += W) found |= load(scores + i + j) == score;
+    if (largest(as_float((vu)found & 0x3f800000)) > 0) break;
+  }
+  for (; i < n; i++)
+    if (scores[i] == score) return i;
+  return 0;  // no score is a number
+}
+
+struct Rule {
+  float temperature, top_p, min_p;
+  int64_t top_k;
+  double uniform;
+};
+
+template <class T>
+static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, const Rule& rule, char* memory) {
+  Candidates c = {(float*)memory, nullptr, nullptr, V, 0};
+  c.top = fill_scores(logits, bitmask, c.scores, V);
+  if (rule.temperature <= 0 || rule.top_k == 1 || !(c.top > -__builtin_inff())) return index_of(c.top, c.scores, V);
+  const int64_t size = round_up(V, W);
+  double* weights = (double*)(memory + size * 4);
+  Ranked* list = (Ranked*)(memory + size * 12);
+  int32_t* ids = (int32_t*)(memory + size * 28);
+  if (rule.top_k > 0 && rule.top_k < V)
+    cut_off(c, ids, bound_of_top_k(c, rule.top_k, list), (double)rule.top_k, list);
+  fill_weights(c, weights, rule.temperature);
+  if (rule.top_p < 1) {
+    double total = 0;
+    for (int64_t i = 0; i < c.n; i++) total += c.weights[i];
+    // The first of all stays, also at top_p 0.
+    double target = max((double)rule.top_p * total, 1e-300);
+    cut_off(c, ids, bound_of_top_p(c, rule.top_p, total, rule.temperature), target, list);
+  }
+  if (rule.min_p > 0)
+    for (int64_t i = 0; i < c.n; i++)
+      if (c.weights[i] < rule.min_p) c.weights[i] = 0;  // the largest weight is 1
+  int64_t drawn = draw(c, rule.uniform);
+  return c.ids ? c.ids[drawn] : drawn;
+}
+
+struct Sample {  // logits [R, V], rows strided; bitmask [R, words] or null; the others [R]
+  int64_t type;
+  const void* logits;
+  int64_t stride, R, V;
+  const float* temperature;
+  const int64_t* top_k;
+  const float *top_p, *min_p;
+  const double* uniforms;
+  const uint32_t* bitmask;
+  int64_t words;
+  int64_t* tokens;
+};
+
+EXPORT(sample)(const Sample& a) {
+#pragma omp parallel for schedule(dynamic) if (a.R > 1 && a.R * a.V > PARALLEL_WORK)
+  for (int64_t r = 0; r < a.R; r++) {
+    Rule rule = {a.temperature[r], a.top_p[r], a.min_p[r], a.top_k[r], a.uniforms[r]};
+    char* memory = (char*)penstock_scratch(OWN, round_up(a.V, W) * 32);
+    const uint32_t* mask = a.bitmask ? a.bitmask + r * a.words : nullptr;
+    WITH_TYPE(a.type, T, a.tokens[r] = sample_row((const T*)a.logits + r * a.stride, mask, a.V, rule, memory));
+  }
+}

@@ -1,0 +1,207 @@
+// One vector of floats, as wide as the instruction set of this file: 16, 8 or 4 lanes.
+//
+// Included inside the namespace of one instruction set. Everything here has internal linkage: an inline
+// function of the standard library, compiled with AVX-512 flags in one file, could be the copy that the
+// linker keeps for all, and crash where there is no AVX-512. So nothing of it is used.
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+typedef uint16_t vh __attribute__((vector_size(W * 2)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+#define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
+
+template <class T> INLINE T min(T a, T b) { return b < a ? b : a; }
+template <class T> INLINE T max(T a, T b) { return a < b ? b : a; }
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+INLINE vf all(float x) { return x - vf{}; }
+INLINE vu as_bits(vf x) { return (vu)x; }
+INLINE vf as_float(vu x) { return (vf)x; }
+INLINE vi lane_index() {
+  vi index;
+  for (int i = 0; i < W; i++) index[i] = i;
+  return index;
+}
+
+INLINE vf vmax(vf a, vf b) {
+#if PENSTOCK_LANES == 16
+  return _mm512_max_ps(a, b);
+#elif PENSTOCK_LANES == 8
+  return _mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// a * b + c: one rounding where the instruction set has it, always or never, so that bits do not depend
+// on how the compiler arranged a loop.
+INLINE vf fma(vf a, vf b, vf c) {
+#if PENSTOCK_LANES == 16
+  return _mm512_fmadd_ps(a, b, c);
+#elif PENSTOCK_LANES == 8
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// ---- loading and storing: float as it is, bfloat16 widened or rounded to nearest even ----
+
+INLINE float widen(float x) { return x; }
+INLINE float widen(bf16 x) {
+  uint32_t bits = (uint32_t)x.bits << 16;
+  float wide;
+  __builtin_memcpy(&wide, &bits, 4);
+  return wide;
+}
+INLINE vf widen(vh x) { return as_float(__builtin_convertvector(x, vu) << 16); }
+
+INLINE vh narrow(vf x) {
+#if PENSTOCK_LANES == 16
+  return (vh)_mm512_cvtneps_pbh(x);
+#else
+  vu bits = as_bits(x);
+  vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  vu quiet = (bits >> 16) | 0x40;  // a NaN stays one
+  return __builtin_convertvector(x == x ? rounded : quiet, vh);
+#endif
+}
+
+INLINE vf load(const float* p) {
+  vf x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+INLINE vf load(const bf16* p) {
+  vh x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return widen(x);
+}
+INLINE vu load(const uint32_t* p) {
+  vu x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+INLINE void store(float* p, vf x) { __builtin_memcpy(p, &x, sizeof x); }
+INLINE void store(uint32_t* p, vu x) { __builtin_memcpy(p, &x, sizeof x); }
+INLINE void store(bf16* p, vf x) {
+  vh rounded = narrow(x);
+  __builtin_memcpy(p, &rounded, sizeof rounded);
+}
+
+// The first n < W lanes; the others are 0, and are not written.
+#if PENSTOCK_LANES == 16
+INLINE __mmask16 first(int64_t n) { return (__mmask16)((1u << n) - 1); }
+INLINE vf load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
+INLINE vf load(const bf16* p, int64_t n) { return widen((vh)_mm256_maskz_loadu_epi16(first(n), p)); }
+INLINE vu load(const uint32_t* p, int64_t n) { return (vu)_mm512_maskz_loadu_epi32(first(n), p); }
+INLINE void store(float* p, vf x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
+INLINE void store(bf16* p, vf x, int64_t n) { _mm256_mask_storeu_epi16(p, first(n), (__m256i)narrow(x)); }
+#else
+template <class T> INLINE auto load(const T* p, int64_t n) {
+  T lanes[W] = {};
+  for (int64_t i = 0; i < n; i++) lanes[i] = p[i];
+  return load(lanes);
+}
+template <class T> INLINE void store(T* p, vf x, int64_t n) {
+  T lanes[W];
+  store(lanes, x);
+  for (int64_t i = 0; i < n; i++) p[i] = lanes[i];
+}
+#endif
+
+INLINE void put(float* p, float x) { *p = x; }
+INLINE void put(bf16* p, float x) { store(p, all(x), 1); }
+
+// x as it would come back from memory in type T.
+INLINE vf rounded_to(const float*, vf x) { return x; }
+INLINE vf rounded_to(const bf16*, vf x) { return widen(narrow(x)); }
+
+// Runs body(i, lanes) for each vector of a row of n. Whole is a type, so that no vector but the last pays
+// for the question.
+struct Whole {};
+struct Some {
+  int64_t n;
+};
+template <class Body> INLINE void for_vectors(int64_t n, Body body) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) body(i, Whole{});
+  if (i < n) body(i, Some{n - i});
+}
+template <class T> INLINE auto load(const T* p, Whole) { return load(p); }
+template <class T> INLINE auto load(const T* p, Some some) { return load(p, some.n); }
+template <class T> INLINE void store(T* p, vf x, Whole) { store(p, x); }
+template <class T> INLINE void store(T* p, vf x, Some some) { store(p, x, some.n); }
+INLINE vf visible_lanes(vf x, Whole) { return x; }
+INLINE vf visible_lanes(vf x, Some some) { return lane_index() < (int32_t)some.n ? x : all(-__builtin_inff()); }
+#define EACH_VECTOR [&](int64_t i, auto lanes) __attribute__((always_inline))
+
+// ---- across lanes ----
+
+INLINE vf exchanged(vf x, int distance) { return __builtin_shuffle(x, lane_index() ^ distance); }
+
+INLINE float sum(vf x) {
+#pragma GCC unroll 4
+  for (int distance = W / 2; distance; distance /= 2) x += exchanged(x, distance);
+  return x[0];
+}
+
+INLINE float largest(vf x) {
+#pragma GCC unroll 4
+  for (int distance = W / 2; distance; distance /= 2) x = vmax(x, exchanged(x, distance));
+  return x[0];
+}
+
+// ---- functions ----
+
+// e^x to 2 ulp; 0 below -87.3 (so -inf gives 0), about 3e38 above 88.3.
+// x = n ln 2 + r with |r| <= ln 2 / 2; ln 2 in two parts, so that n ln 2 loses nothing; a Taylor sum in r.
+INLINE vf exp(vf x) {
+  const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  vf clamped = x < 88.3f ? x : all(88.3f);
+  vf n = fma(clamped, all(1.44269504f), all(shift)) - shift;
+  vf r = fma(n, all(-0.693359375f), clamped);
+  r = fma(n, all(2.12194440e-4f), r);
+  vf p = all(1.0f / 5040);
+  p = fma(p, r, all(1.0f / 720));
+  p = fma(p, r, all(1.0f / 120));
+  p = fma(p, r, all(1.0f / 24));
+  p = fma(p, r, all(1.0f / 6));
+  p = fma(p, r, all(0.5f));
+  p = fma(p, r, all(1.0f));
+  p = fma(p, r, all(1.0f));
+  vi exponent = __builtin_convertvector(n, vi) << 23;
+  vf y = as_float(as_bits(p) + (vu)exponent);
+  return x > -87.3f ? y : (x == x ? vf{} : x);
+}
+
+INLINE vf tanh(vf x) {
+  vf magnitude = as_float(as_bits(x) & 0x7fffffff);
+  vf e = exp(-2 * magnitude);
+  vf y = (1 - e) / (1 + e);
+  // 1 - e cancels near 0, where the series has no such trouble.
+  vf square = x * x;
+  vf small = fma(fma(fma(square, all(-17.0f / 315), all(2.0f / 15)), square, all(-1.0f / 3)), square, all(1.0f));
+  y = magnitude < 0.1f ? magnitude * small : y;
+  return as_float(as_bits(y) | (as_bits(x) & 0x80000000));
+}
+
+// Abramowitz and Stegun 7.1.26: |error| <= 1.5e-7.
+INLINE vf erf(vf x) {
+  vf magnitude = as_float(as_bits(x) & 0x7fffffff);
+  vf t = 1 / fma(magnitude, all(0.3275911f), all(1.0f));
+  vf p = all(1.061405429f);
+  p = fma(p, t, all(-1.453152027f));
+  p = fma(p, t, all(1.421413741f));
+  p = fma(p, t, all(-0.284496736f));
+  p = fma(p, t, all(0.254829592f));
+  vf y = 1 - p * t * exp(-magnitude * magnitude);
+  return as_float(as_bits(y) | (as_bits(x) & 0x80000000));
+}

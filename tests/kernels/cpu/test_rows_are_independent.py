@@ -1,0 +1,105 @@
+"""A row's bits depend on nothing but the row: not on its batch, its chunk, the block size or the threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import LayerKV, pack_linear
+from penstock.kernels.cpu import CpuOps, variants
+
+LENGTH, HEADS, KV_HEADS, DIM = 1200, 4, 2, 32  # more keys than two chunks of the kernel
+
+VARIANTS = {ops.isa: ops for ops in variants()}
+
+
+@pytest.fixture(params=VARIANTS or [pytest.param("none", marks=pytest.mark.skip("no kernels are built"))])
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    return VARIANTS[request.param]
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    torch.manual_seed(0)
+    return request.param
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def sequence(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Queries ``[T, H, D]``, and keys and values ``[2, K, T, D]``, of one sequence."""
+    return torch.randn(LENGTH, HEADS, DIM).to(dtype), torch.randn(2, KV_HEADS, LENGTH, DIM).to(dtype)
+
+
+def attend(
+    ops: CpuOps, queries: Tensor, pairs: Tensor, pieces: list[slice], block_size: int, window: int | None
+) -> Tensor:
+    """Attention of pieces of the sequence, each as if it were a sequence of the batch."""
+    blocks = -(-LENGTH // block_size)
+    padded = torch.nn.functional.pad(pairs, (0, 0, 0, blocks * block_size - LENGTH))
+    cache = padded.view(2, KV_HEADS, blocks, block_size, DIM).transpose(1, 2).contiguous()
+    tables = torch.arange(blocks).repeat(len(pieces), 1).int()
+    counts = torch.tensor([0] + [piece.stop - piece.start for piece in pieces])
+    lengths = torch.tensor([piece.stop for piece in pieces]).int()
+    q = torch.cat([queries[piece] for piece in pieces])
+    kv = LayerKV(cache, tables, torch.empty(0, dtype=torch.int64), window)
+    return ops.attention(q, kv, counts.cumsum(0).int(), lengths, scale=DIM**-0.5)
+
+
+@pytest.mark.parametrize("window", [None, 100, 700])
+def test_attention_whole_in_chunks_and_one_by_one(
+    ops: CpuOps, dtype: torch.dtype, window: int | None
+) -> None:
+    queries, pairs = sequence(dtype)
+    whole = attend(ops, queries, pairs, [slice(0, LENGTH)], 32, window)
+    cuts = [0, 7, 300, 301, 700, LENGTH]
+    chunks = [slice(a, b) for a, b in pairwise(cuts)]
+    assert torch.equal(attend(ops, queries, pairs, chunks, 32, window), whole)
+    assert torch.equal(attend(ops, queries, pairs, chunks, 128, window), whole)
+    for row in (0, 63, 64, 511, 512, 700, LENGTH - 1):
+        alone = attend(ops, queries, pairs, [slice(row, row + 1)], 16, window)
+        assert torch.equal(alone[0], whole[row])
+    assert not torch.equal(attend(ops, queries, pairs, chunks, 32, 99), whole)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("pieces", [[slice(LENGTH - 1, LENGTH)], [slice(1100, LENGTH), slice(600, 602)]])
+def test_attention_on_one_thread_and_on_several(ops: CpuOps, dtype: torch.dtype, pieces: list[slice]) -> None:
+    queries, pairs = sequence(dtype)
+    results = []
+    for threads in (1, 2, 5):  # from 2 on, the chunks of keys of this few items are tasks of their own
+        torch.set_num_threads(threads)
+        results.append(attend(ops, queries, pairs, pieces, 32, None))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.usefixtures("_threads")
+def test_linear_alone_and_in_a_batch(ops: CpuOps, dtype: torch.dtype) -> None:
+    packed = pack_linear(torch.randn(1030, 520), str(dtype).removeprefix("torch."))
+    x = torch.randn(32, 520).to(dtype)
+    together = ops.linear(x, packed)
+    torch.set_num_threads(2)
+    for rows in (1, 2, 5, 8, 17):
+        assert torch.equal(ops.linear(x[:rows], packed), together[:rows])
+
+
+@pytest.mark.usefixtures("_threads")
+def test_rows_on_one_thread_and_on_several(ops: CpuOps, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 300, 512).to(dtype)
+    weight = torch.randn(512)
+    results = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+        results.append(torch.cat([normed, total, ops.gated_activation(x, "silu").repeat(1, 2)]))
+    assert torch.equal(*results)

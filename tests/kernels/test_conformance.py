@@ -1,0 +1,385 @@
+"""Every back end against the reference, and the comparison against back ends that are broken on purpose."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock import kernels
+from penstock.kernels import LayerKV, LoRAInputs, Ops, SamplingInputs, pack_linear
+from penstock.kernels.linear import LinearSlice
+from penstock.kernels.reference import ReferenceOps
+
+REFERENCE = ReferenceOps()
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+
+
+@cache
+def back_ends() -> dict[str, Ops]:
+    """All there are beside the reference, by what tells them apart."""
+    found: dict[str, Ops] = {}
+    for folder in pkgutil.iter_modules(kernels.__path__):
+        if folder.ispkg and folder.name != "reference":
+            for ops in importlib.import_module(f"penstock.kernels.{folder.name}").variants():
+                found[f"{ops.name}-{ops.isa}"] = ops
+    return found
+
+
+@pytest.fixture(params=back_ends() or [pytest.param("none", marks=pytest.mark.skip("no back end is built"))])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return back_ends()[request.param]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def agree(got: Tensor, expected: Tensor) -> bool:
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    tolerance = TOLERANCE[expected.dtype]
+    return torch.allclose(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+def same(operation: Callable[[Ops], Tensor | tuple[Tensor, ...]], ops: Ops) -> None:
+    """Whether an operation gives what it gives on the reference."""
+    got, expected = operation(ops), operation(REFERENCE)
+    if isinstance(got, Tensor):
+        got, expected = (got,), (expected,)
+    for one, other in zip(got, expected, strict=True):
+        assert agree(one, other), f"off by up to {(one.float() - other.float()).abs().max()}"
+
+
+# ---- rows ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 8), (8, 100), (33, 257), (70, 2048)])
+def test_norms(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+    x, residual = torch.randn(2, rows, 2 * width).to(dtype)[:, :, :width]  # rows strided
+    for weight in (torch.randn(width), torch.randn(width).to(dtype)):
+        same(lambda o, w=weight: o.rms_norm(x, w, 1e-5), ops)
+        same(lambda o, w=weight: o.add_rms_norm(x, residual, w, 1e-5), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_heads(ops: Ops, dtype: torch.dtype) -> None:
+    q, k, _ = fused_qkv(5, 4, 2, 16, dtype)
+    same(lambda o: o.rms_norm(q, torch.randn(16, generator=torch.Generator().manual_seed(1)), 1e-6), ops)
+    same(lambda o: o.rms_norm(k, torch.ones(16), 1e-6), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "rotated"), [(8, 8), (64, 64), (80, 32), (128, 128)])
+def test_rotary(ops: Ops, dtype: torch.dtype, dim: int, rotated: int) -> None:
+    q, k, _ = fused_qkv(33, 4, 2, dim, dtype)
+    angles = torch.rand(33, rotated // 2) * 6
+    same(lambda o: o.rotary(q, k, angles.cos(), angles.sin()), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 704)])
+def test_gated_activation(ops: Ops, dtype: torch.dtype, activation: str, rows: int, width: int) -> None:
+    x = (4 * torch.randn(rows, 3 * width)).to(dtype)[:, : 2 * width]
+    same(lambda o: o.gated_activation(x, activation), ops)
+
+
+def test_gated_activation_far_out(ops: Ops) -> None:
+    gates = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 1e-30, 88.0, 200.0, 1e30])
+    x = torch.cat([gates, torch.ones_like(gates)])[None]
+    for activation in ("silu", "gelu", "relu"):
+        same(lambda o, a=activation: o.gated_activation(x, a), ops)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.int64])
+def test_row_lookups(ops: Ops, dtype: torch.dtype) -> None:
+    table = (100 * torch.randn(11, 40)).to(dtype)
+    rows = torch.tensor([0, 10, 3, 3])
+    assert torch.equal(ops.embedding(rows, table), table[rows])
+    assert torch.equal(ops.take_rows(table[:, 4:9], rows), table[rows, 4:9])
+    values = torch.zeros(2, 40).to(dtype)
+    assert torch.equal(ops.put_rows(table, rows[:2], values), REFERENCE.put_rows(table, rows[:2], values))
+    for outside in (11, -12):
+        with pytest.raises(IndexError):
+            ops.embedding(torch.tensor([1, outside]), table)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (37, 40), (130, 96), (5, 7)])
+def test_linear(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    weight, bias = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
+    for packed in (
+        pack_linear(weight, str(dtype).removeprefix("torch.")),
+        pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias),
+    ):
+        for rows in (1, 2, 3, 4, 5, 7, 8, 9, 33):
+            x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs]
+            same(lambda o, x=x, p=packed: o.linear(x, p), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_with_adapters(ops: Ops, dtype: torch.dtype) -> None:
+    packed = pack_linear(
+        torch.randn(24, 16) / 4,
+        str(dtype).removeprefix("torch."),
+        slices=(LinearSlice("q", 0, 16), LinearSlice("k", 16, 24)),
+    )
+    lora = LoRAInputs(torch.tensor([0, -1, 1]), {"k": (torch.randn(2, 4, 16), torch.randn(2, 8, 4) / 8)})
+    x = torch.randn(3, 16).to(dtype)
+    same(lambda o: o.linear(x, packed, lora=lora), ops)
+    assert not agree(ops.linear(x, packed), REFERENCE.linear(x, packed, lora=lora))
+
+
+# ---- the paged cache ----
+
+
+def fused_qkv(rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Views of one ``[T, (H + 2K) D]``: their rows are strided."""
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)
+    return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A ragged batch over a cache in which everything that no query may see is NaN."""
+
+    kv: LayerKV
+    row_offsets: Tensor
+    lengths: Tensor
+
+
+def paged(
+    rows_and_lengths: list[tuple[int, int]],
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+) -> Batch:
+    rows = torch.tensor([n for n, _ in rows_and_lengths])
+    lengths = torch.tensor([length for _, length in rows_and_lengths])
+    counts = [-(-length // block_size) for length in lengths.tolist()]
+    ids = (torch.randperm(sum(counts)) + 1).tolist()
+    cache = torch.full((2, len(ids) + 1, kv_heads, block_size, dim), torch.nan)
+    cache[:, 0] = 0
+    tables = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
+    slots = []
+    for b, (n, length) in enumerate(rows_and_lengths):
+        behind = 0 if window is None else max(0, length - n - window + 1) // block_size
+        for column in range(behind, counts[b]):  # those behind the window are freed: the null block
+            tables[b, column] = block = ids.pop()
+            held = min(block_size, length - column * block_size)
+            cache[:, block, :, :held] = torch.randn(2, kv_heads, held, dim)
+        positions = torch.arange(length - n, length)
+        slots.append(tables[b, positions // block_size].long() * block_size + positions % block_size)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).int()
+    return Batch(LayerKV(cache.to(dtype), tables, torch.cat(slots), window), offsets, lengths.int())
+
+
+def attend(ops: Ops, q: Tensor, batch: Batch, **options: object) -> Tensor:
+    scale = q.shape[2] ** -0.5
+    return ops.attention(q, batch.kv, batch.row_offsets, batch.lengths, **{"scale": scale, **options})
+
+
+MIXES = {
+    "first token": [(1, 1)],
+    "decode": [(1, 7), (1, 33), (1, 64), (1, 65)],
+    "prompt": [(33, 33)],
+    "chunk": [(8, 40)],
+    "all at once": [(1, 70), (8, 8), (33, 100), (3, 5)],
+    "several chunks of keys": [(1, 1300), (5, 600), (1, 512), (1, 513)],
+    "a long prompt": [(150, 150)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1)])
+def test_attention_over_batches(ops: Ops, dtype: torch.dtype, mix: str, heads: int, kv_heads: int) -> None:
+    batch = paged(MIXES[mix], kv_heads, 32, 16, dtype)
+    q, _, _ = fused_qkv(int(batch.row_offsets[-1]), heads, kv_heads, 32, dtype)
+    same(lambda o: attend(o, q, batch), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [4, 8, 16, 24, 64, 80, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+def test_attention_over_dimensions(ops: Ops, dtype: torch.dtype, dim: int, block_size: int) -> None:
+    batch = paged(MIXES["all at once"], 2, dim, block_size, dtype)
+    q, _, _ = fused_qkv(45, 6, 2, dim, dtype)
+    same(lambda o: attend(o, q, batch), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 5, 16, 64, 600])
+@pytest.mark.parametrize("mix", ["decode", "prompt", "all at once", "several chunks of keys"])
+def test_attention_with_a_window(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
+    batch = paged(MIXES[mix], 2, 16, 16, dtype, window)
+    q, _, _ = fused_qkv(int(batch.row_offsets[-1]), 4, 2, 16, dtype)
+    same(lambda o: attend(o, q, batch), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_with_soft_cap_and_sinks(ops: Ops, dtype: torch.dtype) -> None:
+    batch = paged(MIXES["all at once"], 2, 32, 16, dtype, window=40)
+    q, _, _ = fused_qkv(45, 8, 2, 32, dtype)
+    sinks = torch.randn(8)
+    same(lambda o: attend(o, q, batch, soft_cap=2.0, scale=0.5), ops)
+    same(lambda o: attend(o, q, batch, sinks=sinks), ops)
+    same(lambda o: attend(o, q, batch, sinks=sinks.bfloat16(), soft_cap=30.0), ops)
+    assert not agree(attend(ops, q, batch), attend(ops, q, batch, sinks=sinks))
+    assert not agree(attend(ops, q, batch), attend(ops, q, batch, soft_cap=2.0))
+
+
+@pytest.mark.parametrize(
+    ("activations", "cached"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_attention_over_a_cache_of_another_type(
+    ops: Ops, activations: torch.dtype, cached: torch.dtype
+) -> None:
+    batch = paged(MIXES["all at once"], 2, 32, 16, cached)
+    q, k, v = fused_qkv(45, 4, 2, 32, activations)
+    ops.store_kv(k, v, batch.kv)
+    same(lambda o: attend(o, q, batch), ops)
+
+
+@pytest.mark.parametrize("heads", [71, 160])
+def test_attention_of_very_many_heads_on_one(ops: Ops, heads: int) -> None:
+    batch = paged([(1, 20), (3, 9)], 1, 16, 16, torch.float32)
+    q, _, _ = fused_qkv(4, heads, 1, 16, torch.float32)
+    same(lambda o: attend(o, q, batch), ops)
+
+
+def test_large_scores_do_not_overflow(ops: Ops) -> None:
+    batch = paged(MIXES["all at once"], 2, 16, 16, torch.float32)
+    q, _, _ = fused_qkv(45, 4, 2, 16, torch.float32)
+    same(lambda o: attend(o, 50 * q, batch), ops)  # e ** score would be infinite
+
+
+@pytest.mark.parametrize("cached", [*DTYPES, torch.int8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 20, 64])
+def test_store_kv(ops: Ops, cached: torch.dtype, dtype: torch.dtype, dim: int) -> None:
+    batch = paged(MIXES["all at once"], 2, dim, 16, torch.float32)
+    _, k, v = fused_qkv(45, 4, 2, dim, dtype)
+    stored = []
+    for back_end in (ops, REFERENCE):
+        scales = torch.zeros(batch.kv.cache.shape[:4]) if cached == torch.int8 else None
+        kv = replace(batch.kv, cache=torch.zeros_like(batch.kv.cache).to(cached), scales=scales)
+        back_end.store_kv(k, v, kv)
+        stored.append(kv.cache)
+    assert torch.equal(*stored)
+    assert stored[0].any()
+
+
+# ---- what a comparison must notice ----
+
+FAULTS: dict[str, Callable[[Batch], tuple[Batch, dict[str, object]]]] = {
+    "blocks in the wrong order": lambda b: (
+        replace(b, kv=replace(b.kv, block_tables=b.kv.block_tables.roll(1, 0))),
+        {},
+    ),
+    "twice the scale": lambda b: (b, {"scale": 2 * 32**-0.5}),
+    "the last key left out": lambda b: (replace(b, lengths=b.lengths - 1), {}),
+    "a window one too small": lambda b: (replace(b, kv=replace(b.kv, window=15)), {}),
+    "a window one too large": lambda b: (replace(b, kv=replace(b.kv, window=17)), {}),
+    "keys for values": lambda b: (replace(b, kv=replace(b.kv, cache=b.kv.cache.flip(0))), {}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_comparison_sees_a_fault(ops: Ops, dtype: torch.dtype, fault: str) -> None:
+    batch = paged([(2, 70), (2, 70), (1, 70)], 2, 32, 16, dtype, window=16)
+    q, _, _ = fused_qkv(5, 4, 2, 32, dtype)
+    expected = attend(REFERENCE, q, batch)
+    assert agree(attend(ops, q, batch), expected)
+    broken, options = FAULTS[fault](batch)
+    assert not agree(attend(ops, q, broken, **options), expected)
+
+
+# ---- sampling ----
+
+
+def sampling_inputs(rows: int, **fixed: float) -> SamplingInputs:
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | fixed
+    return SamplingInputs(
+        torch.full((rows,), values["temperature"]),
+        torch.full((rows,), int(values["top_k"])),
+        torch.full((rows,), values["top_p"]),
+        torch.full((rows,), values["min_p"]),
+        torch.rand(rows, dtype=torch.float64),
+    )
+
+
+RULES = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.1},
+    {"temperature": 3.0},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 40, "temperature": 1.5},
+    {"top_k": 100_000},
+    {"top_p": 0.9},
+    {"top_p": 0.999, "temperature": 2.0},
+    {"top_p": 0.01},
+    {"min_p": 0.1},
+    {"top_k": 50, "top_p": 0.8, "min_p": 0.05, "temperature": 0.7},
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("vocabulary", [17, 1000, 32003])
+@pytest.mark.parametrize("dtype", DTYPES)  # equal logits abound in bfloat16
+def test_sample(ops: Ops, rule: dict[str, float], vocabulary: int, dtype: torch.dtype) -> None:
+    rows = 60 if vocabulary < 5000 else 4
+    logits = (3 * torch.randn(rows, vocabulary)).to(dtype)
+    inputs = sampling_inputs(rows, **rule)
+    expected = REFERENCE.sample(logits, inputs)
+    assert torch.equal(ops.sample(logits, inputs), expected)
+    mask = torch.randint(-(2**31), 2**31, (rows, -(-vocabulary // 32))).int()
+    expected = REFERENCE.sample(logits, inputs, mask)
+    assert torch.equal(ops.sample(logits, inputs, mask), expected)
+
+
+def test_sample_keeps_to_the_kept_tokens(ops: Ops) -> None:
+    logits = torch.randn(3000, 60)
+    inputs = sampling_inputs(3000, top_k=3)
+    kept = logits.topk(3).indices
+    drawn = ops.sample(logits, inputs)
+    assert (kept == drawn[:, None]).any(-1).all()
+    assert not torch.equal(drawn, ops.sample(logits, replace(inputs, top_k=inputs.top_k + 1)))
+    assert not torch.equal(drawn, ops.sample(logits, replace(inputs, top_p=inputs.top_p - 0.5)))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_sample_at_the_ends_of_the_distribution(ops: Ops, uniform: float) -> None:
+    logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf, 0.5, -torch.inf]]).repeat(3, 1)
+    inputs = sampling_inputs(3)
+    inputs = replace(
+        inputs,
+        uniforms=torch.full((3,), uniform, dtype=torch.float64),
+        temperature=torch.tensor([0.01, 1, 100]),
+        top_p=torch.tensor([1.0, 1.0, 0.7]),
+    )
+    assert torch.equal(ops.sample(logits, inputs), REFERENCE.sample(logits, inputs))
+
+
+@pytest.mark.parametrize("rule", [{"top_k": 3}, {"top_k": 3, "top_p": 0.5}, {"temperature": 0.0}])
+def test_equal_logits_rank_by_token_id(ops: Ops, rule: dict[str, float]) -> None:
+    logits = torch.tensor([[0.0, 1, 1, 0, 1, 1, -1, 1]]).repeat(100, 1)
+    inputs = sampling_inputs(100, **rule)
+    drawn = ops.sample(logits, inputs)
+    assert torch.equal(drawn, REFERENCE.sample(logits, inputs))
+    assert set(drawn.tolist()) <= {1, 2, 4}

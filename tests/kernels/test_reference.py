@@ -1,0 +1,188 @@
+"""The definition of correct, against the plainest arithmetic there is: numpy, float64, a query at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.kernels import LayerKV, LinearSlice, LoRAInputs, pack_linear
+from penstock.kernels.reference import ReferenceOps
+
+OPS = ReferenceOps()
+BLOCK = 16
+
+
+def paged(
+    lengths: list[int], kv_heads: int, dim: int, *, window: int | None = None, int8: bool = False
+) -> tuple[LayerKV, list[np.ndarray]]:
+    """A cache with sequences of these lengths in scattered blocks; each one flat, ``[2, L, K, D]``, beside it."""
+    generator = np.random.default_rng(sum(lengths))
+    counts = [-(-length // BLOCK) for length in lengths]
+    order = generator.permutation(np.arange(1, sum(counts) + 1))
+    cache = torch.full(
+        (2, sum(counts) + 1, kv_heads, BLOCK, dim), torch.nan
+    )  # what is unwritten must not count
+    scales = torch.zeros(2, sum(counts) + 1, kv_heads, BLOCK) if int8 else None
+    if int8:
+        cache = torch.zeros_like(cache, dtype=torch.int8)
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    flat = []
+    for sequence, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        blocks = torch.from_numpy(order[:count].astype(np.int64))
+        order = order[count:]
+        tables[sequence, :count] = blocks
+        pair = generator.normal(size=(2, length, kv_heads, dim)).astype(np.float32)
+        positions = torch.arange(length)
+        slots = blocks[positions // BLOCK] * BLOCK + positions % BLOCK
+        OPS.store_kv(
+            torch.from_numpy(pair[0]),
+            torch.from_numpy(pair[1]),
+            LayerKV(cache, tables, slots, window, scales),
+        )
+        flat.append(pair)
+    return LayerKV(cache, tables, torch.zeros(0, dtype=torch.int64), window, scales), flat
+
+
+def naive(
+    q: np.ndarray,  # [H, D]
+    pair: np.ndarray,  # [2, L, K, D]
+    position: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: np.ndarray | None,
+) -> np.ndarray:
+    heads, out = q.shape[0], np.zeros(q.shape)
+    group = heads // pair.shape[2]
+    first = 0 if window is None else max(0, position - window + 1)
+    for head in range(heads):
+        keys, values = pair[:, first : position + 1, head // group].astype(np.float64)
+        scores = keys @ q[head].astype(np.float64) * scale
+        if soft_cap is not None:
+            scores = soft_cap * np.tanh(scores / soft_cap)
+        extra = [] if sinks is None else [float(sinks[head])]
+        weights = np.exp(np.array([*scores, *extra]) - max([*scores, *extra]))
+        out[head] = weights[: len(scores)] @ values / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
+@pytest.mark.parametrize(("soft_cap", "with_sinks"), [(None, False), (3.0, False), (None, True), (2.0, True)])
+def test_attention(
+    heads: tuple[int, int], window: int | None, soft_cap: float | None, with_sinks: bool
+) -> None:
+    num_heads, kv_heads = heads
+    lengths, counts = [1, 50, 33, 64], [1, 50, 2, 17]
+    kv, flat = paged(lengths, kv_heads, 8, window=window)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(sum(counts), num_heads, 8, generator=generator)
+    sinks = torch.randn(num_heads, generator=generator) if with_sinks else None
+    offsets = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+    out = OPS.attention(
+        q, kv, offsets, torch.tensor(lengths, dtype=torch.int32), scale=0.4, soft_cap=soft_cap, sinks=sinks
+    )
+    row = 0
+    for length, count, pair in zip(lengths, counts, flat, strict=True):
+        for position in range(length - count, length):
+            expected = naive(
+                q[row].numpy(),
+                pair,
+                position,
+                0.4,
+                window,
+                soft_cap,
+                None if sinks is None else sinks.numpy(),
+            )
+            np.testing.assert_allclose(out[row].numpy(), expected, atol=2e-6)
+            row += 1
+
+
+def test_blocks_behind_the_window_may_be_gone() -> None:
+    kv, _ = paged([60], 2, 8, window=20)
+    q = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(0))
+    offsets, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([60], dtype=torch.int32)
+    before = OPS.attention(q, kv, offsets, lengths, scale=0.3)
+    kv.cache[:, 0] = 0.0  # the null block: anything finite
+    kv.block_tables[0, :2] = 0
+    assert torch.equal(OPS.attention(q, kv, offsets, lengths, scale=0.3), before)
+
+
+def test_an_int8_cache_is_close() -> None:
+    exact, flat = paged([70], 2, 16)
+    rounded, _ = paged([70], 2, 16, int8=True)
+    assert rounded.cache.dtype is torch.int8
+    q = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0))
+    offsets, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([70], dtype=torch.int32)
+    difference = OPS.attention(q, rounded, offsets, lengths, scale=0.3) - OPS.attention(
+        q, exact, offsets, lengths, scale=0.3
+    )
+    assert 0 < float(difference.abs().max()) < 0.03
+    assert flat[0].shape == (2, 70, 2, 16)
+
+
+def test_norms() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, residual = torch.randn(2, 5, 12, generator=generator)
+    weight = torch.randn(12, generator=generator)
+    normed, total = OPS.add_rms_norm(x, residual, weight, 1e-3)
+    wide = (x + residual).numpy().astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3) * weight.numpy()
+    np.testing.assert_allclose(normed.numpy(), expected, atol=1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(OPS.rms_norm(total, weight, 1e-3), normed)
+
+
+@pytest.mark.parametrize(
+    ("activation", "function"),
+    [
+        ("silu", torch.nn.functional.silu),
+        ("gelu", torch.nn.functional.gelu),
+        ("gelu_tanh", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+        ("relu", torch.relu),
+    ],
+)
+def test_gated_activations(activation: str, function: object) -> None:
+    x = torch.randn(7, 22, generator=torch.Generator().manual_seed(0))
+    expected = function(x[:, :11]) * x[:, 11:]  # type: ignore[operator]
+    torch.testing.assert_close(OPS.gated_activation(x, activation), expected)  # type: ignore[arg-type]
+
+
+def test_rotary_turns_pairs_and_leaves_the_rest() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(3, 2, 10, generator=generator), torch.randn(3, 1, 10, generator=generator)
+    angles = torch.randn(3, 4, generator=generator)
+    turned, turned_k = OPS.rotary(q, k, angles.cos(), angles.sin())
+    assert torch.equal(turned[..., 8:], q[..., 8:])
+    assert turned_k.shape == k.shape
+    pairs = torch.complex(q[..., :4], q[..., 4:8]) * torch.exp(1j * angles)[:, None]
+    torch.testing.assert_close(turned[..., :4], pairs.real)
+    torch.testing.assert_close(turned[..., 4:8], pairs.imag)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 20])
+def test_linear_with_bias_and_adapters(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight, bias = torch.randn(9, 6, generator=generator), torch.randn(9, generator=generator)
+    packed = pack_linear(
+        weight, "float32", bias=bias, slices=[LinearSlice("first", 0, 4), LinearSlice("second", 4, 9)]
+    )
+    x = torch.randn(rows, 6, generator=generator)
+    torch.testing.assert_close(OPS.linear(x, packed), x @ weight.T + bias)
+    down, up = torch.randn(2, 3, 6, generator=generator), torch.randn(2, 5, 3, generator=generator)
+    which = torch.tensor([-1, 1, 0, 1, -1] * 4)[:rows]
+    adapted = OPS.linear(x, packed, lora=LoRAInputs(which, {"second": (down, up)}))
+    expected = x @ weight.T + bias
+    for row, adapter in enumerate(which.tolist()):
+        if adapter >= 0:
+            expected[row, 4:] += up[adapter] @ (down[adapter] @ x[row])
+    torch.testing.assert_close(adapted, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_taken_and_put() -> None:
+    x = torch.arange(12.0).view(4, 3)
+    assert OPS.take_rows(x, torch.tensor([3, 0])).tolist() == [[9, 10, 11], [0, 1, 2]]
+    put = OPS.put_rows(x, torch.tensor([1]), torch.zeros(1, 3))
+    assert put.tolist() == [[0, 1, 2], [0, 0, 0], [6, 7, 8], [9, 10, 11]]
+    assert x[1].tolist() == [3, 4, 5], "the input stays as it is"
