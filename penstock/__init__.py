@@ -10,6 +10,7 @@ Importing this package loads neither torch nor transformers; the names below loa
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -37,3 +38,19 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _cap_torch() -> None:
+    """Lets ``PENSTOCK_ISA`` cap torch's kernels too; torch reads these variables once, when it is imported."""
+    cap = os.environ.get("PENSTOCK_ISA")
+    for variable, values in _CAPS.items():
+        if cap in values:
+            os.environ.setdefault(variable, values[cap])
+
+
+_CAPS = {
+    "ATEN_CPU_CAPABILITY": {"generic": "default", "avx2": "avx2"},
+    "ONEDNN_MAX_CPU_ISA": {"generic": "SSE41", "avx2": "AVX2"},
+}
+
+_cap_torch()

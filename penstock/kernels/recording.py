@@ -98,9 +98,7 @@ class Plan:
         return tuple(resolve(ref).clone() for ref in self.results)
 
 
-def record(
-    ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterable[Tensor]]
-) -> Plan:
+def record(ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterable[Tensor]]) -> Plan:
     """Runs ``step`` once and returns its plan.
 
     Args:
@@ -188,9 +186,7 @@ class RecordingOps(Ops):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._run("rms_norm", {"x": x}, {"weight": weight, "eps": eps})
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         activations = {"x": x, "residual": residual}
         return self._run("add_rms_norm", activations, {"weight": weight, "eps": eps})
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.driver import load_devices
 from penstock.engine import InferenceSession
-from penstock.errors import InputError, UnsupportedFeatureError
+from penstock.errors import InputError, InsufficientBlocksError, UnsupportedFeatureError
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import (
     LogProbabilities,
@@ -96,9 +96,7 @@ class TextGenerationPipeline:
                 context.eos_token_ids.add(self.eos_token_id)
         drafts = self._propose(contexts)
         num_steps = 1 if any(drafts) else self._num_steps(contexts, num_steps)
-        for context, draft in zip(contexts, drafts, strict=True):
-            self.kv.claim(context)
-            self.kv.reserve(context, max(num_steps - 1, len(draft)))
+        drafts, num_steps = self._reserve(contexts, drafts, num_steps)
         sampled, log_probabilities = self._run(contexts, drafts, num_steps)
         responses = {}
         for i, (request_id, context) in enumerate(batch.items()):
@@ -124,6 +122,21 @@ class TextGenerationPipeline:
     def release(self, context: TextContext) -> None:
         """Gives back the context's cache slot and blocks; twice is once."""
         self.kv.release(context)
+
+    def _reserve(
+        self, contexts: Sequence[TextContext], drafts: list[list[int]], num_steps: int
+    ) -> tuple[list[list[int]], int]:
+        """Slots and blocks for the batch; without drafts and in one step where there are too few for more."""
+        for context in contexts:
+            self.kv.claim(context)
+        try:
+            for context, draft in zip(contexts, drafts, strict=True):
+                self.kv.reserve(context, max(num_steps - 1, len(draft)))
+        except InsufficientBlocksError:
+            drafts, num_steps = [[] for _ in contexts], 1
+            for context in contexts:
+                self.kv.reserve(context)
+        return drafts, num_steps
 
     def _run(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_steps: int

@@ -8,7 +8,14 @@ from __future__ import annotations
 import logging
 from functools import cache
 
-from penstock.kernels.cpu.library import PATH, available_isas, chosen_isa, cpu_features, open_kernels
+from penstock.kernels.cpu.library import (
+    PATH,
+    available_isas,
+    chosen_isa,
+    cpu_features,
+    is_usable,
+    open_kernels,
+)
 from penstock.kernels.cpu.ops import CpuOps
 
 __all__ = ["CpuOps", "available_isas", "cpu_features", "isa", "load", "variants"]
@@ -17,20 +24,20 @@ __all__ = ["CpuOps", "available_isas", "cpu_features", "isa", "load", "variants"
 def load() -> CpuOps | None:
     """The back end with the best instruction set there is, ``PENSTOCK_ISA`` permitting.
 
-    None where the library is missing, which is said once.
+    None where there is no usable library, which is said once.
 
     Raises:
         ConfigError: ``PENSTOCK_ISA`` names no instruction set.
     """
-    if not PATH.exists():
+    if not is_usable():
         _say_missing()
         return None
     return CpuOps(open_kernels(chosen_isa()))
 
 
 def isa() -> str:
-    """The instruction set of the kernels that `load` gives; ``none`` where the library is missing."""
-    return chosen_isa() if PATH.exists() else "none"
+    """The instruction set of the kernels that `load` gives; ``none`` where there is no usable library."""
+    return chosen_isa() if is_usable() else "none"
 
 
 def variants() -> list[CpuOps]:
@@ -41,7 +48,7 @@ def variants() -> list[CpuOps]:
 @cache
 def _say_missing() -> None:
     logging.getLogger(__name__).warning(
-        "the C++ kernels are not built (%s is missing): the reference kernels are used, many times slower. "
+        "the C++ kernels are not built (%s is missing, or of another version): the reference kernels are used, many times slower. "
         "Install a C++ compiler and CMake, then: pip install --force-reinstall --no-deps penstock",
         PATH,
     )

@@ -19,6 +19,9 @@ ISAS = ("generic", "avx2", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
+ABI = 1
+"""The layout of the kernels' arguments; ``penstock_abi`` in csrc/host.cpp says which one a library has."""
+
 Kernel = Callable[..., int | None]
 
 _ARGUMENTS = {
@@ -66,9 +69,19 @@ def open_kernels(isa: str) -> Kernels:
     return Kernels(isa, **functions)
 
 
-def available_isas() -> tuple[str, ...]:
-    """The instruction sets that this CPU runs, ascending; empty where the library is missing."""
+def is_usable() -> bool:
+    """Whether the library is there, and of the ABI that this module speaks."""
     if not PATH.exists():
+        return False
+    try:
+        return bool(ctypes.PyDLL(str(PATH)).penstock_abi() == ABI)
+    except (OSError, AttributeError):  # built for another machine, or before there was a number
+        return False
+
+
+def available_isas() -> tuple[str, ...]:
+    """The instruction sets that this CPU runs, ascending; empty where there is no usable library."""
+    if not is_usable():
         return ()
     best: int = ctypes.PyDLL(str(PATH)).penstock_best_isa()
     return ISAS[: best + 1]
@@ -89,7 +102,7 @@ def chosen_isa() -> str:
 
 def cpu_features() -> list[str]:
     """What this CPU has of the features that the kernels can use."""
-    if not PATH.exists():
+    if not is_usable():
         return []
     describe = ctypes.PyDLL(str(PATH)).penstock_cpu_features
     describe.restype = ctypes.c_char_p

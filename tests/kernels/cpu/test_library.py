@@ -38,6 +38,40 @@ def test_without_the_library_there_is_no_back_end_and_one_warning(caplog: pytest
 
 
 @built
+def test_a_library_of_another_abi_is_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "ABI", library.ABI + 1)
+    cpu._say_missing.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert cpu.load() is None
+    assert "of another version" in caplog.text
+
+
+def test_what_is_no_library_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "libpenstock_cpu.so").write_bytes(b"no ELF")
+    monkeypatch.setattr(library, "PATH", tmp_path / "libpenstock_cpu.so")
+    assert cpu.isa() == "none"
+
+
+@pytest.mark.parametrize(
+    ("cap", "capability"), [("generic", "default"), ("avx2", "avx2"), ("avx512", None), (None, None)]
+)
+def test_torch_is_capped_too(cap: str | None, capability: str | None) -> None:
+    names = ("PENSTOCK_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    code = "import os, penstock; print(os.environ.get('ATEN_CPU_CAPABILITY'))"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | ({"PENSTOCK_ISA": cap} if cap else {}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == str(capability)
+
+
+@built
 def test_the_best_instruction_set_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_ISA", raising=False)
     assert cpu.isa() == cpu.available_isas()[-1]

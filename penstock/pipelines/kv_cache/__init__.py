@@ -1,0 +1,39 @@
+"""The paged KV cache: who holds which block, which prefixes are known, and the tensors themselves.
+
+`interface` is all that a scheduler needs; nothing here loads torch before the manager or the storage is
+asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from penstock.pipelines.kv_cache.block_pool import BlockPool
+from penstock.pipelines.kv_cache.interface import KVCache, NullKVCache
+from penstock.pipelines.kv_cache.spec import KVCacheSpec, KVGroup
+
+if TYPE_CHECKING:
+    from penstock.pipelines.kv_cache.manager import KVCacheManager
+    from penstock.pipelines.kv_cache.storage import KVCacheStorage
+
+__all__ = [
+    "BlockPool",
+    "KVCache",
+    "KVCacheManager",
+    "KVCacheSpec",
+    "KVCacheStorage",
+    "KVGroup",
+    "NullKVCache",
+]
+
+_LAZY = {
+    "KVCacheManager": "penstock.pipelines.kv_cache.manager",
+    "KVCacheStorage": "penstock.pipelines.kv_cache.storage",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,200 @@
+"""Random lives of contexts in a cache that is too small for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from support.paged import compute, kv_manager, tables, text_context
+
+from penstock.errors import InsufficientBlocksError
+from penstock.pipelines.core import TextContext
+
+BLOCK = 4
+STREAM = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3  # all prompts begin like it, and go their own way somewhere
+
+Pick = Callable[[list[TextContext]], TextContext]
+picks = st.integers(0, 100).map(lambda n: lambda contexts: contexts[n % len(contexts)])
+
+
+class Lives(RuleBasedStateMachine):
+    """Claim, compute in steps and chunks, roll back, fork, preempt and release, in any order."""
+
+    windows: tuple[int | None, ...] = (None,)
+    num_blocks: tuple[int, ...] = (14,)
+    caching = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = kv_manager(
+            *self.num_blocks, windows=self.windows, block_size=BLOCK, enable_prefix_caching=self.caching
+        )
+        self.waiting: list[TextContext] = []
+        self.claimed: list[TextContext] = []
+
+    @rule(shared=st.integers(0, 20), own=st.lists(st.integers(0, 2), max_size=6), salt=st.booleans())
+    def arrive(self, shared: int, own: list[int], salt: bool) -> None:
+        prompt = [*STREAM[:shared], *own] or [0]
+        self.waiting.append(text_context(prompt, cache_salt="ours" if salt else None))
+
+    @precondition(lambda self: self.waiting)
+    @rule(pick=picks, headroom=st.integers(0, 2))
+    def claim(self, pick: Pick, headroom: int) -> None:
+        context = pick(self.waiting)
+        self.manager.waits_for(context)
+        admitted = self.manager.admits(context, headroom=headroom)
+        free = self.manager.num_free_blocks
+        first = not len(context.generated_tokens)
+        self.manager.claim(context)
+        self.waiting.remove(context)
+        self.claimed.append(context)
+        assert context.start_idx % BLOCK == 0
+        assert context.start_idx < context.active_idx
+        if first:
+            assert context.num_cached_tokens == context.start_idx
+        if not self.caching:
+            assert context.start_idx == 0
+        if admitted:
+            self.manager.reserve(context)
+            assert self.manager.num_free_blocks >= headroom
+        assert self.manager.num_free_blocks <= free
+
+    @precondition(lambda self: self.claimed)
+    @rule(
+        chosen=st.lists(picks, min_size=1, max_size=4),
+        chunk=st.integers(1, 12),
+        lookahead=st.integers(0, 5),
+        token=st.integers(0, 3),
+    )
+    def step(self, chosen: list[Pick], chunk: int, lookahead: int, token: int) -> None:
+        batch: list[TextContext] = []
+        for context in dict.fromkeys(id(pick(self.claimed)) for pick in chosen):
+            context = next(other for other in self.claimed if id(other) == context)
+            context.set_token_indices(active_idx=min(context.start_idx + chunk, context.end_idx))
+            if self.reserve(context, lookahead):
+                batch.append(context)
+        if not batch:
+            return
+        self.writes_to_its_own(batch)
+        compute(self.manager, batch)
+        for context in batch:
+            context.update(token)
+            self.manager.commit(context)
+            assert context.committed_idx <= context.start_idx
+
+    @precondition(lambda self: self.claimed)
+    @rule(pick=picks, count=st.integers(1, 9), regrow=st.lists(st.integers(0, 2), max_size=6))
+    def roll_back(self, pick: Pick, count: int, regrow: list[int]) -> None:
+        context = pick(self.claimed)
+        if context.active_idx < context.end_idx:
+            return
+        context.rollback(min(count, context.active_idx - 1))
+        for token in regrow:
+            context.jump_ahead(token)
+
+    @precondition(lambda self: self.claimed)
+    @rule(pick=picks)
+    def fork(self, pick: Pick) -> None:
+        parent = pick(self.claimed)
+        if parent.active_idx < parent.end_idx:
+            return
+        child = text_context(parent.all_tokens.tolist(), cache_salt=parent.cache_salt)
+        before = self.manager.num_free_blocks
+        try:
+            self.manager.fork(parent, child)
+        except InsufficientBlocksError:
+            assert self.manager.num_free_blocks == before == 0
+            assert not child.is_assigned_to_cache
+            return
+        assert child.start_idx == parent.start_idx
+        assert self.manager.num_free_blocks >= before - 1
+        self.claimed.append(child)
+
+    @precondition(lambda self: self.claimed)
+    @rule(pick=picks, preempt=st.booleans())
+    def release(self, pick: Pick, preempt: bool) -> None:
+        context = pick(self.claimed)
+        self.claimed.remove(context)
+        self.manager.release(context)
+        free = self.manager.num_free_blocks
+        self.manager.release(context)
+        assert self.manager.num_free_blocks == free
+        if preempt:
+            context.reset()
+            context.set_token_indices(active_idx=context.end_idx)
+            self.waiting.append(context)
+
+    @precondition(lambda self: self.waiting)
+    @rule(pick=picks)
+    def ask(self, pick: Pick) -> None:
+        context = pick(self.waiting)
+        if self.manager.waits_for(context):
+            assert self.claimed
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.manager.check_integrity()
+        if not self.claimed:
+            assert self.manager.num_free_blocks == self.manager.num_blocks
+            assert not any(self.manager.waits_for(context) for context in self.waiting)
+
+    def reserve(self, context: TextContext, lookahead: int) -> bool:
+        for extra in (0, lookahead):  # the first may move start_idx, after a rollback
+            before = tables(self.manager, context), self.manager.num_free_blocks
+            try:
+                self.manager.reserve(context, extra)
+            except InsufficientBlocksError:
+                if extra:
+                    assert before == (tables(self.manager, context), self.manager.num_free_blocks)
+                return False
+            done = tables(self.manager, context), self.manager.num_free_blocks
+            self.manager.reserve(context, extra)
+            assert done == (tables(self.manager, context), self.manager.num_free_blocks)
+        return True
+
+    def writes_to_its_own(self, batch: list[TextContext]) -> None:
+        """No row goes where another context's table leads, or where a digest does."""
+        inputs = self.manager.inputs(batch)
+        offsets = np.cumsum([0, *(context.active_length for context in batch)])
+        for index, group in enumerate(inputs.groups):
+            for row, context in enumerate(batch):
+                slots = group.slots[offsets[row] : offsets[row + 1]].numpy()
+                written = set((slots // BLOCK).tolist())
+                assert 0 not in written
+                for other in self.claimed:
+                    if other is not context:
+                        assert not written & set(tables(self.manager, other)[index])
+                assert all(self.manager._pools[index]._digests[block] is None for block in written)
+
+
+class LivesBehindAWindow(Lives):
+    windows = (None, 6)
+    num_blocks = (14, 9)
+
+
+class LivesBehindWindowsOnly(Lives):
+    windows = (3, 9)
+    num_blocks = (8, 10)
+
+
+class LivesWithoutPrefixes(Lives):
+    windows = (None, 6)
+    num_blocks = (14, 14)
+    caching = False
+
+
+@pytest.mark.parametrize("lives", [Lives, LivesBehindAWindow, LivesBehindWindowsOnly, LivesWithoutPrefixes])
+def test_lives(lives: type[Lives]) -> None:
+    run_state_machine_as_test(
+        lives, settings=settings(max_examples=20, stateful_step_count=30, deadline=None)
+    )

@@ -1,0 +1,602 @@
+"""Scripted workloads, and exactly which request has how many rows in which step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_pipeline import FakePipeline, alone
+from support.paged import kv_manager, text_context
+
+from penstock.errors import ConfigError, InputError, InsufficientBlocksError
+from penstock.pipelines.core import EmbeddingsResponse, TextContext, TextGenerationResponse
+from penstock.pipelines.kv_cache import NullKVCache
+from penstock.scheduler import Scheduler
+
+Trace = list[dict[str, int]]
+
+
+class Run:
+    """A scheduler over a fake pipeline, and what came out of it."""
+
+    def __init__(
+        self,
+        *num_blocks: int,
+        windows: tuple[int | None, ...] = (None,),
+        caching: bool = True,
+        **options: Any,
+    ) -> None:
+        self.pipeline = FakePipeline(
+            kv_manager(*(num_blocks or (100,)), windows=windows, enable_prefix_caching=caching)
+        )
+        settings = {"max_batch_size": 4, "max_batch_input_tokens": 16, "min_chunk_size": 4}
+        self.scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(
+            self.pipeline, **(settings | options)
+        )
+        self.contexts: dict[str, TextContext] = {}
+        self.expected: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}
+
+    def submit(self, name: str, prompt: int | list[int], new: int, **fields: Any) -> TextContext:
+        """Submits a prompt, a given one or one of a given length like no other."""
+        if isinstance(prompt, int):
+            prompt = [ord(name)] * prompt
+        context = text_context(prompt, max_length=len(prompt) + new, request_id=name, **fields)
+        self.contexts[name], self.expected[name] = context, alone(context)
+        self.scheduler.submit(context)
+        self.tokens[name] = []
+        return context
+
+    def step(self, num_steps: int = 1) -> Trace:
+        """One step, and its rows."""
+        before = len(self.pipeline.trace)
+        for name, output in self.scheduler.step(num_steps).items():
+            self.tokens[name] += [int(token.next_token) for token in output.tokens]
+        return self.pipeline.trace[before:]
+
+    def finish(self, num_steps: int = 1) -> Trace:
+        """All steps until nothing is left to do, and their rows; the output is what each gives alone."""
+        trace: Trace = []
+        while self.scheduler.has_work:
+            trace += self.step(num_steps)
+            assert len(trace) < 1000
+        for name, context in self.contexts.items():
+            if context.is_done:
+                assert self.tokens[name] == self.expected[name]
+        assert self.kv.num_free_blocks == self.kv.num_blocks
+        return trace
+
+    @property
+    def kv(self) -> Any:
+        return self.pipeline.kv
+
+
+# -- Continuous batching --------------------------------------------------------------------------------
+
+
+def test_a_request_alone() -> None:
+    run = Run()
+    run.submit("a", 5, new=3)
+    assert (run.scheduler.num_waiting, run.scheduler.num_running) == (1, 0)
+    assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}]
+    assert run.pipeline.released == ["a"]
+    assert not run.scheduler.failures
+
+
+def test_requests_join_and_leave_between_steps() -> None:
+    run = Run()
+    run.submit("a", 5, new=3)
+    assert run.step() == [{"a": 5}]
+    run.submit("b", 6, new=3)
+    assert run.finish() == [{"a": 1, "b": 6}, {"a": 1, "b": 1}, {"b": 1}]
+
+
+def test_a_request_ends_at_its_end_of_sequence() -> None:
+    run = Run()
+    prompt = [1, 2, 3]
+    third = alone(text_context(prompt, max_length=6))[2]
+    run.submit("a", prompt, new=50, eos_token_ids={third})
+    assert len(run.finish()) == 3
+    assert len(run.tokens["a"]) == 2
+
+
+def test_places_in_the_batch_are_given_in_order_of_arrival() -> None:
+    run = Run(max_batch_size=2)
+    for name in "abc":
+        run.submit(name, 3, new=2)
+    assert run.finish() == [{"a": 3, "b": 3}, {"a": 1, "b": 1}, {"c": 3}, {"c": 1}]
+
+
+def test_the_more_urgent_goes_first() -> None:
+    run = Run(max_batch_size=1)
+    run.submit("a", 3, new=1)
+    run.submit("b", 3, new=1, priority=1)
+    run.submit("c", 3, new=1, priority=-1)
+    run.submit("d", 3, new=1, priority=1)
+    assert [list(rows) for rows in run.finish()] == [["b"], ["d"], ["a"], ["c"]]
+
+
+# -- Chunks and the budget -------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_cut_and_gives_one_output_token_at_its_end() -> None:
+    run = Run()
+    run.submit("a", 36, new=2)
+    assert run.finish() == [{"a": 16}, {"a": 16}, {"a": 4}, {"a": 1}]
+    assert len(run.tokens["a"]) == 2
+
+
+def test_generation_goes_on_beside_a_long_prompt() -> None:
+    run = Run()
+    run.submit("a", 3, new=5)
+    run.step()
+    run.submit("b", 40, new=1)
+    assert run.finish() == [{"a": 1, "b": 15}, {"a": 1, "b": 15}, {"a": 1, "b": 10}, {"a": 1}]
+
+
+def test_the_rest_of_the_budget_goes_to_the_next_prompt_unless_it_is_too_small_a_chunk() -> None:
+    run = Run()
+    run.submit("a", 10, new=1)
+    run.submit("b", 10, new=1)
+    run.submit("c", 14, new=1)
+    # 6 tokens are left for b; then b's last 4 and 12 of c
+    assert run.finish() == [{"a": 10, "b": 6}, {"b": 4, "c": 12}, {"c": 2}]
+    run = Run(min_chunk_size=7)
+    run.submit("a", 10, new=1)
+    run.submit("b", 10, new=1)
+    assert run.finish() == [{"a": 10}, {"b": 10}]
+
+
+def test_nobody_overtakes_a_prompt_that_does_not_get_its_chunk() -> None:
+    run = Run(min_chunk_size=7)
+    for name, length in (("a", 12), ("b", 9), ("c", 2)):
+        run.submit(name, length, new=1)
+    assert run.finish() == [{"a": 12}, {"b": 9, "c": 2}]
+
+
+def test_a_more_urgent_prompt_passes_one_that_is_being_computed() -> None:
+    run = Run()
+    run.submit("a", 40, new=1)
+    run.step()
+    run.submit("b", 20, new=1, priority=1)
+    assert run.finish() == [{"b": 16}, {"b": 4, "a": 12}, {"a": 12}]
+
+
+def test_a_prompt_moves_on_in_every_step_of_a_full_batch() -> None:
+    run = Run(max_batch_size=4, max_batch_input_tokens=6, min_chunk_size=6)
+    for name in "abc":
+        run.submit(name, 2, new=8)
+    run.step()
+    run.submit("d", 9, new=1)
+    assert [rows["d"] for rows in run.finish() if "d" in rows] == [3, 3, 3]
+
+
+def test_without_chunks_a_prompt_waits_until_it_fits_whole() -> None:
+    run = Run(enable_chunked_prefill=False)
+    run.submit("a", 3, new=3)
+    run.step()
+    run.submit("b", 16, new=1)
+    run.submit("c", 2, new=1)
+    assert run.finish() == [{"a": 1}, {"a": 1}, {"b": 16}, {"c": 2}]
+
+
+def test_a_batch_is_no_larger_than_the_budget() -> None:
+    run = Run(max_batch_size=9, max_batch_input_tokens=3)
+    for name in "abcd":
+        run.submit(name, 1, new=2)
+    assert run.finish() == [{"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"d": 1}, {"d": 1}]
+
+
+def test_tokens_that_a_grammar_forced_are_computed_with_the_next() -> None:
+    run = Run(max_batch_input_tokens=5)
+    a = run.submit("a", 2, new=9)
+    run.submit("b", 2, new=4)
+    run.step()
+    for token in range(5):
+        a.jump_ahead(token)
+    assert run.step() == [{"a": 4, "b": 1}]  # one is kept for b
+    assert run.step() == [{"a": 2, "b": 1}]
+    run.scheduler.cancel("a")
+    run.finish()
+
+
+@pytest.mark.parametrize(("num_steps", "lengths"), [(1, [1] * 8), (3, [1, 1, 1] * 2 + [1, 1]), (99, [1] * 8)])
+def test_several_steps_at_once(num_steps: int, lengths: list[int]) -> None:
+    run = Run()
+    run.submit("a", 3, new=8)
+    run.submit("b", 20, new=9)  # in two chunks: no several steps with those
+    trace = run.finish(num_steps)
+    assert trace[:2] == [{"a": 3, "b": 13}, {"a": 1, "b": 7}]
+    assert [rows["a"] for rows in trace if "a" in rows] == [3, *lengths[1:]]
+
+
+def test_several_steps_stop_where_the_shortest_output_ends() -> None:
+    run = Run()
+    run.submit("a", 3, new=2)
+    run.submit("b", 3, new=6)
+    assert run.step(4) == [{"a": 3, "b": 3}, {"a": 1, "b": 1}]
+    assert run.step(4) == [{"b": 1}] * 4
+
+
+def test_nobody_is_preempted_for_several_steps() -> None:
+    run = Run(4)
+    run.submit("a", 4, new=5)
+    run.submit("b", 4, new=3)
+    run.finish(4)
+    assert run.scheduler.num_preemptions == 0
+
+
+# -- Shared prefixes -------------------------------------------------------------------------------------
+
+
+def test_a_known_beginning_is_not_computed_again() -> None:
+    run = Run()
+    prompt = list(range(1, 11))
+    run.submit("a", prompt, new=1)
+    run.finish()
+    b = run.submit("b", [*prompt, 11, 12], new=1)
+    assert run.finish() == [{"b": 4}]
+    assert b.num_cached_tokens == 8
+
+
+def test_equal_prompts_that_arrive_at_once_are_computed_once() -> None:
+    run = Run()
+    prompt = list(range(1, 25))
+    for name in "abc":
+        run.submit(name, prompt, new=2)
+    run.submit("d", 3, new=2)  # passes those who wait
+    assert run.finish() == [
+        {"a": 16},
+        {"a": 8, "d": 3},
+        {"a": 1, "d": 1, "b": 4, "c": 4},
+        {"b": 1, "c": 1},
+    ]
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_owner_is_gone() -> None:
+    run = Run()
+    prompt = list(range(1, 25))
+    run.submit("a", prompt, new=2)
+    run.submit("b", prompt, new=2)
+    assert run.step() == [{"a": 16}]
+    run.scheduler.cancel("a")
+    assert run.finish() == [{"b": 8}, {"b": 1}]
+
+
+# -- Blocks: admission and preemption --------------------------------------------------------------------
+
+
+def test_a_prompt_waits_until_its_blocks_are_free() -> None:
+    run = Run(6)
+    run.submit("a", 12, new=3)
+    run.submit("b", 12, new=1)  # three blocks are left, but one is kept for a
+    run.submit("c", 2, new=1)  # would fit, but does not overtake
+    assert run.finish() == [{"a": 12}, {"a": 1}, {"a": 1}, {"b": 12, "c": 2}]
+    assert run.scheduler.num_preemptions == 0
+
+
+def test_the_youngest_is_preempted_and_goes_on_exactly() -> None:
+    run = Run(5)
+    run.submit("a", 4, new=12)
+    run.submit("b", 4, new=12)
+    trace = run.finish()
+    assert trace[:5] == [{"a": 4, "b": 4}, *[{"a": 1, "b": 1}] * 4]
+    # Both have two blocks. In step 6 each needs a third: a gets the last one, b gives way. Its first block
+    # is cached still when a has ended.
+    assert trace[5:12] == [{"a": 1}] * 7
+    assert trace[12][next(iter(trace[12]))] > 1
+    assert run.scheduler.num_preemptions == 1
+    assert run.tokens == run.expected
+
+
+def test_the_least_urgent_is_preempted_before_the_youngest() -> None:
+    run = Run(5)
+    run.submit("a", 4, new=12, priority=-1)
+    run.submit("b", 4, new=12)
+    trace = run.finish()
+    assert [list(rows) for rows in trace[5:12]] == [["b"]] * 7
+
+
+def test_a_preempted_context_keeps_its_arrival() -> None:
+    run = Run(5, max_batch_size=2)
+    run.submit("a", 4, new=12)
+    run.submit("b", 4, new=12)
+    for _ in range(6):
+        run.step()
+    assert run.scheduler.num_preemptions == 1
+    run.submit("c", 4, new=1)
+    rest = run.finish()
+    assert [list(rows) for rows in rest[:7]] == [["a"]] * 6 + [["b", "c"]]
+
+
+def test_cached_tokens_are_counted_once() -> None:
+    run = Run(14, max_batch_input_tokens=2)
+    run.submit("a", 4, new=30)
+    run.submit("b", 40, new=1)  # is preempted before its prompt is through
+    run.finish()
+    assert run.scheduler.num_preemptions == 1
+    starts = [starts["b"] for starts in run.pipeline.starts if "b" in starts]
+    again = next(start for before, start in pairwise(starts) if start < before)
+    assert again > 0
+    assert run.contexts["b"].num_cached_tokens == 0
+
+
+def test_a_prompt_lacking_blocks_waits_while_another_generates() -> None:
+    ready = {"b"}
+    run = Run(9, max_batch_input_tokens=4, ready=lambda context: context.request_id in ready)
+    run.submit("a", 24, new=1)
+    run.submit("b", 4, new=12)
+    trace = run.step() + run.step() + run.step()
+    ready.add("a")  # the older one; for the moment there are blocks for all of its prompt
+    trace += run.finish()
+    assert [rows.get("b", 0) for rows in trace] == [4] + [1] * 11 + [0]
+    assert [rows.get("a", 0) for rows in trace] == [0, 0, 0, 3, 3, 3, 3, 3, 3, 1, 1, 0, 4]
+    assert run.scheduler.num_preemptions == 0
+
+
+def test_a_preempted_context_is_a_prompt_again() -> None:
+    run = Run(7, max_batch_input_tokens=4, caching=False)
+    run.submit("a", 4, new=12)
+    run.submit("b", 4, new=20)
+    while not run.scheduler.num_preemptions:
+        run.step()
+    assert run.contexts["b"].end_idx == 13
+    while run.step() != [{"b": 4}]:
+        pass
+    run.submit("c", 4, new=1, priority=1)
+    assert run.finish()[:4] == [{"c": 4}, {"b": 4}, {"b": 4}, {"b": 1}]
+
+
+def test_an_urgent_request_without_blocks_does_not_stop_a_prompt_that_runs() -> None:
+    run = Run(8, max_batch_input_tokens=8)
+    run.submit("a", 24, new=1)
+    run.step()
+    run.submit("b", 24, new=1, priority=1)
+    assert run.finish() == [{"a": 8}, {"a": 8}, {"b": 8}, {"b": 8}, {"b": 8}]
+
+
+def test_chunks_shrink_to_the_blocks_of_a_window() -> None:
+    run = Run(50, 5, windows=(None, 6), min_chunk_size=2)
+    run.submit("a", 30, new=3)
+    trace = run.finish()
+    assert trace[:4] == [{"a": 16}, {"a": 7}, {"a": 7}, {"a": 1}]
+
+
+def test_several_long_prompts_take_turns_behind_a_window() -> None:
+    run = Run(50, 6, windows=(None, 6), min_chunk_size=2)
+    for name in "abc":
+        run.submit(name, 30, new=10)
+    run.finish()
+    assert run.tokens == run.expected
+
+
+def test_a_request_that_finds_the_blocks_held_elsewhere_fails_alone() -> None:
+    run = Run(6)
+    outsider = text_context([9] * 15)
+    run.kv.claim(outsider)
+    run.kv.reserve(outsider)
+    run.submit("a", 12, new=2)
+    run.submit("b", 4, new=2)
+    trace = []
+    while run.scheduler.has_work:
+        trace += run.step()
+    assert trace == [{"a": 6}, {"b": 4}, {"b": 1}]
+    assert list(run.scheduler.failures) == ["a"]
+    error = run.scheduler.failures.pop("a")
+    assert isinstance(error, InsufficientBlocksError)
+    assert (error.needed, error.free, error.total) == (1, 0, 6)
+    assert sorted(run.pipeline.released) == ["a", "b"]
+
+
+def test_one_that_generates_fails_where_only_others_hold_blocks() -> None:
+    run = Run(3)
+    run.submit("a", 4, new=6)
+    run.step()
+    outsider = text_context([9] * 8)
+    run.kv.claim(outsider)
+    run.kv.reserve(outsider)
+    while run.scheduler.has_work:
+        run.step()
+    assert list(run.scheduler.failures) == ["a"]
+
+
+# -- Refusals --------------------------------------------------------------------------------------------
+
+
+def test_what_never_fits_is_refused_at_once_with_the_numbers() -> None:
+    run = Run(5)
+    with pytest.raises(InputError, match=r"may take 21 tokens \(7 of them the prompt\).* 5 blocks"):
+        run.submit("a", 7, new=14)
+    run.submit("b", 7, new=13)
+    run.finish()
+
+
+def test_a_prompt_above_the_budget_is_refused_where_it_may_not_be_cut() -> None:
+    run = Run(enable_chunked_prefill=False)
+    with pytest.raises(InputError, match="has 17 tokens, but a step computes at most 16"):
+        run.submit("a", 17, new=1)
+    assert not run.scheduler.has_work
+
+
+def test_a_context_that_outgrew_the_budget_is_cut_all_the_same() -> None:
+    run = Run(10, enable_chunked_prefill=False, max_batch_size=2)
+    run.submit("a", 12, new=20)
+    run.submit("b", 4, new=24)
+    trace = run.finish()
+    assert run.scheduler.num_preemptions > 0
+    assert run.tokens == run.expected
+    assert max(sum(rows.values()) for rows in trace) <= 16
+
+
+def test_an_id_in_use_is_refused() -> None:
+    run = Run()
+    run.submit("a", 3, new=2)
+    for _ in range(2):
+        with pytest.raises(InputError, match="request a is here already"):
+            run.scheduler.submit(text_context([1], max_length=2, request_id="a"))
+        run.step()  # waiting the first time, running the second
+    assert not run.scheduler.has_work
+    run.scheduler.submit(text_context([1], max_length=2, request_id="a"))
+
+
+@pytest.mark.parametrize("name", ["max_batch_size", "max_batch_input_tokens", "min_chunk_size"])
+def test_limits_are_at_least_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: must be at least 1, was 0"):
+        Run(**{name: 0})
+
+
+# -- Cancelling ------------------------------------------------------------------------------------------
+
+
+def test_cancelling_frees_blocks_and_place_within_one_step() -> None:
+    run = Run(max_batch_size=2)
+    for name in "abc":
+        run.submit(name, 8, new=9)
+    run.step()
+    assert run.kv.num_free_blocks < 100
+    run.scheduler.cancel("a")
+    assert run.step() == [{"b": 1, "c": 8}]
+    run.scheduler.cancel("b")
+    run.scheduler.cancel("c")
+    assert run.step() == []
+    assert run.pipeline.released == ["a", "b", "c"]
+    assert run.kv.num_free_blocks == 100
+    assert not run.scheduler.has_work
+
+
+def test_a_waiting_context_is_cancelled_too_and_nothing_of_it_stays() -> None:
+    run = Run(max_batch_size=1)
+    prompt = list(range(1, 20))
+    run.submit("a", prompt, new=1)
+    run.submit("b", prompt, new=1)
+    run.scheduler.cancel("b")
+    assert run.finish() == [{"a": 16}, {"a": 3}]
+    assert run.pipeline.released == ["b", "a"]
+    assert not run.kv._prefixes._chains
+
+
+def test_a_preempted_context_is_cancelled() -> None:
+    run = Run(5)
+    run.submit("a", 4, new=12)
+    run.submit("b", 4, new=12)
+    for _ in range(6):
+        run.step()
+    assert run.scheduler.num_waiting == 1
+    run.scheduler.cancel("b")
+    run.finish()
+    assert run.scheduler.num_waiting == 0
+    assert run.pipeline.released == ["b", "a"]
+
+
+def test_cancelling_what_has_ended_or_never_was_does_nothing() -> None:
+    run = Run()
+    run.submit("a", 3, new=1)
+    run.finish()
+    run.scheduler.cancel("a")
+    run.scheduler.cancel("who")
+    assert run.scheduler.has_work
+    assert run.step() == []
+    assert not run.scheduler.has_work
+    assert run.pipeline.released == ["a"]
+
+
+# -- Readiness and failures ------------------------------------------------------------------------------
+
+
+def test_who_is_not_ready_waits_and_others_pass() -> None:
+    ready = {"b"}
+    run = Run(ready=lambda context: context.request_id in ready)
+    run.submit("a", 3, new=1)
+    run.submit("b", 3, new=2)
+    assert run.step() == [{"b": 3}]
+    assert run.step() == [{"b": 1}]
+    assert run.step() == []
+    assert run.scheduler.has_work
+    ready.add("a")
+    assert run.finish() == [{"a": 3}]
+
+
+def test_who_cannot_become_ready_fails_alone() -> None:
+    def ready(context: TextContext) -> bool:
+        if context.request_id == "a":
+            raise InputError("the grammar does not compile")
+        return True
+
+    run = Run(ready=ready)
+    run.submit("a", 3, new=1)
+    run.submit("b", 3, new=1)
+    assert run.finish() == [{"b": 3}]
+    assert str(run.scheduler.failures.pop("a")) == "the grammar does not compile"
+    assert run.pipeline.released == ["a", "b"]
+
+
+def test_a_step_looks_at_few_contexts_however_long_the_queue() -> None:
+    asked: list[str] = []
+    run = Run(ready=lambda context: bool(asked.append(context.request_id)), max_batch_size=3)
+    for number in range(200):
+        run.submit(f"r{number}", [1], new=1)
+    for _ in range(5):
+        run.step()
+        assert 0 < len(asked) <= 12
+        asked.clear()
+
+
+def test_a_failing_forward_leaves_all_as_it_was() -> None:
+    run = Run()
+    run.submit("a", 20, new=3)
+    run.submit("b", 4, new=3)
+    run.step()
+    run.pipeline.culprits = {"b"}
+    for _ in range(2):
+        with pytest.raises(FloatingPointError):
+            run.step()
+    assert (run.scheduler.num_running, run.scheduler.num_waiting) == (2, 0)
+    run.scheduler.cancel("b")
+    assert run.finish() == [{"a": 4}, {"a": 1}, {"a": 1}]
+
+
+def test_a_leak_is_noticed_when_nothing_is_left_to_do() -> None:
+    run = Run()
+    run.submit("a", 3, new=1)
+    run.kv._pools[0].allocate(1)
+    with pytest.raises(AssertionError, match="has 1 references and is in 0 tables"):
+        run.step()
+
+
+# -- Other tasks -----------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_without_a_cache() -> None:
+    class Embeddings:
+        kv = NullKVCache()
+        trace: list[list[str]]
+
+        def __init__(self) -> None:
+            self.trace, self.released = [], []
+
+        def execute(self, batch: Any, num_steps: int = 1) -> dict[str, EmbeddingsResponse]:
+            self.trace.append(list(batch))
+            return {request_id: EmbeddingsResponse(np.zeros(3)) for request_id in batch}
+
+        def release(self, context: TextContext) -> None:
+            self.released.append(context.request_id)
+
+    pipeline = Embeddings()
+    scheduler: Scheduler[TextContext, EmbeddingsResponse] = Scheduler(
+        pipeline, max_batch_size=2, max_batch_input_tokens=8, enable_chunked_prefill=False
+    )
+    for name in "abc":
+        scheduler.submit(text_context([1, 2, 3], max_length=3, request_id=name))
+    while scheduler.has_work:
+        scheduler.step()
+    assert pipeline.trace == [["a", "b"], ["c"]]
+    assert pipeline.released == ["a", "b", "c"]
+
+
+def test_scheduling_loads_no_torch() -> None:
+    script = "import penstock.scheduler, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

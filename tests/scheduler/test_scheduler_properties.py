@@ -1,0 +1,233 @@
+"""Random workloads on random machines: everybody is served once, exactly, and nothing is done in vain."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from support.fake_pipeline import EOS, FakePipeline, alone
+from support.paged import kv_manager, text_context
+
+from penstock.errors import InputError
+from penstock.pipelines.core import TextContext, TextGenerationResponse
+from penstock.scheduler import Scheduler
+
+STREAM = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3
+
+
+@dataclass(frozen=True)
+class Machine:
+    windows: tuple[int | None, ...]
+    num_blocks: int
+    max_batch_size: int
+    max_batch_input_tokens: int
+    min_chunk_size: int
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Request:
+    arrival: int  # the step before which it is submitted
+    shared: int
+    own: tuple[int, ...]
+    new: int
+    priority: int
+    cancelled_after: int | None  # steps
+    ready_after: int  # steps
+    echo: bool
+    fails_after: int | None  # steps: then its forward fails once
+    stops: bool  # at an end-of-sequence token
+
+    @property
+    def prompt(self) -> list[int]:
+        return [*STREAM[: self.shared], *self.own] or [1]
+
+
+machines = st.builds(
+    Machine,
+    windows=st.sampled_from([(None,), (None, 6), (5,)]),
+    num_blocks=st.integers(5, 14),
+    max_batch_size=st.integers(2, 6),
+    max_batch_input_tokens=st.integers(1, 40),
+    min_chunk_size=st.integers(1, 8),
+    enable_chunked_prefill=st.booleans(),
+    enable_prefix_caching=st.booleans(),
+    num_steps=st.integers(1, 4),
+)
+requests = st.builds(
+    Request,
+    arrival=st.integers(0, 12),
+    shared=st.integers(0, 24),
+    own=st.lists(st.integers(1, 3), max_size=4).map(tuple),
+    new=st.integers(1, 24),
+    priority=st.integers(0, 1),
+    cancelled_after=st.sampled_from([None, None, None, 0, 2, 5, 9]),
+    ready_after=st.sampled_from([0, 0, 0, 3]),
+    echo=st.sampled_from([False, False, False, True]),
+    fails_after=st.sampled_from([None, None, None, 1, 4, 8]),
+    stops=st.booleans(),
+)
+
+
+class Workload:
+    """Runs requests on a machine and notes what becomes of each."""
+
+    def __init__(self, machine: Machine, requests: list[Request]) -> None:
+        self.machine, self.now = machine, 0
+        self.requests = {str(number): request for number, request in enumerate(requests)}
+        self.pipeline = FakePipeline(
+            kv_manager(
+                *[machine.num_blocks] * len(machine.windows),
+                windows=machine.windows,
+                enable_prefix_caching=machine.enable_prefix_caching,
+            )
+        )
+        self.scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(
+            self.pipeline,
+            max_batch_size=machine.max_batch_size,
+            max_batch_input_tokens=machine.max_batch_input_tokens,
+            min_chunk_size=machine.min_chunk_size,
+            enable_chunked_prefill=machine.enable_chunked_prefill,
+            ready=lambda context: self._is_ready(context.request_id),
+        )
+        self.contexts: dict[str, TextContext] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: list[tuple[str, str]] = []
+
+    def run(self) -> None:
+        while self.now <= 12 or self.scheduler.has_work:
+            for name, request in self.requests.items():
+                if request.arrival == self.now:
+                    self._submit(name, request)
+                elif request.cancelled_after == self.now - request.arrival:
+                    self._cancel(name)
+            self._step()
+            self.now += 1
+            assert self.now < 2000, "a request starves"
+
+    def _submit(self, name: str, request: Request) -> None:
+        context = text_context(
+            request.prompt,
+            max_length=len(request.prompt) + request.new,
+            request_id=name,
+            eos_token_ids={EOS} if request.stops else set(),
+            priority=request.priority,
+            log_probabilities_echo=request.echo,
+        )
+        try:
+            self.scheduler.submit(context)
+        except InputError:
+            self.ends.append((name, "refused"))
+        else:
+            self.contexts[name], self.tokens[name] = context, []
+
+    def _cancel(self, name: str) -> None:
+        self.scheduler.cancel(name)
+        if name in self.contexts and not any(name == ended for ended, _ in self.ends):
+            self.ends.append((name, "cancelled"))
+
+    def _step(self) -> None:
+        before = len(self.pipeline.trace)
+        self.pipeline.culprits = {name for name in self.contexts if self._fails(name)}
+        try:
+            outputs = self.scheduler.step(self.machine.num_steps)
+        except FloatingPointError:
+            return  # the next step repeats it
+        for name, output in outputs.items():
+            self.tokens[name] += [int(token.next_token) for token in output.tokens]
+            if output.is_done:
+                self.ends.append((name, "done"))
+        trace = self.pipeline.trace[before:]
+        assert all(sum(rows.values()) <= self.machine.max_batch_input_tokens for rows in trace)
+        assert all(len(rows) <= self.machine.max_batch_size for rows in trace)
+        assert trace or not self.scheduler.num_running, "nobody runs of those who could"
+        assert trace or not self.scheduler.num_waiting or self.now <= 20, "nobody is let in"
+        self.pipeline.kv.check_integrity()
+        held = {name for name, context in self.contexts.items() if context.is_assigned_to_cache}
+        ended = {name for name, _ in self.ends}
+        for name in self.contexts.keys() - held - ended:
+            assert self.contexts[name].active_idx == self.contexts[name].end_idx
+        assert not held & ended, "an ended request holds blocks"
+        assert len(held) == self.scheduler.num_running
+
+    def _fails(self, name: str) -> bool:
+        return self.requests[name].fails_after == self.now - self.requests[name].arrival
+
+    def _is_ready(self, name: str) -> bool:
+        return self.now >= self.requests[name].arrival + self.requests[name].ready_after
+
+
+@settings(max_examples=60, deadline=None)
+@given(machines, st.lists(requests, min_size=1, max_size=12))
+def test_everybody_is_served_once_and_exactly(machine: Machine, requests: list[Request]) -> None:
+    work = Workload(machine, requests)
+    work.run()
+    event("preempted" if work.scheduler.num_preemptions else "not preempted")
+    assert sorted(name for name, _ in work.ends) == sorted(work.requests), "one end each"
+    assert not work.scheduler.failures
+    assert work.pipeline.kv.num_free_blocks == work.pipeline.kv.num_blocks
+    assert not work.pipeline.kv._prefixes._chains
+    assert Counter(work.pipeline.released) == Counter(work.contexts.keys())
+    for name, how in work.ends:
+        if name in work.contexts:
+            expected = alone(text_context_like(work.contexts[name]))
+            assert work.tokens[name] == expected[: len(work.tokens[name])]
+            assert how == "cancelled" or work.tokens[name] == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(machines, st.lists(requests, min_size=1, max_size=12))
+def test_nothing_is_computed_twice_but_after_a_preemption(machine: Machine, requests: list[Request]) -> None:
+    work = Workload(machine, requests)
+    work.run()
+    breaks = 0
+    for name, context in work.contexts.items():
+        steps = [
+            (starts[name], rows[name])
+            for starts, rows in zip(work.pipeline.starts, work.pipeline.trace, strict=True)
+            if name in rows
+        ]
+        if not steps:
+            continue
+        assert steps[0][0] == context.num_cached_tokens
+        again = [start for (before, rows), (start, _) in pairwise(steps) if start != before + rows]
+        breaks += len(again)
+        if not again and (name, "done") in work.ends:
+            computed = sum(rows for _, rows in steps)
+            assert computed == context.end_idx - 1 - context.num_cached_tokens
+    assert breaks <= work.scheduler.num_preemptions
+
+
+@settings(max_examples=30, deadline=None)
+@given(machines, st.lists(requests, min_size=2, max_size=9))
+def test_those_who_generate_are_in_every_step(machine: Machine, requests: list[Request]) -> None:
+    work = Workload(machine, requests)
+    work.run()
+    if work.scheduler.num_preemptions or any(request.cancelled_after is not None for request in requests):
+        return
+    for name in work.contexts:
+        first = next(
+            (
+                step
+                for step, (starts, rows) in enumerate(
+                    zip(work.pipeline.starts, work.pipeline.trace, strict=True)
+                )
+                if name in rows and starts[name] + rows[name] >= len(work.requests[name].prompt)
+            ),
+            None,
+        )
+        if first is not None:
+            present = [name in rows for rows in work.pipeline.trace[first:]]
+            assert present == sorted(present, reverse=True), "it paused"
+
+
+def text_context_like(context: TextContext) -> TextContext:
+    """A fresh context with the prompt and the limits of another."""
+    return text_context(
+        context.prompt_tokens.tolist(), max_length=context.max_length, eos_token_ids=context.eos_token_ids
+    )

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.scheduler.waiting import WaitingQueue
+
+
+@dataclass(frozen=True)
+class Waiter:
+    request_id: str
+    key: tuple[int, int]
+
+
+def queue_of(names: str, look_limit: int = 4) -> WaitingQueue[Waiter]:
+    queue: WaitingQueue[Waiter] = WaitingQueue(look_limit)
+    for place, name in enumerate(names):
+        queue.push(Waiter(name, (0, place)))
+    queue.look_again(lambda entry: True)
+    return queue
+
+
+def served(queue: WaitingQueue[Waiter], ready: str) -> str:
+    """The entries served in one step, all of those that are ready."""
+
+    def is_ready(entry: Waiter) -> bool:
+        return entry.request_id in ready
+
+    queue.look_again(is_ready)
+    names = ""
+    while (entry := queue.first_ready(is_ready)) is not None:
+        queue.remove(entry.request_id)
+        names += entry.request_id
+    return names
+
+
+def test_the_smallest_key_is_served_first() -> None:
+    queue = queue_of("bc")
+    queue.push(Waiter("a", (-1, 2)))
+    assert served(queue, "abc") == "abc"
+    assert len(queue) == 0
+
+
+def test_looking_takes_nothing_out() -> None:
+    queue = queue_of("a")
+    for _ in range(2):
+        entry = queue.first_ready(lambda entry: True)
+        assert entry is not None
+        assert entry.request_id == "a"
+    assert "a" in queue
+
+
+def test_who_is_not_ready_lets_others_pass_and_keeps_its_place() -> None:
+    queue = queue_of("abcd")
+    assert served(queue, "bd") == "bd"
+    queue.push(Waiter("e", (0, 9)))
+    assert served(queue, "ace") == "ace"
+
+
+def test_removed_entries_are_passed_over_wherever_they_stand() -> None:
+    queue = queue_of("abcd")
+    assert served(queue, "c") == "c"
+    removed = queue.remove("a")  # it stands aside
+    assert removed is not None
+    assert queue.remove("a") is None
+    assert served(queue, "abd") == "bd"
+
+
+def test_an_entry_may_come_back() -> None:
+    queue = queue_of("ab")
+    first = queue.remove("a")
+    assert first is not None
+    queue.push(first)
+    assert served(queue, "ab") == "ab"
+
+
+def test_a_step_looks_at_few_in_vain_and_all_get_their_turn() -> None:
+    queue = queue_of("abcdefgh", look_limit=2)
+    looks = 0
+
+    def is_ready(entry: Waiter) -> bool:
+        nonlocal looks
+        looks += 1
+        return entry.request_id == "h"
+
+    steps = 0
+    while (entry := queue.first_ready(is_ready)) is None:
+        steps += 1
+        assert looks <= 4 * steps
+        queue.look_again(is_ready)
+    assert entry.request_id == "h"
+    assert steps == 3
