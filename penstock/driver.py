@@ -5,6 +5,7 @@ This module, ``engine`` and ``kernels`` are the only places that know device nam
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ __all__ = [
     "accelerator_count",
     "load_devices",
     "scan_available_devices",
+    "zeros",
 ]
 
 
@@ -145,6 +147,22 @@ def load_devices(specs: Sequence[DeviceSpec]) -> list[Device]:
         ConfigError: one of them does not exist.
     """
     return [CPU() if spec.device_type == "cpu" else Accelerator(spec.id) for spec in specs]
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of zeros. In host memory a page of it is taken from the system when it is first written."""
+    import numpy as np
+    import torch
+
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(size + _CACHE_LINE, np.uint8))
+    start = -memory.data_ptr() % _CACHE_LINE
+    return memory[start : start + size].view(dtype).view(*shape)
+
+
+_CACHE_LINE = 64  # bytes; no vector load of a kernel crosses two
 
 
 def _gpus(count: int) -> str:

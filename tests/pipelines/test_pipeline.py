@@ -141,6 +141,17 @@ def test_a_full_cache_is_an_error_that_changes_nothing(checkpoint: Path) -> None
     assert small.kv.num_free_blocks == 4
 
 
+def test_too_few_blocks_for_many_steps_are_enough_for_one(checkpoint: Path) -> None:
+    size = 4 * 2 * 3 * 2 * 8 * 16 * 5
+    fixed = {"kv_cache_block_size": 16, "max_length": 64, "max_batch_size": 2}
+    small = open_pipeline(checkpoint, kv_cache_memory=size, **fixed)
+    contexts = {"a": context_of(PROMPT, 30), "b": context_of(PROMPT[::-1], 30)}
+    responses = small.execute(contexts, num_steps=20)
+    assert [len(response.tokens) for response in responses.values()] == [1, 1]
+    small.release(contexts["a"])
+    assert len(small.execute({"b": contexts["b"]}, num_steps=20)["b"].tokens) == 20
+
+
 def test_refusals_come_before_any_change(pipeline: TextGenerationPipeline) -> None:
     good = context_of(PROMPT)
     refused = [

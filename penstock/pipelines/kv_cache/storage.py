@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.driver import zeros
 from penstock.dtype import DType
 from penstock.pipelines.kv_cache.spec import KVCacheSpec
 
@@ -27,9 +28,9 @@ class KVCacheStorage:
             group = spec.groups[index]
             rows = (2, num_blocks[index], group.kv_heads, block_size)  # [2, N, K, S]
             dtype = group.dtype.to_torch()
-            caches.append(torch.zeros(*rows, group.head_dim, dtype=dtype, device=device))
+            caches.append(zeros((*rows, group.head_dim), dtype, device))
             is_int8 = group.dtype is DType.int8
-            scales.append(torch.zeros(rows, dtype=torch.float32, device=device) if is_int8 else None)
+            scales.append(zeros(rows, torch.float32, device) if is_int8 else None)
         self.caches = tuple(caches)
         """L of ``[2, N, K, S, D]``: keys, then values."""
         self.scales = tuple(scales)
