@@ -41,7 +41,7 @@ def __dir__() -> list[str]:
 
 
 def _cap_torch() -> None:
-    """Lets ``PENSTOCK_ISA`` cap torch's kernels too; torch reads these variables once, when it is imported."""
+    """Lets ``PENSTOCK_ISA`` cap torch's kernels too; torch reads these variables when it is imported."""
     cap = os.environ.get("PENSTOCK_ISA")
     for variable, values in _CAPS.items():
         if cap in values:

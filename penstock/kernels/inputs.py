@@ -74,7 +74,9 @@ class LoRAInputs:
 
     rows: Tensor  # [T] int64: index of the row's adapter, -1 for none
     matrices: Mapping[str, tuple[Tensor, Tensor]]
-    """Slice name, e.g. ``model.layers.0.self_attn.q_proj`` -> A ``[n, R, in]``, B ``[n, out, R]`` times the scale."""
+    """Slice name, e.g. ``model.layers.0.self_attn.q_proj`` -> A ``[n, R, in]``, B ``[n, out, R]``.
+
+    The adapter's scale is part of B."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,13 +129,12 @@ class TextGenerationPipeline:
         """Slots and blocks for the batch; without drafts and in one step where there are too few for more."""
         for context in contexts:
             self.kv.claim(context)
+            self.kv.reserve(context)
         try:
             for context, draft in zip(contexts, drafts, strict=True):
                 self.kv.reserve(context, max(num_steps - 1, len(draft)))
-        except InsufficientBlocksError:
+        except InsufficientBlocksError:  # all have what one step needs; some keep a block or two more
             drafts, num_steps = [[] for _ in contexts], 1
-            for context in contexts:
-                self.kv.reserve(context)
         return drafts, num_steps
 
     def _run(

@@ -47,7 +47,7 @@ def random_tokens(count: int, vocabulary: int, seed: int = 0) -> list[int]:
 
 
 def step_logits(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext]) -> list[torch.Tensor]:
-    """Logits of one forward over the active tokens of each context, ``[rows, V]`` each; no context changes."""
+    """Logits of a forward over the active tokens of each context, ``[rows, V]`` each; no context changes."""
     kv = pipeline.kv
     assert isinstance(kv, KVCacheManager)
     for context in contexts:
