@@ -11,14 +11,15 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 HEAD = """# Configuration
 
-Every setting has one flat name: the flag (`--max-length 2048`), the keyword (`LLM(max_length=2048)`), the key of
-a configuration file (`max_length = 2048` in TOML or JSON, given by `--config-file`) and, in capitals behind a
-prefix, the variable (`PENSTOCK_MAX_LENGTH=2048`). A flag comes before a variable, a variable before the file, the
-file before the default. `penstock generate --print-config` shows every value and where it came from. An unknown
-name, a wrong type or an impossible value is an error that names the field.
+Every setting has one flat name: the flag (`--max-length 2048`), the keyword (`LLM(max_length=2048)`),
+the key of a configuration file (`max_length = 2048` in TOML or JSON, given by `--config-file`) and, in
+capitals behind a prefix, the variable (`PENSTOCK_MAX_LENGTH=2048`). A flag comes before a variable, a
+variable before the file, the file before the default. `penstock generate --print-config` shows every
+value and where it came from. An unknown name, a wrong type or an impossible value is an error that names
+the field.
 
-One variable more is read by the kernels: `PENSTOCK_ISA=generic|avx2|avx512` caps the instruction set of Penstock's
-own kernels and of torch's, so that every path can be tried on one machine.
+One variable more is read by the kernels: `PENSTOCK_ISA=generic|avx2|avx512` caps the instruction set of
+Penstock's own kernels and of torch's, so that every path can be tried on one machine.
 
 Written from the configuration classes by `tools/write_configuration.py`; a test compares the two.
 """

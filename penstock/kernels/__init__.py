@@ -6,7 +6,6 @@ from penstock.kernels.inputs import (
     LayerKV,
     LoRAInputs,
     SamplingInputs,
-    StepInputs,
 )
 from penstock.kernels.linear import (
     ENCODINGS,
@@ -18,6 +17,7 @@ from penstock.kernels.linear import (
     pack_linear,
 )
 from penstock.kernels.ops import OPERATIONS, Activation, Ops
+from penstock.kernels.step import StepInputs
 
 __all__ = [
     "ENCODINGS",

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from penstock.kernels.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +84,3 @@ class SamplingInputs:
     top_p: Tensor  # [R] float32; 1 keeps all tokens
     min_p: Tensor  # [R] float32; 0 keeps all tokens
     uniforms: Tensor  # [R] float64 in [0, 1): the row's draw, a function of (seed, position) alone
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What all layers share in one step. Passed down the model: a forward reads no global state."""
-
-    ops: Ops
-    positions: Tensor  # [T] int64
-    row_offsets: Tensor  # [B + 1] int32: sequence b owns rows row_offsets[b]:row_offsets[b + 1]
-    kv: KVCacheInputs | None = None
-    lora: LoRAInputs | None = None
-    text_lengths: Tensor | None = None
-    """[T] int64: the length each row's text had when the row was first computed, max(prompt, position + 1);
-    for rotary embeddings that change with it."""

@@ -48,7 +48,8 @@ def variants() -> list[CpuOps]:
 @cache
 def _say_missing() -> None:
     logging.getLogger(__name__).warning(
-        "the C++ kernels are not built (%s is missing, or of another version): the reference kernels are used, "
-        "many times slower. Install a C++ compiler and CMake, then: pip install --force-reinstall --no-deps penstock",
+        "the C++ kernels are not built (%s is missing, or of another version): the reference kernels are "
+        "used, many times slower. Install a C++ compiler and CMake, then: "
+        "pip install --force-reinstall --no-deps penstock",
         PATH,
     )
