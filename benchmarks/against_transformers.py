@@ -1,0 +1,170 @@
+"""Penstock and transformers at the same work, in turn: A B A B, medians and ratios.
+
+    python benchmarks/against_transformers.py                    # a 134 M Llama of random weights, bfloat16
+    python benchmarks/against_transformers.py --shape l1b --pairs 3 --json out.json
+
+Three works, greedy, end of sequence ignored, prompts fresh and random, prefix cache off: *decode*, one prompt
+of 128 tokens and 64 more, tokens/s after the first; *prefill*, one prompt of 1024 tokens, tokens/s; *batch*, 32
+prompts of 256 tokens and 64 more each, output tokens/s over the whole run. What matters is the ratio: absolute
+times are those of the machine in that minute. It should be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import penstock
+from penstock import LLM, SamplingParams
+from penstock.kernels import cpu
+
+SHAPES = {
+    "l110m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
+              "num_attention_heads": 12, "num_key_value_heads": 12},
+    "l1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+            "num_attention_heads": 32, "num_key_value_heads": 4},
+}  # fmt: skip
+VOCABULARY = 32000
+
+
+@dataclass(frozen=True)
+class Work:
+    """A number of prompts of a length, and how many tokens each is to gain."""
+
+    name: str
+    prompts: int
+    length: int
+    new: int
+
+    def tokens_per_second(self, first: float, whole: float) -> float:
+        """The figure that names this work, from the time to the first token and the time of all."""
+        if self.name == "prefill":
+            return self.length / first
+        if self.name == "decode":
+            return (self.new - 1) / (whole - first)
+        return self.prompts * self.new / whole
+
+
+WORKS = [Work("decode", 1, 128, 64), Work("prefill", 1, 1024, 1), Work("batch", 32, 256, 64)]
+Engine = Callable[[Work, int], float]
+
+
+def main() -> None:
+    """Runs what the command line asks for and prints a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="l110m")
+    parser.add_argument(
+        "--works", nargs="+", choices=[work.name for work in WORKS], default=["decode", "prefill"]
+    )
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), options.shape)
+        ours, theirs = open_penstock(folder), open_transformers(folder)
+        rows = [compare(work, ours, theirs, options.pairs) for work in WORKS if work.name in options.works]
+    report = {"machine": machine(), "shape": options.shape, "pairs": options.pairs, "rows": rows}
+    print(f"{report['machine']}\n{options.shape}, bfloat16, {options.pairs} pairs")
+    for row in rows:
+        print(f"{row['work']:8} penstock {row['penstock']:8.1f} tokens/s   transformers {row['transformers']:8.1f}"
+              f"   ratio {row['ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})")  # fmt: skip
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2))
+
+
+def compare(work: Work, ours: Engine, theirs: Engine, pairs: int) -> dict[str, Any]:
+    """One work on both engines in turn, after a warm-up of each."""
+    ours(work, 0), theirs(work, 0)
+    found = [(ours(work, seed), theirs(work, seed)) for seed in range(1, pairs + 1)]
+    ratios = [a / b for a, b in found]
+    return {
+        "work": work.name,
+        "penstock": statistics.median(a for a, _ in found),
+        "transformers": statistics.median(b for _, b in found),
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "runs": found,
+    }
+
+
+def open_penstock(folder: str) -> Engine:
+    llm = LLM(folder, enable_prefix_caching=False)
+
+    def run(work: Work, seed: int) -> float:
+        params = SamplingParams(max_new_tokens=work.new, ignore_eos=True, detokenize=False)
+        first_params = SamplingParams(max_new_tokens=1, ignore_eos=True, detokenize=False)
+        prompts = prompts_of(work, seed)
+        first = timed(lambda: llm.generate(prompts, first_params, use_tqdm=False))
+        whole = timed(lambda: llm.generate(prompts, params, use_tqdm=False)) if work.new > 1 else first
+        return work.tokens_per_second(first, whole)
+
+    return run
+
+
+def open_transformers(folder: str) -> Engine:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+    def generate(prompts: list[list[int]], new: int) -> None:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new,
+                           do_sample=False, eos_token_id=None, pad_token_id=0)  # fmt: skip
+
+    def run(work: Work, seed: int) -> float:
+        prompts = prompts_of(work, seed)
+        first = timed(lambda: generate(prompts, 1))
+        whole = timed(lambda: generate(prompts, work.new)) if work.new > 1 else first
+        return work.tokens_per_second(first, whole)
+
+    return run
+
+
+def prompts_of(work: Work, seed: int) -> list[list[int]]:
+    tokens = np.random.default_rng(seed).integers(3, VOCABULARY, (work.prompts, work.length))
+    return [[int(token) for token in row] for row in tokens]
+
+
+def write_checkpoint(folder: Path, shape: str) -> None:
+    """Random weights: speed does not depend on their values. The tokenizer is there to be loaded only."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=2048, **SHAPES[shape])
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="t0")).save(str(folder / "tokenizer.json"))
+
+
+def timed(action: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def machine() -> str:
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
+        f"kernels {cpu.isa()}, penstock {penstock.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    )
+
+
+if __name__ == "__main__":
+    main()
