@@ -3,10 +3,13 @@
     python benchmarks/against_transformers.py                    # a 134 M Llama of random weights, bfloat16
     python benchmarks/against_transformers.py --shape l1b --pairs 3 --json out.json
 
-Three works, greedy, end of sequence ignored, prompts fresh and random, prefix cache off: *decode*, one prompt
-of 128 tokens and 64 more, tokens/s after the first; *prefill*, one prompt of 1024 tokens, tokens/s; *batch*, 32
-prompts of 256 tokens and 64 more each, output tokens/s over the whole run. What matters is the ratio: absolute
-times are those of the machine in that minute. It should be idle.
+Three works, greedy, end of sequence ignored, prompts fresh and random, prefix cache off:
+
+    decode     one prompt of 128 tokens and 64 more: tokens/s after the first
+    prefill    one prompt of 1024 tokens: tokens/s
+    batch      32 prompts of 256 tokens and 64 more each: output tokens/s over the whole run
+
+What matters is the ratio: absolute figures are those of the machine in that minute. It should be idle.
 """
 
 from __future__ import annotations
@@ -80,8 +83,10 @@ def main() -> None:
     report = {"machine": machine(), "shape": options.shape, "pairs": options.pairs, "rows": rows}
     print(f"{report['machine']}\n{options.shape}, bfloat16, {options.pairs} pairs")
     for row in rows:
-        print(f"{row['work']:8} penstock {row['penstock']:8.1f} tokens/s   transformers {row['transformers']:8.1f}"
-              f"   ratio {row['ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})")  # fmt: skip
+        print(
+            f"{row['work']:8} penstock {row['penstock']:8.1f} tokens/s  transformers {row['transformers']:8.1f}  "
+            f"ratio {row['ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})"
+        )
     if options.json:
         options.json.write_text(json.dumps(report, indent=2))
 
@@ -162,7 +167,8 @@ def timed(action: Callable[[], Any]) -> float:
 def machine() -> str:
     return (
         f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
-        f"kernels {cpu.isa()}, penstock {penstock.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+        f"kernels {cpu.isa()}, penstock {penstock.__version__}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
     )
 
 
