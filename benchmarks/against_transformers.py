@@ -83,10 +83,9 @@ def main() -> None:
     report = {"machine": machine(), "shape": options.shape, "pairs": options.pairs, "rows": rows}
     print(f"{report['machine']}\n{options.shape}, bfloat16, {options.pairs} pairs")
     for row in rows:
-        print(
-            f"{row['work']:8} penstock {row['penstock']:8.1f} tokens/s  transformers {row['transformers']:8.1f}  "
-            f"ratio {row['ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})"
-        )
+        figures = f"penstock {row['penstock']:7.1f} tokens/s, transformers {row['transformers']:7.1f}"
+        spread = f"{row['lowest']:.2f} to {row['highest']:.2f}"
+        print(f"{row['work']:8}{figures}, ratio {row['ratio']:.2f} ({spread})")
     if options.json:
         options.json.write_text(json.dumps(report, indent=2))
 
