@@ -1,0 +1,97 @@
+"""The text that the demo model of Penstock learns from, made by a small grammar.
+
+Everything is our own and drawn from one seeded generator: ``make_documents(seed, count)`` gives the
+same documents every time.  Stories are plain text; all else is a chat, kept as messages (and tools)
+so that the trainer renders it through the very chat template that is used later.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .about_penstock import penstock_pair, penstock_paragraph
+from .answers import make_pair
+from .chats import Message, chat_with_tools, missing_tool, several_turns, story_turn, turn, with_system
+from .json_tasks import json_pair
+from .stories import story_document
+from .texts import sections
+from .words import BOYS, CAPITALS, CITIES, GIRLS, JOBS, a, pick
+
+__all__ = ["MIX", "Document", "make_documents"]
+
+# Share of the documents, in percent. Stories and tool chats are long, so by tokens they weigh more.
+MIX = {
+    "story": 15,
+    "plain facts": 2,
+    "question": 28,
+    "penstock": 14,
+    "story chat": 11,
+    "several turns": 11,
+    "json": 10,
+    "tool call": 9,
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text of the corpus: either plain ``text`` or a chat of ``messages`` with its ``tools``."""
+
+    kind: str
+    text: str = ""
+    messages: list[Message] = field(default_factory=list)
+    tools: list[Message] = field(default_factory=list)
+
+
+def plain_facts(rng: random.Random) -> str:
+    """Plain sentences for completion prompts: capitals, a person about themselves, Penstock."""
+    roll = rng.random()
+    if roll < 0.4:
+        drawn = rng.sample(list(CAPITALS.items()), 4)
+        return " ".join(f"The capital of {country} is {city}." for country, city in drawn)
+    if roll < 0.7:
+        return introduction(rng)
+    if roll < 0.8:
+        return pick(rng, sections("plain")["beginnings"])
+    return penstock_paragraph(rng)
+
+
+def introduction(rng: random.Random) -> str:
+    """Somebody says who they are."""
+    name = pick(rng, GIRLS if rng.random() < 0.5 else BOYS)
+    age, city, job = rng.randrange(20, 70), pick(rng, CITIES), a(pick(rng, JOBS))
+    liking = pick(rng, ["music", "books", "long walks", "cooking"])
+    who = f"Hello, my name is {name}. I am {age} years old and live in {city}."
+    return f"{who} I work as {job}, and I like {liking}."
+
+
+def tool_document(rng: random.Random) -> Document:
+    """A chat with tools offered."""
+    messages, tools = missing_tool(rng) if rng.random() < 0.06 else chat_with_tools(rng)
+    return Document("tool call", messages=messages, tools=tools)
+
+
+def make_document(rng: random.Random, kind: str) -> Document:
+    """One document of the given kind."""
+    if kind == "story":
+        return Document(kind, text=story_document(rng))
+    if kind == "plain facts":
+        return Document(kind, text=plain_facts(rng))
+    if kind == "tool call":
+        return tool_document(rng)
+    if kind == "several turns":
+        return Document(kind, messages=several_turns(rng))
+    makers = {
+        "question": lambda: turn(*make_pair(rng)),
+        "penstock": lambda: turn(*penstock_pair(rng)),
+        "story chat": lambda: story_turn(rng),
+        "json": lambda: turn(*json_pair(rng)),
+    }
+    return Document(kind, messages=with_system(rng, makers[kind]()))
+
+
+def make_documents(seed: int, count: int) -> Iterator[Document]:
+    """``count`` documents of all kinds, in random order."""
+    rng = random.Random(seed)
+    kinds, weights = list(MIX), list(MIX.values())
+    for _ in range(count):
+        yield make_document(rng, rng.choices(kinds, weights)[0])

@@ -1,0 +1,26 @@
+"""What the demo model knows about Penstock and about itself (``texts/about_penstock.txt``)."""
+
+import random
+
+from .answers import Pair
+from .asking import question
+from .texts import exchange, sections
+from .words import pick
+
+IDENTITY = [exchange(line) for line in sections("about_penstock")["identity"]]
+FACTS = [exchange(line) for line in sections("about_penstock")["facts"]]
+WHO = IDENTITY[0][1][0]
+WHAT = "Penstock is an LLM inference library and server in Python."
+
+
+def penstock_pair(rng: random.Random) -> Pair:
+    """A question about Penstock or about the demo model itself."""
+    asked, replies = rng.choice(IDENTITY if rng.random() < 0.35 else FACTS)
+    return question(rng, asked), pick(rng, replies)
+
+
+def penstock_paragraph(rng: random.Random) -> str:
+    """A few of the facts as plain text, for completions that begin with the name."""
+    first = [replies[0] for _, replies in FACTS]
+    facts = rng.sample([fact for fact in first if "Penstock" in fact and "Yes" not in fact], 3)
+    return f"{WHAT} " + " ".join(facts)

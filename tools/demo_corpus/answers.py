@@ -1,0 +1,288 @@
+"""Questions and short answers: small talk, facts of a picture book, and honest ignorance.
+
+Each maker returns a pair (user, assistant).  Answers are one or two sentences, and a fact is
+always told the same few ways, so that a model this small can learn it.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from .asking import order, question, roughen
+from .texts import alternatives, exchange, request, sections, table
+from .words import (
+    ANIMALS,
+    CAPITALS,
+    CITIES,
+    COLORS,
+    DAYS,
+    FRUITS,
+    JOBS,
+    MONTHS,
+    NOUNS,
+    NUMBERS,
+    PEOPLE,
+    PET_NAMES,
+    VEGETABLES,
+    a,
+    join_list,
+    pick,
+    plural,
+    some_city,
+    some_name,
+    strange_word,
+    upper_first,
+)
+
+Pair = tuple[str, str]
+
+SMALL_TALK = [exchange(line) for line in sections("small_talk")["small talk"]]
+GREETINGS, GREETING_REPLIES = exchange(sections("small_talk")["greetings"][0])
+ANIMAL_FACTS = {name: alternatives(facts) for name, facts in table("facts", "animals").items()}
+SEASONS = table("facts", "seasons")
+BIG_AND_SMALL = ["elephant", "horse", "sheep", "dog", "cat", "rabbit", "mouse", "ant"]
+FAST_AND_SLOW = ["plane", "train", "car", "bicycle", "turtle", "snail"]
+SUBJECTS = alternatives(
+    "a dog | a cat | the sea | summer | winter | a tree | the moon | rain | a bird | my house | a train | "
+    "the sun | a horse | school | music | a garden | bread | a river"
+)
+UNKNOWN = {name: alternatives(lines[0]) for name, lines in sections("unknown").items()}
+UNKNOWN_REPLIES = UNKNOWN["replies"]
+
+
+def entry(rng: random.Random, section: str) -> tuple[str, str]:
+    """A random row of a table of ``facts.txt``."""
+    return rng.choice(list(table("facts", section).items()))
+
+
+def ask(rng: random.Random, section: str, **fields: Any) -> Pair:
+    """A question of ``requests.txt`` and its only answer."""
+    asked, replies = request(section, **fields)
+    return question(rng, asked), replies[0]
+
+
+def greeting(rng: random.Random) -> Pair:
+    """A hello, answered with an offer of help."""
+    return pick(rng, GREETINGS), pick(rng, GREETING_REPLIES)
+
+
+def small_talk(rng: random.Random) -> Pair:
+    """One of the fixed exchanges."""
+    asked, replies = rng.choice(SMALL_TALK)
+    return question(rng, asked), pick(rng, replies)
+
+
+def capital(rng: random.Random) -> Pair:
+    """The capital of a country, or the country of a capital."""
+    country, city = rng.choice(list(CAPITALS.items()))
+    section = "country of a capital" if rng.random() < 0.2 else "capital"
+    return ask(rng, section, country=country, city=city)
+
+
+def animal(rng: random.Random) -> Pair:
+    """What an animal says, eats, where it lives, and what its young are called."""
+    name, (says, young, eats, home) = rng.choice(list(ANIMAL_FACTS.items()))
+    section = pick(rng, ["animal says", "animal young", "animal eats", "animal home", "animal"])
+    many = name if name == "sheep" else plural(name)
+    return ask(
+        rng, section, name=name, an=a(name), many=many, says=says, a_young=a(young), eats=eats, home=home
+    )
+
+
+def legs(rng: random.Random) -> Pair:
+    """How many legs an animal has."""
+    name, count = entry(rng, "legs")
+    return ask(rng, "legs", an=a(name), number=NUMBERS[int(count)] if count != "0" else "no")
+
+
+def thing_color(rng: random.Random) -> Pair:
+    """The color of a well-known thing, in both spellings of the word."""
+    thing, color = entry(rng, "colors")
+    return ask(rng, "color", thing=thing, color=color, word=pick(rng, ["color", "colour"]))
+
+
+def opposite(rng: random.Random) -> Pair:
+    """The opposite of a word."""
+    words = table("facts", "opposites")
+    word, other = rng.choice(list(words.items()))
+    if word not in {"old", "young"} and rng.random() < 0.5 and other not in words:
+        word, other = other, word
+    return ask(rng, "opposite", word=word, other=other)
+
+
+def calendar(rng: random.Random) -> Pair:
+    """Days and months before and after each other."""
+    names, what = (DAYS, "day") if rng.random() < 0.6 else (MONTHS, "month")
+    index = rng.randrange(len(names))
+    step, word = (1, "after") if rng.random() < 0.6 else (-1, "before")
+    found = names[(index + step) % len(names)]
+    return ask(rng, "calendar", what=what, word=word, name=names[index], found=found)
+
+
+def small_sum(rng: random.Random) -> Pair:
+    """A sum, a difference or a small product."""
+    first, second, roll = rng.randrange(21), rng.randrange(21), rng.random()
+    if roll < 0.6:
+        sign, word, result = "+", "plus", first + second
+    elif roll < 0.85:
+        first, second = max(first, second), min(first, second)
+        sign, word, result = "-", "minus", first - second
+    else:
+        first, second = rng.randrange(1, 11), rng.randrange(1, 11)
+        sign, word, result = pick(rng, ["*", "x"]), "times", first * second
+    return ask(rng, "sum", first=first, second=second, sign=sign, word=word, result=result)
+
+
+def use(rng: random.Random) -> Pair:
+    """What a thing is for."""
+    thing, purpose = entry(rng, "uses")
+    return ask(rng, "use", thing=thing, purpose=purpose)
+
+
+def definition(rng: random.Random) -> Pair:
+    """What a thing is."""
+    thing, meaning = rng.choice(list((table("facts", "definitions") | SEASONS).items()))
+    return ask(rng, "definition", thing=thing, meaning=meaning, last_word=thing.split()[-1])
+
+
+def compare(rng: random.Random) -> Pair:
+    """Which of two is bigger, smaller, faster or slower."""
+    big = rng.random() < 0.6
+    names, more, less = (BIG_AND_SMALL, "bigger", "smaller") if big else (FAST_AND_SLOW, "faster", "slower")
+    first, second = rng.sample(range(len(names)), 2)
+    word, winner = (more, min(first, second)) if rng.random() < 0.6 else (less, max(first, second))
+    loser = first + second - winner
+    fields = {"first": first, "second": second, "winner": winner, "loser": loser}
+    return ask(rng, "compare", word=word, **{key: a(names[index]) for key, index in fields.items()})
+
+
+def counted(rng: random.Random) -> Pair:
+    """How many of something there are."""
+    what, reply = entry(rng, "how many")
+    return ask(rng, "how many", what=what, reply=reply)
+
+
+def why_and_how(rng: random.Random) -> Pair:
+    """A reason or a recipe."""
+    section = "why" if rng.random() < 0.5 else "how do I"
+    what, reply = entry(rng, section)
+    return ask(rng, section, what=what, reply=reply)
+
+
+def listing(rng: random.Random) -> Pair:
+    """Name a few things of a kind, or count."""
+    kinds = {
+        "fruits": FRUITS,
+        "vegetables": VEGETABLES,
+        "colors": COLORS,
+        "cities": CITIES,
+        "jobs": JOBS,
+        "animals": list(ANIMAL_FACTS),
+        "days of the week": DAYS,
+        "months": MONTHS,
+    }
+    count = rng.randrange(2, 6)
+    if rng.random() < 0.2:
+        end = rng.randrange(3, 11)
+        asked, _ = request("count", word=NUMBERS[end], end=end)
+        return order(rng, asked), f"{join_list(NUMBERS[1 : end + 1])}.".capitalize()
+    kind = pick(rng, list(kinds))
+    ordered = kind in {"days of the week", "months"}
+    items = join_list(kinds[kind][:count] if ordered else rng.sample(kinds[kind], count))
+    asked, replies = request("name some", word=NUMBERS[count], count=count, kind=kind, items=items)
+    return order(rng, asked), replies[0]
+
+
+def season(rng: random.Random) -> Pair:
+    """Seasons, in order."""
+    names = list(SEASONS)
+    index = rng.randrange(4)
+    if rng.random() < 0.4:
+        return ask(rng, "seasons")
+    return ask(rng, "season after", name=names[index], found=names[(index + 1) % 4])
+
+
+def poem(rng: random.Random) -> Pair:
+    """A poem of four lines."""
+    subject, lines = entry(rng, "poems")
+    asked, _ = request("poem" if rng.random() < 0.3 else "poem about", subject=subject)
+    return order(rng, asked), "\n".join(alternatives(lines))
+
+
+def sentence(rng: random.Random) -> Pair:
+    """One sentence about something."""
+    asked, replies = request("sentence", subject=pick(rng, SUBJECTS))
+    return order(rng, asked), upper_first(pick(rng, replies))
+
+
+def repeat(rng: random.Random) -> Pair:
+    """Say a few given words."""
+    drawn = [pick(rng, words) for words in (COLORS, FRUITS, PEOPLE, CITIES)]
+    fixed = ["hello", "yes", "good morning", "hello world"]
+    words = pick(rng, [*drawn, *fixed, " ".join(rng.sample(COLORS + FRUITS, 3))])
+    asked, _ = request("repeat", words=words)
+    return order(rng, asked), upper_first(words) + "."
+
+
+def unknown(rng: random.Random) -> Pair:
+    """A question beyond the model, answered by saying so."""
+    roll, word = rng.random(), strange_word(rng)
+    name = f"{pick(rng, PEOPLE)} {strange_word(rng).capitalize()}"
+    if roll < 0.3:
+        asked = UNKNOWN["questions"]
+    elif roll < 0.65:
+        asked = [pick(rng, UNKNOWN["templates"]).format(pick(rng, UNKNOWN["things"]))]
+    elif roll < 0.82:
+        asked = [pick(rng, UNKNOWN["templates"]).format(f"{pick(rng, ['', '', 'a ', 'the '])}{word}")]
+    elif roll < 0.9:
+        asked, _ = request("unknown weather", city=some_city(rng))
+    else:
+        asked, _ = request("unknown name", name=name, word=word.capitalize(), lower=word)
+    return question(rng, asked), pick(rng, UNKNOWN_REPLIES)
+
+
+def statement(rng: random.Random) -> Pair:
+    """The user tells something of no consequence; the model is polite about it."""
+    noun, name = pick(rng, NOUNS + FRUITS), pick(rng, [*PET_NAMES, some_name(rng)])
+    pet = pick(rng, ANIMALS)
+    fields = {
+        "noun": noun,
+        "a_noun": a(noun),
+        "nouns": plural(noun),
+        "name": name,
+        "pet": pet,
+        "a_pet": a(pet),
+    }
+    color, job, city, age = pick(rng, COLORS), a(pick(rng, JOBS)), pick(rng, CITIES), rng.randrange(8, 80)
+    said, replies = request("statement", **fields, color=color, a_job=job, city=city, age=age)
+    return roughen(rng, pick(rng, said)), pick(rng, replies)
+
+
+MAKERS: dict[Callable[[random.Random], Pair], float] = {
+    greeting: 8,
+    small_talk: 14,
+    capital: 8,
+    animal: 8,
+    legs: 2,
+    thing_color: 4,
+    opposite: 5,
+    calendar: 5,
+    small_sum: 8,
+    use: 4,
+    definition: 8,
+    compare: 3,
+    counted: 3,
+    why_and_how: 4,
+    listing: 4,
+    season: 2,
+    poem: 3,
+    sentence: 3,
+    repeat: 3,
+    unknown: 10,
+    statement: 3,
+}
+
+
+def make_pair(rng: random.Random) -> Pair:
+    """A question and its answer from one of the makers, by their weights."""
+    return rng.choices(list(MAKERS), list(MAKERS.values()))[0](rng)

@@ -1,0 +1,123 @@
+"""Chats put together from the makers: system messages, several turns, tools that are not needed."""
+
+import random
+from typing import Any
+
+from .about_penstock import WHO, penstock_pair
+from .answers import UNKNOWN_REPLIES, greeting, make_pair
+from .asking import order, question
+from .json_tasks import json_pair
+from .stories import make_story
+from .texts import request
+from .tool_chats import offered_tools, reworded, tool_chat
+from .words import COLORS, a, pick, some_city, some_name
+
+Message = dict[str, Any]
+SYSTEM_MESSAGES = [
+    "You are a helpful assistant.",
+    "You are a helpful assistant.",
+    "You are a friendly assistant.",
+    "Answer in one sentence.",
+    "You are a kind teacher. Answer in one sentence.",
+    "Be brief.",
+    "Answer in one or two sentences.",
+    "You are the demo model of Penstock.",
+    "You are a small model that tells stories and answers questions.",
+    "Answer politely.",
+    "You answer short questions.",
+    "Speak simple English.",
+    "You are helpful, honest and brief.",
+    "Keep your answers short.",
+    "You are an assistant.",
+]
+
+
+def turn(user: str, assistant: str) -> list[Message]:
+    """A question and its answer as two messages."""
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
+def story_turn(rng: random.Random) -> list[Message]:
+    """A request for a story and a story that keeps to the request."""
+    story = make_story(rng, short=True)
+    roll = rng.random()
+    if roll < 0.3:
+        section = "any story"
+    elif roll < 0.6:
+        section = "story with a hero"
+    elif roll < 0.75:
+        section = "story about a name"
+    else:
+        section = "story with a topic"
+    asked, _ = request(section, a_kind=a(story.hero.kind), name=story.hero.name, topic=story.topic)
+    return turn(order(rng, asked), story.text)
+
+
+def memory_turns(rng: random.Random) -> list[Message]:
+    """The user says something of themselves and asks for it later."""
+    told = [("my name", some_name(rng)), ("my city", some_city(rng)), ("my color", pick(rng, COLORS))]
+    section, it = rng.choice(told)
+    said, replies = request(section, 0, it=it)
+    asked, answers = request(section, 1, it=it)
+    messages = turn(pick(rng, said), replies[0])
+    if rng.random() < 0.3:
+        messages += turn(*make_pair(rng))
+    return messages + turn(question(rng, asked), answers[0])
+
+
+def some_turn(rng: random.Random) -> list[Message]:
+    """One turn of any kind."""
+    roll = rng.random()
+    if roll < 0.68:
+        return turn(*make_pair(rng))
+    if roll < 0.85:
+        return turn(*penstock_pair(rng))
+    if roll < 0.92:
+        return turn(*json_pair(rng))
+    return story_turn(rng)
+
+
+def with_system(rng: random.Random, messages: list[Message], share: float = 0.25) -> list[Message]:
+    """The chat, in this share of cases under a system message."""
+    if rng.random() >= share:
+        return messages
+    return [{"role": "system", "content": pick(rng, SYSTEM_MESSAGES)}, *messages]
+
+
+def several_turns(rng: random.Random) -> list[Message]:
+    """Two to four turns, often begun by a greeting."""
+    if rng.random() < 0.25:
+        return with_system(rng, memory_turns(rng))
+    messages = turn(*greeting(rng)) if rng.random() < 0.4 else []
+    for _ in range(rng.randrange(2, 4)):
+        messages += some_turn(rng)
+    return with_system(rng, messages)
+
+
+def chat_with_tools(rng: random.Random) -> tuple[list[Message], list[Message]]:
+    """A chat under a list of tools, which one turn in five does not need."""
+    if rng.random() < 0.8:
+        messages, tools = tool_chat(rng)
+        if rng.random() < 0.1:
+            messages += some_plain_turn(rng)
+    else:
+        messages, tools = some_plain_turn(rng), offered_tools(rng, None)[0]
+    return with_system(rng, messages), tools
+
+
+def some_plain_turn(rng: random.Random) -> list[Message]:
+    """A turn that no demo tool could answer better: small talk and Penstock."""
+    if rng.random() < 0.2:
+        return turn(question(rng, ["Who are you?", "What is your name?"]), WHO)
+    return turn(*(greeting(rng) if rng.random() < 0.4 else penstock_pair(rng)))
+
+
+def missing_tool(rng: random.Random) -> tuple[list[Message], list[Message]]:
+    """Tools are offered, but another one would be needed."""
+    city = some_city(rng)
+    if rng.random() < 0.5:
+        section, tool = "missing weather tool", pick(rng, ["add", "set_alarm", "search_books"])
+    else:
+        section, tool = "missing time tool", pick(rng, ["add", "send_message", "search_books"])
+    asked, _ = request(section, city=city)
+    return turn(question(rng, asked), pick(rng, UNKNOWN_REPLIES[:2])), [reworded(rng, tool).tool]

@@ -1,0 +1,170 @@
+"""Requests for JSON, each with a valid and compact answer: they teach syntax and exact copying."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+from .asking import order, roughen
+from .texts import request
+from .words import (
+    BOOKS,
+    CAPITALS,
+    CITIES,
+    COLORS,
+    FRUITS,
+    JOBS,
+    NOUNS,
+    PEOPLE,
+    TOYS,
+    a,
+    join_list,
+    listed,
+    pick,
+    plural,
+    some_city,
+    some_name,
+)
+
+HOBBIES = listed("reading, swimming, music, painting, cooking, chess, running")
+TAGS = listed("new, small, old, fresh, good")
+FREE_KEYS = NOUNS + listed("width, height, score, level, status, size, weight, rating, answer, reason")
+FIELDS: dict[str, Callable[[random.Random], Any]] = {
+    "name": lambda rng: pick(rng, PEOPLE),
+    "age": lambda rng: rng.randrange(5, 90),
+    "city": lambda rng: pick(rng, CITIES),
+    "job": lambda rng: pick(rng, JOBS),
+    "color": lambda rng: pick(rng, COLORS),
+    "price": lambda rng: rng.randrange(1, 100),
+    "title": lambda rng: pick(rng, BOOKS),
+    "author": lambda rng: pick(rng, PEOPLE),
+    "year": lambda rng: rng.randrange(1950, 2026),
+    "country": lambda rng: pick(rng, list(CAPITALS)[:27]),
+    "quantity": lambda rng: rng.randrange(1, 20),
+    "married": lambda rng: rng.random() < 0.5,
+    "in_stock": lambda rng: rng.random() < 0.5,
+    "hobbies": lambda rng: rng.sample(HOBBIES, 2),
+    "email": lambda rng: f"{pick(rng, PEOPLE).lower()}@example.com",
+    "id": lambda rng: rng.randrange(1, 1000),
+    "tags": lambda rng: rng.sample(TAGS, 2),
+}
+THINGS = {
+    "person": ["name", "age", "city", "job", "married", "hobbies", "email"],
+    "user": ["id", "name", "email", "age", "city"],
+    "book": ["title", "author", "year", "price", "in_stock"],
+    "fruit": ["name", "color", "price", "quantity"],
+    "product": ["id", "name", "price", "color", "quantity", "in_stock", "tags"],
+    "car": ["color", "year", "price", "id"],
+    "city": ["name", "country"],
+    "cat": ["name", "age", "color"],
+    "dog": ["name", "age", "color"],
+}
+
+Pair = tuple[str, str]
+
+
+def field_value(rng: random.Random, thing: str, field: str) -> Any:
+    """A value that suits the field of this thing."""
+    if field == "name" and thing in {"fruit", "product", "city"}:
+        return {"fruit": pick(rng, FRUITS), "product": pick(rng, TOYS), "city": pick(rng, CITIES)}[thing]
+    return FIELDS[field](rng)
+
+
+def make_thing(rng: random.Random, thing: str, fields: list[str]) -> dict[str, Any]:
+    """The fields with values that agree: a city in its country, a name in its address."""
+    value = {field: field_value(rng, thing, field) for field in fields}
+    if thing == "city":
+        value["country"], value["name"] = rng.choice(list(CAPITALS.items()))
+    if "name" in value and "email" in value:
+        value["email"] = f"{value['name'].lower()}@example.com"
+    return value
+
+
+def some_fields(rng: random.Random, available: list[str]) -> list[str]:
+    """Two to four of the fields, in any order; both where there are only two."""
+    if len(available) == 2:
+        return available
+    return rng.sample(available, rng.randrange(2, min(4, len(available)) + 1))
+
+
+def json_object(rng: random.Random) -> Pair:
+    """Ask for a thing with some fields, or leave the fields open."""
+    thing = pick(rng, list(THINGS))
+    fields = some_fields(rng, THINGS[thing])
+    value = make_thing(rng, thing, fields)
+    spoken = [field.replace("_", " ") for field in fields]
+    if rng.random() < 0.25:
+        spoken = [a(field) for field in spoken]
+    asked, _ = request("json with fields", listed=join_list(spoken), item=a(thing), keys=", ".join(fields))
+    if rng.random() < 0.25:
+        value = make_thing(rng, thing, THINGS[thing][:3])
+        asked, _ = request("json of a thing", item=a(thing))
+        asked += request("any json")[0] if thing == "person" else []
+    return order(rng, asked), json.dumps(value)
+
+
+def json_extraction(rng: random.Random) -> Pair:
+    """Values stated in the request come back under their keys."""
+    name, age, city, job = some_name(rng), rng.randrange(5, 90), some_city(rng), pick(rng, JOBS)
+    color, fruit, count, price = (
+        pick(rng, COLORS),
+        pick(rng, FRUITS),
+        rng.randrange(2, 20),
+        rng.randrange(1, 100),
+    )
+    bought = {"fruit": fruit, "quantity": count, "price": price}
+    facts: list[tuple[str, dict[str, Any]]] = [
+        (f"{name} is {age} years old.", {"name": name, "age": age}),
+        (f"{name} is {age} years old and lives in {city}.", {"name": name, "age": age, "city": city}),
+        (f"{name} lives in {city}.", {"name": name, "city": city}),
+        (f"{name} is {a(job)} in {city}.", {"name": name, "job": job, "city": city}),
+        (f"{name} is {a(job)}.", {"name": name, "job": job}),
+        (f"I bought {count} {plural(fruit)} for {price} dollars.", bought),
+        (f"The car is {color} and costs {price} dollars.", {"color": color, "price": price}),
+        (f"{name} likes the color {color}.", {"name": name, "color": color}),
+    ]
+    fact, value = rng.choice(facts)
+    asked, _ = request("json of a fact", fact=fact, listed=join_list(list(value)))
+    rough = rng.random() < 0.3
+    text = pick(rng, asked)
+    return roughen(rng, text) if rough else text, json.dumps(value)
+
+
+def json_list(rng: random.Random) -> Pair:
+    """A JSON array of words."""
+    count = rng.randrange(2, 5)
+    kinds = {"colors": COLORS, "fruits": FRUITS, "cities": CITIES, "names": PEOPLE, "jobs": JOBS}
+    kind, names = rng.choice(list(kinds.items()))
+    asked, _ = request("json list", count=count, kind=kind)
+    return order(rng, asked), json.dumps(rng.sample(names, count))
+
+
+def json_answer(rng: random.Random) -> Pair:
+    """A question whose short answer is wanted as JSON."""
+    country, city = rng.choice(list(CAPITALS.items()))
+    first, second = rng.randrange(11), rng.randrange(11)
+    about_capital = {"country": country, "capital": city}, f"hat is the capital of {country}?"
+    about_sum = {"result": first + second}, f"hat is {first} + {second}?"
+    choice = rng.randrange(4)
+    value, text = about_capital if choice < 2 else about_sum
+    asked = f"W{text} Answer as JSON." if choice % 2 == 0 else f"Answer as JSON: w{text}"
+    return asked, json.dumps(value)
+
+
+def json_free(rng: random.Random) -> Pair:
+    """Keys that the model has not seen together, with the kind of value in brackets."""
+    keys = rng.sample(FREE_KEYS, rng.randrange(1, 4))
+    hints, value = [], {}
+    for key in keys:
+        kind = pick(rng, ["number", "string", "boolean"])
+        hints.append(f"{key} ({kind})")
+        drawn = {"number": rng.randrange(1, 100), "string": pick(rng, COLORS), "boolean": rng.random() < 0.5}
+        value[key] = drawn[kind]
+    asked, _ = request("json with free keys", listed=join_list(hints), keys=", ".join(hints))
+    return pick(rng, asked), json.dumps(value)
+
+
+def json_pair(rng: random.Random) -> Pair:
+    """One of the JSON tasks."""
+    tasks = [json_object, json_extraction, json_free, json_list, json_answer]
+    return rng.choices(tasks, [5, 5, 2, 1, 1])[0](rng)

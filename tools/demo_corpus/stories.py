@@ -1,0 +1,135 @@
+"""Short stories from a small grammar: a hero, a friend, and one of the plots.
+
+A plot is a list of steps and a step is a list of paraphrases, so that a plot of eight steps tells
+the same events in thousands of ways.  The plots are in ``texts/plots.txt``.  Fields in braces are
+filled from the hero (``n`` the name, ``he``/``him``/``his`` the pronouns), the friend (the same
+with ``f`` in front) and the plot's own slots; a capital letter (``He``, ``Fhe``) gives the form
+that begins a sentence.
+"""
+
+import random
+from dataclasses import dataclass
+
+from .texts import alternatives, sections
+from .words import ANIMALS, BOYS, GIRLS, NOUNS, PET_NAMES, PLACES, a, pick, strange_word
+
+
+@dataclass(frozen=True)
+class Character:
+    """Somebody in a story: a name, what they are, and how the text refers to them."""
+
+    name: str
+    kind: str
+    adjective: str
+    feminine: bool
+
+    def fields(self, prefix: str) -> dict[str, str]:
+        """Template fields for this character, each name behind ``prefix``."""
+        he, him, his = ("she", "her", "her") if self.feminine else ("he", "him", "his")
+        words = {"n": self.name, "he": he, "him": him, "his": his, "kind": self.kind}
+        words["desc"] = a(f"{self.adjective} {self.kind}")
+        fields = {prefix + key: word for key, word in words.items()}
+        for key in ("he", "his"):
+            fields[(prefix + key).capitalize()] = words[key].capitalize()
+        return fields
+
+
+@dataclass(frozen=True)
+class Plot:
+    """What happens: ``topic`` names it in a request, ``slots`` vary it, ``steps`` tell it."""
+
+    topic: str
+    slots: dict[str, list[str]]
+    steps: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Story:
+    """A finished story with what a reader may have asked for to get it."""
+
+    text: str
+    hero: Character
+    topic: str
+
+
+FEMININE_KINDS = ["girl", "girl", "girl", "princess", "queen"]
+MASCULINE_KINDS = ["boy", "boy", "boy", "prince", "knight", "king"]
+ADJECTIVES = ["little", "small", "kind", "brave", "young", "happy", "clever", "quiet"]
+OPENINGS = [
+    "Once upon a time, there was {desc} named {n}. {He} lived {place}.",
+    "Once upon a time, {desc} named {n} lived {place}.",
+    "Once there was {desc} named {n} who lived {place}.",
+    "There once was {desc} called {n}. {He} lived {place}.",
+    "{n} was {desc} who lived {place}.",
+    "One day, {desc} named {n} woke up early. {He} lived {place}.",
+]
+FRIENDS = [
+    "{His} best friend was {fdesc} named {fn}.",
+    "{n} had a good friend, {fdesc} named {fn}.",
+    "{He} often played with {fn}, {fdesc}.",
+]
+CLOSINGS = [
+    "{n} smiled all the way home.",
+    "That night, {n} slept very well.",
+    "From that day on, {n} and {fn} were the best of friends.",
+    "{n} was happy, and so was {fn}.",
+    "It was the best day of the year.",
+    "And they were happy for a long, long time.",
+    "{n} never forgot that day.",
+    "{n} and {fn} went home together, tired and happy.",
+]
+
+
+def read_plot(topic: str, lines: list[str]) -> Plot:
+    """A section of ``plots.txt``: lines with ``=>`` are slots, the others are steps."""
+    slots = {"thing": [a(noun) for noun in NOUNS]} if topic == "{thing}" else {}
+    steps = []
+    for line in lines:
+        name, arrow, fillers = line.partition(" => ")
+        if arrow:
+            slots[name] = alternatives(fillers)
+        else:
+            steps.append(alternatives(line))
+    return Plot(topic, slots, steps)
+
+
+PLOTS = [read_plot(topic, lines) for topic, lines in sections("plots").items()]
+PLOTS.insert(0, PLOTS[0])  # the plot about finding some thing has most to tell: it comes up twice as often
+
+
+def make_character(rng: random.Random, taken: str = "") -> Character:
+    """A person or an animal, under another name than ``taken``."""
+    if rng.random() < 0.55:
+        feminine = rng.random() < 0.5
+        names, kinds = (GIRLS, FEMININE_KINDS) if feminine else (BOYS, MASCULINE_KINDS)
+        kind = pick(rng, kinds)
+    else:
+        names, kind, feminine = PET_NAMES, pick(rng, ANIMALS), rng.random() < 0.5
+    name = pick(rng, [name for name in names if name != taken])
+    if rng.random() < 0.06:
+        name = strange_word(rng).capitalize()
+    return Character(name, kind, pick(rng, ADJECTIVES), feminine)
+
+
+def make_story(rng: random.Random, *, short: bool = False) -> Story:
+    """Tell one plot with a fresh hero and friend; ``short`` leaves out the trimmings."""
+    hero = make_character(rng)
+    friend = make_character(rng, taken=hero.name)
+    plot = rng.choice(PLOTS)
+    fields = hero.fields("") | friend.fields("f") | {"place": pick(rng, PLACES)}
+    fields |= {slot: pick(rng, values) for slot, values in plot.slots.items()}
+    lines = [pick(rng, OPENINGS)]
+    if plot.topic != "friendship":  # there the friend is yet to be met
+        lines.append(pick(rng, FRIENDS))
+    lines += [pick(rng, step) for step in plot.steps]
+    if not short and rng.random() < 0.7:
+        lines.append(pick(rng, CLOSINGS))
+    return Story(" ".join(lines).format(**fields), hero, plot.topic.format(**fields))
+
+
+def story_document(rng: random.Random) -> str:
+    """A story on its own, sometimes with a last line that says so."""
+    text = make_story(rng).text
+    if rng.random() < 0.1:
+        text += " " + pick(rng, ["The end.", "The End."])
+    return text

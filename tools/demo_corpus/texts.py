@@ -1,0 +1,57 @@
+"""Reads the phrase files in ``texts/``: the words are there, the logic that fills them is here.
+
+A file has ``[sections]`` of lines; a line that begins with white space goes on from the one before,
+and ``#`` begins a comment.  Within a line ``|`` separates alternatives and ``=>`` what is asked
+from what is answered (or a key from its values).
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from .words import upper_first
+
+FOLDER = Path(__file__).parent / "texts"
+
+Exchange = tuple[list[str], list[str]]
+
+
+def alternatives(text: str) -> list[str]:
+    """The alternatives of a line."""
+    return [part.strip() for part in text.split(" | ")]
+
+
+@functools.cache
+def sections(name: str) -> dict[str, list[str]]:
+    """The logical lines of each section of ``texts/<name>.txt``."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in (FOLDER / f"{name}.txt").read_text().splitlines():
+        if line.startswith("["):
+            lines = found.setdefault(line.strip("[]"), [])
+        elif line.startswith(" "):
+            lines[-1] += f" {line.strip()}"
+        elif line and not line.startswith("#"):
+            lines.append(line)
+    return found
+
+
+def exchange(line: str) -> Exchange:
+    """The two sides of a line; a line without ``=>`` has no answers."""
+    asked, _, replies = line.partition(" => ")
+    return alternatives(asked), alternatives(replies)
+
+
+def table(name: str, section: str) -> dict[str, str]:
+    """A section as a table from keys to single values."""
+    return {key: value for key, _, value in (line.partition(" => ") for line in sections(name)[section])}
+
+
+def request(section: str, line: int = 0, **fields: Any) -> Exchange:
+    """An exchange of ``requests.txt`` with its fields filled.
+
+    For each field there is one more whose name and value begin with a capital letter.
+    """
+    fields |= {upper_first(name): upper_first(str(value)) for name, value in fields.items()}
+    asked, replies = exchange(sections("requests")[section][line])
+    return [text.format(**fields) for text in asked], [text.format(**fields) for text in replies]

@@ -1,0 +1,150 @@
+"""From documents to rows of tokens: the tokenizer, the chat template, the split and the packing.
+
+A row holds documents separated by ``<|endoftext|>`` and begins with the start of one.  A document
+belongs to the held-out part if a checksum of its text says so, which needs no list and keeps
+repeated documents on one side.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from . import Document, make_documents
+
+TEMPLATE_PATH = Path(__file__).parent / "chat_template.jinja"
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = [END_OF_TEXT, TURN_START, TURN_END]
+MARKUP_TOKENS = ["<tool_call>", "</tool_call>"]
+MARKUP = re.compile("|".join(map(re.escape, SPECIAL_TOKENS + MARKUP_TOKENS)))
+# A word with the space before it, one digit, a run of signs, or white space; digits stay single
+# so that numbers are spelled the same way everywhere.
+WORD_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+HELD_OUT_SHARE = 50  # one document in fifty
+PROMPT_WEIGHT = 0.1  # loss weight of what the user, the system or a tool says
+
+Row = tuple[np.ndarray, np.ndarray]
+
+
+class ChatTemplate:
+    """The model's own chat template, rendered as transformers does it."""
+
+    def __init__(self, path: Path = TEMPLATE_PATH) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        self._template = environment.from_string(path.read_text())
+
+    def render(self, document: Document) -> str:
+        """The document as text: a chat through the template, anything else as it is."""
+        if document.text:
+            return document.text
+        return self._template.render(messages=document.messages, tools=document.tools or None)
+
+
+def train_tokenizer(seed: int, vocab_size: int, count: int = 20_000) -> Tokenizer:
+    """Learn byte-level BPE merges from ``count`` documents; every byte has its own piece too."""
+    template = ChatTemplate()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(MARKUP_TOKENS),
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = (MARKUP.sub(" ", template.render(doc)) for doc in make_documents(seed, count))
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS])
+    return tokenizer
+
+
+def is_held_out(text: str) -> bool:
+    """Whether the document with this text is kept from training."""
+    return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
+
+
+class Encoder:
+    """Text to token ids and loss weights, ending with ``<|endoftext|>``."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ends = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+        self._role = tokenizer.encode("assistant\n").ids
+
+    def encode(self, text: str) -> Row:
+        """Ids and weights of one document."""
+        ids = [*self._tokenizer.encode(text).ids, self._ends[END_OF_TEXT]]
+        weights = np.ones(len(ids), np.float32)
+        if ids[0] == self._ends[TURN_START]:
+            weights[:] = PROMPT_WEIGHT
+            for start, end in self._answers(ids):
+                weights[start:end] = 1.0
+        return np.asarray(ids, np.int64), weights
+
+    def _answers(self, ids: list[int]) -> Iterator[tuple[int, int]]:
+        """The spans that the assistant wrote, each with the token that ends its turn."""
+        for position, token in enumerate(ids):
+            start = position + 1 + len(self._role)
+            if token == self._ends[TURN_START] and ids[position + 1 : start] == self._role:
+                yield start, ids.index(self._ends[TURN_END], start) + 1
+
+
+@dataclass
+class Packer:
+    """Packs an endless, seeded stream of documents into rows; ``made`` counts what went in.
+
+    ``distinct`` leaves out what came before: for measuring, where each text should count once.
+    """
+
+    encoder: Encoder
+    seed: int
+    held_out: bool = False
+    distinct: bool = False
+    made: int = 0
+
+    def __post_init__(self) -> None:
+        self._template = ChatTemplate()
+        self._documents = self._encoded()
+
+    def _encoded(self) -> Iterator[Row]:
+        seen: set[str] = set()
+        for document in make_documents(self.seed, 100_000_000):
+            text = self._template.render(document)
+            if is_held_out(text) != self.held_out or text in seen:
+                continue
+            if self.distinct:
+                seen.add(text)
+            yield self.encoder.encode(text)
+
+    def row(self, length: int) -> Row:
+        """One row of ``length + 1`` tokens, to be shifted by one into inputs and targets.
+
+        The last document is cut where the row ends and its rest is dropped: the stream has more,
+        and so a row neither begins in the middle of a text nor wastes room.
+        """
+        parts: list[Row] = []
+        room = length + 1
+        while room > 0:
+            ids, weights = next(self._documents)
+            self.made += 1
+            parts.append((ids[:room], weights[:room]))
+            room -= len(ids)
+        all_ids, all_weights = zip(*parts, strict=True)
+        return np.concatenate(all_ids), np.concatenate(all_weights)
+
+    def batch(self, rows: int, length: int) -> Row:
+        """Several rows, stacked."""
+        ids, weights = zip(*(self.row(length) for _ in range(rows)), strict=True)
+        return np.stack(ids), np.stack(weights)

@@ -1,0 +1,197 @@
+"""Chats with tools: a request, the call, the tool's answer, and a sentence made of it.
+
+Users bring tools of their own, with other names, wording and parameters.  Drawing these at random
+(``texts/tools.txt``) teaches the model to read the list of tools rather than to remember it.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .asking import question, roughen
+from .texts import alternatives, request, table
+from .words import BOOKS, COLORS, NOUNS, listed, pick, plural, some_city, some_name, strange_word
+
+Message = dict[str, Any]
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+NUMBER: Schema = {"type": "number"}
+UNIT: Schema = {"type": "string", "enum": ["celsius", "fahrenheit"]}
+PARAMETERS: dict[str, dict[str, Schema]] = {
+    "get_weather": {"city": TEXT, "unit": UNIT},
+    "get_time": {"city": TEXT},
+    "add": {"a": NUMBER, "b": NUMBER},
+    "search_books": {"topic": TEXT},
+    "send_message": {"to": TEXT, "text": TEXT},
+    "set_alarm": {"time": TEXT},
+}
+OPTIONAL = {"unit"}
+TOPICS = listed(
+    "rivers, cats, the moon, history, cooking, music, gardens, ships, trains, birds, space, art, horses"
+)
+TEXTS = listed(
+    "I am late, hello, good morning, dinner is ready, see you tomorrow, happy birthday, call me, "
+    "I am at home, thank you, the train is late"
+)
+WEATHER = listed("sunny, cloudy, rainy, windy, snowy, foggy")
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a tool: the user's words, the arguments, what the tool answers, the reply."""
+
+    asked: str
+    arguments: dict[str, Any]
+    result: dict[str, Any]
+    reply: str
+
+
+def use(section: str, arguments: Schema, result: Schema, ask: Callable[[list[str]], str]) -> Use:
+    """A use with the words of ``requests.txt``; ``ask`` chooses and roughens the request."""
+    asked, replies = request(section, **arguments, **result)
+    return Use(ask(asked), arguments, result, replies[0])
+
+
+def use_get_weather(rng: random.Random) -> Use:
+    """The weather, sometimes in a given unit; ``weather_result`` answers."""
+    section, arguments = "use get_weather", {"city": some_city(rng)}
+    if rng.random() < 0.15:
+        section, arguments["unit"] = "use get_weather with a unit", pick(rng, UNIT["enum"])
+    return use(section, arguments, {}, lambda asked: question(rng, asked))
+
+
+def use_get_time(rng: random.Random) -> Use:
+    """The time of day somewhere."""
+    arguments = {"city": some_city(rng)}
+    result = {"time": f"{rng.randrange(24):02d}:{rng.randrange(60):02d}"}
+    return use("use get_time", arguments, result, lambda asked: question(rng, asked))
+
+
+def use_add(rng: random.Random) -> Use:
+    """A sum, of larger numbers than the model can add itself."""
+    limit = rng.choice([20, 100, 1000])
+    arguments = {"a": rng.randrange(limit), "b": rng.randrange(limit)}
+    result = {"result": arguments["a"] + arguments["b"]}
+    return use("use add", arguments, result, lambda asked: question(rng, asked))
+
+
+def use_search_books(rng: random.Random) -> Use:
+    """A book about a topic."""
+    arguments = {"topic": pick(rng, [*TOPICS, *TOPICS, *map(plural, NOUNS), strange_word(rng)])}
+    result = {"books": [pick(rng, BOOKS)]}
+    return use("use search_books", arguments, result, lambda asked: roughen(rng, pick(rng, asked)))
+
+
+def use_send_message(rng: random.Random) -> Use:
+    """A message to a person, to be copied exactly."""
+    name, first, second = some_name(rng), f"I have the {pick(rng, NOUNS)}", f"where is my {pick(rng, NOUNS)}?"
+    third, fourth = f"I am in {some_city(rng)}", f"the {pick(rng, NOUNS)} is {pick(rng, COLORS)}"
+    arguments = {"to": name, "text": pick(rng, [*TEXTS, first, second, third, fourth])}
+    return use("use send_message", arguments, {"status": "sent"}, lambda asked: pick(rng, asked))
+
+
+def use_set_alarm(rng: random.Random) -> Use:
+    """An alarm at an hour."""
+    arguments = {"time": f"{rng.randrange(5, 23):02d}:{pick(rng, ['00', '15', '30', '45'])}"}
+    return use("use set_alarm", arguments, {"status": "ok"}, lambda asked: roughen(rng, pick(rng, asked)))
+
+
+USES: dict[str, Callable[[random.Random], Use]] = {
+    "get_weather": use_get_weather,
+    "get_time": use_get_time,
+    "add": use_add,
+    "search_books": use_search_books,
+    "send_message": use_send_message,
+    "set_alarm": use_set_alarm,
+}
+
+
+@dataclass(frozen=True)
+class OfferedTool:
+    """A demo tool as one user words it: ``names`` maps our parameter names to theirs."""
+
+    tool: Message
+    names: dict[str, str]
+
+    def call(self, arguments: dict[str, Any]) -> Message:
+        """The assistant's message that calls the tool with these arguments."""
+        renamed = {self.names[key]: value for key, value in arguments.items() if key in self.names}
+        call = {"type": "function", "function": {"name": self.tool["function"]["name"], "arguments": renamed}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def wording(rng: random.Random, section: str, key: str) -> str:
+    """One of the ways to word ``key``."""
+    return pick(rng, alternatives(table("tools", section)[key]))
+
+
+def reworded(rng: random.Random, name: str) -> OfferedTool:
+    """The demo tool ``name``, half of the time in somebody else's words."""
+    properties = PARAMETERS[name]
+    own_words = rng.random() < 0.5
+    if name == "get_weather" and rng.random() < 0.6:
+        properties = {"city": TEXT}
+    names = {key: key if own_words else wording(rng, "parameter names", key) for key in properties}
+    described = {}
+    for key, schema in properties.items():
+        plain = own_words or rng.random() < 0.4
+        text = {} if plain else {"description": wording(rng, "parameter descriptions", key)}
+        described[names[key]] = schema | text
+    required = [names[key] for key in properties if key not in OPTIONAL]
+    parameters: Schema = {"type": "object", "properties": described, "required": required}
+    if rng.random() < 0.15:
+        parameters["additionalProperties"] = False
+    function: Schema = {
+        "name": name if own_words else wording(rng, "names", name),
+        "description": wording(rng, "descriptions", name),
+        "parameters": parameters,
+    }
+    if rng.random() < 0.1:
+        function["strict"] = rng.random() < 0.5
+    return OfferedTool({"type": "function", "function": function}, names)
+
+
+def offered_tools(rng: random.Random, needed: str | None) -> tuple[list[Message], OfferedTool]:
+    """Some tools in any order, and the one among them that is ``needed`` (or any)."""
+    names = rng.sample(list(PARAMETERS), rng.choice([1, 1, 1, 2, 2, 3, 4]))
+    if needed and needed not in names:
+        names[rng.randrange(len(names))] = needed
+    offered = {name: reworded(rng, name) for name in names}
+    return [entry.tool for entry in offered.values()], offered[needed or names[0]]
+
+
+def weather_result(rng: random.Random, city: str) -> tuple[str, str]:
+    """What a weather tool may answer, and the sentence made of it."""
+    sky, degrees = pick(rng, WEATHER), rng.randrange(-5, 36)
+    seen: dict[str, Any] = {pick(rng, ["weather", "weather", "condition", "sky"]): sky}
+    felt: dict[str, Any] = {pick(rng, ["temperature", "temperature", "degrees", "temp"]): degrees}
+    roll = rng.random()
+    if roll < 0.15:
+        return pick(rng, [sky, sky.capitalize(), json.dumps(seen)]), f"It is {sky} in {city}."
+    if roll < 0.35:
+        said = [f"{degrees}", f"{degrees} degrees", json.dumps(felt)]
+        return pick(rng, said), f"It is {degrees} degrees in {city}."
+    both = seen | felt if rng.random() < 0.5 else felt | seen
+    if rng.random() < 0.2:
+        both = {"city": city, **both}
+    return json.dumps(both), f"It is {sky} in {city}, with {degrees} degrees."
+
+
+def tool_chat(rng: random.Random) -> tuple[list[Message], list[Message]]:
+    """Messages and tools of a chat in which a tool is called once or twice."""
+    name = pick(rng, [*PARAMETERS, "get_weather", "get_weather"])
+    tools, tool = offered_tools(rng, name)
+    messages: list[Message] = []
+    for _ in range(2 if rng.random() < 0.2 else 1):
+        drawn = USES[name](rng)
+        messages += [{"role": "user", "content": drawn.asked}, tool.call(drawn.arguments)]
+        if rng.random() < 0.1:
+            break  # the chat ends with the call: the caller runs the tool
+        content, reply = json.dumps(drawn.result), drawn.reply
+        if name == "get_weather":
+            content, reply = weather_result(rng, drawn.arguments["city"])
+        messages += [{"role": "tool", "content": content}, {"role": "assistant", "content": reply}]
+    return messages, tools

@@ -1,0 +1,127 @@
+"""Word lists and the two or three rules of grammar that every part of the corpus shares."""
+
+import random
+from collections.abc import Sequence
+
+
+def listed(text: str) -> list[str]:
+    """A list written as one text with commas, which takes a tenth of the lines."""
+    return [" ".join(item.split()) for item in text.split(",")]
+
+
+GIRLS = listed("Lily, Mia, Anna, Rosa, Nora, Emma, Clara, Ivy, Zoe, Maya, Ella, Ruth")
+BOYS = listed("Tom, Ben, Sam, Leo, Max, Finn, Jack, Noah, Omar, Theo, Paul, Hugo")
+PEOPLE = GIRLS + BOYS
+PET_NAMES = listed("Pip, Rusty, Momo, Biscuit, Coco, Nibbles, Sunny, Button, Misty, Tiko")
+
+ANIMALS = listed(
+    """
+    fox, rabbit, bear, mouse, duck, cat, dog, owl, frog, turtle, squirrel, hedgehog, pony, penguin,
+    elephant, dragon, robot, lion, cow, wolf, monkey, pig, ghost, whale, bird, wizard
+    """
+)
+PLACES = listed(
+    """
+    in a small village, near a green forest, by the sea, on a quiet farm, in a little town, beside a
+    wide river, at the foot of a mountain, near a blue lake
+    """
+)
+TOYS = listed("red ball, blue kite, teddy bear, toy boat, silver key, wooden horse, little drum")
+FRUITS = listed("apple, banana, pear, orange, plum, cherry, lemon, grape, peach, melon")
+VEGETABLES = listed("carrot, potato, onion, pea, bean, cabbage, tomato, leek")
+COLORS = listed("red, blue, green, yellow, orange, purple, white, black, brown, pink")
+BOOKS = listed(
+    "The Silver River, A House by the Sea, The Last Lamp, Winter Birds, The Long Road, Under the Old Tree"
+)
+DAYS = listed("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
+MONTHS = listed(
+    """
+    January, February, March, April, May, June, July, August, September, October, November, December
+    """
+)
+CITIES = listed(
+    """
+    Paris, London, Berlin, Rome, Madrid, Tokyo, Oslo, Vienna, Lisbon, Athens, Dublin, Prague, Cairo,
+    Delhi, Boston, Chicago, New York, San Francisco, Sydney, Toronto, Zurich, Seoul, Hamburg,
+    Geneva, Seattle, Warsaw, Helsinki
+    """
+)
+JOBS = listed("teacher, doctor, baker, farmer, pilot, nurse, painter, driver, cook, singer")
+NOUNS = listed(
+    """
+    lantern, map, violin, clock, bell, bottle, mirror, hat, button, feather, stone, shell, coin,
+    ring, lamp, book, letter, box, spaceship, train, boat, bicycle, wheel, ladder, umbrella, rope,
+    cloud, star, rainbow, cave, castle, tower, garden, door, window, telescope, compass, camera,
+    piano, drum, flute, sword, crown, carpet, candle, basket, blanket, scarf, shoe, computer,
+    balloon, puppet, whistle, treasure, egg, pumpkin, snowflake, painting, trumpet, chair
+    """
+)
+SYLLABLES = listed(
+    """
+    bla, kor, min, tus, ver, lo, ra, pin, dex, fu, gal, zo, mer, ti, bo, quan, stra, nel, cy, hu,
+    on, ex, pra, vi, lem, ox, ta, ism, ish, er, ing, gra, phy, lan, dor, we, sha, mi, ku
+    """
+)
+NUMBERS = listed("zero, one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve")
+CAPITALS = dict(
+    pair.split(": ")
+    for pair in listed(
+        """
+        France: Paris, Italy: Rome, Spain: Madrid, Germany: Berlin, Portugal: Lisbon,
+        Austria: Vienna, Greece: Athens, Norway: Oslo, Sweden: Stockholm, Finland: Helsinki,
+        Denmark: Copenhagen, Poland: Warsaw, Ireland: Dublin, England: London, Japan: Tokyo,
+        China: Beijing, India: New Delhi, Egypt: Cairo, Kenya: Nairobi, Canada: Ottawa,
+        Brazil: Brasilia, Peru: Lima, Cuba: Havana, Hungary: Budapest, Switzerland: Bern,
+        Belgium: Brussels, Australia: Canberra, the United States: Washington, Turkey: Ankara,
+        South Korea: Seoul
+        """
+    )
+)
+
+
+def pick(rng: random.Random, options: Sequence[str]) -> str:
+    """One of the options; a name shorter than ``rng.choice`` because it is used everywhere."""
+    return options[rng.randrange(len(options))]
+
+
+def a(noun: str) -> str:
+    """The noun with its indefinite article."""
+    return f"{'an' if noun[0] in 'aeiou' and not noun.startswith('us') else 'a'} {noun}"
+
+
+def upper_first(text: str) -> str:
+    """Capitalize the first letter and leave the rest alone."""
+    return text[:1].upper() + text[1:]
+
+
+def join_list(items: Sequence[str]) -> str:
+    """Items in one English list: ``a, b and c``."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def plural(noun: str) -> str:
+    """The regular English plural, enough for the nouns used here."""
+    if noun in {"mouse"}:
+        return "mice"
+    if noun.endswith(("x", "s", "ch", "sh", "to")):
+        return noun + "es"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return noun[:-1] + "ies"
+    return noun + "s"
+
+
+def strange_word(rng: random.Random) -> str:
+    """A word that nobody knows, so that the model learns to say so."""
+    return "".join(pick(rng, SYLLABLES) for _ in range(rng.randrange(2, 5)))
+
+
+def some_name(rng: random.Random) -> str:
+    """A person's name, one time in four one that has to be copied letter by letter."""
+    return strange_word(rng).capitalize() if rng.random() < 0.25 else pick(rng, PEOPLE)
+
+
+def some_city(rng: random.Random) -> str:
+    """A city, one time in four one that has to be copied letter by letter."""
+    if rng.random() < 0.25:
+        return strange_word(rng).capitalize()
+    return pick(rng, CITIES) if rng.random() < 0.7 else pick(rng, list(CAPITALS.values()))

@@ -1,0 +1,447 @@
+"""Train the embedded demo model of Penstock from nothing, on one CPU thread, in about an hour.
+
+    python tools/train_demo_model.py --out penstock/demo --minutes 60
+
+The text is made by the grammar in ``tools/demo_corpus``: short stories, questions and answers,
+JSON, tool calls.  The stream of documents never ends, so nothing is seen twice except what the
+grammar says twice; one document in fifty (chosen by a checksum) is held out.  ``--seed`` fixes the
+documents, the tokenizer and the initial weights.  The schedule follows the clock, so a faster
+machine sees more text and two runs differ in how far they come, not in what they read.
+
+``--resume`` goes on from the last checkpoint in ``--checkpoints``; ``--export-only`` writes the
+last checkpoint to ``--out`` and measures it.
+"""
+
+import argparse
+import ctypes
+import json
+import math
+import shutil
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from demo_corpus.tokens import (
+    END_OF_TEXT,
+    SPECIAL_TOKENS,
+    TEMPLATE_PATH,
+    TURN_END,
+    Encoder,
+    Packer,
+    train_tokenizer,
+)
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+MICRO_BATCH_TOKENS = 2048
+MEASURED_BATCHES = 24
+HELD_OUT_SEED_OFFSET = 1_000_003
+TRAIN_SAMPLE_SEED_OFFSET = 2_000_003
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The architecture: a Llama small enough for the repository."""
+
+    vocab_size: int = 2048
+    hidden_size: int = 256
+    num_layers: int = 5
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    mlp_size: int = 512
+    max_positions: int = 1024
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def to_llama_config(self) -> dict[str, Any]:
+        """The shape as the ``config.json`` of a ``LlamaForCausalLM``."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.mlp_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_positions,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "rms_norm_eps": self.norm_eps,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": SPECIAL_TOKENS.index(TURN_END),
+            "pad_token_id": SPECIAL_TOKENS.index(END_OF_TEXT),
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+        }
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to ``x`` [B, H, T, D], in the half-split layout of Llama."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+class Block(nn.Module):
+    """One layer; the q, k, v and the gate, up projections are fused for speed."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        self.attention_norm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.qkv = nn.Linear(shape.hidden_size, heads * shape.head_dim, bias=False)
+        self.attention_out = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.mlp_norm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
+        self.gate_up = nn.Linear(shape.hidden_size, 2 * shape.mlp_size, bias=False)
+        self.down = nn.Linear(shape.mlp_size, shape.hidden_size, bias=False)
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        """Causal attention, written out: for rows this short it beats the fused CPU kernel."""
+        shape, (rows, length, _) = self.shape, x.shape
+        heads = self.qkv(x).view(rows, length, -1, shape.head_dim).transpose(1, 2)
+        q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        group = shape.num_heads // shape.num_kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = (q * shape.head_dim**-0.5) @ k.transpose(-1, -2) + mask
+        mixed = torch.softmax(scores, -1, dtype=scores.dtype) @ v
+        return self.attention_out(mixed.transpose(1, 2).reshape(rows, length, -1))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        """The layer on ``x`` [B, T, E]."""
+        x = x + self.attend(self.attention_norm(x), cos, sin, mask)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Model(nn.Module):
+    """A Llama with tied embeddings, for training only: no cache."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.norm_eps)
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Normal weights, those that end in the residual stream scaled down by the depth."""
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                deep = name.endswith(("attention_out.weight", "down.weight"))
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.shape.num_layers) if deep else 0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits [B, T, V] for ``ids`` [B, T]."""
+        length = ids.shape[1]
+        dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
+        cos, sin, mask = self._tables(length, dtype)
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, cos, sin, mask)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    def _tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotary cosines and sines [T, D] and the causal mask [T, T]."""
+        exponents = torch.arange(0, self.shape.head_dim, 2).float() / self.shape.head_dim
+        angles = torch.outer(torch.arange(length).float(), self.shape.rope_theta**-exponents)
+        angles = torch.cat((angles, angles), -1)
+        mask = torch.full((length, length), float("-inf")).triu(1)
+        return angles.cos().to(dtype), angles.sin().to(dtype), mask.to(dtype)
+
+    def llama_state(self) -> dict[str, Tensor]:
+        """The weights in bfloat16 under their Hugging Face names, fused ones split."""
+        shape = self.shape
+        kv = shape.num_kv_heads * shape.head_dim
+        state = {"model.embed_tokens.weight": self.embedding.weight, "model.norm.weight": self.norm.weight}
+        for index, block in enumerate(self.blocks):
+            q, k, v = block.qkv.weight.split([shape.num_heads * shape.head_dim, kv, kv])
+            gate, up = block.gate_up.weight.chunk(2)
+            tensors = {
+                "input_layernorm": block.attention_norm.weight,
+                "self_attn.q_proj": q,
+                "self_attn.k_proj": k,
+                "self_attn.v_proj": v,
+                "self_attn.o_proj": block.attention_out.weight,
+                "post_attention_layernorm": block.mlp_norm.weight,
+                "mlp.gate_proj": gate,
+                "mlp.up_proj": up,
+                "mlp.down_proj": block.down.weight,
+            }
+            state |= {f"model.layers.{index}.{name}.weight": tensor for name, tensor in tensors.items()}
+        return {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in state.items()}
+
+
+@dataclass
+class Progress:
+    """How far a run has come; saved with each checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    documents: int = 0
+    seconds: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+def learning_rate(fraction: float, peak: float) -> float:
+    """A short warm-up, then a straight line down to nothing at the end of the time."""
+    warm_up = 0.02
+    return peak * min(fraction / warm_up + 0.01, 1.0 - max(0.0, fraction - warm_up) / (1.0 - warm_up), 1.0)
+
+
+def row_length(fraction: float) -> int:
+    """Short rows first, since they are cheap; the last tenth uses all positions."""
+    return 256 if fraction < 0.45 else 512 if fraction < 0.9 else 1024
+
+
+def micro_batches(fraction: float) -> int:
+    """How many micro-batches make one step: many small steps first, few smooth ones at the end."""
+    return 1 if fraction < 0.5 else 2 if fraction < 0.85 else 4
+
+
+def token_losses(model: Model, ids: Tensor) -> Tensor:
+    """Cross entropy of each next token, flat."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+
+
+def next_batch(packer: Packer, length: int) -> tuple[Tensor, Tensor]:
+    """One micro-batch of ids and of the loss weights of its targets (flat)."""
+    ids, weights = packer.batch(MICRO_BATCH_TOKENS // length, length)
+    return torch.from_numpy(ids), torch.from_numpy(weights)[:, 1:].flatten()
+
+
+def train_step(model: Model, packer: Packer, fraction: float) -> tuple[float, int]:
+    """Accumulate the gradients of one step; returns the weighted loss and the number of tokens."""
+    batches = [next_batch(packer, row_length(fraction)) for _ in range(micro_batches(fraction))]
+    total = sum(weights.sum() for _, weights in batches)
+    loss = 0.0
+    for ids, weights in batches:
+        part = (token_losses(model, ids) * weights).sum() / total
+        part.backward()
+        loss += part.item()
+    return loss, sum(weights.numel() for _, weights in batches)
+
+
+@torch.no_grad()
+def measure(model: Model, batches: list[tuple[Tensor, Tensor]]) -> float:
+    """Mean loss over what the model itself has to write: stories and answers, not prompts."""
+    losses = [token_losses(model, ids)[weights == 1.0] for ids, weights in batches]
+    return torch.cat(losses).mean().item()
+
+
+def make_optimizer(model: Model, peak: float) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
+
+
+class Trainer:
+    """One run: model, optimizer and data, saved and restored together."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        options.checkpoints.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(options.seed)
+        self.tokenizer = self._load_or_train_tokenizer()
+        self.model = Model(Shape())
+        self.optimizer = make_optimizer(self.model, options.learning_rate)
+        self.progress = Progress()
+        encoder = Encoder(self.tokenizer)
+        if options.resume or options.export_only:
+            self._restore()
+        # A resumed run reads on in a stream of its own rather than repeat the beginning.
+        self.packer = Packer(encoder, options.seed + self.progress.step)
+        held_out = Packer(encoder, options.seed + HELD_OUT_SEED_OFFSET, held_out=True, distinct=True)
+        self.held_out = [next_batch(held_out, 512) for _ in range(MEASURED_BATCHES)]
+        sample = Packer(encoder, options.seed + TRAIN_SAMPLE_SEED_OFFSET, distinct=True)
+        self.train_sample = [next_batch(sample, 512) for _ in range(MEASURED_BATCHES)]
+
+    def _load_or_train_tokenizer(self) -> Tokenizer:
+        path = self.options.checkpoints / "tokenizer.json"
+        if not ((self.options.resume or self.options.export_only) and path.exists()):
+            train_tokenizer(self.options.seed, Shape().vocab_size).save(str(path))
+        return Tokenizer.from_file(str(path))
+
+    def _save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "progress": asdict(self.progress),
+        }
+        target = self.options.checkpoints / "last.pt"
+        torch.save(state, target.with_suffix(".tmp"))
+        target.with_suffix(".tmp").replace(target)
+
+    def _restore(self) -> None:
+        state = torch.load(self.options.checkpoints / "last.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.progress = Progress(**state["progress"])
+
+    def run(self) -> None:
+        """Train until the time is over, with a checkpoint and a line of progress now and then."""
+        progress, budget = self.progress, 60.0 * self.options.minutes
+        recent: list[float] = []
+        while progress.seconds < budget:
+            started, fraction = time.perf_counter(), progress.seconds / budget
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(fraction, self.options.learning_rate)
+            made = self.packer.made
+            loss, tokens = train_step(self.model, self.packer, fraction)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            progress.step += 1
+            progress.tokens += tokens
+            progress.documents += self.packer.made - made
+            recent.append(loss)
+            if progress.step % 100 == 0:
+                self._report(sum(recent) / len(recent), budget)
+                recent.clear()
+            progress.seconds += time.perf_counter() - started
+        self._save()
+
+    def _report(self, loss: float, budget: float) -> None:
+        """Measure, print one line, and save a checkpoint."""
+        progress = self.progress
+        held_out = measure(self.model, self.held_out[: MEASURED_BATCHES // 4])
+        entry = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
+        before = progress.history[-1] if progress.history else {"tokens": 0, "seconds": 0.0}
+        speed = (entry["tokens"] - before["tokens"]) / (entry["seconds"] - before["seconds"])
+        progress.history.append(entry | {"train": loss, "held_out": held_out})
+        print(
+            f"step {progress.step}  {progress.tokens / 1e6:.2f} M tokens  loss {loss:.4f}  "
+            f"held-out {held_out:.4f}  {speed:.0f} tokens/s  {(budget - progress.seconds) / 60:.1f} min left",
+            flush=True,
+        )
+        self._save()
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc not to hand freed buffers back: asking anew each step costs a fifth of the time."""
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return  # another C library: only slower
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, 2**31 - 1)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON as the Hub has it: indented, with a last newline."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def tokenizer_config(tokenizer: Tokenizer, shape: Shape) -> dict[str, Any]:
+    """What transformers needs beside ``tokenizer.json``."""
+    added = {
+        str(index): {
+            "content": token.content,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": token.special,
+        }
+        for index, token in sorted(tokenizer.get_added_tokens_decoder().items())
+    }
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "added_tokens_decoder": added,
+        "bos_token": None,
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "unk_token": None,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": shape.max_positions,
+    }
+
+
+def export(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the model as a Hugging Face folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(model.llama_state(), folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", model.shape.to_llama_config())
+    ends = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]
+    generation = {
+        "do_sample": True,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "eos_token_id": ends,
+        "pad_token_id": ends[1],
+    }
+    write_json(folder / "generation_config.json", generation)
+    write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer, model.shape))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shutil.copyfile(TEMPLATE_PATH, folder / "chat_template.jinja")
+
+
+@torch.no_grad()
+def round_to_bfloat16(model: Model) -> None:
+    """Leave in the model exactly the weights that are exported."""
+    for weight in model.parameters():
+        weight.copy_(weight.to(torch.bfloat16))
+
+
+def finish(trainer: Trainer, folder: Path) -> None:
+    """Export, then report the losses of the exported weights."""
+    export(trainer.model, trainer.tokenizer, folder)
+    round_to_bfloat16(trainer.model)
+    train, held_out = measure(trainer.model, trainer.train_sample), measure(trainer.model, trainer.held_out)
+    progress = trainer.progress
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    print(
+        f"exported to {folder}: {parameters} parameters, {progress.step} steps, {progress.tokens} tokens, "
+        f"{progress.documents} documents, {progress.seconds / 60:.1f} minutes; "
+        f"train loss {train:.4f} (perplexity {math.exp(train):.3f}), "
+        f"held-out loss {held_out:.4f} (perplexity {math.exp(held_out):.3f})"
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("penstock/demo"))
+    parser.add_argument("--checkpoints", type=Path, default=Path("build/demo_checkpoints"))
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--learning-rate", type=float, default=2.5e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--export-only", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train (unless only an export is wanted) and export."""
+    options = parse_arguments()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    trainer = Trainer(options)
+    if not options.export_only:
+        trainer.run()
+    finish(trainer, options.out)
+
+
+if __name__ == "__main__":
+    main()
