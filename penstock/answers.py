@@ -42,10 +42,12 @@ class Answer:
         self._detokenizer = detokenizer
         self._token_ids: list[int] = []
         self._status = TextGenerationStatus.ACTIVE
+        # The step that computes the prompt samples a token all the same.
+        self._wants_tokens = context.sampling_params.max_new_tokens != 0
 
     def take(self, response: TextGenerationResponse) -> None:
         """Adds what one step brought."""
-        tokens = [int(token.next_token) for token in response.tokens]
+        tokens = [int(token.next_token) for token in response.tokens] if self._wants_tokens else []
         before = len(self._token_ids)
         self._token_ids += tokens
         self._status = response.final_status
@@ -63,7 +65,8 @@ class Answer:
     def output(self) -> GenerationOutput:
         """The whole, once it is done."""
         stopped = self._detokenizer is not None and self._detokenizer.stop_match is not None
-        ended = self._status is TextGenerationStatus.END_OF_SEQUENCE and not stopped
+        at_end = self._status is TextGenerationStatus.END_OF_SEQUENCE
+        ended = at_end and not stopped and self._wants_tokens
         return GenerationOutput(
             text=self._detokenizer.text if self._detokenizer is not None else "",
             token_ids=self._token_ids,

@@ -30,7 +30,7 @@ class InferenceSession:
         num_threads: int | None = None,
     ) -> None:
         self.devices = list(devices or [CPU()])
-        if len({device.label for device in self.devices}) > 1 or len(self.devices) > 1:
+        if len(self.devices) > 1:
             raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
         self.deterministic = deterministic
         if num_threads is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -172,9 +172,10 @@ class LLM:
         return TextStream(answer, self._pieces(answer))
 
     def close(self) -> None:
-        """Gives the model's memory back. Using the LLM afterwards is an `InputError`."""
+        """Gives the model's memory back; twice is once. Using the LLM afterwards is an `InputError`."""
         with self._driving():
-            del self.pipeline, self._scheduler
+            if self._is_open:
+                del self.pipeline, self._scheduler
 
     def __enter__(self) -> Self:
         return self
@@ -289,9 +290,13 @@ class LLM:
             self._driven.release()
 
 
+_NO_BATCH = (str, bytes, bytearray, memoryview, Mapping, Set)
+"""What can be iterated over, and yet is one prompt: a text, or one that the tokenizer refuses."""
+
+
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     """A list of prompts of what may be a single one. The tokenizer looks at each."""
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, _NO_BATCH) or not isinstance(prompts, Iterable):
         return [prompts]
     batch = list(prompts)
     return [batch] if batch and all(_is_token(one) for one in batch) else batch

@@ -218,6 +218,9 @@ def test_a_stream_of_messages(llm: LLM) -> None:
         ([[1, -1]], "token 1 of the prompt is -1"),
         (b"Hello", "not bytes"),
         (["Hello", b"bytes"], "not bytes"),
+        (bytearray(b"Hello"), "not bytearray"),
+        ({"prompt": "Hello"}, "not dict"),
+        ({"Hello"}, "not set"),
     ],
 )
 def test_wrong_prompts(prompts: Any, words: str, llm: LLM) -> None:
@@ -320,9 +323,16 @@ def test_a_second_thread_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert len(outputs[0].token_ids) == 12
 
 
+def test_no_new_tokens_are_none(llm: LLM) -> None:
+    (output,) = llm.generate("Hello", SamplingParams(max_new_tokens=0))
+    assert (output.text, output.token_ids, output.finish_reason) == ("", [], "length")
+    assert output.num_generated_tokens == 0
+
+
 def test_a_closed_llm_says_so(model: Path) -> None:
     with LLM(str(model)) as llm:
         llm.generate("Hello", GREEDY)
+    llm.close()
     with pytest.raises(InputError, match="closed"):
         llm.generate("Hello", GREEDY)
 

@@ -42,26 +42,26 @@ class RotaryConfig:
         Raises:
             ConfigError: the type of rope is not known, or a number it needs is missing.
         """
-        given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        base = _number(
-            {"rope_theta": given.get("rope_theta", config.get("rope_theta", 10000.0))}, "rope_theta"
-        )
+        given = dict(config.section("rope_parameters") or config.section("rope_scaling"))
+        base = _number(given, "rope_theta", config.positive("rope_theta", 10000.0), most=_LARGEST_BASE)
         kind = given.get("rope_type", given.get("type", "default"))
         if not isinstance(kind, str) or kind not in _FREQUENCIES:
             raise ConfigError("rope_type", f"unknown rope type {kind!r}: known are {', '.join(_FREQUENCIES)}")
-        fraction = given.get("partial_rotary_factor") or config.positive("partial_rotary_factor", 1.0)
+        fraction = _number(given, "partial_rotary_factor", config.positive("partial_rotary_factor", 1.0))
         positions = config.count("max_position_embeddings")
-        original = given.get("original_max_position_embeddings") or positions
+        original = math.ceil(_number(given, "original_max_position_embeddings", positions))
         max_length = positions
         if kind in ("linear", "dynamic"):
             max_length = math.floor(positions * _number(given, "factor"))
             original = positions
         elif kind == "yarn":
             max_length = max(positions, math.floor(original * _number(given, "factor")))
+        if fraction > 1:
+            raise ConfigError("partial_rotary_factor", f"must be at most 1, was {fraction}")
         dim = int(head_dim * fraction)
         if dim < 2 or dim % 2:
             raise ConfigError("head_dim", f"rotary embeddings need an even number of dims, were given {dim}")
-        return cls(dim, base, kind, int(original), max_length, given)
+        return cls(dim, base, kind, original, max_length, given)
 
 
 class Rotary:
@@ -130,8 +130,10 @@ def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
         turns = config.max_positions / (times * 2 * math.pi)
         return config.dim * math.log(turns) / (2 * math.log(config.base))
 
-    first = dim_that_turns(parameters.get("beta_fast") or 32)
-    last = dim_that_turns(parameters.get("beta_slow") or 1)
+    if config.base <= 1:
+        raise ConfigError("rope_theta", f"must be above 1 for rope type 'yarn', was {config.base}")
+    first = dim_that_turns(_number(parameters, "beta_fast", 32))
+    last = dim_that_turns(_number(parameters, "beta_slow", 1))
     if parameters.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.dim - 1)
@@ -141,15 +143,15 @@ def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
 
 
 def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
-    given = parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
+    if parameters.get("attention_factor") is not None:
+        return _number(parameters, "attention_factor")
 
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    one, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return magnitude(one) / magnitude(all_dims) if one and all_dims else magnitude(1.0)
+    if not (parameters.get("mscale") and parameters.get("mscale_all_dim")):
+        return magnitude(1.0)
+    return magnitude(_number(parameters, "mscale")) / magnitude(_number(parameters, "mscale_all_dim"))
 
 
 _FREQUENCIES: dict[str, Callable[[RotaryConfig], tuple[Tensor, float]]] = {
@@ -161,8 +163,18 @@ _FREQUENCIES: dict[str, Callable[[RotaryConfig], tuple[Tensor, float]]] = {
 }
 
 
-def _number(parameters: Mapping[str, Any], name: str) -> float:
+_LARGEST = 1e9
+_LARGEST_BASE = 1e30
+
+
+def _number(
+    parameters: Mapping[str, Any], name: str, default: float | None = None, *, most: float = _LARGEST
+) -> float:
     value = parameters.get(name)
+    if value is None and default is not None:
+        value = default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError(f"rope_scaling.{name}", f"must be a positive number, was {value!r}")
+    if value > most:
+        raise ConfigError(f"rope_scaling.{name}", f"must be at most {most:g}, was {value!r}")
     return float(value)

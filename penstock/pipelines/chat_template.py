@@ -77,6 +77,7 @@ class ChatTemplate:
             InputError: the template refuses the messages; in its own words.
         """
         _check_messages(messages)
+        _check_tools(tools)
         variables = _variables(options)
         continues = bool(variables.pop("continue_final_message", False))
         messages = _with_end_mark(messages) if continues else messages
@@ -136,6 +137,9 @@ class ChatTemplate:
             except TemplateSyntaxError as error:
                 problem = f"the chat template {name!r} has an error in line {error.lineno}: {error.message}"
                 raise CheckpointError(self._origin, problem) from error
+            except RecursionError as error:
+                problem = f"the chat template {name!r} is nested too deeply"
+                raise CheckpointError(self._origin, problem) from error
         return self._compiled[name]
 
 
@@ -144,10 +148,17 @@ def find_templates(checkpoint: Path, tokenizer_config: Mapping[str, Any]) -> dic
     sources = _named(tokenizer_config.get("chat_template"), checkpoint / "tokenizer_config.json")
     default = checkpoint / "chat_template.jinja"
     if default.is_file():
-        sources["default"] = default.read_text(encoding="utf-8")
+        sources["default"] = _read_template(default)
     for path in sorted((checkpoint / "additional_chat_templates").glob("*.jinja")):
-        sources[path.stem] = path.read_text(encoding="utf-8")
+        sources[path.stem] = _read_template(path)
     return sources
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(path, f"cannot be read: {getattr(error, 'strerror', error)}") from error
 
 
 def _read_given_template(path: Path) -> dict[str, str]:
@@ -190,6 +201,12 @@ def _check_messages(messages: Sequence[Message]) -> None:
             )
 
 
+def _check_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:
+    is_list = isinstance(tools, Sequence) and not isinstance(tools, str | bytes)
+    if tools is not None and not (is_list and all(isinstance(tool, Mapping) for tool in tools)):
+        raise InputError(f"tools must be a list of objects, was {tools!r}")
+
+
 def _has_parts(message: Message) -> bool:
     """Whether the content is a list: of text parts, or this raises."""
     content = message.get("content")
@@ -214,6 +231,8 @@ def _joined(message: Message) -> Message:
 
 
 def _variables(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    if options is not None and not isinstance(options, Mapping):
+        raise InputError(f"chat_template_options must be names and values, was {options!r}")
     given = dict(options or {})
     refused = sorted(_RESERVED_OPTIONS & given.keys())
     if refused:

@@ -213,6 +213,8 @@ class DecoderModel(PipelineModel[TextContext]):
     def _num_logits(self, counts: np.ndarray, return_n_logits: int | Sequence[int]) -> np.ndarray:  # [B]
         if self.return_logits is ReturnLogits.ALL:
             return counts
+        if self.return_logits is ReturnLogits.LAST_TOKEN:
+            return np.ones_like(counts)
         rows: np.ndarray = np.minimum(np.broadcast_to(np.asarray(return_n_logits), counts.shape), counts)
         return rows
 

@@ -7,6 +7,7 @@ to write).
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,21 +35,23 @@ BaseContextType = TypeVar("BaseContextType", bound=InputContext)
 WeightsAdapter = Callable[[str], str | None]
 """Checkpoint name -> the name the model asks for; None leaves the tensor out."""
 
+_LEFT_OUT: Any = None  # a model with inputs of its own may have no use for them
+
 
 @dataclass(kw_only=True)
 class ModelInputs:
     """A ragged batch: the rows of all sequences one behind the other, whole prompts, chunks and single
     tokens alike. A model with inputs of its own subclasses it."""
 
-    tokens: Tensor
+    tokens: Tensor = _LEFT_OUT
     """``[T]`` int64."""
-    row_offsets: Tensor
+    row_offsets: Tensor = _LEFT_OUT
     """``[B + 1]`` int32: sequence b owns rows ``row_offsets[b]:row_offsets[b + 1]``."""
-    positions: Tensor
+    positions: Tensor = _LEFT_OUT
     """``[T]`` int64."""
-    logit_rows: Tensor
+    logit_rows: Tensor = _LEFT_OUT
     """``[R]`` int64: the rows whose logits are wanted."""
-    logit_offsets: Tensor
+    logit_offsets: Tensor = _LEFT_OUT
     """``[B + 1]`` int64: sequence b owns logits ``logit_offsets[b]:logit_offsets[b + 1]``."""
     kv: KVCacheInputs | None = None
     lora: LoRAInputs | None = None
@@ -107,7 +110,8 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         kv_cache_config: the configuration's own if not given.
         weights: the checkpoint's tensors; opened from the configuration's checkpoint if not given.
         adapter: maps the names in the checkpoint to those that the model asks for.
-        return_logits: which rows of logits `execute` returns.
+        return_logits: which rows of logits `execute` returns. `TextGenerationPipeline` asks for several a
+            sequence where prompts are echoed or drafts verified.
         return_hidden_states: which rows of hidden states it returns.
     """
 
@@ -119,7 +123,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         kv_cache_config: KVCacheConfig | None = None,
         weights: Weights | None = None,
         adapter: WeightsAdapter | None = None,
-        return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN,
+        return_logits: ReturnLogits = ReturnLogits.VARIABLE,
         return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE,
     ) -> None:
         self.pipeline_config = pipeline_config
@@ -253,7 +257,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     def _plan_memory(self) -> MemoryPlan:
         config, huggingface_config = self.pipeline_config, self.huggingface_config
-        return plan_memory(
+        plan = plan_memory(
             config,
             self.kv_cache_spec,
             model_max_length=self.calculate_max_seq_len(config, huggingface_config),
@@ -261,3 +265,10 @@ class PipelineModel(ABC, Generic[BaseContextType]):
             activation_size=self.estimate_activation_memory(config, huggingface_config),
             free_memory=sum(device.stats["free_memory"] for device in self.devices),
         )
+        if plan.is_shortened:
+            logging.getLogger(__name__).warning(
+                "the maximum length is %d tokens, not the model's %d: the KV cache would not fit in memory",
+                plan.max_length,
+                plan.model_max_length,
+            )
+        return plan

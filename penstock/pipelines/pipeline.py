@@ -22,7 +22,9 @@ from penstock.pipelines.core import (
     LogProbabilities,
     TextContext,
     TextGenerationResponse,
+    TextGenerationStatus,
     TextResponse,
+    TTSContext,
 )
 from penstock.pipelines.kv_cache import KVCache, KVCacheManager, NullKVCache
 from penstock.pipelines.model import KVCacheMixin, ModelInputs, ModelOutputs, PipelineModel
@@ -71,7 +73,11 @@ class TextGenerationPipeline:
         self.device = self.model.devices[0].torch_device
         self.kv: KVCache = NullKVCache()
         if isinstance(self.model, KVCacheMixin):
-            self.kv = self.model.load_kv_manager(self.session, self.memory_plan.kv_cache_size)
+            planned = self.model.kv_cache_spec is not None
+            self.kv = self.model.load_kv_manager(
+                self.session,
+                self.memory_plan.kv_cache_size if planned else self.model.estimate_memory_footprint(),
+            )
 
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
@@ -91,12 +97,12 @@ class TextGenerationPipeline:
             return {}
         contexts = list(batch.values())
         self._check(contexts)
-        for context in contexts:
-            if self.eos_token_id is not None and not (context.eos_token_ids or context.ignore_eos):
-                context.eos_token_ids.add(self.eos_token_id)
         drafts = self._propose(contexts)
         num_steps = 1 if any(drafts) else self._num_steps(contexts, num_steps)
         drafts, num_steps = self._reserve(contexts, drafts, num_steps)
+        for context in contexts:
+            if self.eos_token_id is not None and not (context.eos_token_ids or context.ignore_eos):
+                context.eos_token_ids.add(self.eos_token_id)
         sampled, log_probabilities = self._run(contexts, drafts, num_steps)
         responses = {}
         for i, (request_id, context) in enumerate(batch.items()):
@@ -148,9 +154,10 @@ class TextGenerationPipeline:
         for step in range(num_steps):
             outputs = self.model.execute(inputs)
             tokens, sequences = self._sample(sampler, contexts, drafts, outputs, step)
-            if any(context.log_probabilities for context in contexts):
-                log_probabilities = self._log_probabilities(contexts, inputs, outputs, tokens)
             columns.append(_by_sequence(tokens, sequences, len(contexts)))
+            if any(context.log_probabilities for context in contexts):
+                firsts = [column[0] for column in columns[-1]]  # where they are wanted there is no second
+                log_probabilities = self._log_probabilities(contexts, inputs, outputs, firsts)
             if step + 1 < num_steps:
                 inputs = self.model.prepare_next_token_inputs(tokens, inputs)
         if any(drafts):
@@ -196,18 +203,18 @@ class TextGenerationPipeline:
         return self.model.prepare_initial_token_inputs([contexts], kv, rows, **options)
 
     def _log_probabilities(
-        self, contexts: Sequence[TextContext], inputs: Any, outputs: ModelOutputs, tokens: Tensor
+        self, contexts: Sequence[TextContext], inputs: Any, outputs: ModelOutputs, tokens: Sequence[int]
     ) -> list[LogProbabilities | None]:
         """Those of the sampled tokens; behind a prompt chunk stands the prompt's own next token."""
-        targets = tokens.clone()
-        for i, context in enumerate(contexts):
-            if context.active_idx < context.end_idx:
-                targets[i] = int(context.all_tokens[context.active_idx])
+        targets = [
+            int(context.all_tokens[context.active_idx]) if context.active_idx < context.end_idx else token
+            for context, token in zip(contexts, tokens, strict=True)
+        ]
         return self.model.compute_log_probabilities(
             self.session,
             inputs,
             outputs,
-            targets,
+            torch.tensor(targets, device=self.device),
             [context.log_probabilities or 0 for context in contexts],
             [_echoes(context) for context in contexts],
         )
@@ -215,8 +222,9 @@ class TextGenerationPipeline:
     def _check(self, contexts: Sequence[TextContext]) -> None:
         """Refuses what cannot be served before anything has changed."""
         for context in contexts:
-            if context.is_done:
-                raise InputError(f"request {context.request_id} has ended ({context.status.value})")
+            status = _status(context)
+            if status.is_done:
+                raise InputError(f"request {context.request_id} has ended ({status.value})")
             if context.adapter is not None and self.model.lora_manager is None:
                 raise UnsupportedFeatureError(
                     f"adapter {context.adapter!r}", "no LoRA adapters are enabled for this model"
@@ -236,9 +244,11 @@ class TextGenerationPipeline:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
         if any(_needs_each_token(context) for context in contexts):
             return 1
-        limit = self.model.max_seq_len
-        room = min(min(limit, context.max_length) - context.current_length for context in contexts)
-        return max(1, min(num_steps, room))
+        return max(1, min(num_steps, *map(self._room, contexts)))
+
+    def _room(self, context: TextContext) -> int:
+        """How many more tokens a context may get."""
+        return min(self.model.max_seq_len, context.max_length) - context.current_length
 
     def _propose(self, contexts: Sequence[TextContext]) -> list[list[int]]:
         """Drafts for the contexts that can take them, no more than fit under their maximum length."""
@@ -246,8 +256,8 @@ class TextGenerationPipeline:
             return [[] for _ in contexts]
         drafts = []
         for context, draft in zip(contexts, self.proposer.propose(contexts), strict=True):
-            room = 0 if _needs_each_token(context) else context.max_length - context.current_length - 1
-            drafts.append(draft[: max(room, 0)])
+            room = 0 if _needs_each_token(context) else max(self._room(context) - 1, 0)
+            drafts.append(draft[:room])
         return drafts
 
 
@@ -257,10 +267,17 @@ def _advance(
     """Hands the sampled tokens to the context until it ends; what was sampled beyond is dropped."""
     for token in tokens:
         context.update(token, log_probabilities)
-        if context.is_done:
+        if _status(context).is_done:
             break
     outstanding = context.outstanding_completion_tokens()
-    return TextGenerationResponse([TextResponse(token, logs) for token, logs in outstanding], context.status)
+    return TextGenerationResponse(
+        [TextResponse(token, logs) for token, logs in outstanding], _status(context)
+    )
+
+
+def _status(context: TextContext) -> TextGenerationStatus:
+    """How far the language model has come, which for speech is not how far the audio has."""
+    return context.speech_token_status if isinstance(context, TTSContext) else context.status
 
 
 def _needs_each_token(context: TextContext) -> bool:
@@ -282,10 +299,12 @@ def _last_rows(outputs: ModelOutputs, counts: np.ndarray) -> Tensor:  # [R, V]
     if outputs.next_token_logits is not None and counts.max() == 1:
         return outputs.next_token_logits
     assert outputs.logits is not None, "the model returned no logits"
-    assert outputs.logit_offsets is not None, "logits of several rows need logit_offsets"
-    ends = outputs.logit_offsets[1:].cpu().numpy()
     if counts.sum() == outputs.logits.shape[0]:
         return outputs.logits
+    assert outputs.logit_offsets is not None, "logits of several rows need logit_offsets"
+    offsets = outputs.logit_offsets.cpu().numpy()
+    assert (np.diff(offsets) >= counts).all(), "the model returned fewer rows of logits than it was asked for"
+    ends = offsets[1:]
     rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
     return outputs.logits[torch.from_numpy(rows).to(outputs.logits.device)]
 

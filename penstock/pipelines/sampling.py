@@ -100,9 +100,10 @@ def mask_min_tokens(
         if context.min_tokens == 0:
             continue
         mask = context.get_min_token_logit_mask(int(position) - context.active_idx + 1)[-1]  # [n, 2]
-        if len(mask):
+        tokens = mask[(mask[:, 1] >= 0) & (mask[:, 1] < logits.shape[-1]), 1]
+        if len(tokens):  # a checkpoint may name ends that its head cannot reach
             masked = logits.clone() if masked is logits else masked
-            masked[row, mask[:, 1].tolist()] = -torch.inf
+            masked[row, tokens.tolist()] = -torch.inf
     return masked
 
 

@@ -235,7 +235,8 @@ class TextTokenizer:
 
     def _checked_ids(self, ids: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
         """InputError names the first id that the model has no embedding for."""
-        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | np.ndarray):
+        is_bytes = isinstance(ids, str | bytes | bytearray | memoryview)
+        if is_bytes or not isinstance(ids, Sequence | np.ndarray):
             raise InputError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
         values = ids.tolist() if isinstance(ids, np.ndarray) else ids
         # Long prompts of plain integers, which are nearly all, are not looked at one by one.

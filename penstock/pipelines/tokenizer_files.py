@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,11 @@ def read_tokenizer_files(checkpoint: Path) -> TokenizerFiles:
     special_tokens = dict(_named_tokens(settings))
     if (checkpoint / "tokenizer.json").is_file():
         tokenizer = _load_fast(checkpoint / "tokenizer.json")
-        _add_missing_tokens(tokenizer, settings, special_tokens)
+        try:
+            _add_missing_tokens(tokenizer, settings, special_tokens)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            problem = "its added or special tokens are not written as tokens"
+            raise CheckpointError(checkpoint / "tokenizer_config.json", problem) from error
         _follow_prefix_rule(tokenizer, settings)
     else:
         tokenizer = _convert_slow(checkpoint)
@@ -58,8 +64,10 @@ def read_tokenizer_files(checkpoint: Path) -> TokenizerFiles:
         special_tokens=special_tokens,
         templates=find_templates(checkpoint, settings),
         eos_token_ids=tuple(dict.fromkeys(_eos_token_ids(checkpoint, tokenizer, special_tokens, model))),
-        vocab_size=_from_model(model, "vocab_size") or max(tokenizer.get_vocab().values(), default=-1) + 1,
-        max_length=_from_model(model, "max_position_embeddings") or _limit(settings.get("model_max_length")),
+        vocab_size=_count(checkpoint, model, "vocab_size")
+        or max(tokenizer.get_vocab().values(), default=-1) + 1,
+        max_length=_count(checkpoint, model, "max_position_embeddings")
+        or _limit(settings.get("model_max_length")),
     )
 
 
@@ -92,11 +100,24 @@ def _convert_slow(checkpoint: Path) -> Tokenizer:
         purpose = f"{checkpoint}: a tokenizer without tokenizer.json"
         raise MissingDependencyError("transformers", "slow-tokenizers", purpose) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(checkpoint), use_fast=True).backend_tokenizer
+        with _quiet("transformers"):
+            tokenizer = AutoTokenizer.from_pretrained(str(checkpoint), use_fast=True).backend_tokenizer
     except Exception as error:  # whatever its many readers raise, it is these files
         raise CheckpointError(checkpoint, f"the tokenizer cannot be converted: {error}") from error
     assert isinstance(tokenizer, Tokenizer)
     return tokenizer
+
+
+@contextmanager
+def _quiet(library: str) -> Iterator[None]:
+    """Keeps back what a library logs beside the error that it raises."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -179,6 +200,14 @@ def _from_model(model: Mapping[str, Any], key: str) -> Any:
     text = model.get("text_config")
     nested = text.get(key) if isinstance(text, dict) else None
     return model.get(key, nested)
+
+
+def _count(checkpoint: Path, model: Mapping[str, Any], key: str) -> int | None:
+    value = _from_model(model, key)
+    if value is not None and (type(value) is not int or value < 1):
+        problem = f"{key} must be a whole number of at least 1, was {value!r}"
+        raise CheckpointError(checkpoint / "config.json", problem)
+    return value
 
 
 def _limit(length: Any) -> int | None:

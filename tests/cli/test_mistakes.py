@@ -82,6 +82,7 @@ FLAGS = {
     ),
     "no steps": (["generate", *PROMPT, "--max-num-steps", "0"], "max_num_steps: must be"),
     "no threads": (["generate", *PROMPT, "--num-threads", "0"], "num_threads: must be"),
+    "a crowd of threads": (["generate", *PROMPT, "--num-threads", "100000"], "num_threads: must be"),
     "negative threads": (["generate", *PROMPT, "--num-threads", "-1"], "num_threads: must be"),
     "deterministic in bfloat16": (
         ["generate", *PROMPT, "--deterministic", "--quantization-encoding", "bfloat16"],
@@ -165,6 +166,22 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config.json not text": (_writing("config.json", b"\xff\xfe"), "config.json"),
     "no model_type": (_with_config(model_type=None), "architecture"),
     "unknown architecture": (_with_config(model_type="lama"), "did you mean llama?"),
+    "vocabulary in words": (_with_config(vocab_size="many"), "vocab_size must be a whole number"),
+    "activation a list": (_with_config(hidden_act=["silu"]), "hidden_act"),
+    "no text configuration": (_with_config(text_config="none", dtype=None), "text_config must be"),
+    "rope no object": (_with_config(rope_scaling=2.0), "rope_scaling must be a JSON object"),
+    "a million layers": (_with_config(num_hidden_layers=10**6), "num_hidden_layers must be at most"),
+    "thousands of layers": (_with_config(num_hidden_layers=9000), "1001 missing"),
+    "a size of another model": (_with_config(hidden_size=2**20), "misshapen"),
+    "added tokens a list": (
+        _writing("tokenizer_config.json", '{"added_tokens_decoder": []}'),
+        "tokenizer_config.json: its added or special tokens are not written as tokens",
+    ),
+    "special tokens numbers": (
+        _writing("tokenizer_config.json", '{"additional_special_tokens": [1]}'),
+        "tokenizer_config.json: its added or special tokens",
+    ),
+    "chat template not text": (_writing("chat_template.jinja", b"\xff"), "chat_template.jinja: cannot be"),
     "heads in words": (_with_config(num_attention_heads="four"), "num_attention_heads"),
     "more layers than weights": (_with_config(num_hidden_layers=3), "model.layers.2."),
     "fewer layers than weights": (_with_config(num_hidden_layers=1), "model.layers.1."),
@@ -232,6 +249,7 @@ def test_configuration_files(text: str, words: str, model: Path, tmp_path: Path)
     [
         ("PENSTOCK_MAX_LENGTH", "long", "environment PENSTOCK_MAX_LENGTH"),
         ("PENSTOCK_MAX_LENGHT", "64", "did you mean max_length?"),
+        ("PENSTOCK_MODEL", "demo", "did you mean model_path?"),
         ("PENSTOCK_ISA", "sse9", "unknown instruction set 'sse9'"),
     ],
 )

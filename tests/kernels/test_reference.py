@@ -186,3 +186,8 @@ def test_rows_taken_and_put() -> None:
     put = OPS.put_rows(x, torch.tensor([1]), torch.zeros(1, 3))
     assert put.tolist() == [[0, 1, 2], [0, 0, 0], [6, 7, 8], [9, 10, 11]]
     assert x[1].tolist() == [3, 4, 5], "the input stays as it is"
+
+
+def test_a_negative_token_is_no_token_from_the_end() -> None:
+    with pytest.raises(IndexError):
+        OPS.embedding(torch.tensor([1, -2]), torch.zeros(4, 3))

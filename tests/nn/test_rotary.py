@@ -10,8 +10,8 @@ import torch
 from support.checkpoints import oracle, oracle_logits, write_checkpoint
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
-from penstock.errors import ConfigError
-from penstock.nn import RotaryConfig
+from penstock.errors import CheckpointError, ConfigError
+from penstock.nn import Rotary, RotaryConfig
 from penstock.pipelines.architectures.llama import tiny_config
 from penstock.pipelines.config import HuggingFaceConfig
 
@@ -99,11 +99,41 @@ def test_older_spelling() -> None:
         ({"rope_type": "linear"}, "factor: must be a positive number, was None"),
         ({"rope_type": "yarn", "factor": -1}, "factor: must be a positive number, was -1"),
         ({"rope_type": "dynamic", "factor": True}, "factor: must be a positive number, was True"),
+        ({"rope_type": "linear", "factor": float("inf")}, r"factor: must be at most 1e\+09, was inf"),
+        ({"rope_type": "linear", "factor": 10**400}, r"factor: must be at most 1e\+09"),
+        ({"rope_type": "default", "rope_theta": 10**400}, r"rope_theta: must be at most 1e\+30"),
+        ({"rope_type": "default", "partial_rotary_factor": 2}, "partial_rotary_factor: must be at most 1"),
+        ({"rope_type": "default", "partial_rotary_factor": "half"}, "must be a positive number, was 'half'"),
+        (YARN | {"original_max_position_embeddings": -1}, "original_max_position_embeddings: must be"),
+        (YARN | {"original_max_position_embeddings": float("nan")}, "must be a positive number, was nan"),
     ],
 )
 def test_unusable_parameters(parameters: dict[str, Any], message: str) -> None:
     config = HuggingFaceConfig({"max_position_embeddings": 64, "rope_scaling": parameters}, "config.json")
     with pytest.raises(ConfigError, match=message):
+        RotaryConfig.from_huggingface(config, 16)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"rope_theta": 1.0}, "rope_theta: must be above 1 for rope type 'yarn'"),
+        ({"beta_fast": "x"}, "beta_fast: must be a positive number, was 'x'"),
+        ({"beta_slow": -1}, "beta_slow: must be a positive number, was -1"),
+        ({"attention_factor": []}, r"attention_factor: must be a positive number, was \[\]"),
+        ({"mscale": "x", "mscale_all_dim": 1.0}, "mscale: must be a positive number, was 'x'"),
+    ],
+)
+def test_unusable_parameters_of_yarn(parameters: dict[str, Any], message: str) -> None:
+    values = {"max_position_embeddings": 64, "rope_scaling": YARN | parameters}
+    config = RotaryConfig.from_huggingface(HuggingFaceConfig(values), 16)
+    with pytest.raises(ConfigError, match=message):
+        Rotary(config, 64, torch.device("cpu"))
+
+
+def test_parameters_that_are_no_object() -> None:
+    config = HuggingFaceConfig({"max_position_embeddings": 64, "rope_scaling": "linear"})
+    with pytest.raises(CheckpointError, match="rope_scaling must be a JSON object, was 'linear'"):
         RotaryConfig.from_huggingface(config, 16)
 
 

@@ -248,6 +248,22 @@ class TestGivenTemplates:
             ChatTemplate.from_file(tmp_path / "none.jinja", {})
 
 
+@pytest.mark.parametrize("tools", ["get_weather", [1], {"type": "function"}, 5])
+def test_what_is_no_list_of_tools(tools: Any) -> None:
+    with pytest.raises(InputError, match="tools must be a list of objects, was"):
+        ChatTemplate({"default": "x"}, {}, "x").render([{"role": "user"}], tools)
+
+
+def test_what_are_no_options() -> None:
+    with pytest.raises(InputError, match="chat_template_options must be names and values, was 'x'"):
+        ChatTemplate({"default": "x"}, {}, "x").render([{"role": "user"}], options="x")  # type: ignore[arg-type]
+
+
+def test_a_template_that_is_nested_too_deeply() -> None:
+    with pytest.raises(CheckpointError, match="the chat template 'default' is nested too deeply"):
+        ChatTemplate({"default": "{{" + "(" * 5000 + "}}"}, {}, "x").render([{"role": "user"}])
+
+
 def test_a_mistake_in_a_checkpoints_template_names_the_checkpoint() -> None:
     with pytest.raises(CheckpointError, match=r"folder: the chat template .* has an error in line 1"):
         ChatTemplate({"default": "{% endif %}"}, {}, "folder").render([user("x")])

@@ -119,10 +119,25 @@ def test_what_is_no_count(value: object) -> None:
         HuggingFaceConfig({"heads": value}).count("heads")
 
 
-@pytest.mark.parametrize("value", ["small", 0, -1e-5, float("nan"), float("inf"), False])
+def test_what_is_no_count_of_anything_that_exists() -> None:
+    with pytest.raises(CheckpointError, match=f"heads must be at most 2147483647, was {10**30}"):
+        HuggingFaceConfig({"heads": 10**30}).count("heads")
+    with pytest.raises(CheckpointError, match="layers must be at most 9, was 10"):
+        HuggingFaceConfig({"layers": 10}).count("layers", most=9)
+
+
+@pytest.mark.parametrize("value", ["small", 0, -1e-5, float("nan"), float("inf"), False, 10**400])
 def test_what_is_no_positive_number(value: object) -> None:
     with pytest.raises(CheckpointError, match="eps must be a number above 0"):
         HuggingFaceConfig({"eps": value}).positive("eps", 1.0)
+
+
+def test_sections(config: HuggingFaceConfig) -> None:
+    assert config.section("text_config").vocab_size == 10
+    assert not config.section("nothing")
+    assert not config.section("gone")
+    with pytest.raises(CheckpointError, match="hidden_size must be a JSON object, was 64"):
+        config.section("hidden_size")
 
 
 def test_what_is_no_flag() -> None:

@@ -286,6 +286,19 @@ def test_steps_get_smaller_before_sequences_do() -> None:
     assert (found.max_batch_input_tokens, found.activation_size, found.max_length) == (512, 512, 96)
 
 
+def test_steps_get_as_small_as_they_must_where_nothing_else_fits() -> None:
+    size = 8192 * 100
+    found = plan(activations=size, length=32, free=64 * 100 + 2 * BLOCK)
+    assert (found.max_batch_input_tokens, found.max_length) == (64, 32)
+    with pytest.raises(InsufficientMemoryError, match="activations 100 bytes"):
+        plan(activations=size, length=32, free=99)
+
+
+def test_a_batch_that_was_asked_for_is_blamed() -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"lower --max-batch-input-tokens or --max-batch-size$"):
+        plan(PipelineConfig(max_batch_size=10**8), activations=10**9, weights=10**9, free=10**6)
+
+
 def test_steps_stay_whole_where_prompts_cannot_be_chunked() -> None:
     config = replace(fixed(), max_batch_input_tokens=4096, enable_chunked_prefill=False)
     assert plan(config, activations=4096, free=4 * BLOCK + 4096).max_batch_input_tokens == 4096

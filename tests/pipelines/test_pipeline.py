@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,19 @@ import torch
 from support.checkpoints import oracle, oracle_greedy, oracle_logits, write_checkpoint
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
+from penstock.dtype import DType
 from penstock.errors import ConfigError, InputError, InsufficientBlocksError, UnsupportedFeatureError
 from penstock.kernels import StepInputs
 from penstock.nn import ReturnHiddenStates, ReturnLogits
-from penstock.pipelines import PIPELINE_REGISTRY, KVCacheMixin, PipelineConfig, TextGenerationPipeline
+from penstock.pipelines import (
+    PIPELINE_REGISTRY,
+    KVCacheMixin,
+    ModelInputs,
+    ModelOutputs,
+    PipelineConfig,
+    PipelineModel,
+    TextGenerationPipeline,
+)
 from penstock.pipelines.architectures.llama import tiny_config
 from penstock.pipelines.core import (
     Grammar,
@@ -23,8 +33,9 @@ from penstock.pipelines.core import (
     TextContext,
     TextGenerationStatus,
     TokenGenerator,
+    TTSContext,
 )
-from penstock.pipelines.kv_cache import KVCacheManager
+from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec, KVGroup
 
 PROMPT = random_tokens(30, 130, seed=7)
 
@@ -152,6 +163,13 @@ def test_too_few_blocks_for_many_steps_are_enough_for_one(checkpoint: Path) -> N
     assert len(small.execute({"b": contexts["b"]}, num_steps=20)["b"].tokens) == 20
 
 
+def test_a_shortened_length_is_said(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    size = 4 * 2 * 3 * 2 * 8 * 16 * 5
+    short = open_pipeline(checkpoint, kv_cache_memory=size, kv_cache_block_size=16, max_batch_size=1)
+    assert short.model.max_seq_len == 64
+    assert "the maximum length is 64 tokens, not the model's 256" in caplog.text
+
+
 def test_refusals_come_before_any_change(pipeline: TextGenerationPipeline) -> None:
     good = context_of(PROMPT)
     refused = [
@@ -239,6 +257,27 @@ def test_every_row_of_logits(pipeline: TextGenerationPipeline, reference: Any) -
     assert generate(pipeline, [context_of(PROMPT, 5)])[0] == oracle_greedy(reference, PROMPT, 5)
 
 
+def test_one_row_of_logits_whatever_is_asked_for(pipeline: TextGenerationPipeline) -> None:
+    asked = {"pipeline": pipeline, "texts": [PROMPT, PROMPT[:9]], "return_n_logits": 3}
+    assert run_once(**asked).logit_offsets.tolist() == [0, 3, 6]
+    pipeline.model.return_logits = ReturnLogits.LAST_TOKEN
+    assert run_once(**asked).logit_offsets.tolist() == [0, 1, 2]
+
+
+def test_inputs_of_a_models_own() -> None:
+    @dataclass(kw_only=True)
+    class Bytes(ModelInputs):
+        data: torch.Tensor
+
+    class Unlisted(ModelInputs):
+        def __init__(self, data: torch.Tensor) -> None:
+            self.data = data
+
+    for inputs in (Bytes(data=torch.ones(2)), Unlisted(torch.ones(2))):
+        assert [buffer.tolist() for buffer in inputs.buffers] == [[1, 1]]
+        assert "tokens=None" in repr(inputs)
+
+
 def test_a_model_from_configuration_and_session_alone(pipeline: TextGenerationPipeline) -> None:
     model = type(pipeline.model)(pipeline.config, pipeline.session)
     assert isinstance(model, KVCacheMixin)
@@ -281,14 +320,70 @@ def test_bfloat16_is_close(checkpoint: Path, reference: Any) -> None:
     assert float((theirs.exp() * (theirs - ours)).sum(-1).mean()) < 0.05
 
 
-def run_once(pipeline: TextGenerationPipeline, texts: list[list[int]]) -> Any:
+class NextToken(PipelineModel[TextContext]):
+    """A model with the page's methods alone: behind token t stands t + 1."""
+
+    @classmethod
+    def calculate_max_seq_len(cls, pipeline_config: Any, huggingface_config: Any) -> int:
+        return 64
+
+    def prepare_initial_token_inputs(
+        self, replica_batches: Any, kv_cache_inputs: Any = None, return_n_logits: int = 1
+    ) -> torch.Tensor:
+        last = [context.next_tokens[-1] for batch in replica_batches for context in batch]
+        return torch.tensor(last)
+
+    def prepare_next_token_inputs(self, next_tokens: torch.Tensor, prev_model_inputs: Any) -> torch.Tensor:
+        return next_tokens
+
+    def execute(self, model_inputs: torch.Tensor) -> ModelOutputs:
+        return ModelOutputs(logits=torch.eye(130)[model_inputs + 1])
+
+
+def test_a_model_may_return_logits_alone(checkpoint: Path) -> None:
+    pipeline = TextGenerationPipeline(PipelineConfig.from_flat({"model_path": str(checkpoint)}), NextToken, 9)
+    assert generate(pipeline, [context_of([3, 1], 3), context_of([50], 4)], num_steps=2) == [
+        [2, 3, 4],
+        [51, 52, 53, 54],
+    ]
+
+
+def test_a_cache_that_a_model_brings_itself_gets_the_memory_there_is(checkpoint: Path) -> None:
+    class WithCache(NextToken):
+        def load_kv_manager(self, session: Any, available_cache_memory: int) -> KVCacheManager:
+            self.given = available_cache_memory
+            group = KVGroup((0,), 1, 4, DType.float32)
+            return KVCacheManager(KVCacheSpec((group,)), [5], 16)
+
+        def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
+            return available_cache_memory
+
+    pipeline = TextGenerationPipeline(PipelineConfig.from_flat({"model_path": str(checkpoint)}), WithCache, 9)
+    model: Any = pipeline.model
+    assert model.given == model.estimate_memory_footprint() > 0
+    assert generate(pipeline, [context_of([3, 1], 2)]) == [[2, 3]]
+
+
+def test_speech_tokens_end_before_the_audio(pipeline: TextGenerationPipeline) -> None:
+    (plain,) = generate(pipeline, [context_of(PROMPT, 2)])
+    context = TTSContext(prompt="", max_length=len(PROMPT) + 2, tokens=np.array(PROMPT), ignore_eos=True)
+    response = pipeline.execute({"a": context}, num_steps=5)["a"]
+    assert [part.next_token for part in response.tokens] == plain
+    assert response.final_status is TextGenerationStatus.MAXIMUM_LENGTH
+    assert not context.is_done
+    with pytest.raises(InputError, match="has ended"):
+        pipeline.execute({"a": context})
+    pipeline.release(context)
+
+
+def run_once(pipeline: TextGenerationPipeline, texts: list[list[int]], return_n_logits: int = 1) -> Any:
     contexts = [context_of(text) for text in texts]
     kv: Any = pipeline.kv
     for context in contexts:
         kv.claim(context)
         kv.reserve(context)
     outputs = pipeline.model.execute(
-        pipeline.model.prepare_initial_token_inputs([contexts], kv.inputs(contexts))
+        pipeline.model.prepare_initial_token_inputs([contexts], kv.inputs(contexts), return_n_logits)
     )
     for context in contexts:
         pipeline.release(context)

@@ -198,3 +198,11 @@ def test_min_tokens_forbid_the_end() -> None:
     masked = mask_min_tokens(logits, [context], np.array([0]), np.array([2]))
     assert masked.tolist() == [[-torch.inf, 0, 0, -torch.inf, 0]]
     assert mask_min_tokens(logits, [context], np.array([0]), np.array([4])) is logits
+
+
+def test_an_end_that_the_head_cannot_reach_needs_no_mask() -> None:
+    context = context_of(
+        [1, 2], sampling_params=SamplingParams(min_new_tokens=2), eos_token_ids={-1, 3, 5, 9000}
+    )
+    masked = mask_min_tokens(torch.zeros(1, 5), [context], np.array([0]), np.array([2]))
+    assert masked.tolist() == [[0, 0, 0, -torch.inf, 0]]

@@ -213,6 +213,27 @@ def test_drafts_never_outgrow_a_context(pipeline: TextGenerationPipeline) -> Non
     assert generate(pipeline, [context_of(PROMPT, 3, request_id="a")]) == [plain]
 
 
+def test_drafts_never_outgrow_the_model(checkpoint: Path) -> None:
+    pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, max_length=34)
+    (plain,) = generate(pipeline, [context_of(PROMPT, 4)])
+    pipeline.proposer = Prophet({"a": plain + [0] * 50}, right=50, wrong=0)
+    response = pipeline.execute({"a": context_of(PROMPT, 40, request_id="a")})["a"]
+    assert [part.next_token for part in response.tokens] == plain
+
+
+def test_log_probabilities_beside_drafts(pipeline: TextGenerationPipeline) -> None:
+    def scored(request_id: str) -> TextContext:
+        return context_of(PROMPT[:9], 1, request_id=request_id, log_probabilities=2)
+
+    (plain,) = generate(pipeline, [context_of(PROMPT, 8)])
+    (alone,) = pipeline.execute({"b": scored("b")})["b"].tokens
+    pipeline.proposer = Prophet({"a": plain, "c": []}, right=3, wrong=0)
+    batch = {"a": context_of(PROMPT, 8, request_id="a"), "c": scored("c")}
+    responses = pipeline.execute(batch)
+    assert len(responses["a"].tokens) == 4
+    assert responses["c"].tokens == [alone]
+
+
 # -- Grammars --------------------------------------------------------------------------------------------
 
 

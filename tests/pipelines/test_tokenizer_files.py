@@ -133,11 +133,14 @@ class TestDamage:
         with pytest.raises(CheckpointError, match=rf"{name}: {problem}"):
             read_tokenizer_files(folder)
 
-    def test_an_older_tokenizer_that_cannot_be_converted(self, tmp_path: Path) -> None:
+    def test_an_older_tokenizer_that_cannot_be_converted(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         pytest.importorskip("transformers")
         (tmp_path / "tokenizer.model").write_bytes(b"no model")
         with pytest.raises(CheckpointError, match="the tokenizer cannot be converted"):
             read_tokenizer_files(tmp_path)
+        assert capfd.readouterr().err == ""
 
     def test_an_older_tokenizer_without_transformers(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

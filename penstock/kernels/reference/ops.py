@@ -30,7 +30,7 @@ class ReferenceOps(Ops):
     name = "reference"
 
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
-        return table[tokens]
+        return F.embedding(tokens, table)  # unlike table[tokens] it refuses a negative id
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         weight = ENCODINGS[packed.encoding].unpack(packed.tensors)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from math import inf
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import CheckpointError
 from penstock.pipelines.weights.json_files import read_json_object
 
+_LARGEST_COUNT = 2**31 - 1
 _OTHER_SPELLING = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # transformers 5, and before
 
 
@@ -44,8 +45,8 @@ class HuggingFaceConfig(Mapping[str, Any]):
         """A copy as a plain dict, nested objects too."""
         return {key: _plain(value) for key, value in self._values.items()}
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1; ``default`` where the key is absent or null.
+    def count(self, key: str, default: int | None = None, *, most: int = _LARGEST_COUNT) -> int:
+        """A whole number from 1 to ``most``; ``default`` where the key is absent or null.
 
         Raises:
             CheckpointError: it is something else, or absent without a default.
@@ -55,6 +56,8 @@ class HuggingFaceConfig(Mapping[str, Any]):
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(self._path, f"{key} must be a whole number of at least 1, was {value!r}")
+        if value > most:
+            raise CheckpointError(self._path, f"{key} must be at most {most}, was {value}")
         return value
 
     def positive(self, key: str, default: float) -> float:
@@ -66,7 +69,8 @@ class HuggingFaceConfig(Mapping[str, Any]):
         value = self.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= sys.float_info.max:
             raise CheckpointError(self._path, f"{key} must be a number above 0, was {value!r}")
         return float(value)
 
@@ -80,6 +84,19 @@ class HuggingFaceConfig(Mapping[str, Any]):
         if value is not None and not isinstance(value, bool):
             raise CheckpointError(self._path, f"{key} must be true or false, was {value!r}")
         return default if value is None else value
+
+    def section(self, key: str) -> HuggingFaceConfig:
+        """A nested object; an empty one where the key is absent or null.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.get(key)
+        if value is None:
+            return HuggingFaceConfig({}, f"{self._path}: {key}")
+        if not isinstance(value, HuggingFaceConfig):
+            raise CheckpointError(self._path, f"{key} must be a JSON object, was {value!r}")
+        return value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_values", "_path"):  # copy and pickle ask before __init__

@@ -135,7 +135,7 @@ class ModelConfig:
 
     def _stored_type(self) -> str:
         config = self.huggingface_config
-        declared = config.get("dtype") or config.get("text_config", {}).get("dtype")
+        declared = config.get("dtype") or config.section("text_config").get("dtype")
         if declared:
             return str(declared).removeprefix("torch.")
         headers = read_checkpoint_headers(self.checkpoint).values()

@@ -15,6 +15,7 @@ from penstock.pipelines.config.settings import (
     FLAG,
     FRACTION,
     NUM_BYTES,
+    THREADS,
     ConfigField,
     Rule,
     check_fields,
@@ -108,7 +109,9 @@ class PipelineConfig:
     deterministic: bool = setting(
         False, FLAG, "Bit-equal results alone, batched, chunked and cached; float32 and slower."
     )
-    num_threads: int | None = setting(None, COUNT, "Threads that compute on the CPU; by default one a core.")
+    num_threads: int | None = setting(
+        None, THREADS, "Threads that compute on the CPU; by default one a core."
+    )
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Flat name -> where its value was given, of those that were; made by `from_flat`."""
 

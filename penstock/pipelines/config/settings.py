@@ -119,6 +119,7 @@ def check_fields(config: object) -> None:
 FLAG = Rule("true or false", lambda value: True)
 TEXT = Rule("text that is not empty", lambda value: bool(value.strip()))
 COUNT = Rule("a whole number of at least 1", lambda value: value >= 1)
+THREADS = Rule("a whole number from 1 to 1024", lambda value: 1 <= value <= 1024)
 NUM_BYTES = Rule("a number of bytes, at least 1", lambda value: value >= 1)
 FRACTION = Rule("a number above 0 and at most 1", lambda value: isfinite(value) and 0 < value <= 1)
 

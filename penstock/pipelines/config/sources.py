@@ -78,7 +78,7 @@ def _variables(environment: Mapping[str, str], names: Sequence[str]) -> dict[str
             continue
         if name in names:
             found[name] = text
-        elif get_close_matches(name, names, n=1, cutoff=0.85):
+        elif get_close_matches(name, names, n=1, cutoff=0.65):
             raise _unknown(name, names, f"environment {variable}")
     return found
 
@@ -97,6 +97,6 @@ def _read_file(file: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(CONFIG_FILE, str(problem)) from problem
     except OSError as problem:
         raise ConfigError(CONFIG_FILE, f"{path}: cannot be read: {problem.strerror}") from problem
-    except ValueError as problem:  # malformed TOML, or bytes that are not UTF-8
+    except (ValueError, RecursionError) as problem:  # malformed TOML, or bytes that are not UTF-8
         raise ConfigError(CONFIG_FILE, f"{path}: is not valid TOML: {problem}") from problem
     raise ConfigError(CONFIG_FILE, f"{path}: must end in .json or .toml")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.pipelines.core import InputContext
+from penstock.pipelines.core import InputContext, TextAndVisionContext
 from penstock.pipelines.kv_cache.block_pool import BlockPool
 from penstock.pipelines.kv_cache.hashing import chain_digests, chain_root
 from penstock.pipelines.kv_cache.spec import KVCacheSpec
@@ -48,8 +48,12 @@ class PrefixIndex:
         """The root of a context's digests; None where its blocks must not be known to others.
 
         An adapter changes keys and values, so its content is part of the root: without a way to learn it
-        (the name alone may come to mean another adapter) nothing is shared.
+        (the name alone may come to mean another adapter) nothing is shared. Nor are images told apart by
+        their tokens, which are the same for all: who shares them names them in ``token_hash_overrides``.
         """
+        has_image = isinstance(context, TextAndVisionContext) and bool(context.pixel_values)
+        if has_image and not context.token_hash_overrides:
+            return None
         if context.adapter is None:
             return chain_root(None, context.cache_salt)
         if self._adapter_digest is None:

@@ -43,8 +43,8 @@ def estimate_activation_memory(pipeline_config: PipelineConfig, huggingface_conf
     size = _encoding(pipeline_config).compute_dtype.size_in_bytes
     linears = [header for name, header in _headers(pipeline_config).items() if _is_linear(name, header)]
     widest = max((header.shape[-2] for header in linears), default=0)
-    text_config = huggingface_config.get("text_config", huggingface_config)  # of a model with more inputs
-    vocabulary = int(text_config.get("vocab_size") or 0)
+    text_config = huggingface_config.section("text_config") or huggingface_config  # of more than text
+    vocabulary = text_config.count("vocab_size", default=0)
     rows = pipeline_config.max_batch_input_tokens * 6 * widest * size
     return rows + wanted_batch_size(pipeline_config) * vocabulary * 20
 

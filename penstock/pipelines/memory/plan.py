@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.pipelines.kv_cache.spec import KVCacheSpec
 
 SMALLEST_STEP = 512
-"""Tokens. Steps of this size still keep a processor busy; smaller ones are used only when asked for."""
+"""Tokens. Steps of this size still keep a processor busy; smaller ones are for where nothing else fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,9 @@ def plan_memory(
 
     The cache is paged, so a plan works when one sequence of the maximum length fits, and a block for each
     sequence of a batch. What the configuration leaves open is lowered until that holds: first the step
-    size, as far as `SMALLEST_STEP` (activations shrink with it), then the length, then the batch. What is
-    left of the memory becomes more blocks, up to a whole batch of whole sequences.
+    size, as far as `SMALLEST_STEP` (activations shrink with it), then the length, then the batch, at last
+    the step size again. What is left of the memory becomes more blocks, up to a whole batch of whole
+    sequences.
 
     Args:
         pipeline_config: may fix ``max_length``, ``max_batch_size`` and ``kv_cache_memory``.
@@ -110,13 +111,17 @@ def plan_memory(
             free_memory,
         )
 
-    *larger, smallest = _step_sizes(pipeline_config, activation_size)
+    *larger, smallest = _step_sizes(pipeline_config, activation_size, SMALLEST_STEP)
     for step_size in larger:
         with suppress(InsufficientMemoryError):
             found = plan(step_size)
             if not found.is_shortened:
                 return found
-    return plan(smallest)
+    *smaller, least = _step_sizes(pipeline_config, activation_size, 1)
+    for step_size in (smallest, *smaller):
+        with suppress(InsufficientMemoryError):
+            return plan(step_size)
+    return plan(least)
 
 
 def estimate_kv_cache_size(
@@ -137,11 +142,11 @@ def estimate_kv_cache_size(
     return BlockDemand(pipeline_config, spec).size(num_blocks)
 
 
-def _step_sizes(pipeline_config: PipelineConfig, activation_size: int) -> Iterator[int]:
+def _step_sizes(pipeline_config: PipelineConfig, activation_size: int, least: int) -> Iterator[int]:
     """The size configured, and its halves where prompts can be chunked and there is something to gain."""
     size = pipeline_config.max_batch_input_tokens
     yield size
-    while pipeline_config.enable_chunked_prefill and activation_size and size >= 2 * SMALLEST_STEP:
+    while pipeline_config.enable_chunked_prefill and activation_size and size >= 2 * least:
         size //= 2
         yield size
 

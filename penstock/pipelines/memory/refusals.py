@@ -25,7 +25,9 @@ def refuse_static(
     if kv_memory is not None:
         parts += f", the KV cache {format_bytes(kv_memory)}"
         advice = f"lower --kv-cache-memory, {advice}"
-    elif needed < free_memory:
+    if pipeline_config.max_batch_size is not None:
+        advice += " or --max-batch-size"
+    if kv_memory is None and needed < free_memory:
         advice = f"raise --device-memory-utilization, {advice}"
     raise InsufficientMemoryError(
         f"{parts}, but {format_bytes(available)} may be taken of {format_bytes(free_memory)} free: {advice}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from penstock.pipelines.weights.safetensors import TensorHeader, read_checkpoint
 
 NUM_NAMES_SHOWN = 8
 """How many tensors of a kind an error lists before it only counts."""
+_MOST_FAULTS = 1000
+_MOST_ZEROS = 2**29
+"""Beyond these a load ends at once: ``config.json`` is of another model, and the zeros take memory."""
 
 
 class Weights:
@@ -80,11 +84,14 @@ class Weights:
 
         Where it is missing, misshapen or no float, that is recorded for `finish`, and zeros of the shape
         asked for are returned.
+
+        Raises:
+            WeightsError: the file cannot be read, or there are more faults than any near miss has.
         """
         stored = self._names.get(name)
         if stored is None:
             self._faults.missing.append(name)
-            return torch.zeros(shape)
+            return self._zeros(shape)
         self._read.add(name)
         header = self._files.headers[stored]
         if not header.is_float:
@@ -95,7 +102,7 @@ class Weights:
             )
         else:
             return self._files.tensor(stored)
-        return torch.zeros(shape)
+        return self._zeros(shape)
 
     def renamed(self, adapter: Callable[[str], str | None]) -> Weights:
         """The same tensors under other names; ``adapter`` maps a stored name to one, or to None to drop it.
@@ -149,6 +156,12 @@ class Weights:
         except KeyError:
             raise WeightsError(self._path, f"has no tensor {name}") from None
 
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        self._faults.num_zeros += prod(shape)
+        if len(self._faults.missing) > _MOST_FAULTS or self._faults.num_zeros > _MOST_ZEROS:
+            raise WeightsError(self._path, self._faults.report([]))
+        return torch.zeros(shape)
+
     def _label(self, name: str) -> str:
         stored = self._names[name]
         return name if name == stored else f"{name} ({stored} in the file)"
@@ -178,6 +191,7 @@ class _Faults:
     missing: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    num_zeros: int = 0  # elements of the tensors that stand in for all these
 
     def report(self, unexpected: list[str]) -> str:
         """One line, or nothing where there is no fault."""

@@ -9,6 +9,7 @@ from support.paged import advance, compute, kv_manager, tables, text_context
 
 from penstock.dtype import DType
 from penstock.errors import InputError, InsufficientBlocksError
+from penstock.pipelines.core import TextAndVisionContext
 from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec, KVCacheStorage, KVGroup
 
 PROMPT = list(range(10))
@@ -117,6 +118,26 @@ def test_what_is_equal_is_shared(fields: dict[str, Any]) -> None:
     advance(manager, first)
     manager.claim(second)
     assert second.num_cached_tokens == 8
+
+
+def test_images_are_shared_only_by_name() -> None:
+    def hit(overrides: dict[int, int], images: int = 1) -> int:
+        manager = kv_manager(8)
+        for _ in range(2):
+            context = TextAndVisionContext(
+                prompt="",
+                max_length=50,
+                tokens=np.array(PROMPT),
+                pixel_values=(np.ones(3),) * images,
+                token_hash_overrides=overrides,
+            )
+            manager.claim(context)
+            cached = context.start_idx
+            advance(manager, context)
+            manager.release(context)
+        return cached
+
+    assert [hit({}), hit({1: 77}), hit({}, images=0)] == [0, 8, 8]
 
 
 def test_an_adapter_of_unknown_content_shares_nothing() -> None:

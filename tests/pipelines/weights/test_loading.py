@@ -104,6 +104,18 @@ def test_long_lists_are_cut(weights: Weights) -> None:
         weights.finish()
 
 
+def test_a_load_of_another_models_size_ends_early(weights: Weights) -> None:
+    with pytest.raises(WeightsError, match=r"1 misshapen: embed\.weight is \[3, 4\] where"):
+        weights.tensor("embed.weight", (2**40, 2**40))
+
+
+def test_a_load_of_another_models_depth_ends_early(weights: Weights) -> None:
+    for number in range(1000):
+        weights.tensor(f"layer.{number}", ())
+    with pytest.raises(WeightsError, match=r"1001 missing: layer\.0, "):
+        weights.tensor("layer.1000", ())
+
+
 def test_patterns_may_be_left_unread(weights: Weights) -> None:
     weights.tensor("embed.weight", (3, 4))
     weights.finish(ignore=["half.*", "norm.weight"])

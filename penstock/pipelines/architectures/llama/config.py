@@ -12,6 +12,7 @@ from penstock.nn import RotaryConfig
 if TYPE_CHECKING:
     from penstock.pipelines.config import HuggingFaceConfig
 
+_MOST_LAYERS = 10_000
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -57,13 +58,13 @@ class LlamaConfig:
                 "num_key_value_heads", f"{kv_heads} kv heads do not divide {heads} attention heads"
             )
         activation = config.get("hidden_act", "silu")
-        if activation not in _ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             raise ConfigError("hidden_act", f"{activation!r} is not known: use {', '.join(_ACTIVATIONS)}")
         return cls(
             vocabulary=config.count("vocab_size"),
             hidden=hidden,
             inner=config.count("intermediate_size"),
-            layers=config.count("num_hidden_layers"),
+            layers=config.count("num_hidden_layers", most=_MOST_LAYERS),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
