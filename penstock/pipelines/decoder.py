@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from penstock.dtype import DType
+from penstock.errors import UnsupportedFeatureError
 from penstock.kernels import KVCacheInputs, StepInputs, encoding_named
 from penstock.nn import Linear, Loader, ReturnHiddenStates, ReturnLogits
-from penstock.pipelines.core import LogProbabilities, TextContext
+from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
 from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.pipelines.log_probabilities import compute_log_probabilities
 from penstock.pipelines.memory import estimate_activation_memory, estimate_kv_cache_size, plan_memory
@@ -119,6 +120,8 @@ class DecoderModel(PipelineModel[TextContext]):
         ``return_n_logits`` may give each sequence its own number of rows.
         """
         contexts = [context for replica in replica_batches for context in replica]
+        if any(isinstance(context, TextAndVisionContext) and context.pixel_values for context in contexts):
+            raise UnsupportedFeatureError("an image", f"{type(self).__name__} reads text alone")
         drafts = drafts or [()] * len(contexts)
         rows = [
             np.concatenate([context.next_tokens, np.asarray(draft, dtype=np.int64)])

@@ -95,6 +95,8 @@ class TextGenerationPipeline:
         """
         if not batch:
             return {}
+        if num_steps < 1:
+            raise InputError(f"num_steps must be at least 1, was {num_steps}")
         contexts = list(batch.values())
         self._check(contexts)
         drafts = self._propose(contexts)
@@ -210,17 +212,22 @@ class TextGenerationPipeline:
             int(context.all_tokens[context.active_idx]) if context.active_idx < context.end_idx else token
             for context, token in zip(contexts, tokens, strict=True)
         ]
-        return self.model.compute_log_probabilities(
-            self.session,
-            inputs,
-            outputs,
-            torch.tensor(targets, device=self.device),
-            [context.log_probabilities or 0 for context in contexts],
-            [_echoes(context) for context in contexts],
-        )
+        try:
+            return self.model.compute_log_probabilities(
+                self.session,
+                inputs,
+                outputs,
+                torch.tensor(targets, device=self.device),
+                [context.log_probabilities or 0 for context in contexts],
+                [_echoes(context) for context in contexts],
+            )
+        except NotImplementedError as error:
+            raise UnsupportedFeatureError("log probabilities", str(error)) from error
 
     def _check(self, contexts: Sequence[TextContext]) -> None:
         """Refuses what cannot be served before anything has changed."""
+        if len({context.request_id for context in contexts}) < len(contexts):
+            raise InputError("a request stands twice in the batch: give each context a request_id of its own")
         for context in contexts:
             status = _status(context)
             if status.is_done:
@@ -240,8 +247,6 @@ class TextGenerationPipeline:
                 )
 
     def _num_steps(self, contexts: Sequence[TextContext], num_steps: int) -> int:
-        if num_steps < 1:
-            raise InputError(f"num_steps must be at least 1, was {num_steps}")
         if any(_needs_each_token(context) for context in contexts):
             return 1
         return max(1, min(num_steps, *map(self._room, contexts)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from penstock.pipelines.core import (
     Grammar,
     Pipeline,
     SamplingParams,
+    TextAndVisionContext,
     TextContext,
     TextGenerationStatus,
     TokenGenerator,
@@ -183,6 +185,25 @@ def test_refusals_come_before_any_change(pipeline: TextGenerationPipeline) -> No
         assert not good.is_assigned_to_cache
     with pytest.raises(InputError, match="num_steps must be at least 1, was 0"):
         pipeline.execute({"good": good}, num_steps=0)
+    with pytest.raises(InputError, match="twice in the batch"):
+        pipeline.execute({"good": good, "again": good})
+
+
+def test_what_a_model_does_not_do(pipeline: TextGenerationPipeline) -> None:
+    image = TextAndVisionContext(
+        prompt="", max_length=60, tokens=np.array(PROMPT), pixel_values=(np.zeros((3, 4, 4)),)
+    )
+    with pytest.raises(UnsupportedFeatureError, match="an image is not supported: LlamaModel reads text"):
+        pipeline.execute({"a": image})
+    pipeline.release(image)
+    base = PipelineModel.compute_log_probabilities
+    pipeline.model.compute_log_probabilities = partial(base, pipeline.model)  # type: ignore[method-assign]
+    scored = context_of(PROMPT, log_probabilities=2)
+    with pytest.raises(UnsupportedFeatureError, match="not implemented for LlamaModel"):
+        pipeline.execute({"a": scored})
+    assert not len(scored.generated_tokens)
+    pipeline.release(scored)
+    pipeline.kv.check_integrity()
 
 
 def test_more_than_the_model_can_do(checkpoint: Path) -> None:

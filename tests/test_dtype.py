@@ -1,0 +1,31 @@
+"""Element types under the names that torch and numpy give them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.dtype import DType
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_torch_and_numpy_agree(dtype: DType) -> None:
+    assert DType.from_torch(dtype.to_torch()) is dtype
+    assert dtype.size_in_bytes == dtype.to_torch().itemsize
+    assert dtype.is_float() == dtype.to_torch().is_floating_point
+    if dtype is not DType.bfloat16:
+        assert DType.from_numpy(dtype.to_numpy()) is dtype
+        assert dtype.to_numpy().itemsize == dtype.size_in_bytes
+
+
+def test_numpy_has_no_bfloat16() -> None:
+    with pytest.raises(TypeError, match="convert to float32 first"):
+        DType.bfloat16.to_numpy()
+
+
+def test_what_has_no_name_here() -> None:
+    with pytest.raises(ValueError, match="complex64"):
+        DType.from_torch(torch.complex64)
+    with pytest.raises(ValueError, match="complex128"):
+        DType.from_numpy(np.dtype("complex128"))
