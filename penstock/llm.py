@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias
 from uuid import uuid4
 
 from penstock.answers import Answer, GenerationOutput, TextStream
-from penstock.errors import InputError, UnsupportedFeatureError
+from penstock.errors import ConfigError, InputError, UnsupportedFeatureError
 from penstock.interrupts import deferred_interrupts
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import (
@@ -54,6 +54,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", **config: Any) -> None:
+        if "model_path" in config:
+            raise ConfigError("model_path", "is the first argument of LLM: give it there alone")
         self._begin(PipelineConfig.from_flat({"model_path": model, **config}, "LLM"))
 
     @classmethod

@@ -10,12 +10,6 @@ import pytest
 from penstock.interrupts import deferred_interrupts
 
 
-@pytest.fixture(autouse=True)
-def _python_s_own_handler() -> None:
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        pytest.skip("SIGINT is not Python's here")
-
-
 def test_the_block_comes_to_its_end_first() -> None:
     steps = []
     with pytest.raises(KeyboardInterrupt), deferred_interrupts():  # noqa: PT012

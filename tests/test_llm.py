@@ -272,8 +272,6 @@ def test_an_interruption_leaves_nothing_behind(
 
 
 def test_ctrl_c_waits_for_the_step_to_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        pytest.skip("SIGINT is not Python's here")
     execute, finished = llm.pipeline.execute, []
 
     def interrupted(*args: Any) -> Any:
@@ -367,3 +365,8 @@ def test_a_trained_model_writes_its_story(shared_data: Path) -> None:
     with LLM(str(shared_data / "models" / "stories260K")) as llm:
         (output,) = llm.generate("Once upon a time", SamplingParams(max_new_tokens=60))
     assert output.text.startswith(story)
+
+
+def test_the_model_is_named_once(model: Path) -> None:
+    with pytest.raises(ConfigError, match="model_path: is the first argument of LLM"):
+        LLM(str(model), model_path=str(model))

@@ -77,6 +77,8 @@ def command(
     text = _checked_prompt(prompt)
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
+    _check_utf8("--system", system or "")
+    _check_utf8("--stop", "".join(stop))
     params = config.default_sampling_params(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -172,13 +174,17 @@ def _as_json(output: GenerationOutput, timings: Timings) -> dict[str, Any]:
 def _checked_prompt(given: str | None) -> str:
     """The prompt of the flag, or of standard input without the line end that an editor or echo adds."""
     text = _standard_input() if given is None else given
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # bytes of the command line that are no UTF-8 arrive as lone surrogates
-        raise InputError("the prompt is not valid UTF-8") from None
+    _check_utf8("the prompt", text)
     if not text:
         raise InputError("the prompt is empty: give --prompt TEXT, or text on standard input")
     return text
+
+
+def _check_utf8(name: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # bytes of the command line that are no UTF-8 arrive as lone surrogates
+        raise InputError(f"{name} is not valid UTF-8") from None
 
 
 def _standard_input() -> str:

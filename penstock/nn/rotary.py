@@ -61,6 +61,8 @@ class RotaryConfig:
         dim = int(head_dim * fraction)
         if dim < 2 or dim % 2:
             raise ConfigError("head_dim", f"rotary embeddings need an even number of dims, were given {dim}")
+        if kind == "dynamic" and dim < 4:
+            raise ConfigError("head_dim", f"rope type 'dynamic' needs at least 4 dims, were given {dim}")
         return cls(dim, base, kind, original, max_length, given)
 
 

@@ -265,6 +265,12 @@ def test_too_little_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert_refused(run(["generate", "--model", str(model), *PROMPT]), "48.8 KiB free")
 
 
+@pytest.mark.parametrize("flag", ["--stop", "--system", "--prompt"])
+def test_bytes_that_are_no_text(flag: str, model: Path) -> None:
+    arguments = ["generate", "--model", str(model), "--chat", *PROMPT, flag, "\udcff"]
+    assert_refused(run(arguments), "is not valid UTF-8")
+
+
 def run(arguments: list[str], text: bytes = b"") -> Result:
     return CliRunner().invoke(cli, arguments, input=text)
 

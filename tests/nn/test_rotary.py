@@ -141,3 +141,10 @@ def test_an_odd_head() -> None:
     config = HuggingFaceConfig({"max_position_embeddings": 64}, "config.json")
     with pytest.raises(ConfigError, match="even number of dims, were given 15"):
         RotaryConfig.from_huggingface(config, 15)
+
+
+def test_dynamic_scaling_of_a_single_pair() -> None:
+    parameters = {"rope_type": "dynamic", "factor": 2.0}
+    config = HuggingFaceConfig({"max_position_embeddings": 64, "rope_parameters": parameters}, "config.json")
+    with pytest.raises(ConfigError, match="at least 4 dims, were given 2"):
+        RotaryConfig.from_huggingface(config, 2)
