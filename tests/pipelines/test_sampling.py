@@ -105,6 +105,14 @@ def test_top_k_keeps_the_smallest_ids_on_a_tie(ops: Ops) -> None:
     assert set(drawn) == {0, 1, 2}
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.0, 1), (0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4)])
+def test_top_p_keeps_no_token_behind_the_mass(ops: Ops, top_p: float, kept: int) -> None:
+    """Four equal tokens: their probabilities, and sums of them, are exact."""
+    params = SamplingParams(top_k=-1, temperature=1.0, top_p=top_p)
+    drawn = sample(ops, np.zeros((200, 4), np.float32), [params] * 200, list(range(200)))
+    assert set(drawn) == set(range(kept))
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -344,7 +344,9 @@ def test_a_preempted_context_is_a_prompt_again() -> None:
     run.submit("b", 4, new=20)
     while not run.scheduler.num_preemptions:
         run.step()
-    assert run.contexts["b"].end_idx == 13
+    evicted = run.contexts["b"]
+    assert (evicted.start_idx, evicted.end_idx, evicted.is_assigned_to_cache) == (0, 13, False)
+    assert evicted.is_initial_prompt
     while run.step() != [{"b": 4}]:
         pass
     run.submit("c", 4, new=1, priority=1)
