@@ -13,7 +13,6 @@ from penstock.kernels.cpu.library import (
     available_isas,
     chosen_isa,
     cpu_features,
-    is_usable,
     open_kernels,
 )
 from penstock.kernels.cpu.ops import CpuOps
@@ -29,15 +28,16 @@ def load() -> CpuOps | None:
     Raises:
         ConfigError: ``PENSTOCK_ISA`` names no instruction set.
     """
-    if not is_usable():
+    chosen = chosen_isa()
+    if chosen is None:
         _say_missing()
         return None
-    return CpuOps(open_kernels(chosen_isa()))
+    return CpuOps(open_kernels(chosen))
 
 
 def isa() -> str:
     """The instruction set of the kernels that `load` gives; ``none`` where there is no usable library."""
-    return chosen_isa() if is_usable() else "none"
+    return chosen_isa() or "none"
 
 
 def variants() -> list[CpuOps]:

@@ -87,17 +87,17 @@ def available_isas() -> tuple[str, ...]:
     return ISAS[: best + 1]
 
 
-def chosen_isa() -> str:
-    """The best that this CPU runs, or what ``PENSTOCK_ISA`` caps it to.
+def chosen_isa() -> str | None:
+    """The best that this CPU runs, or what ``PENSTOCK_ISA`` caps it to; None without a usable library.
 
     Raises:
         ConfigError: ``PENSTOCK_ISA`` names no instruction set.
     """
-    available = available_isas()
     cap = os.environ.get("PENSTOCK_ISA") or ISAS[-1]
     if cap not in ISAS:
         raise ConfigError("PENSTOCK_ISA", f"unknown instruction set {cap!r}: use one of {', '.join(ISAS)}")
-    return available[min(len(available) - 1, ISAS.index(cap))]
+    available = available_isas()
+    return available[min(len(available) - 1, ISAS.index(cap))] if available else None
 
 
 def cpu_features() -> list[str]:
