@@ -286,6 +286,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         del self._running[entry.request_id]
         self._kv.release(entry.context)
         entry.context.reset()
+        entry.context.set_token_indices(active_idx=entry.context.end_idx)  # a chunk may have been cut off it
         entry.is_decoding = False
         self._waiting.push(entry)
         self.num_preemptions += 1

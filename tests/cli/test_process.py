@@ -60,7 +60,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(model: Path) -> None:
         assert process.stderr is not None
         assert process.stdout.read(10)
         process.stdout.close()
-        assert process.stderr.read() == b""
+        assert _complaints(process.stderr.read()) == b""
         assert process.wait() == 1
 
 
@@ -70,15 +70,15 @@ def test_ctrl_c_leaves_no_traceback(model: Path) -> None:
         assert process.stdout.read(10)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
-        assert errors.strip() == b""
+        assert _complaints(errors) == b""
         assert process.returncode == 130
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_is_one_line(model: Path) -> None:
     with open("/dev/full", "wb") as full:
-        run = subprocess.run(_command(model, 5), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert run.stderr == "penstock: error: standard output: No space left on device\n"
+        run = subprocess.run(_command(model, 5), stdout=full, stderr=subprocess.PIPE, check=False)
+    assert _complaints(run.stderr) == b"penstock: error: standard output: No space left on device\n"
     assert run.returncode == 2
 
 
@@ -101,3 +101,9 @@ def _command(model: Path, num_tokens: int) -> list[str]:
     request = ["--prompt", "Hello", "--max-new-tokens", str(num_tokens), "--ignore-eos", "--seed", "1"]
     sizes = ["--max-batch-size", "1"]
     return [*PENSTOCK, "generate", "--model", str(model), *request, *sizes]
+
+
+def _complaints(errors: bytes) -> bytes:
+    """What stands on standard error but the warning of an installation without compiled kernels."""
+    lines = errors.splitlines(keepends=True)
+    return b"".join(line for line in lines if not line.startswith(b"the C++ kernels are not built"))

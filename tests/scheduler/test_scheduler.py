@@ -353,6 +353,17 @@ def test_a_preempted_context_is_a_prompt_again() -> None:
     assert run.finish()[:4] == [{"c": 4}, {"b": 4}, {"b": 4}, {"b": 1}]
 
 
+def test_a_context_preempted_in_a_chunk_is_whole_again() -> None:
+    run = Run(6, max_batch_size=2, max_batch_input_tokens=2, min_chunk_size=1, caching=False)
+    evicted = run.submit("a", 6, new=1)
+    run.step()
+    run.submit("b", 14, new=8, priority=1)
+    while not run.scheduler.num_preemptions:
+        run.step()
+    assert (evicted.start_idx, evicted.active_idx, evicted.end_idx) == (0, 6, 6)
+    run.finish()
+
+
 def test_an_urgent_request_without_blocks_does_not_stop_a_prompt_that_runs() -> None:
     run = Run(8, max_batch_input_tokens=8)
     run.submit("a", 24, new=1)
