@@ -133,7 +133,6 @@ class _Recorder:
             tensor.untyped_storage().data_ptr(): ("input", index)
             for index, tensor in enumerate(inputs.values())
         }
-        self._num_inputs = len(inputs)
         assert len(self._homes) == len(inputs), "two inputs share their memory"
 
     def add(self, operation: str, arguments: dict[str, Any], results: Any) -> None:

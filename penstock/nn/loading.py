@@ -26,13 +26,11 @@ class TensorSource(Protocol):
 class Loader:
     """Reads layers by their checkpoint names and packs each once, in one encoding, on one device."""
 
-    def __init__(
-        self, source: TensorSource, encoding: str, device: torch.device, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, source: TensorSource, encoding: str, device: torch.device) -> None:
         self.source = source
         self.encoding = encoding
         self.device = device
-        self.dtype = dtype or encoding_named(encoding).compute_dtype.to_torch()
+        self.dtype = encoding_named(encoding).compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
 
     def tensor(self, name: str, *shape: int) -> Tensor:

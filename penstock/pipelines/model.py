@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -126,10 +126,12 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         return_logits: ReturnLogits = ReturnLogits.VARIABLE,
         return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE,
     ) -> None:
+        if kv_cache_config is not None:  # the plan, the cache and its element type all follow the one given
+            pipeline_config = replace(pipeline_config, kv_cache=kv_cache_config)
         self.pipeline_config = pipeline_config
         self.session = session
         self.devices = list(session.devices if devices is None else devices)
-        self.kv_cache_config = kv_cache_config or pipeline_config.kv_cache
+        self.kv_cache_config = pipeline_config.kv_cache
         self.adapter = adapter
         self.return_logits = return_logits
         self.return_hidden_states = return_hidden_states

@@ -19,6 +19,7 @@ from penstock.kernels import StepInputs
 from penstock.nn import ReturnHiddenStates, ReturnLogits
 from penstock.pipelines import (
     PIPELINE_REGISTRY,
+    KVCacheConfig,
     KVCacheMixin,
     ModelInputs,
     ModelOutputs,
@@ -310,6 +311,16 @@ def test_a_model_from_configuration_and_session_alone(pipeline: TextGenerationPi
     assert model.signal_buffers == []
     assert model.lora_manager is None
     assert model.dtype.value == "float32"
+
+
+def test_the_cache_configuration_given_is_the_one_used(pipeline: TextGenerationPipeline) -> None:
+    given = KVCacheConfig(block_size=64, dtype="bfloat16", memory=10**6)
+    model = type(pipeline.model)(pipeline.config, pipeline.session, kv_cache_config=given)
+    assert isinstance(model, KVCacheMixin)
+    manager = model.load_kv_manager(pipeline.session, model.memory_plan.kv_cache_size)
+    assert (manager.block_size, model.memory_plan.block_size) == (64, 64)
+    assert manager.storage.caches[0].dtype is torch.bfloat16
+    assert sum(cache.nbytes for cache in manager.storage.caches) == model.memory_plan.kv_cache_size <= 10**6
 
 
 def test_the_adapter_renames_tensors(checkpoint: Path, tmp_path: Path, reference: Any) -> None:

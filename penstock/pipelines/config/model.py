@@ -13,7 +13,7 @@ from penstock.pipelines.config.huggingface import HuggingFaceConfig
 from penstock.pipelines.config.settings import COUNT, TEXT, Rule, check_fields, setting
 from penstock.pipelines.weights.hub import resolve_checkpoint
 from penstock.pipelines.weights.json_files import read_json_object
-from penstock.pipelines.weights.safetensors import read_checkpoint_headers
+from penstock.pipelines.weights.safetensors import TensorHeader, read_checkpoint_headers
 
 FLOAT_ENCODINGS = ("float32", "bfloat16", "float16")
 """The encodings that are element types: a checkpoint may be stored in one of them."""
@@ -133,12 +133,21 @@ class ModelConfig:
             )
         return stored
 
+    @cached_property
+    def tensor_headers(self) -> dict[str, TensorHeader]:
+        """Name, shape and type of every tensor of the checkpoint; no tensor is read.
+
+        Raises:
+            WeightsError: its files are missing or damaged.
+        """
+        return read_checkpoint_headers(self.checkpoint)
+
     def _stored_type(self) -> str:
         config = self.huggingface_config
         declared = config.get("dtype") or config.section("text_config").get("dtype")
         if declared:
             return str(declared).removeprefix("torch.")
-        headers = read_checkpoint_headers(self.checkpoint).values()
+        headers = self.tensor_headers.values()
         largest = max(headers, key=lambda header: header.num_bytes, default=None)
         if largest is None:
             return "no tensors"

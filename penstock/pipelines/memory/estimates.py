@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from penstock.pipelines.memory.demand import wanted_batch_size
-from penstock.pipelines.weights.safetensors import TensorHeader, read_checkpoint_headers
+from penstock.pipelines.weights.safetensors import TensorHeader
 
 if TYPE_CHECKING:
     from penstock.kernels import LinearEncoding
@@ -28,7 +27,7 @@ def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
     tied = pipeline_config.model.huggingface_config.get("tie_word_embeddings", False)
     return sum(
         _loaded_size(name, header, encoding)
-        for name, header in _headers(pipeline_config).items()
+        for name, header in pipeline_config.model.tensor_headers.items()
         if not (tied and fnmatchcase(name, _OUTPUT_HEAD))
     )
 
@@ -41,7 +40,9 @@ def estimate_activation_memory(pipeline_config: PipelineConfig, huggingface_conf
     sequence of the batch a row of logits with what sampling makes of it: 20 bytes a token of the vocabulary.
     """
     size = _encoding(pipeline_config).compute_dtype.size_in_bytes
-    linears = [header for name, header in _headers(pipeline_config).items() if _is_linear(name, header)]
+    linears = [
+        header for name, header in pipeline_config.model.tensor_headers.items() if _is_linear(name, header)
+    ]
     widest = max((header.shape[-2] for header in linears), default=0)
     text_config = huggingface_config.section("text_config") or huggingface_config  # of more than text
     vocabulary = text_config.count("vocab_size", default=0)
@@ -53,10 +54,6 @@ def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:
     from penstock.kernels import encoding_named  # loads torch
 
     return encoding_named(pipeline_config.model.encoding)
-
-
-def _headers(pipeline_config: PipelineConfig) -> Mapping[str, TensorHeader]:
-    return read_checkpoint_headers(pipeline_config.model.checkpoint)
 
 
 def _is_linear(name: str, header: TensorHeader) -> bool:
