@@ -3,7 +3,12 @@
     PenstockError
     ├── InputError (ValueError)               one request cannot be served as asked
     │   ├── PromptTooLongError                num_tokens, max_length
+    │   ├── UnknownModelError                 model, known
     │   └── UnsupportedFeatureError           feature
+    │       └── UnsupportedSchemaError        keyword, where
+    ├── RequestFailedError                    one request hit a fault of ours
+    ├── UnavailableError                      retry_after: nobody can be served now
+    │   └── OverloadedError                   too many wait already
     ├── ConfigError (ValueError)              field
     ├── CheckpointError (ValueError)          path
     │   ├── CheckpointNotFoundError
@@ -49,6 +54,41 @@ class UnsupportedFeatureError(InputError):
     def __init__(self, feature: str, reason: str) -> None:
         super().__init__(f"{feature} is not supported: {reason}")
         self.feature = feature
+
+
+class UnsupportedSchemaError(UnsupportedFeatureError):
+    """A JSON schema uses a keyword that no grammar can be made of; a looser grammar is never used instead."""
+
+    def __init__(self, keyword: str, where: str, reason: str) -> None:
+        super().__init__(f"the JSON schema keyword {keyword!r} (at {where})", reason)
+        self.keyword = keyword
+        self.where = where
+
+
+class UnknownModelError(InputError):
+    """A request names a model, or an adapter, that is not served here."""
+
+    def __init__(self, model: str, known: Iterable[str]) -> None:
+        names = list(known)
+        super().__init__(f"the model {model!r} is not served here; served are: {', '.join(names)}")
+        self.model = model
+        self.known = names
+
+
+class RequestFailedError(PenstockError):
+    """A request ended because of a fault of ours, which the log shows; others went on untouched."""
+
+
+class UnavailableError(PenstockError):
+    """Nobody can be served now: the model is loading, or being loaded again."""
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after  # whole seconds
+
+
+class OverloadedError(UnavailableError):
+    """As many requests as are let in wait already."""
 
 
 class ConfigError(PenstockError, ValueError):

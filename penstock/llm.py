@@ -10,6 +10,7 @@ from typing import Any, Self, TypeAlias
 from uuid import uuid4
 
 from penstock.answers import Answer, GenerationOutput, TextStream
+from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer
 from penstock.errors import ConfigError, InputError, UnsupportedFeatureError
 from penstock.interrupts import deferred_interrupts
 from penstock.pipelines.config import PipelineConfig
@@ -20,11 +21,7 @@ from penstock.pipelines.core import (
     TokenGeneratorRequestTool,
 )
 from penstock.pipelines.detokenizer import Detokenizer
-from penstock.pipelines.pipeline import TextGenerationPipeline
-from penstock.pipelines.registry import PIPELINE_REGISTRY
-from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.progress import GenerationProgress
-from penstock.scheduler import Scheduler
 
 Prompt: TypeAlias = str | Sequence[int]
 Conversation: TypeAlias = Sequence[TokenGeneratorRequestMessage]
@@ -67,20 +64,10 @@ class LLM:
 
     def _begin(self, config: PipelineConfig) -> None:
         self.config = config
-        checkpoint = config.model.checkpoint
-        architecture = PIPELINE_REGISTRY.retrieve_architecture(
-            config.model.huggingface_config, checkpoint, encoding=config.model.encoding
-        )
-        self.tokenizer = TextTokenizer(checkpoint, chat_template=config.model.chat_template)
-        eos = self.tokenizer.eos if self.tokenizer.eos_token_ids else None
-        self.pipeline = TextGenerationPipeline(config, architecture.load_pipeline_model(), eos)
+        self.tokenizer = load_tokenizer(config)
+        self.pipeline = load_pipeline(config, self.tokenizer)
         self.tokenizer.max_length = self.pipeline.memory_plan.max_length
-        self._scheduler = Scheduler(
-            self.pipeline,
-            max_batch_size=self.pipeline.memory_plan.max_batch_size,
-            max_batch_input_tokens=self.pipeline.memory_plan.max_batch_input_tokens,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-        )
+        self._scheduler = load_scheduler(config, self.pipeline)
         self._driven = threading.Lock()
 
     def generate(

@@ -21,6 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 COMPOSITION_ROOTS = (
     "penstock.__main__",
+    "penstock.assembly",
     "penstock.cli",
     "penstock.environment",
     "penstock.llm",

@@ -152,10 +152,8 @@ class PipelineConfig:
             if one.name in given:
                 sections[one.section][one.attribute] = given[one.name][0]
         return cls(
-            model=ModelConfig(**sections["model"]),
-            kv_cache=KVCacheConfig(**sections["kv_cache"]),
-            sampling=SamplingConfig(**sections["sampling"]),
             sources={name: where for name, (_, where) in given.items()},
+            **{name: section(**sections[name]) for name, section in _SECTIONS.items()},
             **sections[""],
         )
 
@@ -187,7 +185,11 @@ class PipelineConfig:
         return complete_sampling_params(given, self.model.generation_config, path)
 
 
-_SECTIONS = {"model": ModelConfig, "kv_cache": KVCacheConfig, "sampling": SamplingConfig}
+_SECTIONS: Mapping[str, type] = {
+    "model": ModelConfig,
+    "kv_cache": KVCacheConfig,
+    "sampling": SamplingConfig,
+}
 
 
 @cache
