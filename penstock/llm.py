@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 from uuid import uuid4
 
-from penstock.answers import Answer, GenerationOutput, TextStream
+from penstock.answers import Answer, GenerationOutput, Report, TextStream, best_first
 from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer
+from penstock.beams import BeamOptions, EarlyStopping, search
 from penstock.errors import ConfigError, InputError, UnsupportedFeatureError
 from penstock.interrupts import deferred_interrupts
+from penstock.pipelines.choices import choice_contexts
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import (
+    Grammar,
     SamplingParams,
+    TextContext,
     TokenGeneratorRequest,
-    TokenGeneratorRequestMessage,
     TokenGeneratorRequestTool,
+    TokenGeneratorResponseFormat,
 )
 from penstock.pipelines.detokenizer import Detokenizer
 from penstock.progress import GenerationProgress
+from penstock.prompts import (
+    Conversation,
+    Prompt,
+    as_batch,
+    as_conversations,
+    one_for_each,
+    params_for_each,
+)
 
-Prompt: TypeAlias = str | Sequence[int]
-Conversation: TypeAlias = Sequence[TokenGeneratorRequestMessage]
+_POLL = 0.001  # seconds between two looks at contexts that wait, for a grammar to be compiled perhaps
 
 __all__ = ["LLM", "GenerationOutput", "TextStream"]
 
@@ -75,6 +88,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        n: int = 1,
+        best_of: int | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        response_format: TokenGeneratorResponseFormat | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[GenerationOutput]:
         """Completes prompts, as many at once as memory allows; the others wait their turn.
 
@@ -83,20 +105,34 @@ class LLM:
             sampling_params: for all prompts, or one for each. None: from the model's
                 ``generation_config.json``, else OpenAI's defaults, and a fresh seed for each prompt.
             use_tqdm: show a progress bar, where standard error is a terminal.
+            n: answers to each prompt, which is computed once. Answer ``i`` draws from a seed that follows
+                from the prompt's and ``i``; answer 0 is that of ``n=1``.
+            best_of: make this many, and return the ``n`` of the highest mean log probability, best first.
+            logprobs: report log probabilities of the generated tokens, and of this many of the most probable
+                ones in place of each; 0 reports the generated ones alone.
+            prompt_logprobs: the same for the tokens of the prompt. It is computed whole then: blocks that the
+                prefix cache has are not used.
+            grammar: what the outputs must look like, for all prompts or one for each.
+            response_format: the same as OpenAI has it: ``{"type": "json_schema", "json_schema": {...}}``.
+            adapter: the LoRA adapter to use, for all prompts or one for each.
+            priority: who comes first where not all fit; a higher number. For all prompts or one for each.
 
         Returns:
-            One output a prompt, in the order of the prompts; a list also for a single prompt.
+            ``n`` outputs a prompt, in the order of the prompts; a list also for a single prompt.
 
         Raises:
             InputError: some prompt cannot be served; then none has been run.
         """
-        prompts = _as_batch(prompts)
-        params = self._params_for(len(prompts), sampling_params)
-        requests = [
-            self._request(index, one, prompt=prompt)
-            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True))
-        ]
-        return self._generate(requests, use_tqdm)
+        return self._generate(
+            [{"prompt": prompt} for prompt in as_batch(prompts)],
+            sampling_params,
+            Report.of(n, best_of, logprobs, prompt_logprobs),
+            use_tqdm,
+            response_format=response_format,
+            grammar=grammar,
+            adapter=adapter,
+            priority=priority,
+        )
 
     def chat(
         self,
@@ -105,6 +141,15 @@ class LLM:
         tools: list[TokenGeneratorRequestTool] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = True,
+        *,
+        n: int = 1,
+        best_of: int | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        response_format: TokenGeneratorResponseFormat | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[GenerationOutput]:
         """Answers conversations, each put into the model's chat template.
 
@@ -113,23 +158,33 @@ class LLM:
             sampling_params: as for `generate`.
             tools: tools that the model may call, for the template.
             chat_template_kwargs: more variables for the template.
-            use_tqdm: as for `generate`.
+            use_tqdm: as for `generate`, like all that follow.
+            n: answers to each conversation.
+            best_of: of how many they are the best.
+            logprobs: of how many of the most probable tokens to report log probabilities.
+            prompt_logprobs: the same for the prompt.
+            grammar: what the answers must look like.
+            response_format: the same in OpenAI's words.
+            adapter: the LoRA adapter to use.
+            priority: who comes first.
 
         Returns:
-            One output a conversation, in their order; a list also for a single one.
+            ``n`` outputs a conversation, in their order; a list also for a single one.
 
         Raises:
             InputError: some conversation cannot be served, or the model has no chat template.
         """
-        conversations = _as_conversations(messages)
-        params = self._params_for(len(conversations), sampling_params)
-        requests = [
-            self._request(
-                index, one, messages=conversation, tools=tools, chat_template_options=chat_template_kwargs
-            )
-            for index, (conversation, one) in enumerate(zip(conversations, params, strict=True))
-        ]
-        return self._generate(requests, use_tqdm)
+        more = {"tools": tools, "chat_template_options": chat_template_kwargs}
+        return self._generate(
+            [{"messages": conversation, **more} for conversation in as_conversations(messages)],
+            sampling_params,
+            Report.of(n, best_of, logprobs, prompt_logprobs),
+            use_tqdm,
+            response_format=response_format,
+            grammar=grammar,
+            adapter=adapter,
+            priority=priority,
+        )
 
     def stream(
         self,
@@ -139,31 +194,105 @@ class LLM:
         messages: Conversation | None = None,
         tools: list[TokenGeneratorRequestTool] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
+        response_format: TokenGeneratorResponseFormat | None = None,
+        adapter: str | None = None,
     ) -> TextStream:
         """The text of one prompt, or of one conversation, piece by piece as it is generated.
 
-        No other call is served between the first piece and the last, or the stream's ``close()``.
+        No other call is served between the first piece and the last, or the stream's ``close()``. Parameters
+        are those of `generate` and `chat`; log probabilities are in the stream's ``output``.
 
         Raises:
             InputError: the prompt cannot be served.
         """
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
+        report = Report.of(1, None, logprobs, prompt_logprobs)
         request = self._request(
             0,
-            self._params_for(1, sampling_params)[0],
+            params_for_each(self.config, sampling_params, 1)[0],
+            report,
             prompt=prompt,
             messages=messages,
             tools=tools,
             chat_template_options=chat_template_kwargs,
+            grammar=grammar,
+            response_format=response_format,
+            adapter=adapter,
         )
-        answer = self._answer(request)
-        return TextStream(answer, self._pieces(answer))
+        (answer,) = self._answers(request, report)
+        return TextStream(answer, self._pieces(answer), report)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        num_beams: int = 4,
+        num_return_sequences: int = 1,
+        max_new_tokens: int | None = None,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        ignore_eos: bool = False,
+        adapter: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[GenerationOutput]:
+        """The most probable completions that a search with several beams finds, as transformers' generate.
+
+        Args:
+            prompts: as for `generate`.
+            num_beams: completions followed at once, for each prompt.
+            num_return_sequences: how many of them to return.
+            max_new_tokens: the most tokens of a completion; None leaves it to the model's maximum length.
+            length_penalty: above 0 favours long completions, below 0 short ones.
+            early_stopping: when to end (`BeamOptions.early_stopping`).
+            ignore_eos: let all completions grow to the maximum length.
+            adapter: the LoRA adapter to use.
+            use_tqdm: as for `generate`.
+
+        Returns:
+            ``num_return_sequences`` outputs a prompt, the best first, in the order of the prompts. Each has
+            its ``score``, and the log probabilities of its tokens.
+
+        Raises:
+            InputError: some prompt cannot be served; then none has been run.
+            InsufficientBlocksError: the beams of one prompt do not fit the KV cache.
+        """
+        options = BeamOptions(
+            num_beams=num_beams,
+            num_return_sequences=num_return_sequences,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+        )
+        if self.config.speculative.method is not None:
+            raise UnsupportedFeatureError(
+                "beam search with speculative decoding", "open the model without a speculative_method"
+            )
+        params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+        batch = as_batch(prompts)
+        requests = [
+            self._request(index, params, Report(), prompt=prompt, adapter=adapter)
+            for index, prompt in enumerate(batch)
+        ]
+        contexts = [self._context(request, len(batch)) for request in requests]
+        plan = self.pipeline.memory_plan
+        limits = (plan.max_batch_size, plan.max_batch_input_tokens)
+        outputs: list[GenerationOutput] = []
+        with self._driving(), GenerationProgress(len(contexts), shown=use_tqdm) as progress:
+            for context, beams in search(self.pipeline, contexts, options, *limits):
+                for index, beam in enumerate(beams):
+                    outputs.append(GenerationOutput.of_beam(context, index, beam, self.tokenizer.decode_ids))
+                progress.advance(num_tokens=sum(len(beam.token_ids) for beam in beams), num_prompts=1)
+        return outputs
 
     def close(self) -> None:
         """Gives the model's memory back; twice is once. Using the LLM afterwards is an `InputError`."""
         with self._driving():
             if self._is_open:
+                if self.pipeline.grammars is not None:
+                    self.pipeline.grammars.close()
                 del self.pipeline, self._scheduler
 
     def __enter__(self) -> Self:
@@ -180,15 +309,40 @@ class LLM:
     def _is_open(self) -> bool:
         return "pipeline" in vars(self)
 
-    def _generate(self, requests: Sequence[TokenGeneratorRequest], use_tqdm: bool) -> list[GenerationOutput]:
-        answers = [self._answer(request, len(requests)) for request in requests]
-        with self._driving(), GenerationProgress(len(answers), shown=use_tqdm) as progress:
-            for stepped in self._run(answers):
+    def _generate(
+        self,
+        prompts: Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        report: Report,
+        use_tqdm: bool,
+        *,
+        response_format: TokenGeneratorResponseFormat | None,
+        **options: Any,
+    ) -> list[GenerationOutput]:
+        """``options`` are fields of the requests, each one value for all prompts or a list of them."""
+        num = len(prompts)
+        params = params_for_each(self.config, sampling_params, num)
+        each = {name: one_for_each(name, value, num) for name, value in options.items()}
+        requests = [
+            self._request(
+                index,
+                params[index],
+                report,
+                **prompts[index],
+                response_format=response_format,
+                **{name: values[index] for name, values in each.items()},
+            )
+            for index in range(num)
+        ]
+        answers = [self._answers(request, report, num) for request in requests]
+        together = list(chain.from_iterable(answers))
+        with self._driving(), GenerationProgress(len(together), shown=use_tqdm) as progress:
+            for stepped in self._run(together):
                 progress.advance(
                     num_tokens=sum(answer.num_new_tokens for answer in stepped),
                     num_prompts=sum(answer.is_done for answer in stepped),
                 )
-        return [answer.output() for answer in answers]
+        return [output for choices in answers for output in best_first(choices, report)]
 
     def _pieces(self, answer: Answer) -> Generator[str, None, None]:
         with self._driving():
@@ -216,6 +370,8 @@ class LLM:
                         if not response.is_done:  # a stop string, of which the scheduler knows nothing
                             self._scheduler.cancel(answer.context.request_id)
                 yield stepped
+                if not stepped:
+                    time.sleep(_POLL)
         finally:
             with deferred_interrupts():
                 self._drop(running)
@@ -229,40 +385,41 @@ class LLM:
             self._scheduler.step()  # takes the cancels, and finds nothing left to run
         assert not self._scheduler.has_work, "contexts are left behind"
 
-    def _request(self, index: int, params: SamplingParams, **what: Any) -> TokenGeneratorRequest:
+    def _request(
+        self, index: int, params: SamplingParams, report: Report, **what: Any
+    ) -> TokenGeneratorRequest:
         name = self.config.model.served_model_name or self.config.model.model_path
-        return TokenGeneratorRequest(uuid4().hex, index, name, sampling_params=params, **what)
+        return TokenGeneratorRequest(
+            uuid4().hex,
+            index,
+            name,
+            sampling_params=params,
+            logprobs=report.num_top,
+            echo=report.prompt_logprobs is not None,
+            **what,
+        )
 
-    def _answer(self, request: TokenGeneratorRequest, num_requests: int = 1) -> Answer:
+    def _context(self, request: TokenGeneratorRequest, num_requests: int) -> TextContext:
         if not self._is_open:
             raise InputError("this LLM is closed: make a new one")
         try:
-            context = self.tokenizer.build_context(request)
+            return self.tokenizer.build_context(request)
         except InputError as error:
             if num_requests > 1:
                 error.add_note(f"in prompt {request.index + 1} of {num_requests}")
             raise
-        stop = context.sampling_params.stop
-        if context.sampling_params.detokenize:
-            return Answer(context, Detokenizer(self.tokenizer, stop or ()))
+
+    def _answers(self, request: TokenGeneratorRequest, report: Report, num_requests: int = 1) -> list[Answer]:
+        """One for each choice; the first alone echoes the prompt, so that the others can share it."""
+        contexts = choice_contexts(self._context(request, num_requests), report.num_choices)
+        for context in contexts[1:]:
+            context.log_probabilities_echo = False
+        stop = contexts[0].sampling_params.stop
+        if contexts[0].sampling_params.detokenize:
+            return [Answer(context, Detokenizer(self.tokenizer, stop or ())) for context in contexts]
         if stop:
             raise InputError("stop strings are matched on text: they need detokenize=True")
-        return Answer(context, None)
-
-    def _params_for(
-        self, num_prompts: int, given: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        if given is None:
-            return [self.config.default_sampling_params() for _ in range(num_prompts)]
-        if isinstance(given, SamplingParams):
-            return [given] * num_prompts
-        params = list(given) if isinstance(given, Sequence) else [given]
-        for one in params:
-            if not isinstance(one, SamplingParams):
-                raise InputError(f"sampling_params must be SamplingParams, was {type(one).__name__}")
-        if len(params) != num_prompts:
-            raise InputError(f"{len(params)} sampling_params were given for {num_prompts} prompts")
-        return params
+        return [Answer(context, None) for context in contexts]
 
     @contextmanager
     def _driving(self) -> Iterator[None]:
@@ -277,28 +434,3 @@ class LLM:
             yield
         finally:
             self._driven.release()
-
-
-_NO_BATCH = (str, bytes, bytearray, memoryview, Mapping, Set)
-"""What can be iterated over, and yet is one prompt: a text, or one that the tokenizer refuses."""
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """A list of prompts of what may be a single one. The tokenizer looks at each."""
-    if isinstance(prompts, _NO_BATCH) or not isinstance(prompts, Iterable):
-        return [prompts]
-    batch = list(prompts)
-    return [batch] if batch and all(_is_token(one) for one in batch) else batch
-
-
-def _is_token(value: object) -> bool:
-    return not isinstance(value, str | bytes | Iterable)
-
-
-def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Any]:
-    """A list of conversations of what may be a single one."""
-    given: Any = messages
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise InputError(f"messages must be a list of messages or of such lists, was {given!r}")
-    conversations = list(given)
-    return [conversations] if any(isinstance(one, Mapping) for one in conversations) else conversations

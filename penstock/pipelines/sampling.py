@@ -1,8 +1,7 @@
 """From logits to tokens: one row of logits, one token, vectorised over the batch.
 
-Randomness is a function of (seed, position) alone, position being the index that the sampled token will
-have in its sequence. No generator is kept anywhere, so that a request draws the same tokens alone, in any
-batch and after it was preempted.
+Position, of which with the seed alone a draw is made, is the index that the sampled token will have in its
+sequence: so a request draws the same tokens alone, in any batch and after it was preempted.
 """
 
 from __future__ import annotations
@@ -14,32 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.errors import InputError
 from penstock.kernels import Ops, SamplingInputs
 from penstock.pipelines.core import SamplingParams, TextContext
+from penstock.pipelines.randomness import as_words, splitmix64, uniforms
 
-_GAMMA = 0x9E3779B97F4A7C15
-_WORD = 0xFFFFFFFFFFFFFFFF
+__all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "uniforms"]
 
-
-def splitmix64(seed: int, position: int) -> int:
-    """Output number ``position`` of the splitmix64 generator started at ``seed`` (Steele et al. 2014).
-
-    >>> hex(splitmix64(0, 0))
-    '0xe220a8397b1dcdaf'
-    """
-    state = np.array([seed & _WORD], dtype=np.uint64)
-    return int(_splitmix64(state, np.array([position], dtype=np.uint64))[0])
-
-
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """A float64 in [0, 1) for each (seed, position), from the upper 53 bits of `splitmix64`.
-
-    Args:
-        seeds: ``[R]`` uint64.
-        positions: ``[R]`` integers.
-    """
-    bits = _splitmix64(seeds, positions.astype(np.uint64))
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+_LIMIT = 1e15
+"""Penalties make no logit larger than this."""
+_HELD_OFF = -1e20
+"""The logit of a token that ``min_new_tokens`` holds off: below every other that may be sampled."""
+_FORBIDDEN = -1e30
+"""The logit of a token that must not be sampled: finite, so that a grammar that allows nothing else finds a
+token all the same, and the softmax of no row is NaN. Still finite in float32 at a temperature of 1e-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +48,7 @@ class Sampler:
             np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
             np.array([p.top_p for p in params], dtype=np.float32),
             np.array([p.min_p for p in params], dtype=np.float32),
-            np.array([p.seed & _WORD for p in params], dtype=np.uint64),
+            as_words([p.seed for p in params]),
             device,
         )
 
@@ -87,65 +74,172 @@ class Sampler:
         return torch.from_numpy(values[sequences]).to(self.device)
 
 
-def mask_min_tokens(
+def adjust_logits(
     logits: Tensor,  # [R, V]
     contexts: Sequence[TextContext],
-    sequences: np.ndarray,  # [R]
-    positions: np.ndarray,  # [R]
-) -> Tensor:
-    """Forbids the tokens that end a sequence where it is shorter than its ``min_new_tokens``."""
-    masked = logits
-    for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
-        context = contexts[sequence]
-        if context.min_tokens == 0:
-            continue
-        mask = context.get_min_token_logit_mask(int(position) - context.active_idx + 1)[-1]  # [n, 2]
-        tokens = mask[(mask[:, 1] >= 0) & (mask[:, 1] < logits.shape[-1]), 1]
-        if len(tokens):  # a checkpoint may name ends that its head cannot reach
-            masked = logits.clone() if masked is logits else masked
-            masked[row, tokens.tolist()] = -torch.inf
-    return masked
+    sequences: np.ndarray,  # [R]: which context a row belongs to
+    positions: np.ndarray,  # [R]: the index that the row's token will have
+    drafts: Sequence[Sequence[int]] | None = None,
+) -> Tensor:  # [R, V], float32 where something has changed
+    """All that sampling parameters do to logits before temperature, top-k, top-p and min-p.
+
+    In this order, which is that of transformers' processors: logit bias; repetition penalty, then frequency
+    and presence penalty; min_new_tokens; allowed and banned tokens. A grammar's bitmask comes after it, in
+    `Ops.sample`. What comes later wins: where a row would be left with nothing, tokens that min_new_tokens
+    holds off are sampled before forbidden ones, and a grammar gets one of those that it allows.
+
+    The given logits stay as they are. Rows that use none of it cost nothing, and where no row does the same
+    tensor comes back.
+
+    Args:
+        logits: the model's.
+        contexts: the batch.
+        sequences: the context of each row.
+        positions: where each row's token will stand.
+        drafts: tokens that each context is thought to go on with. A row further on than the context's own
+            next token counts the drafts before it as generated.
+
+    Raises:
+        InputError: a context names a token id that the model does not have (`check_logit_rules`).
+    """
+    rows = _adjusted_rows(contexts, sequences)
+    if not rows:
+        return logits
+    for context in {row.context.request_id: row.context for row in rows}.values():
+        check_logit_rules(context, logits.shape[-1])
+    scores = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
+    cells = _Cells(scores)
+    _add_bias(cells, rows)
+    _penalise(cells, rows, positions, drafts)
+    _hold_off_ends(cells, rows, positions)
+    _forbid(cells, rows)
+    return scores
 
 
-def apply_penalties(
-    logits: Tensor,  # [R, V]
-    contexts: Sequence[TextContext],
-    sequences: np.ndarray,  # [R]
-) -> Tensor:
+def check_logit_rules(context: TextContext, vocabulary: int) -> None:
+    """Refuses a context that names tokens which a model with this many does not have.
+
+    Raises:
+        InputError: one of its ``logit_bias``, ``allowed_token_ids`` or ``banned_token_ids`` is too large.
+    """
+    rules = context.logit_rules
+    if rules is not None and rules.largest_id >= vocabulary:
+        raise InputError(
+            f"logit_bias, allowed_token_ids or banned_token_ids has {rules.largest_id}: "
+            f"ids are integers from 0 to {vocabulary - 1}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row that somebody wants to change."""
+
+    index: int
+    context: TextContext
+    sequence: int
+
+
+def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> list[_Row]:
+    wanted = [
+        params.min_new_tokens > 0 or params.has_logit_rules or params.needs_penalties
+        for params in (context.sampling_params for context in contexts)
+    ]
+    if not any(wanted):
+        return []
+    return [_Row(i, contexts[s], s) for i, s in enumerate(sequences.tolist()) if wanted[s]]
+
+
+class _Cells:
+    """Reads and writes single logits, for all rows of a batch at once."""
+
+    def __init__(self, scores: Tensor) -> None:  # [R, V]
+        self._flat = scores.view(-1)
+        self.vocabulary = scores.shape[-1]
+
+    def at(self, rows: Sequence[_Row], ids: Sequence[np.ndarray]) -> Tensor:  # [n]
+        """Where the tokens of each row stand, one after the other."""
+        parts = [some + row.index * self.vocabulary for row, some in zip(rows, ids, strict=True)]
+        return self.tensor(np.concatenate(parts))
+
+    def tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._flat.device)
+
+    def get(self, cells: Tensor) -> Tensor:
+        return self._flat[cells]
+
+    def put(self, cells: Tensor, values: Tensor | float) -> None:
+        self._flat[cells] = values
+
+    def fill(self, rows: Sequence[_Row], value: float) -> None:
+        indices = self.tensor(np.array([row.index for row in rows]))
+        self._flat.view(-1, self.vocabulary)[indices] = value
+
+
+def _add_bias(cells: _Cells, rows: Sequence[_Row]) -> None:
+    biased = [(row, rules) for row in rows if (rules := row.context.logit_rules) and len(rules.bias_ids)]
+    if biased:
+        where = cells.at([row for row, _ in biased], [rules.bias_ids for _, rules in biased])
+        bias = cells.tensor(np.concatenate([rules.bias for _, rules in biased]))
+        cells.put(where, cells.get(where) + bias)
+
+
+def _penalise(
+    cells: _Cells, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
+) -> None:
     """Repetition penalty over prompt and output, then frequency and presence penalty over the output.
 
-    Rows that use none cost nothing. A repeated token's positive logit is divided by the repetition
-    penalty, a negative one multiplied (Keskar et al. 2019, arXiv:1909.05858).
+    A repeated token's positive logit is divided by the repetition penalty, a negative one multiplied (Keskar
+    et al. 2019, arXiv:1909.05858).
     """
-    penalised = logits
-    for row, sequence in enumerate(sequences):
-        context = contexts[sequence]
-        if not context.sampling_params.needs_penalties:
+    penalised = [row for row in rows if row.context.sampling_params.needs_penalties]
+    if not penalised:
+        return
+    ids, counts, factors = [], [], []
+    for row in penalised:
+        context, params = row.context, row.context.sampling_params
+        ahead = max(int(positions[row.index]) - context.active_idx, 0)
+        tokens, times = context.token_counts.behind(drafts[row.sequence][:ahead] if drafts else ())
+        if len(tokens) and tokens.max() >= cells.vocabulary:  # a prompt may have tokens that no head makes
+            tokens, times = tokens[tokens < cells.vocabulary], times[tokens < cells.vocabulary]
+        ids.append(tokens)
+        counts.append(times)
+        factors.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
+    where = cells.at(penalised, ids)
+    each = np.repeat(np.array(factors), [len(tokens) for tokens in ids], axis=0)  # [n, 3] float64
+    # Within what float32 can divide by: penalties of 1e300 are refused nowhere.
+    repetition = cells.tensor(each[:, 0].clip(1e-30, 1e30).astype(np.float32))
+    times = np.concatenate(counts)
+    cost = cells.tensor((each[:, 1] * times + each[:, 2] * (times > 0)).astype(np.float32))
+    scores = cells.get(where)
+    scores = torch.where(scores > 0, scores / repetition, scores * repetition) - cost
+    cells.put(where, scores.clamp(-_LIMIT, _LIMIT))
+
+
+def _hold_off_ends(cells: _Cells, rows: Sequence[_Row], positions: np.ndarray) -> None:
+    """Puts the tokens that end a sequence behind all others while it has too few tokens."""
+    short, ids = [], []
+    for row in rows:
+        context = row.context
+        if context.min_tokens == 0:
             continue
-        if penalised is logits:
-            penalised = logits.to(torch.float32, copy=True)
-        _penalise(penalised[row], context)
-    return penalised
+        steps = int(positions[row.index]) - context.active_idx + 1
+        ends = context.get_min_token_logit_mask(steps)[-1][:, 1].astype(np.int64)  # [n]
+        short.append(row)
+        # A checkpoint may name ends that its head cannot reach.
+        ids.append(ends[(ends >= 0) & (ends < cells.vocabulary)])
+    if short:
+        cells.put(cells.at(short, ids), _HELD_OFF)
 
 
-def _penalise(row: Tensor, context: TextContext) -> None:
-    params = context.sampling_params
-    if params.repetition_penalty != 1:
-        seen = torch.from_numpy(np.unique(context.all_tokens)).to(row.device)
-        scores = row[seen]
-        penalty = params.repetition_penalty
-        row[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
-    if params.frequency_penalty or params.presence_penalty:
-        tokens, counts = np.unique(context.generated_tokens, return_counts=True)
-        cost = params.frequency_penalty * counts + params.presence_penalty
-        row[torch.from_numpy(tokens).to(row.device)] -= torch.from_numpy(cost).to(row)
-
-
-def _splitmix64(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Vigna's public-domain finaliser over ``seed + (position + 1) * gamma``, all modulo 2**64."""
-    with np.errstate(over="ignore"):
-        z = seeds + (positions + np.uint64(1)) * np.uint64(_GAMMA)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed: np.ndarray = z ^ (z >> np.uint64(31))
-        return mixed
+def _forbid(cells: _Cells, rows: Sequence[_Row]) -> None:
+    ruled = [(row, rules) for row in rows if (rules := row.context.logit_rules)]
+    fenced = [(row, rules.allowed) for row, rules in ruled if rules.allowed is not None]
+    if fenced:
+        only = [row for row, _ in fenced]
+        where = cells.at(only, [allowed for _, allowed in fenced])
+        kept = cells.get(where).clamp(min=_HELD_OFF)
+        cells.fill(only, _FORBIDDEN)
+        cells.put(where, kept)
+    banned = [(row, rules.banned) for row, rules in ruled if len(rules.banned)]
+    if banned:
+        cells.put(cells.at([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN)

@@ -7,13 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.running import context_of
 
 from penstock.kernels import Ops, SamplingInputs
 from penstock.kernels.cpu import load as load_compiled
 from penstock.kernels.reference import ReferenceOps
 from penstock.pipelines.core import SamplingParams
-from penstock.pipelines.sampling import Sampler, apply_penalties, mask_min_tokens, splitmix64, uniforms
+from penstock.pipelines.sampling import Sampler, splitmix64, uniforms
 
 GREEDY = SamplingParams()
 
@@ -166,51 +165,3 @@ def test_splitmix64_golden_vectors() -> None:
 def test_uniforms_are_below_one(seed: int, position: int) -> None:
     (draw,) = uniforms(np.array([seed], np.uint64), np.array([position]))
     assert 0 <= draw < 1
-
-
-def test_penalties_are_those_of_transformers() -> None:
-    from transformers import RepetitionPenaltyLogitsProcessor
-
-    context = context_of([3, 4, 4, 9], sampling_params=SamplingParams(repetition_penalty=1.7))
-    for token in (11, 3):
-        context.update(token)
-    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(1))
-    before = logits.clone()
-    expected = RepetitionPenaltyLogitsProcessor(1.7)(
-        torch.from_numpy(context.all_tokens)[None], logits.clone()
-    )
-    torch.testing.assert_close(apply_penalties(logits, [context], np.array([0])), expected)
-    assert torch.equal(logits, before), "the model's logits stay as they are"
-
-
-def test_frequency_and_presence_count_the_output_alone() -> None:
-    params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.25)
-    penalised, plain = context_of([1, 2, 2], sampling_params=params), context_of([1])
-    for token in (5, 5, 6):
-        penalised.update(token)
-    logits = torch.zeros(2, 8)
-    result = apply_penalties(logits, [penalised, plain], np.array([0, 1]))
-    assert result.tolist() == [[0, 0, 0, 0, 0, -1.25, -0.75, 0], [0] * 8]
-
-
-def test_without_penalties_nothing_is_copied() -> None:
-    logits = torch.zeros(1, 4)
-    assert apply_penalties(logits, [context_of([1])], np.array([0])) is logits
-    assert mask_min_tokens(logits, [context_of([1])], np.array([0]), np.array([1])) is logits
-
-
-def test_min_tokens_forbid_the_end() -> None:
-    params = SamplingParams(min_new_tokens=2)
-    context = context_of([1, 2], sampling_params=params, eos_token_ids={3, 0})
-    logits = torch.zeros(1, 5)
-    masked = mask_min_tokens(logits, [context], np.array([0]), np.array([2]))
-    assert masked.tolist() == [[-torch.inf, 0, 0, -torch.inf, 0]]
-    assert mask_min_tokens(logits, [context], np.array([0]), np.array([4])) is logits
-
-
-def test_an_end_that_the_head_cannot_reach_needs_no_mask() -> None:
-    context = context_of(
-        [1, 2], sampling_params=SamplingParams(min_new_tokens=2), eos_token_ids={-1, 3, 5, 9000}
-    )
-    masked = mask_min_tokens(torch.zeros(1, 5), [context], np.array([0]), np.array([2]))
-    assert masked.tolist() == [[0, 0, 0, -torch.inf, 0]]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.pipelines.core.interfaces import InputContext
+from penstock.pipelines.core.logit_rules import LogitRules, TokenCounts
 from penstock.pipelines.core.requests import Grammar
 from penstock.pipelines.core.responses import LogProbabilities
 from penstock.pipelines.core.sampling_params import SamplingParams
@@ -91,6 +92,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         self.eos_token_ids = set(self.eos_token_ids)  # the tokenizer's own set stays its own
         self.eos_sequences = [list(sequence) for sequence in self.eos_sequences if len(sequence) > 0]
         self._agree_on_grammar()
+        self._check_that_it_may_begin()
 
     # The life of a request: update after each step, until is_done.
 
@@ -112,6 +114,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         self._advance_matcher(new_token)
         rows = None if log_probabilities is None else self._not_scored_yet(log_probabilities)
         self._start_idx = position = self._append(new_token)
+        self._count(position, new_token)
         self._is_initial_prompt = False
         shown = self._status is _ACTIVE and not self._ends_with(new_token)
         if shown:
@@ -136,6 +139,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             )
         self._advance_matcher(new_token)
         position = self._append(new_token)
+        self._count(position, new_token)
         self._is_initial_prompt = False
         if self._status is _ACTIVE:
             if new_token in self.eos_token_ids:
@@ -235,6 +239,26 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         ]
 
     @property
+    def logit_rules(self) -> LogitRules | None:
+        """Logit bias, allowed and banned tokens as arrays; None where it has none of them."""
+        if not self.sampling_params.has_logit_rules:
+            return None
+        rules: LogitRules | None = self.__dict__.get("_logit_rules")
+        if rules is None:
+            rules = self.__dict__["_logit_rules"] = LogitRules(self.sampling_params)
+        return rules
+
+    @property
+    def token_counts(self) -> TokenCounts:
+        """What penalties count: all generated tokens, and with a repetition penalty those of the prompt."""
+        counts: TokenCounts | None = self.__dict__.get("_token_counts")
+        if counts is None or self._prompt_len + counts.end != self._end_idx:
+            counted = self._prompt_len if self.sampling_params.repetition_penalty != 1 else 0
+            counts = TokenCounts(self.tokens[: min(counted, self._end_idx)], self.generated_tokens)
+            self.__dict__["_token_counts"] = counts
+        return counts
+
+    @property
     def matcher(self) -> xgr.GrammarMatcher | None:
         """The grammar's matcher, where it stands now."""
         # Not a field: a matcher is neither compared nor encoded.
@@ -288,6 +312,24 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             self.json_schema = self.grammar.text
         elif self.grammar is not None and self.json_schema is not None:
             raise InputError(f"json_schema and a grammar of kind {self.grammar.kind}: give one of them")
+
+    def _check_that_it_may_begin(self) -> None:
+        allowed = self.sampling_params.allowed_token_ids
+        if self.min_tokens and allowed is not None and self.eos_token_ids.issuperset(allowed):
+            raise InputError(
+                f"min_new_tokens is {self.min_tokens}, but each of the {len(allowed)} tokens of "
+                "allowed_token_ids ends the output: allow one that does not"
+            )
+
+    def _count(self, position: int, token: int) -> None:
+        """Keeps the counts up where somebody has asked for them; others pay nothing."""
+        counts: TokenCounts | None = self.__dict__.get("_token_counts")
+        if counts is None:
+            return
+        if self._prompt_len + counts.end == position:
+            counts.add(token)
+        else:  # tokens were taken back since
+            del self.__dict__["_token_counts"]
 
     def _advance_matcher(self, token: int) -> None:
         matcher = self.__dict__.get("_matcher")

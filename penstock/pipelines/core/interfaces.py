@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from penstock.errors import PenstockError
 from penstock.pipelines.core.requests import Grammar
 from penstock.pipelines.core.responses import AudioGenerationResponse, LogProbabilities, TextResponse
 from penstock.pipelines.core.sampling_params import SamplingParams
@@ -233,6 +234,14 @@ class Pipeline(Protocol[AcceptedContext, Output]):
         """Computes up to ``num_steps`` steps of each context of ``batch`` (by request id).
 
         Claims and reserves what is not yet claimed and reserved. A context stays unchanged where it raises.
+        One that cannot be served while the others can is missing from the result, and is in `failures`.
+        """
+
+    @property
+    def failures(self) -> dict[str, PenstockError]:
+        """Why contexts of the last `execute` (by request id) have no output: each ends with its error.
+
+        Whoever calls `execute` empties it afterwards, and releases those contexts.
         """
 
     def release(self, context: AcceptedContext) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +27,22 @@ class LogProbabilities(msgspec.Struct):
     token_log_probabilities: list[float]
     """Log probability of the token at each position."""
     top_log_probabilities: list[dict[int, float]]
-    """The most probable tokens at each position, id to log probability."""
+    """The most probable tokens at each position, the best first, id to log probability."""
+
+    def cut(self, top_n: int, tokens: Sequence[int]) -> LogProbabilities:
+        """The same with the ``top_n`` best of each position alone, and of course the token that stands there.
+
+        Args:
+            top_n: at most as many as were asked for; 0 leaves ``tokens``.
+            tokens: those that stand there, one a position.
+        """
+        tops = [
+            dict(islice(top.items(), top_n)) | {token: value}
+            for top, token, value in zip(
+                self.top_log_probabilities, tokens, self.token_log_probabilities, strict=True
+            )
+        ]
+        return LogProbabilities(list(self.token_log_probabilities), tops)
 
 
 class TextResponse(msgspec.Struct):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from penstock.errors import InputError
 
@@ -46,6 +47,13 @@ class SamplingParams:
     """Whether the output is turned into text."""
     seed: int = 0
     """Seeds the random choice: equal seeds, prompts and parameters give equal output."""
+    _: KW_ONLY
+    logit_bias: dict[int, float] | None = None
+    """Token id to what is added to its logit, before everything else; in [-100, 100]."""
+    allowed_token_ids: list[int] | None = None
+    """Only these are generated. The tokens that end the output are not exempt: name them too."""
+    banned_token_ids: list[int] | None = None
+    """These are never generated. Where a grammar allows nothing else, the grammar comes first."""
 
     def __post_init__(self) -> None:
         _check_integer("top_k", self.top_k, minimum=-1, rule="-1 or 0 (all tokens) or at least 1")
@@ -62,21 +70,33 @@ class SamplingParams:
             raise InputError(f"repetition_penalty must be greater than 0 and finite, was {penalty!r}")
         if self.stop is not None and not _is_list_of(str, self.stop):
             raise InputError(f"stop must be a list of strings, was {self.stop!r}")
-        if self.stop_token_ids is not None:
-            if not _is_list_of(int, self.stop_token_ids):
-                raise InputError(f"stop_token_ids must be a list of token ids, was {self.stop_token_ids!r}")
-            for token in self.stop_token_ids:
-                _check_integer("stop_token_ids", token)
-
-    @property
-    def is_greedy(self) -> bool:
-        """True when the most probable token is always the one chosen."""
-        return self.top_k == 1 or self.temperature == 0
+        _check_ids("stop_token_ids", self.stop_token_ids)
+        _check_ids("allowed_token_ids", self.allowed_token_ids)
+        _check_ids("banned_token_ids", self.banned_token_ids)
+        _check_bias(self.logit_bias)
+        self._check_that_a_token_is_left()
 
     @property
     def needs_penalties(self) -> bool:
         """True when a logit depends on the tokens so far."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def has_logit_rules(self) -> bool:
+        """True when some tokens are treated unlike the others in every step."""
+        return bool(self.logit_bias or self.banned_token_ids) or self.allowed_token_ids is not None
+
+    def _check_that_a_token_is_left(self) -> None:
+        allowed = self.allowed_token_ids
+        if allowed is None:
+            return
+        if not allowed:
+            raise InputError("allowed_token_ids is empty: name at least one token, or leave it out")
+        if not set(allowed).difference(self.banned_token_ids or ()):
+            raise InputError(
+                f"banned_token_ids has all of the {len(set(allowed))} tokens of allowed_token_ids: "
+                "nothing is left to generate"
+            )
 
 
 # Numbers are plain Python ones: bool is a subclass of int, and numpy's scalars cannot cross to the worker.
@@ -88,6 +108,25 @@ def _is_number(value: object) -> bool:
 
 def _is_list_of(kind: type, value: object) -> bool:
     return isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+def _check_ids(name: str, ids: Any) -> None:
+    if ids is None:
+        return
+    if not _is_list_of(int, ids):
+        raise InputError(f"{name} must be a list of token ids, was {ids!r}")
+    if ids and not 0 <= min(ids) <= max(ids) < 2**63:
+        _check_integer(name, min(ids) if min(ids) < 0 else max(ids))
+
+
+def _check_bias(bias: Any) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, dict):
+        raise InputError(f"logit_bias must be a dict of token ids to numbers, was {bias!r}")
+    for token, value in bias.items():
+        _check_integer("logit_bias", token, rule="of token ids, integers of at least 0")
+        _check_number(f"logit_bias of token {token}", value, -100.0, 100.0)
 
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:

@@ -41,6 +41,9 @@ RANGES = {
         {"seed": -1},
         {"stop": []},
         {"stop": ["a"], "stop_token_ids": [0, 7]},
+        {"logit_bias": {0: -100, 2**40: 100.0}},
+        {"logit_bias": {}, "banned_token_ids": []},
+        {"allowed_token_ids": [7, 7, 0], "banned_token_ids": [0]},
     ],
 )
 def test_possible_values_are_kept(given_: dict[str, Any]) -> None:
@@ -89,6 +92,18 @@ def test_numbers_out_of_range_are_refused(name: str, bounds: tuple[float, float]
         ({"stop_token_ids": 4}, r"stop_token_ids must be a list of token ids, was 4"),
         ({"stop_token_ids": [True]}, r"stop_token_ids must be a list of token ids, was \[True\]"),
         ({"stop_token_ids": [-4]}, r"stop_token_ids must be an integer of at least 0, was -4"),
+        ({"stop_token_ids": [2**63]}, r"stop_token_ids must be .*, was 9223372036854775808"),
+        ({"allowed_token_ids": (1, 2)}, r"allowed_token_ids must be a list of token ids, was \(1, 2\)"),
+        ({"allowed_token_ids": [3, -1]}, r"allowed_token_ids must be an integer of at least 0, was -1"),
+        ({"allowed_token_ids": []}, r"allowed_token_ids is empty"),
+        ({"allowed_token_ids": [5, 6, 5], "banned_token_ids": [6, 5, 1]}, r"has all of the 2 tokens"),
+        ({"banned_token_ids": [1.0]}, r"banned_token_ids must be a list of token ids, was \[1.0\]"),
+        ({"logit_bias": [(1, 2)]}, r"logit_bias must be a dict of token ids to numbers, was \[\(1, 2\)\]"),
+        ({"logit_bias": {"1": 2}}, r"logit_bias must be of token ids.*, was '1'"),
+        ({"logit_bias": {-1: 2}}, r"logit_bias must be of token ids.*, was -1"),
+        ({"logit_bias": {4: 100.5}}, r"logit_bias of token 4 must be in \[-100.0, 100.0\], was 100.5"),
+        ({"logit_bias": {4: math.nan}}, r"logit_bias of token 4 must be in .*, was nan"),
+        ({"logit_bias": {4: True}}, r"logit_bias of token 4 must be in .*, was True"),
     ],
 )
 def test_impossible_values_are_refused_with_the_number(given_: dict[str, Any], message: str) -> None:
@@ -110,16 +125,17 @@ def test_all_possible_values_combine(values: dict[str, Any]) -> None:
     assert kept == {**kept, **values}
 
 
-def test_the_defaults_are_greedy_without_penalties() -> None:
-    assert SamplingParams().is_greedy
+def test_the_defaults_leave_logits_alone() -> None:
     assert not SamplingParams().needs_penalties
+    assert not SamplingParams().has_logit_rules
+    assert not SamplingParams(logit_bias={}, banned_token_ids=[]).has_logit_rules
 
 
-def test_greedy_is_one_token_or_no_temperature() -> None:
-    assert SamplingParams(top_k=40, temperature=0).is_greedy
-    assert SamplingParams(top_k=1, temperature=2).is_greedy
-    assert not SamplingParams(top_k=-1).is_greedy
-    assert not SamplingParams(top_k=2, temperature=0.1).is_greedy
+@pytest.mark.parametrize(
+    "given_", [{"logit_bias": {1: 0.5}}, {"allowed_token_ids": [1]}, {"banned_token_ids": [0]}]
+)
+def test_some_tokens_are_treated_unlike_others(given_: dict[str, Any]) -> None:
+    assert SamplingParams(**given_).has_logit_rules
 
 
 @pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "repetition_penalty"])

@@ -1,0 +1,92 @@
+"""What one context's sampling parameters do to its logits, as arrays that a batch can be put together of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.pipelines.core.sampling_params import SamplingParams
+
+Ids = npt.NDArray[np.int64]
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+class LogitRules:
+    """The rules that are the same in every step."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        bias = params.logit_bias or {}
+        banned = params.banned_token_ids or []
+        self.bias_ids: Ids = np.fromiter(bias.keys(), np.int64, len(bias))
+        self.bias: npt.NDArray[np.float32] = np.fromiter(bias.values(), np.float32, len(bias))
+        self.banned: Ids = np.unique(np.array(banned, np.int64))
+        self.allowed: Ids | None = None
+        """Only these may be sampled; None where all may."""
+        if params.allowed_token_ids is not None:
+            allowed = np.array(params.allowed_token_ids, np.int64)
+            self.allowed = np.setdiff1d(allowed, self.banned)
+        parts = [self.bias_ids, self.banned, *([] if self.allowed is None else [self.allowed])]
+        self.largest_id = max((int(ids.max()) for ids in parts if len(ids)), default=-1)
+        """-1 where no id is named."""
+
+
+class TokenCounts:
+    """The different tokens of a context and how often each was generated, kept up token by token.
+
+    ``O(1)`` a token, whatever the history.
+
+    Args:
+        prompt: tokens that are to be among them with a count of 0, until they are generated.
+        generated: tokens to begin with.
+    """
+
+    def __init__(self, prompt: npt.NDArray[np.integer], generated: npt.NDArray[np.integer]) -> None:
+        self.end = 0
+        """How many generated tokens are counted."""
+        unique = np.unique(prompt)
+        self._size = len(unique)
+        self._ids: Ids = np.zeros(max(2 * self._size, 64), np.int64)
+        self._ids[: self._size] = unique
+        self._counts: npt.NDArray[np.float32] = np.zeros(len(self._ids), np.float32)
+        self._slots = {token: slot for slot, token in enumerate(unique.tolist())}
+        for token in generated.tolist():
+            self.add(token)
+
+    @property
+    def ids(self) -> Ids:
+        """Each token once; a view."""
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        """How often each was generated; a view."""
+        return self._counts[: self._size]
+
+    def add(self, token: int) -> None:
+        """Counts the next generated token."""
+        self.end += 1
+        slot = self._slots.setdefault(token, self._size)
+        if slot == self._size:
+            if slot == len(self._ids):
+                self._ids, self._counts = _doubled(self._ids), _doubled(self._counts)
+            self._ids[slot] = token
+            self._size += 1
+        self._counts[slot] += 1
+
+    def behind(self, drafts: Sequence[int]) -> tuple[Ids, npt.NDArray[np.float32]]:
+        """``ids`` and ``counts`` as they would be once ``drafts`` were generated too."""
+        if not drafts:
+            return self.ids, self.counts
+        new = sorted({token for token in drafts if token not in self._slots})
+        ids = np.concatenate([self.ids, np.array(new, np.int64)])
+        counts = np.concatenate([self.counts, np.zeros(len(new), np.float32)])
+        for token in drafts:
+            counts[self._slots[token] if token in self._slots else self._size + new.index(token)] += 1
+        return ids, counts
+
+
+def _doubled(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    return np.concatenate([array, np.zeros_like(array)])
