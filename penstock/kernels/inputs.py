@@ -7,8 +7,10 @@ M blocks a sequence at most in this step, V vocabulary, L layers, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -72,7 +74,27 @@ class LoRAInputs:
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     """Slice name, e.g. ``model.layers.0.self_attn.q_proj`` -> A ``[n, R, in]``, B ``[n, out, R]``.
 
-    The adapter's scale is part of B."""
+    The adapter's scale is part of B. B is read fastest where it is a view of ``[n, R, out]``."""
+    ranks: Mapping[str, Tensor] = field(default_factory=dict)
+    """Slice name -> ``[n]`` int64 in the host's memory: how many of the R ranks each adapter uses; 0 where
+    it leaves the slice alone. All of them for a slice that is missing here."""
+    order: Tensor = field(init=False)
+    """``[P]`` int64: the rows that have an adapter, those of one adapter together."""
+    segments: Tensor = field(init=False)
+    """``[G, 3]`` int64 in the host's memory: an adapter, and the range of ``order`` that is its rows'."""
+
+    def __post_init__(self) -> None:
+        rows = self.rows.cpu().numpy()
+        order = np.argsort(rows, kind="stable")[(rows < 0).sum() :]
+        adapters, counts = np.unique(rows[order], return_counts=True)
+        stops = counts.cumsum()
+        segments = np.stack([adapters, stops - counts, stops], axis=1)
+        object.__setattr__(self, "order", torch.from_numpy(order).to(self.rows.device))
+        object.__setattr__(self, "segments", torch.from_numpy(segments))
+
+    def take(self, rows: Tensor) -> LoRAInputs:
+        """The same adapters for some of the rows, ``rows [R]`` int64: those that a layer goes on with."""
+        return replace(self, rows=self.rows[rows])
 
 
 @dataclass(frozen=True, slots=True)

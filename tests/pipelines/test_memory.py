@@ -351,10 +351,14 @@ def test_weights_larger_than_the_memory() -> None:
         plan(fixed(device_memory_utilization=0.5), weights=600, free=1000)
 
 
-def test_the_table_says_what_was_shortened() -> None:
+def shown(found: MemoryPlan) -> str:
     console = Console(width=100, record=True, file=StringIO())
-    console.print(plan(length=1000, weights=5 * 2**20, free=10 * BLOCK + 5 * 2**20).table())
-    text = console.export_text()
+    console.print(found.table())
+    return console.export_text()
+
+
+def test_the_table_says_what_was_shortened() -> None:
+    text = shown(plan(length=1000, weights=5 * 2**20, free=10 * BLOCK + 5 * 2**20))
     for words in (
         "weights",
         "5.0 MiB",
@@ -386,3 +390,18 @@ def test_the_size_of_the_cache_is_that_of_the_plan() -> None:
     with pytest.raises(InsufficientMemoryError):
         estimate_kv_cache_size(config, FULL, model_max_length=1000, available_cache_memory=5 * BLOCK - 1)
     assert estimate_kv_cache_size(config, None, model_max_length=9, available_cache_memory=9) == 0
+
+
+def test_room_for_adapters_is_taken_from_the_cache() -> None:
+    config = fixed()
+    options = {"model_max_length": 100_000, "weights_size": 1000, "activation_size": 0, "free_memory": 2**20}
+    without, beside = (
+        plan_memory(config, FULL, **options),
+        plan_memory(config, FULL, **options, adapters_size=2**19),
+    )
+    assert beside.kv_cache_size <= without.kv_cache_size - 2**19 + 2**14
+    assert beside.adapters_size == 2**19
+    assert "512.0 KiB" in shown(beside)
+    assert "adapters" not in shown(without)
+    with pytest.raises(InsufficientMemoryError, match=r"LoRA adapters 2.0 MiB.*lower --max-loras"):
+        plan_memory(config, FULL, **options, adapters_size=2**21)

@@ -11,8 +11,12 @@ import pytest
 
 from penstock.dtype import DType
 from penstock.kernels import ENCODINGS
-from penstock.pipelines.config import ModelConfig, PipelineConfig
-from penstock.pipelines.memory import estimate_activation_memory, estimate_weights_size
+from penstock.pipelines.config import LoRAConfig, ModelConfig, PipelineConfig
+from penstock.pipelines.memory import (
+    estimate_activation_memory,
+    estimate_adapters_size,
+    estimate_weights_size,
+)
 
 
 def checkpoint(folder: Path, *, tied: bool = False, **settings: Any) -> PipelineConfig:
@@ -66,3 +70,13 @@ def test_the_size_of_the_activations(tmp_path: Path) -> None:
     config = replace(checkpoint(tmp_path), max_batch_input_tokens=100)
     size = estimate_activation_memory(config, config.model.huggingface_config)
     assert size == 100 * 6 * 6 * 4 + 2 * 10 * 20
+
+
+@pytest.mark.parametrize(("encoding", "size"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_room_for_adapters(tmp_path: Path, encoding: str, tied: bool, size: int) -> None:
+    config = checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
+    assert estimate_adapters_size(config) == 0
+    config = replace(config, lora=LoRAConfig(enable_lora=True, max_loras=3, max_lora_rank=5))
+    widths = (6 + 4) + 2 * (3 + 4) + (10 + 4)
+    assert estimate_adapters_size(config) == 3 * 5 * widths * size

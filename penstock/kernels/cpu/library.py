@@ -19,7 +19,7 @@ ISAS = ("generic", "avx2", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 1
+ABI = 2
 """The layout of the kernels' arguments; ``penstock_abi`` in csrc/host.cpp says which one a library has."""
 
 Kernel = Callable[..., int | None]
@@ -32,6 +32,7 @@ _ARGUMENTS = {
     "gated_activation": "2q 2P 3q",
     "take_rows": "3P 4q",
     "linear": "2q P q 3P 3q",
+    "lora": "q P q 3P q 3P 4q",
     "attention": "2q 7P 10q 2d",
     "sample": "q P 3q 6P q P",
 }
@@ -50,9 +51,11 @@ class Kernels:
     gated_activation: Kernel
     take_rows: Kernel
     linear: Kernel
+    lora: Kernel
     attention: Kernel
     sample: Kernel
     long_linear: Kernel
+    long_lora: Kernel
     long_attention: Kernel
     long_sample: Kernel
     """``long_``: released the GIL while it runs. Taking it back beside a busy thread costs 100 us, so that
@@ -64,7 +67,7 @@ def open_kernels(isa: str) -> Kernels:
     """The kernels compiled for ``isa``; the library must be there."""
     held, released = ctypes.PyDLL(str(PATH)), ctypes.CDLL(str(PATH))
     functions = {name: _function(held, name, isa) for name in _ARGUMENTS}
-    for name in ("linear", "attention", "sample"):
+    for name in ("linear", "lora", "attention", "sample"):
         functions[f"long_{name}"] = _function(released, name, isa)
     return Kernels(isa, **functions)
 

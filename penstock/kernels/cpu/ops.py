@@ -69,6 +69,37 @@ class CpuOps(ReferenceOps):
             )
         return y if lora is None else self._add_lora(y, x, packed, lora)
 
+    def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
+        kind = _TYPES.get(x.dtype)
+        parts = [part for part in packed.slices if part.name in lora.matrices]
+        fits = kind is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
+        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in parts):
+            return super()._add_lora(y, x, packed, lora)
+        order, segments = lora.order, lora.segments
+        for part in parts:
+            down, up = lora.matrices[part.name]
+            ranks = lora.ranks.get(part.name)
+            _, rank, in_features = down.shape
+            width = part.stop - part.start
+            long = len(order) * rank * (in_features + width) > _LONG
+            (self._kernels.long_lora if long else self._kernels.lora)(
+                kind,
+                x.data_ptr(),
+                x.stride(0),
+                down.data_ptr(),
+                up.data_ptr(),
+                y.data_ptr() + part.start * y.element_size(),
+                y.stride(0),
+                order.data_ptr(),
+                segments.data_ptr(),
+                0 if ranks is None else ranks.data_ptr(),
+                len(segments),
+                rank,
+                width,
+                in_features,
+            )
+        return y
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         kind, weight_kind, strides = _TYPES.get(x.dtype), _TYPES.get(weight.dtype), x.stride()
         if kind is None or weight_kind is None or len(strides) not in (2, 3) or strides[-1] != 1:
@@ -280,6 +311,11 @@ class CpuOps(ReferenceOps):
 def _new_like(x: Tensor) -> Tensor:
     """An empty contiguous tensor of x's type and shape."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _are_stacked(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
+    """Whether A ``[n, R, in]`` and B, a view of ``[n, R, out]``, lie in memory as the kernel reads them."""
+    return down.dtype == up.dtype == dtype and down.is_contiguous() and up.transpose(1, 2).is_contiguous()
 
 
 def _fits(sampling: SamplingInputs) -> bool:

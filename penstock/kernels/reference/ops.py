@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.experts import ClampedSwish, PackedExperts, grouped_by_expert
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
 from penstock.kernels.linear import ENCODINGS, PackedLinear
-from penstock.kernels.ops import Activation, Ops
+from penstock.kernels.ops import Activation, Gating, Ops, Routing
 from penstock.kernels.reference.attention import paged_attention
 from penstock.kernels.reference.sampling import sample
 
@@ -45,6 +46,21 @@ class ReferenceOps(Ops):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return (wide * weight.float() + bias.float()).to(x.dtype)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
 
     def rope_rows(self, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return cos[positions], sin[positions]
@@ -79,6 +95,49 @@ class ReferenceOps(Ops):
         gate, up = x.chunk(2, dim=-1)  # [T, F] each
         return _ACTIVATIONS[activation](gate.float()).to(x.dtype) * up
 
+    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        return _ACTIVATIONS[activation](x.float()).to(x.dtype)
+
+    def clamped_swish(self, x: Tensor, gate: ClampedSwish) -> Tensor:
+        gates, ups = x.float().chunk(2, dim=-1)  # [T, F] each
+        gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+        return (gates / (1 + torch.exp(-gate.alpha * gates)) * (ups + 1)).to(x.dtype)
+
+    def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
+        scores = logits.float()
+        if routing == "chosen":
+            scores, chosen = scores.topk(top)
+            return scores.softmax(-1), chosen
+        shares, chosen = scores.softmax(-1).topk(top)
+        return (shares / shares.sum(-1, keepdim=True) if routing == "all_normed" else shares), chosen
+
+    def experts(
+        self,
+        x: Tensor,
+        packed: PackedExperts,
+        shares: Tensor,
+        chosen: Tensor,
+        gating: Gating,
+        *,
+        lora: LoRAInputs | None = None,
+    ) -> Tensor:
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        shares, top = shares.reshape(-1, 1), chosen.shape[1]
+        for expert, places in grouped_by_expert(chosen, len(packed.down)):
+            rows = places // top
+            gate_up, down = packed.gate_up[expert], packed.down[expert]
+            own = None
+            if lora is not None and any(part.name in lora.matrices for part in gate_up.slices + down.slices):
+                own = lora.take(rows)
+            y = self.linear(self.take_rows(x, rows), gate_up, lora=own)
+            if isinstance(gating, ClampedSwish):
+                y = self.clamped_swish(y, gating)
+            else:
+                y = self.gated_activation(y, gating)
+            y = self.linear(y, down, lora=own)
+            total[rows] += y.float() * shares[places]  # no row is there twice
+        return total.to(x.dtype)
+
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
 
@@ -89,17 +148,24 @@ class ReferenceOps(Ops):
         return sample(logits, sampling, bitmask)
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
-        """Adds each adapter's product to the rows that use it, slice by slice."""
+        """Adds each adapter's product to the rows that use it, slice by slice; other rows are not touched.
+
+        Computed in float32 and added once.
+        """
         for part in packed.slices:
             matrices = lora.matrices.get(part.name)
             if matrices is None:
                 continue
             down, up = matrices  # [n, R, in], [n, out, R]
-            for adapter in range(down.shape[0]):
-                delta = _padded_linear(x, down[adapter].to(x.dtype), None)
-                delta = _padded_linear(delta, up[adapter].to(x.dtype), None)
-                mask = (lora.rows == adapter)[:, None]
-                y[:, part.start : part.stop] += torch.where(mask, delta, torch.zeros_like(delta))
+            ranks = lora.ranks.get(part.name)
+            for adapter, begin, end in lora.segments.tolist():
+                rank = down.shape[1] if ranks is None else int(ranks[adapter])
+                rows = lora.order[begin:end]
+                if rank:
+                    delta = _padded_linear(x[rows].float(), down[adapter, :rank].float(), None)
+                    delta = _padded_linear(delta, up[adapter, :, :rank].float(), None)
+                    own = y[rows, part.start : part.stop]
+                    y[rows, part.start : part.stop] = (own.float() + delta).to(y.dtype)
         return y
 
 

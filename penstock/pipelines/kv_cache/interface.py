@@ -32,6 +32,11 @@ class KVCache(Protocol):
         """The blocks that can be had now, in the group of layers that has the fewest to give."""
         ...
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Those of `num_free_blocks` whose content is known: they are the last to be had."""
+        ...
+
     def fits(self, num_tokens: int, chunk_size: int | None = None) -> bool:
         """Whether a sequence of ``num_tokens`` could be kept if it were the only one.
 
@@ -119,6 +124,10 @@ class NullKVCache:
 
     @property
     def num_free_blocks(self) -> int:
+        return 0
+
+    @property
+    def num_cached_blocks(self) -> int:
         return 0
 
     def fits(self, num_tokens: int, chunk_size: int | None = None) -> bool:

@@ -55,8 +55,8 @@ class KVCacheManager:
         block_size: tokens a block, a power of two.
         device: where keys and values are kept.
         enable_prefix_caching: whether contexts that begin alike share blocks.
-        adapter_digest: the digest of an adapter's content, by its name. Without it contexts with an adapter
-            share nothing.
+        adapter_digest: the digest of the content that a context's adapter has. Without it contexts with an
+            adapter share nothing.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class KVCacheManager:
         *,
         device: torch.device = torch.device("cpu"),  # noqa: B008  # immutable
         enable_prefix_caching: bool = True,
-        adapter_digest: Callable[[str], bytes] | None = None,
+        adapter_digest: Callable[[InputContext], bytes] | None = None,
     ) -> None:
         assert len(num_blocks) == len(spec.groups), f"{len(num_blocks)} pools, {len(spec.groups)} groups"
         assert block_size.bit_count() == 1, f"the block size must be a power of two, was {block_size}"
@@ -91,6 +91,10 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         return min(pool.num_free for pool in self._pools)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return min(self._pools, key=lambda pool: pool.num_free).num_cached
 
     def fits(self, num_tokens: int, chunk_size: int | None = None) -> bool:
         return all(

@@ -33,7 +33,7 @@ class PrefixIndex:
         spec: KVCacheSpec,
         pools: Sequence[BlockPool],
         block_size: int,
-        adapter_digest: Callable[[str], bytes] | None,
+        adapter_digest: Callable[[InputContext], bytes] | None,
     ) -> None:
         self._block_size = block_size
         self._adapter_digest = adapter_digest
@@ -58,7 +58,7 @@ class PrefixIndex:
             return chain_root(None, context.cache_salt)
         if self._adapter_digest is None:
             return None
-        return chain_root(self._adapter_digest(context.adapter), context.cache_salt)
+        return chain_root(self._adapter_digest(context), context.cache_salt)
 
     def chain(self, context: InputContext) -> Chain | None:
         """The digests of a context that is not claimed yet."""

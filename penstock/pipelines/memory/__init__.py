@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from penstock.pipelines.memory.estimates import estimate_activation_memory, estimate_weights_size
+from penstock.pipelines.memory.demand import MOST_DRAFT_ROWS
+from penstock.pipelines.memory.estimates import (
+    estimate_activation_memory,
+    estimate_adapters_size,
+    estimate_weights_size,
+)
 from penstock.pipelines.memory.plan import MemoryPlan, estimate_kv_cache_size, plan_memory
 
 __all__ = [
+    "MOST_DRAFT_ROWS",
     "MemoryPlan",
     "estimate_activation_memory",
+    "estimate_adapters_size",
     "estimate_kv_cache_size",
     "estimate_weights_size",
     "plan_memory",

@@ -23,6 +23,16 @@ def wanted_batch_size(pipeline_config: PipelineConfig) -> int:
     return min(default, pipeline_config.max_batch_input_tokens)
 
 
+MOST_DRAFT_ROWS = 256
+"""Drafts of a step, of all sequences together: each has a row of logits."""
+
+
+def wanted_logit_rows(pipeline_config: PipelineConfig) -> int:
+    """Rows of logits that a step is planned for: one a sequence, and one a draft."""
+    batch_size = wanted_batch_size(pipeline_config)
+    return batch_size + min(batch_size * pipeline_config.speculative.most_drafts, MOST_DRAFT_ROWS)
+
+
 class BlockDemand:
     """How many blocks sequences need of each group, and what they take.
 
@@ -34,7 +44,7 @@ class BlockDemand:
         self._block_size = pipeline_config.kv_cache.block_size
         self._groups = spec.groups
         self._bytes_per_block = spec.bytes_per_block(self._block_size)
-        self._num_steps = pipeline_config.max_num_steps
+        self._num_steps = max(pipeline_config.max_num_steps, 1 + pipeline_config.speculative.most_drafts)
         self._chunk_size = (
             pipeline_config.max_batch_input_tokens if pipeline_config.enable_chunked_prefill else None
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from math import prod
 from typing import TYPE_CHECKING
 
-from penstock.pipelines.memory.demand import wanted_batch_size
+from penstock.pipelines.memory.demand import wanted_logit_rows
 from penstock.pipelines.weights.safetensors import TensorHeader
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def estimate_activation_memory(pipeline_config: PipelineConfig, huggingface_conf
 
     For each of ``max_batch_input_tokens`` tokens six rows as wide as the widest linear layer: a gated
     feed-forward layer holds three of them, beside the residual stream, its sum and its norm. And for each
-    sequence of the batch a row of logits with what sampling makes of it: 20 bytes a token of the vocabulary.
+    sequence of the batch, and each draft, a row of logits with what sampling makes of it: 20 bytes a token of
+    the vocabulary.
     """
     size = _encoding(pipeline_config).compute_dtype.size_in_bytes
     linears = [
@@ -47,7 +49,25 @@ def estimate_activation_memory(pipeline_config: PipelineConfig, huggingface_conf
     text_config = huggingface_config.section("text_config") or huggingface_config  # of more than text
     vocabulary = text_config.count("vocab_size", default=0)
     rows = pipeline_config.max_batch_input_tokens * 6 * widest * size
-    return rows + wanted_batch_size(pipeline_config) * vocabulary * 20
+    return rows + wanted_logit_rows(pipeline_config) * vocabulary * 20
+
+
+def estimate_adapters_size(pipeline_config: PipelineConfig) -> int:
+    """Bytes of the room for LoRA adapters that run at once: 0 where there are to be none.
+
+    For each of ``max_loras`` adapters the matrices of every linear layer, at the largest rank there may be.
+    """
+    config = pipeline_config.lora
+    if not config.is_enabled:
+        return 0
+    headers = pipeline_config.model.tensor_headers
+    shapes = [header.shape for name, header in headers.items() if _is_linear(name, header)]
+    heads = [header.shape for name, header in headers.items() if fnmatchcase(name, _OUTPUT_HEAD)]
+    tables = [header.shape for name, header in headers.items() if fnmatchcase(name, "*embed_tokens.weight")]
+    shapes += heads or tables  # a tied head has the table's shape
+    width = sum(prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
+    size = _encoding(pipeline_config).compute_dtype.size_in_bytes
+    return config.max_loras * config.max_lora_rank * width * size
 
 
 def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:

@@ -40,6 +40,8 @@ class MemoryPlan:
     """What weights, activations and KV cache may take together."""
     model_max_length: int
     """What ``max_length`` would be with more memory."""
+    adapters_size: int = 0
+    """The room for LoRA adapters that run."""
 
     @property
     def num_cache_tokens(self) -> int:
@@ -52,22 +54,30 @@ class MemoryPlan:
         """Whether the maximum length was lowered to fit."""
         return self.max_length < self.model_max_length
 
+    def rows(self) -> list[tuple[str, str]]:
+        """The plan for people to read: what, and how much of it."""
+        used = self.weights_size + self.adapters_size + self.activation_size + self.kv_cache_size
+        free = self.available_memory - used
+        shortened = f", shortened from {self.model_max_length:,} to fit" if self.is_shortened else ""
+        step = f"for steps of {self.max_batch_input_tokens:,} tokens"
+        adapters = [("adapters", format_bytes(self.adapters_size))] if self.adapters_size else []
+        return [
+            ("weights", format_bytes(self.weights_size)),
+            *adapters,
+            ("activations", f"{format_bytes(self.activation_size)} {step}"),
+            ("KV cache", f"{format_bytes(self.kv_cache_size)} for {self.num_cache_tokens:,} tokens"),
+            ("free", f"{format_bytes(free)} of {format_bytes(self.available_memory)}"),
+            ("max length", f"{self.max_length:,} tokens{shortened}"),
+            ("max batch size", f"{self.max_batch_size:,} requests"),
+        ]
+
     def table(self) -> Table:
-        """The plan for people to read."""
+        """`rows` as a table for a terminal."""
         from rich.table import Table
 
-        free = self.available_memory - self.weights_size - self.activation_size - self.kv_cache_size
-        shortened = f", shortened from {self.model_max_length:,} to fit" if self.is_shortened else ""
         table = Table("memory plan", "", show_edge=False)
-        table.add_row("weights", format_bytes(self.weights_size))
-        table.add_row(
-            "activations",
-            f"{format_bytes(self.activation_size)} for steps of {self.max_batch_input_tokens:,} tokens",
-        )
-        table.add_row("KV cache", f"{format_bytes(self.kv_cache_size)} for {self.num_cache_tokens:,} tokens")
-        table.add_row("free", f"{format_bytes(free)} of {format_bytes(self.available_memory)}")
-        table.add_row("max length", f"{self.max_length:,} tokens{shortened}")
-        table.add_row("max batch size", f"{self.max_batch_size:,} requests")
+        for row in self.rows():
+            table.add_row(*row)
         return table
 
 
@@ -79,6 +89,7 @@ def plan_memory(
     weights_size: int,
     activation_size: int,
     free_memory: int,
+    adapters_size: int = 0,
 ) -> MemoryPlan:
     """Chooses the maximum length, the batch size, the step size and the size of the KV cache.
 
@@ -95,6 +106,7 @@ def plan_memory(
         weights_size: see `estimate_weights_size`.
         activation_size: see `estimate_activation_memory`; for steps of ``max_batch_input_tokens``.
         free_memory: of all devices together, before anything is loaded.
+        adapters_size: see `estimate_adapters_size`.
 
     Raises:
         InsufficientMemoryError: it does not fit, and no setting that was left open would make it.
@@ -109,6 +121,7 @@ def plan_memory(
             weights_size,
             activation_size * step_size // pipeline_config.max_batch_input_tokens,
             free_memory,
+            adapters_size,
         )
 
     *larger, smallest = _step_sizes(pipeline_config, activation_size, SMALLEST_STEP)
@@ -158,14 +171,15 @@ def _plan(
     weights_size: int,
     activation_size: int,
     free_memory: int,
+    adapters_size: int,
 ) -> MemoryPlan:
-    used = weights_size + activation_size
+    used = weights_size + adapters_size + activation_size
     kv_config = pipeline_config.kv_cache
     available = int(free_memory * kv_config.device_memory_utilization)
     if kv_config.memory is not None:
         available = min(used + kv_config.memory, free_memory)
     if used + (kv_config.memory or 0) > available:
-        refuse_static(pipeline_config, weights_size, activation_size, available, free_memory)
+        refuse_static(pipeline_config, weights_size, activation_size, available, free_memory, adapters_size)
     wanted_length = upper_bounded_default(model_max_length, pipeline_config.model.max_length)
     max_length, max_batch_size = wanted_length, wanted_batch_size(pipeline_config)
     num_blocks: tuple[int, ...] = ()
@@ -186,6 +200,7 @@ def _plan(
         kv_cache_size=kv_cache_size,
         available_memory=available,
         model_max_length=wanted_length,
+        adapters_size=adapters_size,
     )
 
 

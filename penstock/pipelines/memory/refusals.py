@@ -16,12 +16,16 @@ def refuse_static(
     activation_size: int,
     available: int,
     free_memory: int,
+    adapters_size: int,
 ) -> NoReturn:
     """Weights and activations alone, or with the KV cache asked for, are too large."""
     kv_memory = pipeline_config.kv_cache.memory
-    needed = weights_size + activation_size + (kv_memory or 0)
+    needed = weights_size + adapters_size + activation_size + (kv_memory or 0)
     parts = f"weights take {format_bytes(weights_size)}, activations {format_bytes(activation_size)}"
     advice = "use a smaller model or encoding, or lower --max-batch-input-tokens"
+    if adapters_size:
+        parts += f", LoRA adapters {format_bytes(adapters_size)}"
+        advice = f"lower --max-loras or --max-lora-rank, {advice}"
     if kv_memory is not None:
         parts += f", the KV cache {format_bytes(kv_memory)}"
         advice = f"lower --kv-cache-memory, {advice}"

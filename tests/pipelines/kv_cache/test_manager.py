@@ -9,10 +9,14 @@ from support.paged import advance, compute, kv_manager, tables, text_context
 
 from penstock.dtype import DType
 from penstock.errors import InputError, InsufficientBlocksError
-from penstock.pipelines.core import TextAndVisionContext
+from penstock.pipelines.core import InputContext, TextAndVisionContext
 from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec, KVCacheStorage, KVGroup
 
 PROMPT = list(range(10))
+
+
+def adapter_name(context: InputContext) -> bytes:
+    return str(context.adapter).encode()
 
 
 # -- claim --------------------------------------------------------------------------------------------
@@ -92,7 +96,7 @@ def test_generated_tokens_are_shared_too() -> None:
     ("fields", "options"),
     [
         ({"cache_salt": "ours"}, {}),
-        ({"adapter": "poet"}, {"adapter_digest": str.encode}),
+        ({"adapter": "poet"}, {"adapter_digest": adapter_name}),
         ({"token_hash_overrides": {2: 7}}, {}),
         ({"log_probabilities_echo": True}, {}),
         ({}, {"enable_prefix_caching": False}),
@@ -113,7 +117,7 @@ def test_what_differs_or_must_be_computed_is_not_shared(
     "fields", [{"cache_salt": "ours"}, {"adapter": "poet"}, {"token_hash_overrides": {2: 7}}]
 )
 def test_what_is_equal_is_shared(fields: dict[str, Any]) -> None:
-    manager = kv_manager(9, adapter_digest=str.encode)
+    manager = kv_manager(9, adapter_digest=adapter_name)
     first, second = text_context(PROMPT, **fields), text_context(PROMPT, **fields)
     advance(manager, first)
     manager.claim(second)
@@ -639,3 +643,11 @@ def test_a_batch_is_computed_together() -> None:
             context.update(token)
             manager.commit(context)
     manager.check_integrity()
+
+
+def test_cached_blocks_are_counted() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT[:10])
+    advance(manager, context)
+    assert (manager.num_free_blocks, manager.num_cached_blocks) == (5, 0)
+    manager.release(context)
+    assert (manager.num_free_blocks, manager.num_cached_blocks) == (8, 2)

@@ -61,6 +61,7 @@ template <class Body> INLINE void over_rows(int64_t rows, int64_t work_per_row, 
 #include "product.inl"
 #include "attention.inl"
 #include "linear.inl"
+#include "lora.inl"
 #include "sampling.inl"
 
 }  // namespace PENSTOCK_ISA

@@ -1,0 +1,69 @@
+"""Adapters from the outside: `LLM` with ``lora`` and ``adapter``, several prompts with several adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.tiny_llm import write_tiny_llm
+
+from penstock import LLM, SamplingParams
+from penstock.errors import UnknownModelError, UnsupportedFeatureError
+
+GREEDY = SamplingParams(temperature=0, max_new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, and beside it two adapters on its queries."""
+    root = tmp_path_factory.mktemp("llm")
+    write_tiny_llm(root / "base")
+    for seed, name in enumerate(("loud", "quiet")):
+        generator = torch.Generator().manual_seed(seed)
+        (root / name).mkdir()
+        config = {"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"]}
+        (root / name / "adapter_config.json").write_text(json.dumps(config))
+        tensors = {}
+        for layer in range(2):
+            for part, size in (("self_attn.q_proj", 32), ("mlp.up_proj", 48)):
+                key = f"base_model.model.model.layers.{layer}.{part}"
+                tensors[f"{key}.lora_A.weight"] = torch.randn(4, 32, generator=generator)
+                tensors[f"{key}.lora_B.weight"] = torch.randn(size, 4, generator=generator)
+        save_file(tensors, root / name / "adapter_model.safetensors")
+    return root
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    lora = (f"loud={folder / 'loud'}", f"quiet={folder / 'quiet'}")
+    with LLM(str(folder / "base"), lora=lora, max_loras=1, deterministic=True) as llm:
+        yield llm
+
+
+def test_each_prompt_with_its_own_adapter(llm: LLM, folder: Path) -> None:
+    """More adapters than slots: they take turns."""
+    names = ["loud", None, "quiet", "loud"]
+    together = [output.text for output in llm.generate(["Hello there"] * 4, GREEDY, adapter=names)]
+    alone = [llm.generate("Hello there", GREEDY, adapter=name)[0].text for name in names]
+    assert together == alone
+    assert together[0] == together[3]
+    assert len(set(together)) == 3
+    with LLM(str(folder / "base"), deterministic=True) as plain:
+        assert plain.generate("Hello there", GREEDY)[0].text == together[1]
+
+
+def test_an_unknown_adapter(llm: LLM) -> None:
+    with pytest.raises(UnknownModelError, match=r"'loader' is not served here; served are: .*loud, quiet"):
+        llm.generate("Hello there", GREEDY, adapter="loader")
+
+
+def test_adapters_where_there_are_none(folder: Path) -> None:
+    with (
+        LLM(str(folder / "base")) as plain,
+        pytest.raises(UnsupportedFeatureError, match="no LoRA adapters are enabled"),
+    ):
+        plain.generate("Hello there", GREEDY, adapter="loud")

@@ -1,0 +1,52 @@
+"""Random LoRA adapters, written and applied by peft: the other side of every comparison."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.checkpoints import oracle
+from torch import Tensor
+
+
+def peft_model(checkpoint: Path, seed: int = 0, *, size: float = 0.1, **config: Any) -> Any:
+    """The checkpoint with an adapter of random matrices; peft itself begins with a B of zeros."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(oracle(checkpoint), LoraConfig(**config)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=size)
+    return model
+
+
+def save_adapter(model: Any, folder: Path) -> Path:
+    """Saves a model's adapter as peft does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+    return folder
+
+
+def write_adapter(checkpoint: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
+    """A random adapter for a checkpoint; on all linear layers, with rank 4, unless told otherwise."""
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return save_adapter(peft_model(checkpoint, seed, **settings | config), folder)
+
+
+def peft_logits(checkpoint: Path, adapter: Path, tokens: list[int]) -> Tensor:  # [T, V]
+    """Logits behind every token of one sequence, as peft computes them with what it reads from the disk."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(oracle(checkpoint), str(adapter)).eval()
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([tokens])).logits[0].float()
+    return logits
