@@ -1,0 +1,122 @@
+"""Writing grammars in the notation that xgrammar compiles: literals, classes of characters, named rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.errors import InputError
+
+MAX_RULES = 20_000
+LAST_CHARACTER = 0x10FFFF
+NOTHING = '""'
+
+Ranges = Sequence[tuple[int, int]]  # code points, both ends included, ascending and apart
+ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, LAST_CHARACTER))  # what UTF-8 can write
+
+
+class Rules:
+    """The rules of a grammar. Equal bodies share a rule; names tell what a rule is for."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._bodies
+
+    def add(self, purpose: str, body: str) -> str:
+        """The name of a rule with this body."""
+        name = self._names.get(body)
+        if name is None:
+            name = self.reserve(purpose)
+            self._names[body] = name
+            self._bodies[name] = body
+        return name
+
+    def reserve(self, purpose: str) -> str:
+        """A name whose body comes later, by `define`: so rules refer to themselves."""
+        if len(self._bodies) >= MAX_RULES:
+            raise InputError(f"the grammar needs more than {MAX_RULES} rules: make it smaller or flatter")
+        name = f"{purpose}_{len(self._bodies)}"
+        self._bodies[name] = NOTHING
+        return name
+
+    def define(self, name: str, body: str) -> None:
+        """Gives a reserved name its body."""
+        self._bodies[name] = body
+
+    def text(self, root: str) -> str:
+        """The grammar, ``root`` the expression that the whole output must match."""
+        lines = [f"{name} ::= {body}" for name, body in self._bodies.items()]
+        return "\n".join([f"root ::= {root}", *lines, ""])
+
+
+def literal(text: str) -> str:
+    """The text itself."""
+    return '"' + "".join(map(_escaped, text)) + '"' if text else NOTHING
+
+
+def char_class(ranges: Ranges) -> str:
+    """One character of these; there must be some."""
+    assert ranges, "a class without characters matches nothing"
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return literal(chr(ranges[0][0]))
+    parts = (_code(low) if low == high else f"{_code(low)}-{_code(high)}" for low, high in ranges)
+    return f"[{''.join(parts)}]"
+
+
+def sequence(*parts: str) -> str:
+    """One behind the other."""
+    return " ".join(part for part in parts if part != NOTHING) or NOTHING
+
+
+def choice(alternatives: Iterable[str]) -> str:
+    """One of them; there must be some."""
+    unique = list(dict.fromkeys(alternatives))
+    assert unique, "a choice of nothing"
+    return unique[0] if len(unique) == 1 else f"({' | '.join(unique)})"
+
+
+def repeated(part: str, least: int, most: int | None) -> str:
+    """``least`` to ``most`` times, None without an end."""
+    if most == 0 or part == NOTHING:
+        return NOTHING
+    if (least, most) == (1, 1):
+        return part
+    times = {(0, 1): "?", (0, None): "*", (1, None): "+"}.get((least, most))
+    bounds = "" if most is None else str(most)
+    return f"({part}){times or (f'{{{least}}}' if least == most else f'{{{least},{bounds}}}')}"
+
+
+def without(ranges: Ranges, removed: Ranges) -> list[tuple[int, int]]:
+    """The characters of ``ranges`` that are not among ``removed``."""
+    result = list(ranges)
+    for low, high in removed:
+        result = [
+            part
+            for first, last in result
+            for part in ((first, min(last, low - 1)), (max(first, high + 1), last))
+            if part[0] <= part[1]
+        ]
+    return sorted(set(result))
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in order and apart."""
+    result: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if result and low <= result[-1][1] + 1:
+            result[-1] = (result[-1][0], max(high, result[-1][1]))
+        else:
+            result.append((low, high))
+    return result
+
+
+def _escaped(character: str) -> str:
+    return character if character.isascii() and character.isalnum() else _code(ord(character))
+
+
+def _code(point: int) -> str:
+    if 0xD800 <= point <= 0xDFFF:
+        raise InputError(f"the grammar has a lone surrogate, U+{point:04X}, which no text can have")
+    return f"\\u{point:04x}" if point < 0x10000 else f"\\U{point:08x}"

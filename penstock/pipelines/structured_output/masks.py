@@ -1,0 +1,153 @@
+"""Which tokens a context's grammar allows next: asked of its matcher, which is left where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.pipelines.core import TextContext
+
+if TYPE_CHECKING:
+    import xgrammar as xgr
+
+
+def grammar_bitmask(
+    contexts: Sequence[TextContext],
+    sequences: np.ndarray,  # [R]: which context a row belongs to; the rows of one stand together
+    vocabulary: int,
+    drafts: Sequence[Sequence[int]] | None = None,
+) -> Tensor | None:  # [R, ceil(V / 32)] int32
+    """The tokens that each row's grammar allows next, a bit a token; None where no context has a grammar.
+
+    The first row of a context is for its next token, each later one for the token after one draft more.
+    Ids that the tokenizer has no token for (a padded vocabulary) are not allowed in rows with a grammar.
+    Rows behind a draft that the grammar refuses, or behind one that ends the output, are never sampled
+    from: they allow everything.
+    """
+    if all(context.matcher is None for context in contexts):
+        return None
+    bitmask = torch.full((len(sequences), -(-vocabulary // 32)), -1, dtype=torch.int32)
+    firsts = np.flatnonzero(np.diff(sequences, prepend=-1))
+    for first in firsts.tolist():
+        index = int(sequences[first])
+        matcher = contexts[index].matcher
+        if matcher is None or matcher.is_terminated():
+            continue
+        matcher.fill_next_token_bitmask(bitmask, first)
+        if drafts is not None and drafts[index]:
+            with _restored(matcher) as walk:
+                for row, token in enumerate(drafts[index], first + 1):
+                    if not walk.accept(token) or matcher.is_terminated():
+                        break
+                    matcher.fill_next_token_bitmask(bitmask, row)
+    return bitmask
+
+
+def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int]:
+    """The next tokens of a context as long as its grammar allows exactly one, at most ``limit``.
+
+    A token that ends the output is never among them: whoever samples it ends the context as always.
+    ``vocabulary`` is that of the logits. The matcher is left where it was.
+    """
+    matcher = context.matcher
+    if matcher is None or limit <= 0 or matcher.is_terminated():
+        return []
+    ends = set(matcher.stop_token_ids)
+    tokens: list[int] = []
+    mask = _new_row(vocabulary)
+    with _restored(matcher) as walk:
+        while len(tokens) < limit:
+            if not _is_certain(matcher):
+                break
+            matcher.fill_next_token_bitmask(mask)
+            token = _only_token(_allowed_words(mask, vocabulary))
+            if token is None or token in ends or not walk.accept(token):
+                break
+            tokens.append(token)
+    return tokens
+
+
+def acceptable_drafts(context: TextContext, draft: list[int]) -> list[int]:
+    """The longest beginning of ``draft`` that the context's grammar accepts; all of it without a grammar.
+
+    A draft may end with a token that ends the output; nothing follows one. The matcher is left where it was.
+    """
+    matcher = context.matcher
+    if matcher is None:
+        return draft
+    accepted = 0
+    with _restored(matcher) as walk:
+        while accepted < len(draft) and not matcher.is_terminated() and walk.accept(draft[accepted]):
+            accepted += 1
+    return draft[:accepted]
+
+
+def must_end(context: TextContext, vocabulary: int) -> bool:
+    """Whether the context's grammar allows nothing but the end of the output.
+
+    Then the output ends, whatever ``min_new_tokens``, a bias or a list of tokens say.
+    """
+    matcher = context.matcher
+    if matcher is None or matcher.is_terminated() or not matcher.is_completed():
+        return False
+    mask = _new_row(vocabulary)
+    matcher.fill_next_token_bitmask(mask)
+    bits = np.unpackbits(_allowed_words(mask, vocabulary).view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist()).issubset(matcher.stop_token_ids)
+
+
+def _new_row(vocabulary: int) -> Tensor:  # [1, ceil(V / 32)] int32
+    return torch.empty((1, -(-vocabulary // 32)), dtype=torch.int32)
+
+
+def _is_certain(matcher: xgr.GrammarMatcher) -> bool:
+    """Whether the next byte is certain: cheap, and it rules out nearly every position for a certain token."""
+    try:
+        return bool(matcher.find_jump_forward_string())
+    except UnicodeDecodeError:  # certain bytes that are not a whole character
+        return True
+
+
+def _allowed_words(row: Tensor, vocabulary: int) -> np.ndarray:  # [ceil(V / 32)] uint32
+    """A filled row as words, in which the bits behind the vocabulary are cleared: they may be set."""
+    words: np.ndarray = row[0].numpy().view(np.uint32)
+    if vocabulary % 32:
+        words[-1] &= np.uint32((1 << vocabulary % 32) - 1)
+    return words
+
+
+def _only_token(words: np.ndarray) -> int | None:
+    """The one token of a row; None where there are more, or none."""
+    places = np.flatnonzero(words)
+    if len(places) != 1:
+        return None
+    word = int(words[places[0]])
+    return None if word & (word - 1) else int(places[0]) * 32 + word.bit_length() - 1
+
+
+class _Walk:
+    """Steps ahead that are taken back at the end."""
+
+    def __init__(self, matcher: xgr.GrammarMatcher) -> None:
+        self._matcher = matcher
+        self.length = 0
+
+    def accept(self, token: int) -> bool:
+        accepted = bool(self._matcher.accept_token(token))
+        self.length += accepted
+        return accepted
+
+
+@contextmanager
+def _restored(matcher: xgr.GrammarMatcher) -> Iterator[_Walk]:
+    walk = _Walk(matcher)
+    try:
+        yield walk
+    finally:
+        if walk.length:
+            matcher.rollback(walk.length)

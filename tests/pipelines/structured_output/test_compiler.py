@@ -1,0 +1,229 @@
+"""Compilation beside the model: limits, refusals, what is kept, and the matchers that contexts get."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from support.grammars import EOS, context_for, new_compiler, wait
+
+from penstock.errors import InputError, PenstockError, UnavailableError, UnsupportedFeatureError
+from penstock.pipelines.core import Grammar, SamplingParams, TextContext
+from penstock.pipelines.grammars import sources
+from penstock.pipelines.structured_output import compiler
+
+
+def accepts(context: TextContext, text: str) -> bool:
+    matcher = context.matcher
+    assert matcher is not None
+    return all(map(matcher.accept_token, text.encode())) and bool(matcher.is_completed())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "inside", "outside"),
+    [
+        ("json_schema", {"type": "integer"}, "12", "1.2"),
+        ("json_object", "", '{"a": [1]}', "[1]"),
+        ("regex", "a+(?:b|c)", "aab", "aabc"),
+        ("choice", ["yes", "no!\n"], "no!\n", "maybe"),
+        ("ebnf", 'root ::= "a" root | "b"', "aab", "aa"),
+        (
+            "structural_tag",
+            {
+                "type": "structural_tag",
+                "format": {
+                    "type": "sequence",
+                    "elements": [
+                        {"type": "const_string", "value": "<call>"},
+                        {"type": "json_schema", "json_schema": {"type": "integer", "minimum": 5}},
+                        {"type": "regex", "pattern": "[ab]?"},
+                        {"type": "json_schema", "json_schema": {"type": "string", "maxLength": 1}},
+                    ],
+                },
+            },
+            '<call>5a"é"',
+            "<call>4",
+        ),
+    ],
+)
+def test_every_kind_of_grammar(kind: str, text: Any, inside: str, outside: str) -> None:
+    grammars = new_compiler()
+    assert accepts(wait(grammars, context_for(kind, text)), inside)
+    assert not accepts(wait(grammars, context_for(kind, text)), outside)
+
+
+def test_the_matcher_stands_behind_generated_tokens() -> None:
+    context = wait(new_compiler(), context_for("regex", "abc", generated=b"ab"))
+    context.update(ord("c"))
+    context.update(EOS)
+    assert context.is_done
+    with pytest.raises(InputError, match="token 120, number 0"):
+        wait(new_compiler(), context_for("regex", "abc", generated=b"x"))
+
+
+def test_each_matcher_has_the_ends_of_its_context() -> None:
+    grammars = new_compiler()
+    first = wait(grammars, context_for("regex", "a", eos_token_ids={7, 9}))
+    second = wait(grammars, context_for("regex", "a", eos_token_ids=set()))
+    assert first.matcher is not None
+    assert second.matcher is not None
+    assert sorted(first.matcher.stop_token_ids) == [7, 9]
+    assert second.matcher.stop_token_ids == [EOS]
+
+
+def test_without_a_token_that_ends_the_output_a_grammar_is_refused() -> None:
+    context = context_for(
+        "regex", "a", eos_token_ids=set(), ignore_eos=True, sampling_params=SamplingParams(ignore_eos=True)
+    )
+    with pytest.raises(UnsupportedFeatureError, match="ignore_eos"):
+        new_compiler().ready(context)
+
+
+def test_no_grammar_is_ready_at_once() -> None:
+    context = TextContext(prompt=[1], max_length=5, tokens=np.array([1]))
+    assert new_compiler().ready(context)
+    assert context.matcher is None
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Grammar] = []
+    original = compiler.grammar_source
+
+    def counting(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+        compiled.append(grammar)
+        return original(grammar, **options)
+
+    monkeypatch.setattr(compiler, "grammar_source", counting)
+    grammars = new_compiler(cache_size=12_000)
+    for text in ("a", "b", "a", "a"):
+        wait(grammars, context_for("regex", text))
+    assert [grammar.text for grammar in compiled] == ["a", "b"]
+    for number in range(12):
+        wait(grammars, context_for("regex", f"x{number}"))
+    assert grammars.num_kept_bytes <= 12_000
+    wait(grammars, context_for("regex", "a"))
+    assert compiled[-1].text == "a"
+
+
+ENDLESS_NEST = {"type": "array", "items": {}}
+for _ in range(300):
+    ENDLESS_NEST = {"type": "array", "items": ENDLESS_NEST}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "(((a{1,100}){1,100}){1,100}){1,100}"),
+        ("regex", "(a|a)*(a|aa)*(b|a)*c"),
+        ("regex", "(" * 5000 + "a" + ")" * 5000),
+        ("regex", "(a|b)*" * 500),
+        ("regex", "[ab]{100000}"),
+        ("regex", "a{1,9999999}"),
+        ("regex", r"(a)\1"),
+        ("regex", ""),
+        ("ebnf", 'root ::= root "a" | "b"'),
+        ("ebnf", 'root ::= root "a"'),
+        ("ebnf", "root ::= root"),
+        ("ebnf", 'root ::= ("" | root)*'),
+        ("ebnf", 'root ::= "a" root root root | ""'),
+        ("ebnf", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
+        ("ebnf", ""),
+        ("ebnf", "root ::= nothing"),
+        ("ebnf", "(((("),
+        ("json_schema", '{"items":' * 10_000 + "{}" + "}" * 10_000),
+        ("json_schema", ENDLESS_NEST),
+        ("json_schema", {"$ref": "#"}),
+        (
+            "json_schema",
+            {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        ),
+        ("json_schema", {"type": "string", "maxLength": 10**9}),
+        ("json_schema", {"type": "string", "minLength": 10**9}),
+        ("json_schema", {"type": "array", "minItems": 10**9}),
+        ("json_schema", {"type": "integer", "minimum": -(10**30), "maximum": 10**30}),
+        ("json_schema", {"enum": [f"value {number}" for number in range(900_000)]}),
+        ("json_schema", {"enum": [f"value {number}" for number in range(5000)]}),
+        ("json_schema", {"oneOf": [{"const": number} for number in range(1500)]}),
+        (
+            "json_schema",
+            {"allOf": [{"anyOf": [{"minLength": i}, {"maxLength": j}]} for i in range(9) for j in range(9)]},
+        ),
+        ("json_schema", {"pattern": "^(a+)+$", "enum": ["a" * 60 + "!", "a"]}),
+        ("json_schema", {"properties": {f"p{number}": {} for number in range(300)}}),
+        ("json_schema", "{"),
+        ("json_schema", ""),
+        ("json_schema", "false"),
+        ("json_schema", "true"),
+        ("json_schema", "{}"),
+        ("json_schema", '{"const": NaN}'),
+        ("choice", "[]"),
+        ("choice", "{}"),
+        ("choice", [""]),
+        ("structural_tag", "{}"),
+        ("structural_tag", "[]"),
+        (
+            "structural_tag",
+            {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}},
+        ),
+        ("structural_tag", {"type": "structural_tag", "format": {"type": "token", "token": "<none>"}}),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_every_grammar_gets_an_answer(kind: str, text: Any) -> None:
+    grammars = new_compiler(compile_timeout=5.0)
+    try:
+        context = wait(grammars, context_for(kind, text))
+    except InputError:
+        assert grammars.ready(TextContext(prompt=[1], max_length=5, tokens=np.array([1])))
+    else:
+        assert context.matcher is not None
+
+
+def test_one_that_takes_too_long_is_refused_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on = threading.Event()
+    original = compiler.grammar_source
+
+    def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+        if grammar.text.startswith("slow"):
+            going_on.wait(60)
+        return original(grammar, **options)
+
+    monkeypatch.setattr(compiler, "grammar_source", slow)
+    grammars = new_compiler(compile_timeout=0.2)
+    try:
+        assert not grammars.ready(context_for("regex", "slow"))
+        wait(grammars, context_for("regex", "quick"))
+        with pytest.raises(InputError, match=r"not compiled within 0\.2 s"):
+            grammars.ready(context_for("regex", "slow"))  # remembered
+        with pytest.raises(InputError, match="not compiled"):
+            wait(grammars, context_for("regex", "slow 2"))
+        with pytest.raises(UnavailableError, match="2 grammars"):
+            wait(grammars, context_for("regex", "other"))
+        wait(grammars, context_for("regex", "quick"))  # was kept
+    finally:
+        going_on.set()
+    end = time.monotonic() + 30
+    while True:
+        try:
+            wait(grammars, context_for("regex", "other"))
+            return
+        except UnavailableError:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_what_is_too_large_is_refused_at_once() -> None:
+    with pytest.raises(InputError, match="11 characters, more than the 10"):
+        new_compiler(max_size=10).ready(context_for("regex", "a" * 11))
+
+
+def test_errors_name_what_is_wrong_and_no_source_files() -> None:
+    grammars = new_compiler()
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(PenstockError) as caught:
+            wait(grammars, context_for("ebnf", "root ::= nothing"))
+        assert "nothing" in str(caught.value)
+        assert ".cc" not in str(caught.value)

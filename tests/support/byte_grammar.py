@@ -1,0 +1,54 @@
+"""Grammars over bytes: one token a byte, so that what is accepted and what can be written is easy to ask."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import numpy as np
+import torch
+import xgrammar as xgr
+
+END = 256
+_CLOSERS = [ord(letter) for letter in '"]}']
+
+
+@cache
+def _compiler() -> xgr.GrammarCompiler:
+    tokens = [*(bytes([byte]) for byte in range(256)), b"<end>"]
+    info = xgr.TokenizerInfo(tokens, xgr.VocabType.RAW, vocab_size=257, stop_token_ids=[END])
+    return xgr.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def compiled(ebnf: str) -> xgr.CompiledGrammar:
+    return _compiler().compile_grammar(ebnf)
+
+
+def accepts(grammar: xgr.CompiledGrammar, text: str) -> bool:
+    matcher = xgr.GrammarMatcher(grammar)
+    return all(map(matcher.accept_token, text.encode())) and matcher.is_completed()
+
+
+def walk(grammar: xgr.CompiledGrammar, seed: int, patience: int = 60) -> str:
+    """A random text of the grammar: uniform among what is allowed, after a while drawn to an end."""
+    choose = random.Random(seed)
+    matcher = xgr.GrammarMatcher(grammar)
+    mask = torch.empty((1, 9), dtype=torch.int32)
+    written = bytearray()
+    while True:
+        matcher.fill_next_token_bitmask(mask)
+        bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits[:257]).tolist()  # what pads the last word says nothing
+        assert allowed, f"a dead end behind {bytes(written)!r}"
+        token = choose.choice(allowed)
+        if len(written) > patience:
+            closers = [end for end in _CLOSERS if end in allowed]
+            if END in allowed:
+                token = END
+            elif closers and choose.random() < 0.8:
+                token = choose.choice(closers)
+        assert len(written) < 5000, f"no end: {bytes(written)[:200]!r}"
+        if token == END:
+            return written.decode()
+        assert matcher.accept_token(token)
+        written.append(token)

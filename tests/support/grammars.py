@@ -1,0 +1,37 @@
+"""Contexts with a grammar, over the tokenizer whose tokens are bytes."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+
+from penstock.pipelines.config import StructuredOutputConfig
+from penstock.pipelines.core import Grammar, TextContext
+from penstock.pipelines.structured_output import GrammarCompiler
+from penstock.testing import FakeTokenizer
+
+EOS = FakeTokenizer.EOS
+
+
+def new_compiler(**config: Any) -> GrammarCompiler:
+    return GrammarCompiler(FakeTokenizer(), EOS + 1, config=StructuredOutputConfig(**config))
+
+
+def context_for(kind: str, text: Any = "", *, generated: bytes = b"", **fields: Any) -> TextContext:
+    grammar = Grammar(kind, text if isinstance(text, str) else json.dumps(text))  # type: ignore[arg-type]
+    fields.setdefault("eos_token_ids", {EOS})
+    context = TextContext(prompt=[1], max_length=500, tokens=np.array([1]), grammar=grammar, **fields)
+    for token in generated:
+        context.update(token)
+    return context
+
+
+def wait(grammars: GrammarCompiler, context: TextContext) -> TextContext:
+    end = time.monotonic() + 60
+    while not grammars.ready(context):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return context
