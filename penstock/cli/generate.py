@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import config_from_flags, config_options
+from penstock.cli.options import config_from_flags, config_options, print_settings
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
     from penstock.answers import GenerationOutput, TextStream
     from penstock.llm import LLM
-    from penstock.pipelines.config import PipelineConfig
-    from penstock.pipelines.core import SamplingParams
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -43,9 +44,24 @@ DEFAULT_MAX_NEW_TOKENS = 256
     "--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on where the model would end the text.")
+@click.option("--n", type=click.IntRange(min=1), default=1, help="This many answers, printed at the end.")
+@click.option(
+    "--num-beams",
+    type=click.IntRange(min=1),
+    help="Search for the most probable text with this many beams, instead of sampling.",
+)
+@click.option(
+    "--json-schema",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The output is JSON, and valid by the schema in this file.",
+)
+@click.option(
+    "--logprobs",
+    type=click.IntRange(min=0),
+    help="Report log probabilities, and those of this many top tokens; needs --json.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when all is done.")
 @click.option("--verbose", is_flag=True, help="Print how the memory was shared out, on standard error.")
-@click.option("--print-config", is_flag=True, help="Print every setting and where it came from; do nothing.")
 @config_options
 def command(
     prompt: str | None,
@@ -59,6 +75,10 @@ def command(
     seed: int | None,
     stop: tuple[str, ...],
     ignore_eos: bool,
+    n: int,
+    num_beams: int | None,
+    json_schema: Path | None,
+    logprobs: int | None,
     as_json: bool,
     verbose: bool,
     print_config: bool,
@@ -72,11 +92,16 @@ def command(
     start = time.perf_counter()
     config = config_from_flags(flags)
     if print_config:
-        _print_config(config)
+        print_settings(config.describe())
         return
     text = _checked_prompt(prompt)
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
+    if logprobs is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json: beside text there is no place for them")
+    sampling = (temperature, top_k, top_p, min_p, seed, stop or None, chat or None, json_schema, logprobs)
+    if num_beams is not None and any(value is not None for value in sampling):
+        raise click.UsageError("--num-beams goes with --n, --max-new-tokens and --ignore-eos alone")
     _check_utf8("--system", system or "")
     _check_utf8("--stop", "".join(stop))
     params = config.default_sampling_params(
@@ -95,13 +120,30 @@ def command(
         loaded = time.perf_counter() - start
         if verbose:
             _print_memory_plan(llm)
-        with closing(_stream(llm, text, params, chat=chat, system=system)) as stream:
+        what: dict[str, Any] = {"response_format": _response_format(json_schema), "logprobs": logprobs}
+        if num_beams is not None:
+            beams = partial(llm.beam_search, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+            search = partial(beams, [text], num_beams=num_beams, num_return_sequences=n)
+            _print_several(*_timed(search), loaded, as_json=as_json)
+            return  # beams look at every token: nothing is drafted
+        messages = _messages(text, system) if chat else None
+        if n > 1:
+            answers = partial(llm.chat, [messages]) if messages else partial(llm.generate, [text])
+            outputs, seconds = _timed(partial(answers, params, n=n, **what))
+            _print_several(outputs, seconds, loaded, as_json=as_json, more=_speculation(llm))
+            if verbose:
+                _print_speculation(llm)
+            return
+        prompt = None if messages else text
+        with closing(llm.stream(prompt, params, messages=messages, **what)) as stream:
             timings = _run(stream, loaded, silent=as_json)
             output = stream.output
-    if as_json:
-        click.echo(json.dumps(_as_json(output, timings), ensure_ascii=False))
-    else:
-        click.echo(f"penstock: {timings.summary(output.num_generated_tokens)}", err=True)
+        if as_json:
+            click.echo(json.dumps(_as_json(output, timings) | _speculation(llm), ensure_ascii=False))
+        else:
+            click.echo(f"penstock: {timings.summary(output.num_generated_tokens)}", err=True)
+        if verbose:
+            _print_speculation(llm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +171,52 @@ class Timings:
         )
 
 
-def _stream(llm: LLM, text: str, params: SamplingParams, *, chat: bool, system: str | None) -> TextStream:
-    if not chat:
-        return llm.stream(text, params)
+def _messages(text: str, system: str | None) -> list[Any]:
     roles = [("system", system)] if system is not None else []
-    messages: list[Any] = [{"role": role, "content": content} for role, content in [*roles, ("user", text)]]
-    return llm.stream(messages=messages, sampling_params=params)
+    return [{"role": role, "content": content} for role, content in [*roles, ("user", text)]]
+
+
+def _response_format(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        return {"type": "json_schema", "json_schema": json.loads(path.read_text("utf-8"))}
+    except ValueError as error:
+        raise InputError(f"{path} is not a JSON schema: {error}") from error
+
+
+def _timed(generate: Callable[[], list[GenerationOutput]]) -> tuple[list[GenerationOutput], float]:
+    """The outputs, and the seconds that all of them took."""
+    start = time.perf_counter()
+    return generate(), time.perf_counter() - start
+
+
+def _print_several(
+    outputs: list[GenerationOutput],
+    seconds: float,
+    loaded: float,
+    *,
+    as_json: bool,
+    more: dict[str, Any] | None = None,
+) -> None:
+    num_generated = sum(output.num_generated_tokens for output in outputs)
+    speed = num_generated / max(seconds, 1e-9)
+    if as_json:
+        several = {
+            "outputs": [{"index": output.index, **_output_as_json(output)} for output in outputs],
+            "usage": _usage(outputs),
+            "timings": {"load_s": round(loaded, 4), "tokens_per_s": round(speed, 2)},
+            **(more or {}),
+        }
+        click.echo(json.dumps(several, ensure_ascii=False))
+        return
+    for output in outputs:
+        click.echo(f"[{output.index}] {output.text}")
+    click.echo(
+        f"penstock: loaded in {loaded:.2f} s, {len(outputs)} outputs of together {num_generated} tokens "
+        f"at {speed:.1f} tokens/s",
+        err=True,
+    )
 
 
 def _run(stream: TextStream, loaded: float, *, silent: bool) -> Timings:
@@ -153,21 +235,41 @@ def _run(stream: TextStream, loaded: float, *, silent: bool) -> Timings:
 
 
 def _as_json(output: GenerationOutput, timings: Timings) -> dict[str, Any]:
-    num_prompt, num_generated = len(output.prompt_token_ids), output.num_generated_tokens
+    num_generated = output.num_generated_tokens
     return {
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_generated,
-            "total_tokens": num_prompt + num_generated,
-        },
+        **_output_as_json(output),
+        "usage": _usage([output]),
         "timings": {
             "load_s": round(timings.load, 4),
             "time_to_first_token_s": round(timings.first_token, 4),
             "tokens_per_s": round(timings.tokens_per_second(num_generated), 2),
         },
+    }
+
+
+def _output_as_json(output: GenerationOutput) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+    }
+    if output.score is not None:
+        shown["score"] = output.score
+    rows = output.log_probabilities
+    if rows is not None:
+        shown["token_log_probabilities"] = rows.token_log_probabilities
+        shown["top_log_probabilities"] = rows.top_log_probabilities
+    return shown
+
+
+def _usage(outputs: list[GenerationOutput]) -> dict[str, int]:
+    """Tokens of one prompt, which counts once, and of all its outputs."""
+    num_prompt = len(outputs[0].prompt_token_ids)
+    num_generated = sum(output.num_generated_tokens for output in outputs)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
     }
 
 
@@ -199,20 +301,25 @@ def _standard_input() -> str:
         raise InputError(f"standard input is not valid UTF-8, at byte {error.start}") from None
 
 
-def _print_config(config: PipelineConfig) -> None:
-    rows = [(name, _shown(value), source) for name, value, source in config.describe()]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    for name, value, source in rows:
-        click.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {source}")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _print_memory_plan(llm: LLM) -> None:
     from rich.console import Console
 
     Console(stderr=True).print(llm.pipeline.memory_plan.table())
+
+
+def _speculation(llm: LLM) -> dict[str, Any]:
+    """What drafts were good for, as a part of the JSON object; empty where nobody drafts."""
+    stats = llm.pipeline.speculation_stats
+    is_wanted = llm.config.speculative.method is not None or stats.num_forced > 0
+    return {"speculation": stats.summary()} if is_wanted else {}
+
+
+def _print_speculation(llm: LLM) -> None:
+    stats = llm.pipeline.speculation_stats
+    if _speculation(llm):
+        click.echo(
+            f"penstock: {stats.num_accepted} of {stats.num_proposed} drafted tokens accepted "
+            f"({stats.acceptance_rate:.0%}), {stats.mean_tokens:.2f} tokens a verified step, "
+            f"{stats.num_forced} tokens forced by a grammar",
+            err=True,
+        )

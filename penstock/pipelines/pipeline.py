@@ -1,36 +1,41 @@
 """`TextGenerationPipeline`: a batch of contexts in, tokens out.
 
-A call goes: claim and reserve cache blocks, prepare inputs, then ``num_steps`` times forward and sample,
-then hand the tokens to the contexts and commit full blocks to the prefix cache. Contexts change only
-after the last forward has returned.
+A call goes: claim and reserve cache blocks, draft tokens where somebody can, prepare inputs, then
+``num_steps`` times forward and sample (`penstock.pipelines.step`), then hand the tokens to the contexts and
+commit full blocks to the prefix cache. Contexts change only after the last forward has returned.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from time import perf_counter
 from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from penstock.driver import load_devices
 from penstock.engine import InferenceSession
-from penstock.errors import InputError, InsufficientBlocksError, UnsupportedFeatureError
+from penstock.errors import (
+    InputError,
+    InsufficientBlocksError,
+    PenstockError,
+    RequestFailedError,
+    UnsupportedFeatureError,
+)
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import (
-    LogProbabilities,
     TextContext,
     TextGenerationResponse,
     TextGenerationStatus,
     TextResponse,
     TTSContext,
 )
-from penstock.pipelines.kv_cache import KVCache, KVCacheManager, NullKVCache
+from penstock.pipelines.kv_cache import KVCache, NullKVCache
+from penstock.pipelines.memory import MOST_DRAFT_ROWS
 from penstock.pipelines.model import KVCacheMixin, ModelInputs, ModelOutputs, PipelineModel
-from penstock.pipelines.sampling import Sampler, apply_penalties, mask_min_tokens
-from penstock.pipelines.speculative import DraftProposer, accept
-from penstock.pipelines.structured_output import grammar_bitmask
+from penstock.pipelines.sampling import check_logit_rules
+from penstock.pipelines.speculative import DraftProposer, DraftWidth, SpeculationStats
+from penstock.pipelines.step import Forwards, Sampled
+from penstock.pipelines.structured_output import GrammarCompiler, acceptable_drafts, forced_tokens
 
 __all__ = [
     "KVCacheMixin",
@@ -39,6 +44,10 @@ __all__ = [
     "PipelineModel",
     "TextGenerationPipeline",
 ]
+
+_logger = logging.getLogger(__name__)
+_LONGEST_JUMP = 64
+"""Most tokens that a grammar may force in one go."""
 
 
 class TextGenerationPipeline:
@@ -50,6 +59,8 @@ class TextGenerationPipeline:
         eos_token_id: ends contexts that bring no end-of-sequence ids of their own (unless they ignore it);
             None where the tokenizer names none.
         proposer: drafts tokens for the model to verify.
+        widths: how many it may draft; without it as many as it likes.
+        grammars: compiles the grammars of contexts, see `ready`; without it they come with a matcher.
     """
 
     def __init__(
@@ -59,10 +70,18 @@ class TextGenerationPipeline:
         eos_token_id: int | None,
         *,
         proposer: DraftProposer | None = None,
+        widths: DraftWidth | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.config = pipeline_config
         self.eos_token_id = eos_token_id
         self.proposer = proposer
+        self.widths = widths
+        self.grammars = grammars
+        self.speculation_stats = SpeculationStats()
+        self.failures: dict[str, PenstockError] = {}
+        """Requests that a fault of ours ended in `execute`, and why: they have no output there. Whoever has
+        answered a request takes it out (``pop``) and releases its context."""
         self.session = InferenceSession(
             load_devices(pipeline_config.model.devices),
             deterministic=pipeline_config.deterministic,
@@ -78,6 +97,18 @@ class TextGenerationPipeline:
                 self.session,
                 self.memory_plan.kv_cache_size if planned else self.model.estimate_memory_footprint(),
             )
+        self._forwards = Forwards(self.model, self.session, self.kv)
+
+    def ready(self, context: TextContext) -> bool:
+        """Whether a context may run: its grammar is compiled and its adapter can be loaded. Asking starts it.
+
+        Raises:
+            PenstockError: it never will.
+        """
+        if self.grammars is not None and not self.grammars.ready(context):
+            return False
+        adapters = self.model.lora_manager  # asked last: where it says yes, it keeps room for the context
+        return adapters is None or adapters.ready(context)
 
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
@@ -87,6 +118,9 @@ class TextGenerationPipeline:
         Whole prompts, prompt chunks (``active_idx < end_idx``; they yield no token) and single tokens may
         stand side by side. Fewer steps run where a context would outgrow its maximum length or needs a
         look at each token: chunks, grammars, penalties, log probabilities, drafts.
+
+        A context on which something goes wrong after the forward is missing in what is returned and stands
+        in `failures`; the others have their tokens.
 
         Raises:
             InputError: a context cannot be served; no context has changed.
@@ -99,17 +133,25 @@ class TextGenerationPipeline:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
         contexts = list(batch.values())
         self._check(contexts)
-        drafts = self._propose(contexts)
+        for context in contexts:
+            self.kv.claim(context)
+            self.kv.reserve(context)
+        start = perf_counter()
+        drafts, is_forced = self._drafts(contexts)
+        proposed = perf_counter()
         num_steps = 1 if any(drafts) else self._num_steps(contexts, num_steps)
-        drafts, num_steps = self._reserve(contexts, drafts, num_steps)
+        drafts, num_steps = self._reserve_ahead(contexts, drafts, num_steps)
         for context in contexts:
             if self.eos_token_id is not None and not (context.eos_token_ids or context.ignore_eos):
                 context.eos_token_ids.add(self.eos_token_id)
-        sampled, log_probabilities = self._run(contexts, drafts, num_steps)
-        responses = {}
-        for i, (request_id, context) in enumerate(batch.items()):
-            responses[request_id] = _advance(context, sampled[i], log_probabilities[i])
-            self.kv.commit(context)
+        is_timed = num_steps == 1 and all(context.active_length == 1 for context in contexts)
+        sampled = self._forwards.run(contexts, drafts, num_steps)
+        if is_timed and self.widths is not None:
+            num_rows, depth = len(contexts) + sum(map(len, drafts)), max(map(len, drafts))
+            self.widths.timed(len(contexts), num_rows, depth, perf_counter() - proposed, proposed - start)
+        responses = self._hand_over(batch, sampled)
+        if self.proposer is not None or any(drafts):
+            self._observe(contexts, drafts, is_forced, sampled)
         return responses
 
     def next_token(
@@ -128,101 +170,11 @@ class TextGenerationPipeline:
         ]
 
     def release(self, context: TextContext) -> None:
-        """Gives back the context's cache slot and blocks; twice is once."""
+        """Gives back the context's cache slot and blocks, and what others keep of it; twice is once."""
         self.kv.release(context)
-
-    def _reserve(
-        self, contexts: Sequence[TextContext], drafts: list[list[int]], num_steps: int
-    ) -> tuple[list[list[int]], int]:
-        """Slots and blocks for the batch; without drafts and in one step where there are too few for more."""
-        for context in contexts:
-            self.kv.claim(context)
-            self.kv.reserve(context)
-        try:
-            for context, draft in zip(contexts, drafts, strict=True):
-                self.kv.reserve(context, max(num_steps - 1, len(draft)))
-        except InsufficientBlocksError:  # all have what one step needs; some keep a block or two more
-            drafts, num_steps = [[] for _ in contexts], 1
-        return drafts, num_steps
-
-    def _run(
-        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_steps: int
-    ) -> tuple[list[list[int]], list[LogProbabilities | None]]:
-        """The forwards of one call: the tokens sampled for each context, and their log probabilities."""
-        sampler = Sampler.for_batch([context.sampling_params for context in contexts], self.device)
-        inputs = self._initial_inputs(contexts, drafts)
-        log_probabilities: list[LogProbabilities | None] = [None] * len(contexts)
-        columns: list[list[list[int]]] = []  # one per step: the tokens of each context
-        for step in range(num_steps):
-            outputs = self.model.execute(inputs)
-            tokens, sequences = self._sample(sampler, contexts, drafts, outputs, step)
-            columns.append(_by_sequence(tokens, sequences, len(contexts)))
-            if any(context.log_probabilities for context in contexts):
-                firsts = [column[0] for column in columns[-1]]  # where they are wanted there is no second
-                log_probabilities = self._log_probabilities(contexts, inputs, outputs, firsts)
-            if step + 1 < num_steps:
-                inputs = self.model.prepare_next_token_inputs(tokens, inputs)
-        if any(drafts):
-            accepted = [accept(draft, row) for draft, row in zip(drafts, columns[0], strict=True)]
-            return accepted, log_probabilities
-        return [[token for column in columns for token in column[i]] for i in range(len(contexts))], (
-            log_probabilities
-        )
-
-    def _sample(
-        self,
-        sampler: Sampler,
-        contexts: Sequence[TextContext],
-        drafts: Sequence[list[int]],
-        outputs: ModelOutputs,
-        step: int,
-    ) -> tuple[Tensor, np.ndarray]:  # [R] tokens, [R] sequences
-        """Samples behind each context's last row, and in place of each of its drafts."""
-        counts = np.array([len(draft) + 1 for draft in drafts])
-        sequences = np.arange(len(contexts)).repeat(counts)  # [R]
-        within = np.arange(len(sequences)) - (counts.cumsum() - counts).repeat(counts)
-        ends = np.array([context.active_idx for context in contexts])
-        positions = ends[sequences] + within + step
-        logits = _last_rows(outputs, counts)
-        logits = apply_penalties(logits, contexts, sequences)
-        logits = mask_min_tokens(logits, contexts, sequences, positions)
-        bitmask = grammar_bitmask(contexts, sequences, logits.shape[-1])
-        if bitmask is not None:
-            bitmask = bitmask.to(self.device)
-        return sampler(self.session.ops, logits, sequences, positions, bitmask), sequences
-
-    def _initial_inputs(self, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> Any:
-        kv = None
-        if isinstance(self.kv, KVCacheManager):
-            active = np.array([context.active_length for context in contexts])
-            kv = self.kv.inputs(contexts, counts=active + [len(draft) for draft in drafts])
-        wanted = [
-            context.active_length if _echoes(context) else len(draft) + 1
-            for context, draft in zip(contexts, drafts, strict=True)
-        ]
-        options: dict[str, Any] = {"drafts": drafts} if any(drafts) else {}
-        rows: Any = 1 if set(wanted) == {1} else wanted
-        return self.model.prepare_initial_token_inputs([contexts], kv, rows, **options)
-
-    def _log_probabilities(
-        self, contexts: Sequence[TextContext], inputs: Any, outputs: ModelOutputs, tokens: Sequence[int]
-    ) -> list[LogProbabilities | None]:
-        """Those of the sampled tokens; behind a prompt chunk stands the prompt's own next token."""
-        targets = [
-            int(context.all_tokens[context.active_idx]) if context.active_idx < context.end_idx else token
-            for context, token in zip(contexts, tokens, strict=True)
-        ]
-        try:
-            return self.model.compute_log_probabilities(
-                self.session,
-                inputs,
-                outputs,
-                torch.tensor(targets, device=self.device),
-                [context.log_probabilities or 0 for context in contexts],
-                [_echoes(context) for context in contexts],
-            )
-        except NotImplementedError as error:
-            raise UnsupportedFeatureError("log probabilities", str(error)) from error
+        for keeper in (self.proposer, self.widths, self.model.lora_manager):
+            if keeper is not None:
+                keeper.release(context)
 
     def _check(self, contexts: Sequence[TextContext]) -> None:
         """Refuses what cannot be served before anything has changed."""
@@ -238,13 +190,22 @@ class TextGenerationPipeline:
                 )
             if context.grammar is not None and context.matcher is None:
                 raise UnsupportedFeatureError(
-                    f"a {context.grammar.kind} grammar", "no matcher was compiled for it: call set_matcher"
+                    f"a {context.grammar.kind} grammar",
+                    "no matcher was compiled for it: call set_matcher"
+                    if self.grammars is None
+                    else "its matcher is still being compiled: wait until the pipeline says ready(context)",
                 )
             if context.current_length > self.model.max_seq_len:
                 raise InputError(
                     f"request {context.request_id} has {context.current_length} tokens, "
                     f"the model's maximum length is {self.model.max_seq_len}"
                 )
+            if self._forwards.vocabulary is not None:  # else sampling finds out
+                check_logit_rules(context, self._forwards.vocabulary)
+        if self.model.lora_manager is not None:
+            self.model.lora_manager.check(contexts)
+
+    # -- How far a call goes ----------------------------------------------------------------------------
 
     def _num_steps(self, contexts: Sequence[TextContext], num_steps: int) -> int:
         if any(_needs_each_token(context) for context in contexts):
@@ -255,25 +216,132 @@ class TextGenerationPipeline:
         """How many more tokens a context may get."""
         return min(self.model.max_seq_len, context.max_length) - context.current_length
 
-    def _propose(self, contexts: Sequence[TextContext]) -> list[list[int]]:
-        """Drafts for the contexts that can take them, no more than fit under their maximum length."""
+    def _drafts(self, contexts: Sequence[TextContext]) -> tuple[list[list[int]], list[bool]]:
+        """Drafts for the contexts that can take them, and whether a grammar forces them.
+
+        No more than fit under a context's maximum length, and under the size that steps are planned for.
+        """
+        drafts: list[list[int]] = [[] for _ in contexts]
+        if self.proposer is None and all(context.matcher is None for context in contexts):
+            return drafts, [False for _ in contexts]
+        rooms = self._rooms(contexts)
+        vocabulary = self._forwards.vocabulary or 0  # unknown before the first forward
+        for place, (context, room) in enumerate(zip(contexts, rooms, strict=True)):
+            if context.matcher is not None and vocabulary:
+                drafts[place] = forced_tokens(context, min(room, _LONGEST_JUMP), vocabulary)
+        is_forced = [bool(draft) for draft in drafts]
         if self.proposer is None:
-            return [[] for _ in contexts]
-        drafts = []
-        for context, draft in zip(contexts, self.proposer.propose(contexts), strict=True):
-            room = 0 if _needs_each_token(context) else max(self._room(context) - 1, 0)
-            drafts.append(draft[:room])
-        return drafts
+            return drafts, is_forced
+        rooms = [0 if forced else room for room, forced in zip(rooms, is_forced, strict=True)]
+        widths = rooms if self.widths is None else self.widths.widths(contexts, rooms)
+        proposals = self.proposer.propose(contexts, widths)
+        for place, (context, draft) in enumerate(zip(contexts, proposals, strict=True)):
+            if not is_forced[place]:
+                known = _known_tokens(draft[: widths[place]], vocabulary)
+                drafts[place] = acceptable_drafts(context, known)
+        return drafts, is_forced
+
+    def _rooms(self, contexts: Sequence[TextContext]) -> list[int]:
+        """The most drafts for each context: what the step can take is shared out evenly."""
+        num_rows = sum(context.active_length for context in contexts)
+        num_left = max(self.memory_plan.max_batch_input_tokens - num_rows, 0)
+        share = min(num_left, MOST_DRAFT_ROWS) // len(contexts)
+        return [
+            0 if context.active_idx < context.end_idx else max(min(self._room(context) - 1, share), 0)
+            for context in contexts
+        ]
+
+    def _reserve_ahead(
+        self, contexts: Sequence[TextContext], drafts: list[list[int]], num_steps: int
+    ) -> tuple[list[list[int]], int]:
+        """Blocks for what goes beyond one step; fewer drafts, or a single step, where there are too few."""
+        kept = []
+        for context, draft in zip(contexts, drafts, strict=True):
+            lookahead = max(num_steps - 1, len(draft))
+            while lookahead and not self._has_blocks(context, lookahead):
+                num_steps, lookahead = 1, min(len(draft), lookahead // 2)
+            kept.append(draft[:lookahead])
+        return kept, num_steps
+
+    def _has_blocks(self, context: TextContext, lookahead: int) -> bool:
+        try:
+            self.kv.reserve(context, lookahead)
+        except InsufficientBlocksError:
+            return False
+        return True
+
+    # -- After the forwards -----------------------------------------------------------------------------
+
+    def _hand_over(
+        self, batch: Mapping[str, TextContext], sampled: Sequence[Sampled]
+    ) -> dict[str, TextGenerationResponse]:
+        """Gives the contexts their tokens; what goes wrong with one ends that one."""
+        responses = {}
+        for (request_id, context), one in zip(batch.items(), sampled, strict=True):
+            try:
+                if one.fault is not None:
+                    raise FloatingPointError(one.fault)
+                _advance(context, one)
+                self._jump_ahead(context)
+                self.kv.commit(context)
+                responses[request_id] = _response(context)
+            except Exception as fault:
+                _logger.exception("request %s ended because of a fault", request_id)
+                context.update_status(TextGenerationStatus.CANCELLED)
+                reason = f": {one.fault}" if one.fault is not None else f" ({type(fault).__name__})"
+                self.failures[request_id] = RequestFailedError(
+                    f"request {request_id} was ended by a fault of the server{reason}; its log says more"
+                )
+        return responses
+
+    def _jump_ahead(self, context: TextContext) -> None:
+        """Appends the tokens that the grammar forces, to be computed together with the one before them.
+
+        Not where each token must be looked at (log probabilities, sequences that end the output): there they
+        are drafts, and never rejected.
+        """
+        if context.matcher is None or context.log_probabilities or context.eos_sequences:
+            return
+        is_over = _status(context).is_done or context.active_idx < context.end_idx
+        if is_over or not self._forwards.vocabulary:
+            return
+        room = self._room(context) - 1  # the token that reaches the maximum length is sampled
+        for token in forced_tokens(context, min(room, _LONGEST_JUMP), self._forwards.vocabulary):
+            context.jump_ahead(token)
+            self.speculation_stats.num_forced += 1
+            if _status(context).is_done:
+                break
+
+    def _observe(
+        self,
+        contexts: Sequence[TextContext],
+        drafts: Sequence[list[int]],
+        is_forced: Sequence[bool],
+        sampled: Sequence[Sampled],
+    ) -> None:
+        """Counts what became of the drafts, and tells those who made them."""
+        matching = [len(one.tokens) - 1 for one in sampled]
+        self.speculation_stats.num_forced += sum(
+            count for count, forced in zip(matching, is_forced, strict=True) if forced
+        )
+        drafts = [[] if forced else draft for draft, forced in zip(drafts, is_forced, strict=True)]
+        accepted = [count if draft else 0 for count, draft in zip(matching, drafts, strict=True)]
+        self.speculation_stats.count(drafts, accepted)
+        for observer in (self.proposer, self.widths):
+            if observer is not None:
+                observer.observe(contexts, drafts, accepted)
 
 
-def _advance(
-    context: TextContext, tokens: Sequence[int], log_probabilities: LogProbabilities | None
-) -> TextGenerationResponse:
+def _advance(context: TextContext, sampled: Sampled) -> None:
     """Hands the sampled tokens to the context until it ends; what was sampled beyond is dropped."""
-    for token in tokens:
-        context.update(token, log_probabilities)
+    for place, token in enumerate(sampled.tokens):
+        context.update(token, sampled.log_probabilities[place] if sampled.log_probabilities else None)
         if _status(context).is_done:
             break
+
+
+def _response(context: TextContext) -> TextGenerationResponse:
+    """What there is of a context to hand out."""
     outstanding = context.outstanding_completion_tokens()
     return TextGenerationResponse(
         [TextResponse(token, logs) for token, logs in outstanding], _status(context)
@@ -295,27 +363,7 @@ def _needs_each_token(context: TextContext) -> bool:
     )
 
 
-def _echoes(context: TextContext) -> bool:
-    return bool(context.log_probabilities) and context.log_probabilities_echo
-
-
-def _last_rows(outputs: ModelOutputs, counts: np.ndarray) -> Tensor:  # [R, V]
-    """The last ``counts [B]`` rows of logits of each sequence."""
-    if outputs.next_token_logits is not None and counts.max() == 1:
-        return outputs.next_token_logits
-    assert outputs.logits is not None, "the model returned no logits"
-    if counts.sum() == outputs.logits.shape[0]:
-        return outputs.logits
-    assert outputs.logit_offsets is not None, "logits of several rows need logit_offsets"
-    offsets = outputs.logit_offsets.cpu().numpy()
-    assert (np.diff(offsets) >= counts).all(), "the model returned fewer rows of logits than it was asked for"
-    ends = offsets[1:]
-    rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-    return outputs.logits[torch.from_numpy(rows).to(outputs.logits.device)]
-
-
-def _by_sequence(tokens: Tensor, sequences: np.ndarray, num_sequences: int) -> list[list[int]]:
-    result: list[list[int]] = [[] for _ in range(num_sequences)]
-    for sequence, token in zip(sequences.tolist(), tokens.tolist(), strict=True):
-        result[sequence].append(token)
-    return result
+def _known_tokens(draft: list[int], vocabulary: int) -> list[int]:
+    """A draft up to the first id that is no token of the model."""
+    unknown = (place for place, token in enumerate(draft) if not 0 <= token < vocabulary)
+    return draft[: next(unknown, len(draft))]

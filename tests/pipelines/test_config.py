@@ -41,6 +41,17 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "kv_cache_dtype": st.sampled_from([None, "float32", "bfloat16", "float16", "int8"]),
     "kv_cache_memory": st.none() | st.integers(1, 2**40),
     "use_generation_config": st.booleans(),
+    "lora": st.sampled_from([(), ("tone=/adapters/tone",), ("a=x", "b=y=z")]),
+    "enable_lora": st.booleans(),
+    "lora_dir": st.sampled_from([None, "/adapters"]),
+    "max_loras": st.integers(1, 100),
+    "max_loaded_loras": st.integers(1, 1000),
+    "max_lora_rank": st.integers(1, 1024),
+    "enable_structured_output": st.booleans(),
+    "grammar_compile_timeout": st.floats(0.01, 1000),
+    "max_grammar_size": st.integers(1, 2**30),
+    "grammar_cache_size": st.integers(1, 2**40),
+    "json_whitespace": st.sampled_from(["flexible", "compact"]),
     "max_batch_size": st.none() | st.integers(1, 2**20),
     "max_batch_input_tokens": st.integers(1, 2**20),
     "enable_chunked_prefill": st.booleans(),
@@ -55,6 +66,8 @@ def values_of(config: PipelineConfig) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
+    if isinstance(value, tuple) and all(isinstance(one, str) for one in value):
+        return ",".join(value)
     if isinstance(value, tuple):
         ids = ",".join(str(device.id) for device in value)
         return f"gpu:{ids}" if value[0].device_type == "gpu" else "cpu"

@@ -88,8 +88,14 @@ class FakeLoRAManager:
             up = torch.randn(1, out_features, 4, generator=generator) * 0.2
             self.matrices[name] = (down, up)
 
-    def digest(self, adapter: str) -> bytes:
-        return adapter.encode()
+    def digest(self, context: TextContext) -> bytes:
+        return str(context.adapter).encode()
+
+    def check(self, contexts: Sequence[TextContext]) -> None:
+        pass
+
+    def release(self, context: TextContext) -> None:
+        pass
 
     def inputs(self, contexts: Sequence[TextContext], counts: np.ndarray) -> LoRAInputs | None:
         rows = np.array([-1 if context.adapter is None else 0 for context in contexts]).repeat(counts)
@@ -167,13 +173,21 @@ class Prophet:
     def __init__(self, texts: Mapping[str, list[int]], right: int, wrong: int) -> None:
         self.texts, self.right, self.wrong = texts, right, wrong
 
-    def propose(self, contexts: Sequence[TextContext]) -> list[list[int]]:
+    def propose(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[list[int]]:
         drafts = []
         for context in contexts:
             rest = self.texts[context.request_id][len(context.generated_tokens) :]
             wrong = [(token + 1) % 130 for token in rest[self.right : self.right + self.wrong]]
             drafts.append(rest[: self.right] + wrong)
         return drafts
+
+    def observe(
+        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
+    ) -> None:
+        pass
+
+    def release(self, context: TextContext) -> None:
+        pass
 
 
 @pytest.mark.parametrize(("right", "wrong"), [(0, 3), (4, 0), (3, 2), (1, 1)])
@@ -246,6 +260,16 @@ class EvenTokens:
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int) -> bool:
         bitmask[index] = 0x55555555
         return True
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def find_jump_forward_string(self) -> str:
+        return ""
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        return []
 
     def accept_token(self, token: int) -> bool:
         self.accepted.append(token)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from penstock.errors import ConfigError
 from penstock.pipelines.config.huggingface import HuggingFaceConfig
+from penstock.pipelines.config.lora import LoRAConfig
 from penstock.pipelines.config.model import FLOAT_ENCODINGS, ModelConfig, parse_devices
 from penstock.pipelines.config.pipeline import (
     KVCacheConfig,
@@ -15,16 +16,21 @@ from penstock.pipelines.config.pipeline import (
     config_fields,
 )
 from penstock.pipelines.config.settings import ConfigField, Rule
+from penstock.pipelines.config.speculative import SpeculativeConfig
+from penstock.pipelines.config.structured_output import StructuredOutputConfig
 
 __all__ = [
     "FLOAT_ENCODINGS",
     "ConfigField",
     "HuggingFaceConfig",
     "KVCacheConfig",
+    "LoRAConfig",
     "ModelConfig",
     "PipelineConfig",
     "Rule",
     "SamplingConfig",
+    "SpeculativeConfig",
+    "StructuredOutputConfig",
     "config_fields",
     "parse_devices",
     "upper_bounded_default",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
+from penstock.pipelines.config.lora import LoRAConfig
 from penstock.pipelines.config.model import ModelConfig
 from penstock.pipelines.config.settings import (
     COUNT,
@@ -24,6 +25,8 @@ from penstock.pipelines.config.settings import (
     setting,
 )
 from penstock.pipelines.config.sources import collect_values
+from penstock.pipelines.config.speculative import SpeculativeConfig
+from penstock.pipelines.config.structured_output import StructuredOutputConfig
 
 if TYPE_CHECKING:
     from penstock.pipelines.core import SamplingParams
@@ -96,6 +99,9 @@ class PipelineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
     max_batch_size: int | None = setting(
         None, COUNT, "Most requests that run at once; by default what the device and the memory allow."
     )
@@ -144,7 +150,16 @@ class PipelineConfig:
         Raises:
             ConfigError: unknown name (the nearest is suggested), wrong type, or impossible value.
         """
-        given = collect_values(config_fields(), values, source, environment or {})
+        return cls.from_given(collect_values(config_fields(), values, source, environment or {}))
+
+    @classmethod
+    def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> PipelineConfig:
+        """Builds it from flat name -> (converted value, where it was given); other names are left out.
+
+        Raises:
+            ConfigError: two values do not go together.
+        """
+        given = {one.name: given[one.name] for one in config_fields() if one.name in given}
         if given.get("deterministic", (False,))[0] and "quantization_encoding" not in given:
             given["quantization_encoding"] = ("float32", "deterministic")
         sections: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in _SECTIONS}}
@@ -189,6 +204,9 @@ _SECTIONS: Mapping[str, type] = {
     "model": ModelConfig,
     "kv_cache": KVCacheConfig,
     "sampling": SamplingConfig,
+    "lora": LoRAConfig,
+    "speculative": SpeculativeConfig,
+    "structured_output": StructuredOutputConfig,
 }
 
 

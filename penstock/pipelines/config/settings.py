@@ -37,6 +37,7 @@ class ConfigField:
     help: str
     rule: Rule
     parse: Callable[[str], Any] | None
+    secret: bool = False
 
     def convert(self, value: Any, *, from_text: bool = False, source: str = "") -> Any:
         """The value as the field holds it, of a legal one.
@@ -52,6 +53,7 @@ class ConfigField:
         try:
             if self.parse is not None:
                 converted = self.parse(value) if isinstance(value, str) else value
+                converted = tuple(converted) if isinstance(converted, list) else converted  # a file's
             else:
                 strict = not (from_text and isinstance(value, str))
                 converted = msgspec.convert(value, self.type, strict=strict)
@@ -63,7 +65,8 @@ class ConfigField:
 
     def _refusal(self, value: Any, source: str) -> ConfigError:
         where = f" (from {source})" if source else ""
-        return ConfigError(self.name, f"must be {self.rule.legal}, was {value!r}{where}")
+        what = "what was given is not" if self.secret else f"was {value!r}"
+        return ConfigError(self.name, f"must be {self.rule.legal}, {what}{where}")
 
 
 def setting(
@@ -73,6 +76,7 @@ def setting(
     *,
     flat: str | None = None,
     parse: Callable[[str], Any] | None = None,
+    secret: bool = False,
 ) -> Any:
     """Declares a field of a configuration class.
 
@@ -82,8 +86,9 @@ def setting(
         help: a sentence or two for flags and documents.
         flat: the name outside the class, where the attribute's own would be ambiguous.
         parse: turns text into the value, where the type alone does not say how.
+        secret: no message and no list of settings shows the value.
     """
-    metadata = {"rule": rule, "help": help, "flat": flat, "parse": parse}
+    metadata = {"rule": rule, "help": help, "flat": flat, "parse": parse, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -100,6 +105,7 @@ def fields_of(cls: type, section: str = "") -> tuple[ConfigField, ...]:
             help=field.metadata["help"],
             rule=field.metadata["rule"],
             parse=field.metadata["parse"],
+            secret=field.metadata["secret"],
         )
         for field in dataclasses.fields(cls)
         if "rule" in field.metadata

@@ -1,0 +1,156 @@
+"""Plain decoding and drafting from the text itself, in turn: A B C A B C, medians and ratios.
+
+    python benchmarks/speculation.py                       # a 134 M Llama of random weights, bfloat16
+    python benchmarks/speculation.py --pairs 3 --batch 1 8 --json out.json
+
+Random weights write no text that repeats, so what the model says is dictated: behind each forward the logit
+of the token that stands next in a given answer is raised above all others. Forward, sampling and bookkeeping
+do all that they always do; only which token wins is known beforehand. The answers are texts:
+
+    edit       a source file of this package with one name changed throughout, behind the file itself
+    summary    every third sentence of a page of the documentation, behind the page
+    fresh      another page, behind an unrelated one: what speculation costs where it has nothing to find
+
+Three ways: ``plain``, ``adaptive`` (what ``--speculative-method ngram`` does) and ``fixed`` (always 8 drafts,
+``--no-adaptive-speculation``). Times are those of whole answers, the prompt's included. What matters is the
+ratio; the machine should be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from against_transformers import SHAPES, machine, timed, write_checkpoint
+
+from penstock import LLM, SamplingParams
+from penstock.pipelines import TextTokenizer
+from penstock.pipelines.speculative import AdaptiveWidth, FixedWidth, NGramProposer, SpeculationStats
+from penstock.pipelines.weights.hub import resolve_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST_PROMPT, LONGEST_ANSWER = 800, 400
+WAYS = ("plain", "adaptive", "fixed")
+
+
+def main() -> None:
+    """Runs what the command line asks for and prints a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="l110m")
+    parser.add_argument("--works", nargs="+", choices=list(texts()), default=list(texts()))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--new", type=int, default=LONGEST_ANSWER, help="tokens of an answer at most")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), options.shape)
+        llm = LLM(folder, enable_prefix_caching=False, speculative_method="ngram")
+        rows = [
+            compare(llm, work, batch, options.new, options.pairs)
+            for work in options.works
+            for batch in options.batch
+        ]
+    report = {"machine": machine(), "shape": options.shape, "pairs": options.pairs, "rows": rows}
+    print(f"{report['machine']}\n{options.shape}, bfloat16, {options.pairs} pairs")
+    for row in rows:
+        print(f"{row['work']:8} batch {row['batch']:2}  plain {row['plain']:6.1f} tokens/s", end="")
+        for way in WAYS[1:]:
+            found = row[way]
+            print(
+                f"   {way} x{found['ratio']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f}), "
+                f"{found['acceptance_rate']:.0%} accepted, {found['mean_tokens']:.1f} a step",
+                end="",
+            )
+        print()
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2))
+
+
+def compare(llm: LLM, work: str, batch: int, new: int, pairs: int) -> dict[str, Any]:
+    """One work in all ways in turn, after a warm-up of each."""
+    prompt, answer = tokens_of(work)
+    answer = answer[:new]
+    run = dictating(llm, prompt, answer, batch)
+    for way in WAYS:
+        run(way)
+    found = [{way: run(way) for way in WAYS} for _ in range(pairs)]
+    row: dict[str, Any] = {"work": work, "batch": batch, "prompt": len(prompt), "answer": len(answer)}
+    row["plain"] = statistics.median(batch * len(answer) / one["plain"][0] for one in found)
+    for way in WAYS[1:]:
+        ratios = [one["plain"][0] / one[way][0] for one in found]
+        stats = found[-1][way][1]
+        row[way] = {
+            "ratio": statistics.median(ratios),
+            "lowest": min(ratios),
+            "highest": max(ratios),
+            "acceptance_rate": stats.acceptance_rate,
+            "mean_tokens": stats.mean_tokens,
+        }
+    return row
+
+
+def dictating(
+    llm: LLM, prompt: list[int], answer: list[int], batch: int
+) -> Callable[[str], tuple[float, SpeculationStats]]:
+    """Runs the prompt ``batch`` times side by side to the end of the answer: seconds, and what drafts did."""
+    pipeline, model = llm.pipeline, llm.pipeline.model
+    undictated = type(model).execute
+    text = torch.tensor([*prompt, *answer, 0])
+    params = SamplingParams(max_new_tokens=len(answer), ignore_eos=True, detokenize=False)
+
+    def execute(inputs: Any) -> Any:
+        outputs = undictated(model, inputs)
+        following = (inputs.positions[inputs.logit_rows] + 1).clamp(max=len(text) - 1)
+        logits = outputs.logits.scatter(1, text[following][:, None], 1e4)
+        is_single = outputs.next_token_logits is not None
+        return replace(outputs, logits=logits, next_token_logits=logits if is_single else None)
+
+    def run(way: str) -> tuple[float, SpeculationStats]:
+        widths = {"plain": None, "adaptive": AdaptiveWidth(8), "fixed": FixedWidth(8)}
+        pipeline.proposer = None if way == "plain" else NGramProposer()
+        pipeline.widths = widths[way]
+        pipeline.speculation_stats = SpeculationStats()
+        outputs: list[Any] = []
+        seconds = timed(lambda: outputs.extend(llm.generate([prompt] * batch, params, use_tqdm=False)))
+        assert all(output.token_ids == answer for output in outputs), "not what was dictated"
+        return seconds, pipeline.speculation_stats
+
+    model.execute = execute  # type: ignore[method-assign]
+    return run
+
+
+def texts() -> dict[str, tuple[str, str]]:
+    """Prompt and answer of each work."""
+    code = (ROOT / "penstock" / "dtype.py").read_text()
+    page, other = ((ROOT / "docs" / name).read_text() for name in ("architecture.md", "compatibility.md"))
+    sentences = re.split(r"(?<=[.:])\s+", page[:3000])
+    return {
+        "edit": (
+            code + "\n# The same with DType renamed to ElementType:\n",
+            code.replace("DType", "ElementType"),
+        ),
+        "summary": (page[:3000] + "\n\nIn short:\n\n", " ".join(sentences[::3])),
+        "fresh": (page[:3000], other),
+    }
+
+
+def tokens_of(work: str) -> tuple[list[int], list[int]]:
+    tokenizer = TextTokenizer(resolve_checkpoint("demo", "main"))
+    tokenizer.max_length = 10**6
+    prompt, answer = (tokenizer.encode_text(text).tolist() for text in texts()[work])
+    return prompt[-LONGEST_PROMPT:] if work != "edit" else prompt[:LONGEST_PROMPT], answer[:LONGEST_ANSWER]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""The forwards of one call of a pipeline: from contexts to the tokens sampled for them.
+
+No context changes here. Whatever is wrong with a single one is said in its `Sampled`; whatever raises
+leaves all as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine import InferenceSession
+from penstock.errors import UnsupportedFeatureError
+from penstock.pipelines.core import LogProbabilities, TextContext
+from penstock.pipelines.kv_cache import KVCache, KVCacheManager
+from penstock.pipelines.model import ModelOutputs, PipelineModel
+from penstock.pipelines.sampling import Sampler, adjust_logits
+from penstock.pipelines.speculative import accept
+from penstock.pipelines.structured_output import grammar_bitmask
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What the forwards of a call gave one context."""
+
+    tokens: list[int] = field(default_factory=list)
+    """The drafts that were accepted and the token behind them; or one token a forward."""
+    log_probabilities: list[LogProbabilities] = field(default_factory=list)
+    """One entry a token, where they were asked for; the first may begin with those of the prompt."""
+    fault: str | None = None
+    """Why the tokens are not to be used."""
+
+
+class Forwards:
+    """Runs a model for a pipeline.
+
+    Args:
+        model: the model.
+        session: its kernels.
+        kv: the cache that holds the contexts' blocks.
+    """
+
+    def __init__(self, model: PipelineModel[Any], session: InferenceSession, kv: KVCache) -> None:
+        self._model = model
+        self._session = session
+        self._kv = kv
+        self._device = model.devices[0].torch_device
+        self.vocabulary: int | None = None
+        """V, known once a forward has returned logits."""
+
+    def run(
+        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_steps: int
+    ) -> list[Sampled]:
+        """Samples a token for each context, ``num_steps`` times; or verifies drafts, in one step.
+
+        Raises:
+            UnsupportedFeatureError: log probabilities are asked for that the model does not compute.
+        """
+        assert num_steps == 1 or not any(drafts), "drafts are verified in one step"
+        sampler = Sampler.for_batch([context.sampling_params for context in contexts], self._device)
+        rows = _Rows.of(contexts, drafts)
+        inputs = self._initial_inputs(contexts, drafts)
+        results = [Sampled() for _ in contexts]
+        for step in range(num_steps):
+            outputs = self._model.execute(inputs)
+            logits = _last_rows(outputs, rows.counts)
+            self.vocabulary = logits.shape[-1]
+            logits, is_finite = _checked(logits)
+            tokens = self._sample(sampler, contexts, drafts, rows.after(step), logits)
+            _hand_out(results, drafts, rows.counts, tokens.tolist(), is_finite)
+            if any(context.log_probabilities for context in contexts):
+                self._score(contexts, drafts, inputs, outputs, results)
+            if step + 1 < num_steps:
+                inputs = self._model.prepare_next_token_inputs(tokens, inputs)
+        return results
+
+    def _initial_inputs(self, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> Any:
+        kv = None
+        if isinstance(self._kv, KVCacheManager):
+            active = np.array([context.active_length for context in contexts])
+            kv = self._kv.inputs(contexts, counts=active + [len(draft) for draft in drafts])
+        wanted = [
+            len(draft) + (context.active_length if _echoes(context) else 1)
+            for context, draft in zip(contexts, drafts, strict=True)
+        ]
+        options: dict[str, Any] = {"drafts": drafts} if any(drafts) else {}
+        num_logits: Any = 1 if set(wanted) == {1} else wanted
+        return self._model.prepare_initial_token_inputs([contexts], kv, num_logits, **options)
+
+    def _sample(
+        self,
+        sampler: Sampler,
+        contexts: Sequence[TextContext],
+        drafts: Sequence[list[int]],
+        rows: _Rows,
+        logits: Tensor,  # [R, V]
+    ) -> Tensor:  # [R] tokens
+        """Samples behind each context's last row, and in place of each of its drafts."""
+        logits = adjust_logits(logits, contexts, rows.sequences, rows.positions, drafts)
+        bitmask = grammar_bitmask(contexts, rows.sequences, logits.shape[-1], drafts)
+        if bitmask is not None:
+            bitmask = bitmask.to(self._device)
+        return sampler(self._session.ops, logits, rows.sequences, rows.positions, bitmask)
+
+    def _score(
+        self,
+        contexts: Sequence[TextContext],
+        drafts: Sequence[list[int]],
+        inputs: Any,
+        outputs: ModelOutputs,
+        results: Sequence[Sampled],
+    ) -> None:
+        """Adds the log probabilities of the tokens just handed out.
+
+        Behind a prompt chunk stands the prompt's own next token. The token in place of each draft is scored
+        as if its row were a sequence of one row.
+        """
+        targets, top_n, echo, owners = [], [], [], []
+        for index, (context, result) in enumerate(zip(contexts, results, strict=True)):
+            is_chunk = context.active_idx < context.end_idx
+            scored = [int(context.all_tokens[context.active_idx])] if is_chunk else result.tokens
+            if any(drafts) and not context.log_probabilities:
+                scored = []
+            targets += scored
+            owners += [index] * len(scored)
+            top_n += [context.log_probabilities or 0] * len(scored)
+            echo += [_echoes(context)] + [False] * (len(scored) - 1) if scored else []
+        if any(drafts):
+            inputs, outputs = _as_sequences(inputs, outputs, drafts, owners)
+        try:
+            entries = self._model.compute_log_probabilities(
+                self._session, inputs, outputs, torch.tensor(targets, device=self._device), top_n, echo
+            )
+        except NotImplementedError as error:
+            raise UnsupportedFeatureError("log probabilities", str(error)) from error
+        for owner, entry in zip(owners, entries, strict=True):
+            if entry is not None:
+                results[owner].log_probabilities.append(entry)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of logits to sample from, those of each context together."""
+
+    counts: np.ndarray  # [B]: how many a context has
+    sequences: np.ndarray  # [R]: whose a row is
+    positions: np.ndarray  # [R]: the index that the token sampled from it will have
+
+    @classmethod
+    def of(cls, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> _Rows:
+        counts = np.array([len(draft) + 1 for draft in drafts])
+        sequences = np.arange(len(contexts)).repeat(counts)
+        within = np.arange(len(sequences)) - (counts.cumsum() - counts).repeat(counts)
+        ends = np.array([context.active_idx for context in contexts])
+        return cls(counts, sequences, ends[sequences] + within)
+
+    def after(self, step: int) -> _Rows:
+        return replace(self, positions=self.positions + step) if step else self
+
+
+def _echoes(context: TextContext) -> bool:
+    return bool(context.log_probabilities) and context.log_probabilities_echo
+
+
+def _checked(logits: Tensor) -> tuple[Tensor, Tensor]:  # [R, V], [R] bool
+    """The logits, and which rows are sound: a NaN or an infinite largest value is no distribution.
+
+    Unsound rows are zeros from here on, so that nothing behind has to reckon with them.
+    """
+    is_finite = logits.amax(-1).isfinite()
+    if not bool(is_finite.all()):
+        logits = logits.masked_fill(~is_finite[:, None], 0)
+    return logits, is_finite
+
+
+def _hand_out(
+    results: Sequence[Sampled],
+    drafts: Sequence[list[int]],
+    counts: np.ndarray,  # [B]
+    tokens: Sequence[int],  # [R]
+    is_finite: Tensor,  # [R]
+) -> None:
+    """Adds to each context's tokens those that verification yields."""
+    sound = is_finite.tolist()
+    ends = counts.cumsum()
+    for result, draft, start, end in zip(results, drafts, ends - counts, ends, strict=True):
+        accepted = accept(draft, tokens[start:end])
+        result.tokens += accepted
+        if not all(sound[start : start + len(accepted)]):
+            result.fault = "the model gave logits that are not finite numbers"
+
+
+def _as_sequences(
+    inputs: Any, outputs: ModelOutputs, drafts: Sequence[list[int]], owners: Sequence[int]
+) -> tuple[Any, ModelOutputs]:
+    """The rows to score as a batch of their own: a context's active rows, then each accepted draft's alone.
+
+    Args:
+        inputs: of the forward; all rows of a context stand together, its drafts last.
+        outputs: of the forward.
+        drafts: the drafts that it verified.
+        owners: the context of each token to score; its first is scored by the active rows.
+    """
+    assert outputs.logits is not None, "the model returned no logits"
+    row_ends, logit_ends = inputs.row_offsets.tolist(), inputs.logit_offsets.tolist()
+    rows: list[int] = []
+    logit_rows: list[int] = []
+    row_offsets, logit_offsets = [0], [0]
+    place = 0
+    for number, owner in enumerate(owners):
+        place = place + 1 if number and owners[number - 1] == owner else 0
+        width = len(drafts[owner])
+        first_draft, first_logits = row_ends[owner + 1] - width, logit_ends[owner + 1] - width
+        if place == 0:
+            rows += range(row_ends[owner], first_draft)
+            logit_rows += range(logit_ends[owner], first_logits)
+        else:
+            rows.append(first_draft + place - 1)
+            logit_rows.append(first_logits + place - 1)
+        row_offsets.append(len(rows))
+        logit_offsets.append(len(logit_rows))
+    device = outputs.logits.device
+    offsets = torch.tensor(logit_offsets, device=device)
+    chosen = replace(
+        inputs,
+        tokens=inputs.tokens[torch.tensor(rows, device=device)],
+        row_offsets=torch.tensor(row_offsets, device=device),
+        logit_offsets=offsets,
+    )
+    logits = outputs.logits[torch.tensor(logit_rows, device=device)]
+    return chosen, replace(outputs, next_token_logits=None, logits=logits, logit_offsets=offsets)
+
+
+def _last_rows(outputs: ModelOutputs, counts: np.ndarray) -> Tensor:  # [R, V]
+    """The last ``counts [B]`` rows of logits of each sequence."""
+    if outputs.next_token_logits is not None and counts.max() == 1:
+        return outputs.next_token_logits
+    assert outputs.logits is not None, "the model returned no logits"
+    if counts.sum() == outputs.logits.shape[0]:
+        return outputs.logits
+    assert outputs.logit_offsets is not None, "logits of several rows need logit_offsets"
+    offsets = outputs.logit_offsets.cpu().numpy()
+    assert (np.diff(offsets) >= counts).all(), "the model returned fewer rows of logits than it was asked for"
+    ends = offsets[1:]
+    rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+    return outputs.logits[torch.from_numpy(rows).to(outputs.logits.device)]

@@ -1,0 +1,177 @@
+"""What goes wrong with one context after a forward ends that one and no other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import write_checkpoint
+from support.running import context_of, generate, open_pipeline
+from support.speculating import PROMPT, Oracle, outcome, texts_of
+
+from penstock.errors import InputError, RequestFailedError, UnsupportedFeatureError
+from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines.architectures.llama import tiny_config
+from penstock.pipelines.core import Grammar, TextContext
+from penstock.scheduler import Scheduler
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("faults"), tiny_config())
+
+
+@pytest.fixture
+def pipeline(checkpoint: Path) -> TextGenerationPipeline:
+    return open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
+
+
+def contexts() -> dict[str, TextContext]:
+    prompts = {"good": PROMPT, "bad": PROMPT[:9], "as good": PROMPT[:5]}
+    return {name: context_of(prompt, 12, request_id=name) for name, prompt in prompts.items()}
+
+
+def with_logits(outputs: Any, logits: torch.Tensor) -> Any:
+    return replace(outputs, logits=logits, next_token_logits=None)
+
+
+class Turncoat:
+    """A matcher that allows everything and then refuses the third token."""
+
+    def __init__(self) -> None:
+        self.num_accepted = 0
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def find_jump_forward_string(self) -> str:
+        return ""
+
+    def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int) -> bool:
+        return False
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        return []
+
+    def accept_token(self, token: int) -> bool:
+        self.num_accepted += 1
+        return self.num_accepted < 3
+
+
+def test_a_context_that_cannot_take_its_token(
+    pipeline: TextGenerationPipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = texts_of(outcome(pipeline, list(contexts().values())))
+    batch = contexts()
+    matcher: Any = Turncoat()
+    batch["bad"].set_matcher(matcher)
+    for step in range(3):
+        responses = pipeline.execute(batch)
+        assert list(responses) == (["good", "bad", "as good"] if step < 2 else ["good", "as good"])
+    failure = pipeline.failures.pop("bad")
+    assert isinstance(failure, RequestFailedError)
+    assert "request bad was ended by a fault" in str(failure)
+    assert "the grammar does not accept" in caplog.text, "the log has what the caller is not told"
+    assert "the grammar does not accept" not in str(failure)
+    with pytest.raises(InputError, match="request bad has ended"):
+        pipeline.execute(batch)
+    pipeline.release(batch.pop("bad"))
+    assert generate(pipeline, list(batch.values())) == [plain["good"][3:], plain["as good"][3:]]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_logits_that_are_no_numbers(pipeline: TextGenerationPipeline, value: float, num_steps: int) -> None:
+    plain = texts_of(outcome(pipeline, list(contexts().values())))
+    calls = 0
+    original = pipeline.model.execute
+
+    def spoilt(inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        outputs = original(inputs)
+        logits = outputs.logits.clone()
+        if calls == 3:
+            logits[1, 7] = value
+        return with_logits(outputs, logits)
+
+    pipeline.model.execute = spoilt  # type: ignore[method-assign]
+    scheduler = Scheduler(pipeline, max_batch_size=4)
+    for context in contexts().values():
+        scheduler.submit(context)
+    texts: dict[str, list[int]] = {name: [] for name in plain}
+    while scheduler.has_work:
+        for name, response in scheduler.step(num_steps).items():
+            texts[name] += [part.next_token for part in response.tokens]
+    assert list(scheduler.failures) == ["bad"]
+    assert "logits that are not finite" in str(scheduler.failures["bad"])
+    assert {name: texts[name] for name in ("good", "as good")} == {
+        name: plain[name] for name in ("good", "as good")
+    }
+    pipeline.kv.check_integrity()
+
+
+def test_a_spoilt_row_behind_a_wrong_draft_is_nobodys(pipeline: TextGenerationPipeline) -> None:
+    plain = outcome(pipeline, list(contexts().values()))
+    original = pipeline.model.execute
+
+    def spoilt(inputs: Any) -> Any:
+        outputs = original(inputs)
+        ends = inputs.logit_offsets[1:]
+        wrong = [number for number, count in enumerate(inputs.drafts or ()) if count == 4]
+        logits = outputs.logits.clone()
+        logits[ends[wrong] - 1] = torch.nan
+        return with_logits(outputs, logits)
+
+    pipeline.model.execute = spoilt  # type: ignore[method-assign]
+    pipeline.proposer = Oracle(texts_of(plain), lambda place: True, 4)
+    assert outcome(pipeline, list(contexts().values())) == plain
+
+
+def test_minus_infinity_is_a_number(pipeline: TextGenerationPipeline) -> None:
+    original = pipeline.model.execute
+
+    def masked(inputs: Any) -> Any:
+        outputs = original(inputs)
+        logits = outputs.logits.clone()
+        logits[:, 5:] = -torch.inf
+        return with_logits(outputs, logits)
+
+    pipeline.model.execute = masked  # type: ignore[method-assign]
+    (text,) = generate(pipeline, [context_of(PROMPT, 9)])
+    assert max(text) < 5
+    assert not pipeline.failures
+
+
+class Grammars:
+    """A compiler that takes three looks."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def ready(self, context: TextContext) -> bool:
+        self.looks += 1
+        if context.grammar is not None and self.looks >= 3:
+            matcher: Any = Turncoat()
+            context.set_matcher(matcher)
+        return context.matcher is not None or context.grammar is None
+
+
+def test_ready_asks_for_the_grammar(pipeline: TextGenerationPipeline) -> None:
+    constrained = context_of(PROMPT, grammar=Grammar("regex", "a+"))
+    assert pipeline.ready(constrained)
+    with pytest.raises(UnsupportedFeatureError, match="call set_matcher"):
+        pipeline.execute({"a": constrained})
+    grammars: Any = Grammars()
+    pipeline.grammars = grammars
+    assert pipeline.ready(context_of(PROMPT))
+    assert not pipeline.ready(constrained)
+    with pytest.raises(UnsupportedFeatureError, match="still being compiled"):
+        pipeline.execute({"a": constrained})
+    assert pipeline.ready(constrained)
+    assert pipeline.execute({"a": constrained})["a"].tokens
+    pipeline.release(constrained)

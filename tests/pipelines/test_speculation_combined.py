@@ -1,0 +1,117 @@
+"""Adapters, grammars, penalties, log probabilities and proposers in one batch, against plain decoding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.adapters import write_adapter
+from support.speculating import scheduled
+from support.tiny_llm import EOS, write_tiny_llm
+
+from penstock.assembly import load_pipeline, load_tokenizer
+from penstock.pipelines import PipelineConfig, TextGenerationPipeline
+from penstock.pipelines.core import Grammar, SamplingParams, TextContext
+
+pytest.importorskip("xgrammar")
+SCHEMA = '{"type": "object", "properties": {"name": {"enum": ["one", "two"]}}, "required": ["name"]}'
+GRAMMARS = [None, Grammar("json_schema", SCHEMA), Grammar("regex", "(ab|cd){3,20}(yes|no), indeed")]
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TextGenerationPipeline]]:
+    target = write_tiny_llm(tmp_path_factory.mktemp("target"))
+    draft = write_tiny_llm(tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
+    adapter = write_adapter(target, tmp_path_factory.mktemp("adapter"))
+    common = {
+        "model_path": str(target),
+        "deterministic": True,
+        "kv_cache_block_size": 16,
+        "max_batch_size": 6,
+        "lora": (f"tone={adapter}",),
+        "adaptive_speculation": False,
+    }
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "ngram": {"speculative_method": "ngram", "ngram_min": 1},
+        "draft model": {"draft_model_path": str(draft), "num_speculative_tokens": 3},
+        "the model itself": {"draft_model_path": str(target), "num_speculative_tokens": 5},
+    }
+    opened = {name: opened_with(common | values) for name, values in kinds.items()}
+    yield opened
+    for pipeline in opened.values():
+        assert pipeline.grammars is not None
+        pipeline.grammars.close()
+
+
+def opened_with(values: dict[str, Any]) -> TextGenerationPipeline:
+    config = PipelineConfig.from_flat(values)
+    return load_pipeline(config, load_tokenizer(config))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    prompt = draw(st.lists(st.integers(0, 7), min_size=1, max_size=40))
+    temperature = draw(st.sampled_from([0.0, 1.0]))
+    return {
+        "tokens": prompt,
+        "max_new": draw(st.integers(1, 40)),
+        "adapter": draw(st.sampled_from([None, "tone"])),
+        "grammar": draw(st.sampled_from(GRAMMARS)),
+        "log_probabilities": draw(st.sampled_from([None, 2])),
+        "log_probabilities_echo": draw(st.booleans()),
+        "eos_sequences": draw(st.sampled_from([[], [[3, 4]]])),
+        "sampling_params": SamplingParams(
+            temperature=temperature,
+            top_k=-1,
+            seed=draw(st.integers(0, 9)),
+            top_p=draw(st.sampled_from([1.0, 0.9])),
+            frequency_penalty=draw(st.sampled_from([0.0, 0.8])),
+            repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
+            logit_bias=draw(st.sampled_from([None, {3: 4.0}])),
+            banned_token_ids=draw(st.sampled_from([None, [5, 64]])),
+        ),
+    }
+
+
+def context_of(number: int, request: dict[str, Any]) -> TextContext:
+    fields = {name: value for name, value in request.items() if name not in ("tokens", "max_new")}
+    return TextContext(
+        prompt="",
+        tokens=np.array(request["tokens"]),
+        max_length=len(request["tokens"]) + request["max_new"],
+        eos_token_ids={EOS},
+        request_id=str(number),
+        **fields,
+    )
+
+
+@settings(max_examples=8)
+@given(batch=st.lists(requests(), min_size=1, max_size=6), tokens=st.sampled_from([12, 40, 400]))
+def test_any_batch(
+    pipelines: dict[str, TextGenerationPipeline], batch: list[dict[str, Any]], tokens: int
+) -> None:
+    found = {}
+    for name, pipeline in pipelines.items():
+        contexts = [context_of(number, request) for number, request in enumerate(batch)]
+        while not all(pipeline.ready(context) for context in contexts):
+            time.sleep(0.001)
+        found[name], _ = scheduled(
+            pipeline, contexts, max_batch_size=6, max_batch_input_tokens=tokens, min_chunk_size=4
+        )
+    for name, given_tokens in found.items():
+        assert given_tokens == found["plain"], name
+
+
+def test_something_was_drafted_accepted_and_forced(pipelines: dict[str, TextGenerationPipeline]) -> None:
+    """Runs after the other: a test of equality that compares nothing would pass as well."""
+    for name in ("ngram", "draft model", "the model itself"):
+        stats = pipelines[name].speculation_stats
+        assert stats.num_proposed, name
+        assert stats.num_forced, name
+    assert pipelines["the model itself"].speculation_stats.num_accepted

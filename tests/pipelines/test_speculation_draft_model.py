@@ -1,0 +1,279 @@
+"""The draft model: it follows each text, in a cache of its own, and changes none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import write_checkpoint
+from support.running import context_of
+from support.speculating import PROMPT, mixed, outcome, scheduled
+from support.tiny_llm import write_tiny_llm
+
+from penstock import LLM
+from penstock.assembly import load_pipeline, load_tokenizer
+from penstock.errors import ConfigError, InsufficientMemoryError
+from penstock.pipelines import PipelineConfig, TextGenerationPipeline
+from penstock.pipelines.architectures.llama import tiny_config
+from penstock.pipelines.core import SamplingParams
+from penstock.pipelines.speculative.draft_model import DraftModelProposer
+
+Open = Callable[..., tuple[TextGenerationPipeline, DraftModelProposer]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_tokenizer(write_checkpoint(tmp_path_factory.mktemp("target"), tiny_config()))
+
+
+@pytest.fixture(scope="module")
+def noisy(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with a little noise in its weights: right about half of the time."""
+    folder = tmp_path_factory.mktemp("noisy")
+    generator = torch.Generator().manual_seed(1)
+    tensors = load_file(target / "model.safetensors")
+    for tensor in tensors.values():
+        tensor += 0.004 * torch.randn(tensor.shape, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((target / "config.json").read_text())
+    return with_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of another shape, shorter, and never right."""
+    config = tiny_config() | {"num_hidden_layers": 1, "max_position_embeddings": 48}
+    return with_tokenizer(write_checkpoint(tmp_path_factory.mktemp("stranger"), config, seed=5))
+
+
+def with_tokenizer(folder: Path) -> Path:
+    tokenizer = write_tiny_llm(folder / "tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((tokenizer / name).read_text())
+    return folder
+
+
+def opened(target: Path, draft: Path, **config: Any) -> tuple[TextGenerationPipeline, DraftModelProposer]:
+    values = {
+        "model_path": str(target),
+        "draft_model_path": str(draft),
+        "deterministic": True,
+        "adaptive_speculation": False,
+        "num_speculative_tokens": 4,
+        "kv_cache_block_size": 16,
+        "max_batch_size": 8,
+    }
+    pipeline_config = PipelineConfig.from_flat(values | config)
+    pipeline = load_pipeline(pipeline_config, load_tokenizer(pipeline_config))
+    assert isinstance(pipeline.proposer, DraftModelProposer)
+    outcome(pipeline, [context_of([1], 1)])  # from the first forward on it knows what a token is
+    return pipeline, pipeline.proposer
+
+
+def plainly(pipeline: TextGenerationPipeline, contexts: Any) -> Any:
+    proposer, pipeline.proposer = pipeline.proposer, None
+    given = outcome(pipeline, contexts)
+    pipeline.proposer = proposer
+    return given
+
+
+@pytest.mark.parametrize("draft", ["target", "noisy", "stranger"])
+def test_a_mixed_batch(request: pytest.FixtureRequest, target: Path, draft: str) -> None:
+    pipeline, proposer = opened(target, request.getfixturevalue(draft))
+    plain = plainly(pipeline, mixed())
+    assert outcome(pipeline, mixed(), num_steps=3) == plain
+    stats = pipeline.speculation_stats
+    rate = stats.acceptance_rate
+    assert {"target": rate == 1, "noisy": 0.2 < rate < 0.99, "stranger": rate < 0.2}[draft], rate
+    assert stats.num_proposed > 50
+    proposer.kv.check_integrity()
+    assert proposer.kv.num_free_blocks == proposer.kv.num_blocks, "all texts are let go"
+
+
+def test_the_draft_samples_with_the_targets_numbers(target: Path) -> None:
+    """Else a sampled text would hardly ever be drafted, however alike the models."""
+    pipeline, _ = opened(target, target)
+    sampling = SamplingParams(temperature=1.0, top_k=-1, seed=11)
+    outcome(pipeline, [context_of(PROMPT, 40, sampling_params=sampling)])
+    assert pipeline.speculation_stats.acceptance_rate == 1
+
+
+def test_accepted_drafts_are_not_computed_again(target: Path) -> None:
+    pipeline, proposer = opened(target, target)
+    rows: list[int] = []
+    original = proposer.model.execute
+
+    def counted(inputs: Any) -> Any:
+        rows.append(len(inputs.tokens))
+        return original(inputs)
+
+    proposer.model.execute = counted  # type: ignore[method-assign]
+    context = context_of(PROMPT, 31, request_id="a")
+    pipeline.execute({"a": context})
+    assert rows == [30, 1, 1, 1]
+    rows.clear()
+    pipeline.execute({"a": context})
+    assert rows == [2, 1, 1, 1], "the last draft, which was never computed, and the token behind it"
+    assert context.draft_offset == 1, "that last draft: the target has computed it, the draft model not yet"
+    pipeline.release(context)
+
+
+def test_after_rejections_it_knows_the_text_and_no_more(target: Path, noisy: Path) -> None:
+    """Its drafts are those of a draft model that has just read the whole text."""
+    pipeline, follower = opened(target, noisy)
+    _, fresh = opened(target, noisy)
+    context = context_of(PROMPT, 60, request_id="a")
+    accepted = []
+    while context.current_length < 80:
+        expected = fresh.propose([context], [4])
+        fresh.release(context)
+        assert follower.propose([context], [4]) == expected
+        before = context.current_length
+        pipeline.execute({"a": context})
+        accepted.append(context.current_length - before - 1)
+    assert {4} < set(accepted), "right to the end, and wrong before it"
+    pipeline.release(context)
+
+
+@pytest.mark.parametrize("draft", ["noisy", "stranger"])
+def test_in_chunks(request: pytest.FixtureRequest, target: Path, draft: str) -> None:
+    pipeline, proposer = opened(target, request.getfixturevalue(draft), max_batch_input_tokens=16)
+    plain = plainly(pipeline, mixed())
+    sizes = []
+    original = proposer.model.execute
+
+    def measured(inputs: Any) -> Any:
+        sizes.append(len(inputs.tokens))
+        return original(inputs)
+
+    proposer.model.execute = measured  # type: ignore[method-assign]
+    given, _ = scheduled(pipeline, mixed(), max_batch_size=4, max_batch_input_tokens=16, min_chunk_size=3)
+    assert given == plain
+    assert max(sizes) <= 16
+    assert pipeline.speculation_stats.num_proposed
+
+
+def test_preemption(target: Path, noisy: Path) -> None:
+    roomy, _ = opened(target, noisy)
+    plain = plainly(roomy, mixed())
+    block = 2 * 4 * 2 * 3 * 2 * 8 * 16  # bytes of a block of both models
+    small, proposer = opened(target, noisy, max_length=80, kv_cache_memory=block * 13, max_batch_size=6)
+    assert small.kv.num_blocks == proposer.kv.num_blocks == 12
+    given, scheduler = scheduled(small, mixed(), max_batch_size=6, max_batch_input_tokens=40)
+    assert scheduler.num_preemptions
+    assert given == plain
+    assert small.speculation_stats.num_accepted
+    proposer.kv.check_integrity()
+
+
+def test_a_full_draft_cache_means_no_drafts(target: Path, noisy: Path) -> None:
+    pipeline, proposer = opened(target, noisy)
+    plain = plainly(pipeline, mixed())
+    taken = [context_of([token] * 16, 1) for token in range(proposer.kv.num_free_blocks - 3)]
+    for context in taken:
+        proposer.kv.claim(context)
+        proposer.kv.reserve(context)
+    assert outcome(pipeline, mixed()) == plain
+    assert pipeline.speculation_stats.num_proposed
+    for context in taken:
+        proposer.kv.release(context)
+    proposer.kv.check_integrity()
+
+
+def test_texts_that_do_not_run_give_way_to_those_that_do(target: Path, noisy: Path) -> None:
+    block = 2 * 4 * 2 * 3 * 2 * 8 * 16  # bytes of a block of both models
+    _, proposer = opened(target, noisy, max_length=80, kv_cache_memory=block * 9, max_batch_size=4)
+    contexts = [context_of([token] * 30, 40) for token in range(6)]
+    drafts = [proposer.propose([context], [4])[0] for context in contexts]
+    assert [len(draft) for draft in drafts] == [4] * 6, "8 blocks hold two or three of the six"
+    assert proposer.propose(contexts[:1], [4]) == drafts[:1], "the first was let go, and read again"
+    assert any(not draft for draft in proposer.propose(contexts, [4] * 6)), "together they do not fit"
+    for context in contexts:
+        proposer.release(context)
+    proposer.kv.check_integrity()
+    assert proposer.kv.num_free_blocks == proposer.kv.num_blocks
+
+
+def test_a_prefix_that_only_the_target_has(target: Path) -> None:
+    pipeline, _ = opened(target, target)
+    (plain,) = plainly(pipeline, [context_of(PROMPT, 30, request_id="a")]).values()
+    context = context_of(PROMPT, 30, request_id="a")
+    assert outcome(pipeline, [context])["a"] == plain
+    assert context.num_cached_tokens == 16
+    assert pipeline.speculation_stats.acceptance_rate == 1
+
+
+def test_widths_of_none_leave_it_behind_until_it_catches_up(target: Path) -> None:
+    pipeline, _ = opened(target, target)
+    widths = pipeline.widths
+    assert widths is not None
+    context = context_of(PROMPT, 40, request_id="a")
+    allowed = [True, False, False, False, True]
+    for allows in allowed:
+        widths.most = 4 if allows else 0  # type: ignore[attr-defined]
+        before = context.current_length
+        pipeline.execute({"a": context})
+        assert context.current_length - before == (5 if allows else 1)
+        assert (context.draft_offset > 1) == (context.current_length in (36, 37, 38))
+    pipeline.release(context)
+
+
+def test_a_context_that_takes_tokens_back(target: Path) -> None:
+    pipeline, _ = opened(target, target)
+    context = context_of(PROMPT, 60, request_id="a")
+    pipeline.execute({"a": context})
+    context.rollback(3)
+    pipeline.execute({"a": context})
+    whole = context.generated_tokens.tolist()
+    assert [
+        part[0] for part in plainly(pipeline, [context_of(PROMPT, len(whole))]).popitem()[1][:-1]
+    ] == whole
+    assert pipeline.speculation_stats.acceptance_rate == 1
+    pipeline.release(context)
+
+
+def test_memory_is_planned_for_both(target: Path, noisy: Path) -> None:
+    alone = PipelineConfig.from_flat({"model_path": str(target), "deterministic": True})
+    pipeline, proposer = opened(target, noisy, kv_cache_memory=10**6)
+    caches = [*pipeline.kv.storage.caches, *proposer.kv.storage.caches]  # type: ignore[attr-defined]
+    assert sum(cache.nbytes for cache in caches) <= 10**6
+    assert pipeline.kv.num_blocks == proposer.kv.num_blocks > 50
+    assert pipeline.memory_plan.max_length == 256
+    with pytest.raises(InsufficientMemoryError):
+        opened(target, noisy, kv_cache_memory=10**5, max_length=256)
+    assert load_pipeline(alone, load_tokenizer(alone)).proposer is None
+
+
+def test_a_draft_model_needs_the_targets_tokenizer(target: Path, noisy: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((noisy / name).read_bytes())
+    tokenizer = json.loads((noisy / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["!"], tokenizer["model"]["vocab"]['"'] = 1, 0
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"cannot draft for .*tokenizer.json differ"):
+        opened(target, tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    opened(target, tmp_path)
+    values = json.loads((noisy / "config.json").read_text()) | {"vocab_size": 131}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="one has 130 tokens, the other 131"):
+        opened(target, tmp_path)
+
+
+@pytest.mark.parametrize("top_k", [1, -1])
+def test_a_real_pair(shared_data: Path, top_k: int) -> None:
+    models = shared_data / "models"
+    params = [SamplingParams(max_new_tokens=40, temperature=0.8, top_k=top_k, seed=seed) for seed in range(3)]
+    prompts = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom", "One day, a little dog"]
+    texts = []
+    for draft in ({}, {"draft_model_path": str(models / "llama2xs"), "adaptive_speculation": False}):
+        with LLM(str(models / "stories260K"), deterministic=True, **draft) as llm:
+            texts.append([output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+            stats = llm.pipeline.speculation_stats
+    assert texts[0] == texts[1]
+    assert stats.num_accepted > 20

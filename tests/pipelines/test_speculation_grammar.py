@@ -1,0 +1,178 @@
+"""Grammars under speculation: masks that walk drafts, and tokens that a grammar forces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.running import context_of, open_pipeline
+from support.speculating import Oracle, outcome, scheduled, texts_of
+from support.tiny_llm import EOS, VOCABULARY, write_tiny_llm
+from tokenizers import Tokenizer
+
+from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines.core import SamplingParams, TextContext, TextGenerationStatus
+from penstock.pipelines.speculative import NGramProposer
+
+xgr = pytest.importorskip("xgrammar")
+
+GRAMMARS = {
+    "open": '[a-z]+ [0-9]+"',
+    "forced": r'\{"name": "[a-z]{2,9}", "description": [0-9]{1,3}, "end": true\}',
+    "one text": "exactly this text and nothing else",
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"sampling_params": SamplingParams(temperature=1.0, top_k=-1, seed=3)},
+    "penalised": {
+        "sampling_params": SamplingParams(temperature=1.0, top_k=-1, seed=4, frequency_penalty=1.5)
+    },
+    "at least": {"sampling_params": SamplingParams(temperature=1.0, top_k=-1, seed=5, min_new_tokens=8)},
+    "scored": {"log_probabilities": 2},
+    "stops": {"eos_sequences": [[ord("e") - 33, ord("n") - 33]]},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llm(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def compiler(checkpoint: Path) -> Any:
+    vocabulary = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).get_vocab()
+    words = sorted(vocabulary, key=lambda word: vocabulary[word])
+    info = xgr.TokenizerInfo(
+        words, xgr.VocabType.BYTE_LEVEL, vocab_size=VOCABULARY, stop_token_ids=[EOS], add_prefix_space=False
+    )
+    return xgr.GrammarCompiler(info, max_threads=1)
+
+
+@pytest.fixture
+def pipeline(checkpoint: Path) -> TextGenerationPipeline:
+    pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
+    outcome(pipeline, [context_of([1], 1)])
+    return pipeline
+
+
+def contexts_with(compiler: Any, max_new: int = 70) -> list[TextContext]:
+    """Each grammar with each kind of parameters, and two contexts without."""
+    contexts = []
+    for pattern, text in GRAMMARS.items():
+        for kind, fields in KINDS.items():
+            if kind == "at least" and max_new < 8:
+                continue
+            context = TextContext(
+                prompt="",
+                tokens=context_of([70, 71, 72]).all_tokens,
+                max_length=3 + max_new,
+                eos_token_ids={EOS},
+                request_id=f"{pattern}, {kind}",
+                **fields,
+            )
+            compiled = compiler.compile_regex(text)
+            context.set_matcher(xgr.GrammarMatcher(compiled))
+            contexts.append(context)
+    return [
+        *contexts,
+        context_of([5, 6, 7], 30, request_id="free"),
+        context_of([8], 40, request_id="free too"),
+    ]
+
+
+@pytest.fixture
+def plain(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What comes without drafts and without jumps."""
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.pipelines.pipeline.forced_tokens", lambda *_: [])
+        given = outcome(pipeline, contexts_with(compiler))
+    assert not pipeline.speculation_stats.num_forced
+    decode = Tokenizer.from_file(str(Path(pipeline.config.model.checkpoint) / "tokenizer.json")).decode
+    assert decode(texts_of(given)["one text, drawn"]) == GRAMMARS["one text"]
+    assert given["one text, drawn"][-1] is TextGenerationStatus.END_OF_SEQUENCE
+    return given
+
+
+def test_forced_tokens_change_nothing(pipeline: TextGenerationPipeline, compiler: Any, plain: Any) -> None:
+    assert outcome(pipeline, contexts_with(compiler)) == plain
+    assert pipeline.speculation_stats.num_forced > 300
+    assert pipeline.speculation_stats.num_proposed == 0
+
+
+@pytest.mark.parametrize("max_new", [1, 2, 5, 34, 35, 36])
+def test_forced_tokens_stop_at_the_maximum_length(
+    pipeline: TextGenerationPipeline, compiler: Any, max_new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = outcome(pipeline, contexts_with(compiler, max_new))
+    monkeypatch.setattr("penstock.pipelines.pipeline.forced_tokens", lambda *_: [])
+    assert outcome(pipeline, contexts_with(compiler, max_new)) == given
+
+
+def test_forced_tokens_are_computed_with_their_neighbours(
+    pipeline: TextGenerationPipeline, compiler: Any
+) -> None:
+    context = contexts_with(compiler)[len(KINDS) * 2]
+    calls = 0
+    original = pipeline.model.execute
+
+    def counted(inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(inputs)
+
+    pipeline.model.execute = counted  # type: ignore[method-assign]
+    outcome(pipeline, [context])
+    assert calls == 1, "the prompt with all of the text behind it, and the token that ends it"
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_drafts_under_grammars(
+    pipeline: TextGenerationPipeline, compiler: Any, plain: Any, wrong: int
+) -> None:
+    mistaken = {0: lambda place: False, 1: lambda place: True, 3: lambda place: place % 3 == 2}[wrong]
+    pipeline.proposer = Oracle(texts_of(plain), mistaken, 5)
+    assert outcome(pipeline, contexts_with(compiler)) == plain
+    stats = pipeline.speculation_stats
+    assert stats.num_proposed > 20
+    assert stats.num_accepted > (0 if wrong == 1 else 20) or wrong == 1
+
+
+def test_the_text_itself_as_proposer(pipeline: TextGenerationPipeline, compiler: Any, plain: Any) -> None:
+    pipeline.proposer = NGramProposer(1, 2)
+    assert outcome(pipeline, contexts_with(compiler)) == plain
+
+
+def test_under_a_scheduler_with_little_room(
+    pipeline: TextGenerationPipeline, compiler: Any, plain: Any
+) -> None:
+    pipeline.proposer = NGramProposer(1, 2)
+    limits = {"max_batch_size": 4, "max_batch_input_tokens": 9, "min_chunk_size": 2}
+    given, _ = scheduled(pipeline, contexts_with(compiler), **limits)
+    assert given == plain
+
+
+def test_a_draft_that_the_grammar_refuses_is_cut(
+    pipeline: TextGenerationPipeline, compiler: Any, plain: Any
+) -> None:
+    class Stubborn:
+        seen: list[int]
+
+        def __init__(self) -> None:
+            self.seen = []
+
+        def propose(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[list[int]]:
+            return [[EOS, EOS, 1, 2] for _ in contexts]
+
+        def observe(self, contexts: Any, drafts: Sequence[list[int]], accepted: Sequence[int]) -> None:
+            self.seen += [
+                len(draft) for draft, context in zip(drafts, contexts, strict=True) if context.matcher
+            ]
+
+        def release(self, context: TextContext) -> None:
+            pass
+
+    pipeline.proposer = stubborn = Stubborn()
+    assert outcome(pipeline, contexts_with(compiler)) == plain
+    assert max(stubborn.seen) == 1, "an end may be drafted, but nothing behind it"

@@ -1,0 +1,100 @@
+"""Proposers that know the answer, contexts of all kinds, and everything that a pipeline gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from support.running import context_of, random_tokens
+
+from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines.core import SamplingParams, TextContext
+from penstock.scheduler import Scheduler
+
+VOCABULARY = 130
+PROMPT = random_tokens(30, VOCABULARY, seed=7)
+REPEATING = [*PROMPT[:9], *PROMPT[:9], *PROMPT[:4]]
+
+
+class Oracle:
+    """Knows each text, and drafts it with mistakes: draft number j is wrong where ``wrong(j)``."""
+
+    def __init__(self, texts: Mapping[str, list[int]], wrong: Callable[[int], bool], length: int) -> None:
+        self.texts, self.wrong, self.length = texts, wrong, length
+        self.released: list[str] = []
+        self.seen: list[tuple[list[int], int]] = []
+
+    def propose(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[list[int]]:
+        drafts = []
+        for context in contexts:
+            done = len(context.generated_tokens)
+            rest = self.texts[context.request_id][done : done + self.length]
+            drafts.append([(t + 1) % VOCABULARY if self.wrong(done + j) else t for j, t in enumerate(rest)])
+        return drafts
+
+    def observe(
+        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
+    ) -> None:
+        self.seen += list(zip(drafts, accepted, strict=True))
+
+    def release(self, context: TextContext) -> None:
+        self.released.append(context.request_id)
+
+
+def mixed() -> list[TextContext]:
+    """Greedy, sampled, penalised, scored and echoed, short and long, side by side."""
+    drawn = [SamplingParams(temperature=1.0, top_k=-1, seed=seed) for seed in (3, 4)]
+    penalised = SamplingParams(
+        temperature=0.8, seed=5, frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.2
+    )
+    return [
+        context_of(PROMPT, 40, request_id="greedy"),
+        context_of(REPEATING, 50, request_id="repeating"),
+        context_of(PROMPT[:5], 23, request_id="drawn", sampling_params=drawn[0]),
+        context_of(PROMPT, 40, request_id="drawn as well", sampling_params=drawn[1]),
+        context_of(REPEATING, 30, request_id="penalised", sampling_params=penalised),
+        context_of(PROMPT[:7], 20, request_id="scored", log_probabilities=3),
+        context_of(
+            PROMPT[:8],
+            20,
+            request_id="echoed",
+            log_probabilities=2,
+            log_probabilities_echo=True,
+            sampling_params=drawn[0],
+        ),
+    ]
+
+
+def outcome(
+    pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], **run: Any
+) -> dict[str, list[Any]]:
+    """Everything that the contexts were given, log probabilities and status too."""
+    given: dict[str, list[Any]] = {context.request_id: [] for context in contexts}
+    running = {context.request_id: context for context in contexts}
+    while running:
+        for request_id, response in pipeline.execute(running, **run).items():
+            given[request_id] += [(part.next_token, part.log_probabilities) for part in response.tokens]
+            if response.is_done:
+                given[request_id].append(response.final_status)
+                pipeline.release(running.pop(request_id))
+    pipeline.kv.check_integrity()
+    assert not pipeline.failures
+    return given
+
+
+def texts_of(given: Mapping[str, list[Any]]) -> dict[str, list[int]]:
+    return {request_id: [part[0] for part in parts[:-1]] for request_id, parts in given.items()}
+
+
+def scheduled(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], **limits: Any) -> Any:
+    scheduler = Scheduler(pipeline, **limits)
+    for context in contexts:
+        scheduler.submit(context)
+    given: dict[str, list[Any]] = {context.request_id: [] for context in contexts}
+    while scheduler.has_work:
+        for request_id, response in scheduler.step().items():
+            given[request_id] += [(part.next_token, part.log_probabilities) for part in response.tokens]
+            if response.is_done:
+                given[request_id].append(response.final_status)
+    assert not scheduler.failures
+    return given, scheduler
