@@ -5,7 +5,10 @@ A composition root, like ``llm.py`` and ``cli``: here alone tokenizer, model, ca
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from itertools import pairwise
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import TextContext, TextGenerationResponse
@@ -13,7 +16,8 @@ from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from penstock.pipelines.pipeline import TextGenerationPipeline
+    from penstock.pipelines.pipeline import PipelineModel, TextGenerationPipeline
+    from penstock.scheduler.worker import Work
 
 
 def load_tokenizer(config: PipelineConfig) -> TextTokenizer:
@@ -35,23 +39,133 @@ def load_pipeline(config: PipelineConfig, tokenizer: TextTokenizer) -> TextGener
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
     from penstock.pipelines.pipeline import TextGenerationPipeline
+    from penstock.pipelines.structured_output import GrammarCompiler
+
+    model = _load_model(config)
+    eos = tokenizer.eos if tokenizer.eos_token_ids else None
+    if config.speculative.method is None:
+        pipeline = TextGenerationPipeline(config, model, eos)
+    else:
+        pipeline = _load_speculating(config, model, eos)
+    if config.structured_output.enable:
+        pipeline.grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, config=config.structured_output)
+    return pipeline
+
+
+def _load_model(config: PipelineConfig) -> type[PipelineModel[Any]]:
+    """The class of the configured model."""
     from penstock.pipelines.registry import PIPELINE_REGISTRY
 
     architecture = PIPELINE_REGISTRY.retrieve_architecture(
         config.model.huggingface_config, config.model.checkpoint, encoding=config.model.encoding
     )
-    eos = tokenizer.eos if tokenizer.eos_token_ids else None
-    return TextGenerationPipeline(config, architecture.load_pipeline_model(), eos)
+    return architecture.load_pipeline_model()
+
+
+def _load_speculating(
+    config: PipelineConfig, model: type[PipelineModel[Any]], eos: int | None
+) -> TextGenerationPipeline:
+    """A pipeline that drafts tokens, by a draft model or from the text itself."""
+    from penstock.driver import load_devices
+    from penstock.pipelines.pipeline import TextGenerationPipeline
+    from penstock.pipelines.speculative import AdaptiveWidth, FixedWidth, NGramProposer
+    from penstock.pipelines.speculative.draft_model import (
+        DraftModelProposer,
+        draft_config,
+        share_memory,
+        vocabulary_size,
+    )
+
+    speculative = config.speculative
+    width = AdaptiveWidth if speculative.adaptive_speculation else FixedWidth
+    widths = width(speculative.num_speculative_tokens)
+    if speculative.method == "ngram":
+        proposer = NGramProposer(speculative.ngram_min, speculative.ngram_max)
+        return TextGenerationPipeline(config, model, eos, proposer=proposer, widths=widths)
+    draft = _load_model(draft_config(config))
+    free_memory = sum(device.stats["free_memory"] for device in load_devices(config.model.devices))
+    config, drafting = share_memory(config, model, draft, free_memory=free_memory)
+    pipeline = TextGenerationPipeline(config, model, eos, widths=widths)
+    pipeline.proposer = DraftModelProposer(drafting, draft, pipeline.session, vocabulary_size(config.model))
+    return pipeline
 
 
 def load_scheduler(
-    config: PipelineConfig, pipeline: TextGenerationPipeline
+    config: PipelineConfig, pipeline: TextGenerationPipeline, *, isolates_faults: bool = False
 ) -> Scheduler[TextContext, TextGenerationResponse]:
-    """The scheduler that drives a pipeline within the limits that its memory was planned for."""
+    """The scheduler that drives a pipeline within the limits that its memory was planned for.
+
+    Args:
+        config: the configuration.
+        pipeline: made of the same.
+        isolates_faults: as of `Scheduler`; without it a fault of ours reaches the caller as it is.
+    """
     plan = pipeline.memory_plan
     return Scheduler(
         pipeline,
         max_batch_size=plan.max_batch_size,
         max_batch_input_tokens=plan.max_batch_input_tokens,
         enable_chunked_prefill=config.enable_chunked_prefill,
+        ready=pipeline.ready,
+        isolates_faults=isolates_faults,
+    )
+
+
+def load_work(config: PipelineConfig) -> Work:
+    """What the server's worker works with. Called in the worker's process, as
+    ``functools.partial(load_work, config)``, and timed phase by phase.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        ConfigError: the configuration does not go together with the model.
+        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+    """
+    times = [perf_counter()]
+    tokenizer = load_tokenizer(config)  # first: a model that is not there is noticed at once
+    times.append(perf_counter())
+    import penstock.pipelines.pipeline  # noqa: F401  # torch and its like, which take longest
+
+    times.append(perf_counter())
+    pipeline = load_pipeline(config, tokenizer)
+    scheduler = load_scheduler(config, pipeline, isolates_faults=True)
+    times.append(perf_counter())
+    seconds = [end - begin for begin, end in pairwise(times)]
+    return _as_work(config, pipeline, scheduler, list(zip(_PHASES, seconds, strict=True)))
+
+
+_PHASES = ("tokenizer", "libraries", "model")
+
+
+def _as_work(
+    config: PipelineConfig,
+    pipeline: TextGenerationPipeline,
+    scheduler: Scheduler[TextContext, TextGenerationResponse],
+    startup: list[tuple[str, float]],
+) -> Work:
+    from penstock.pipelines.speculative.draft_model import vocabulary_size
+    from penstock.scheduler.messages import WorkerInfo
+    from penstock.scheduler.worker import DraftCounts, Work
+
+    plan, adapters, drafts = pipeline.memory_plan, pipeline.model.lora_manager, pipeline.speculation_stats
+    info = WorkerInfo(
+        max_length=plan.max_length,
+        max_batch_size=plan.max_batch_size,
+        max_batch_input_tokens=plan.max_batch_input_tokens,
+        num_blocks=pipeline.kv.num_blocks,
+        block_size=plan.block_size,
+        vocab_size=vocabulary_size(config.model),
+        adapters=adapters.names() if adapters is not None else [],
+        startup=startup,
+        memory=plan.rows(),
+        isa=pipeline.session.kernels,
+        pid=os.getpid(),
+        lora_enabled=adapters is not None,
+        grammars_enabled=pipeline.grammars is not None and pipeline.grammars.is_available,
+    )
+    return Work(
+        scheduler,
+        info,
+        adapters,
+        config.max_num_steps,
+        lambda: DraftCounts(drafts.num_proposed, drafts.num_accepted, drafts.num_verified_steps),
     )

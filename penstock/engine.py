@@ -38,6 +38,14 @@ class InferenceSession:
 
             torch.set_num_threads(num_threads)
 
+    @property
+    def kernels(self) -> str:
+        """What operations run on: a back end, with the instruction set of the C++ kernels."""
+        from penstock.kernels import cpu
+
+        name = self.ops.name
+        return f"{name} {cpu.isa()}" if isinstance(self.ops, cpu.CpuOps) else name
+
     @cached_property
     def ops(self) -> Ops:
         """The kernels that models of this session run on."""

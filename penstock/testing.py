@@ -20,7 +20,7 @@ from zlib import crc32
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.errors import InputError
+from penstock.errors import InputError, PenstockError
 from penstock.pipelines.core import (
     LogProbabilities,
     TextContext,
@@ -95,6 +95,8 @@ class FakePipeline:
         self.kv: KVCache = NullKVCache() if kv is None else kv
         self.batches: list[dict[str, int]] = []
         """One entry a forward: how many tokens of which request it would have computed."""
+        self.failures: dict[str, PenstockError] = {}
+        """As `penstock.pipelines.core.Pipeline` says; nothing fails here by itself."""
         self._choose = choose if choose is not None else _letter_after
 
     @classmethod
@@ -102,6 +104,20 @@ class FakePipeline:
         """One that answers every request with the same text, in the tokens of a `FakeTokenizer`."""
         answer = [*text.encode(), FakeTokenizer.EOS]
         return cls(lambda context: answer[min(len(context.generated_tokens), len(answer) - 1)], kv=kv)
+
+    @classmethod
+    def answering(cls, answer: Callable[[str], str], *, kv: KVCache | None = None) -> FakePipeline:
+        """One that answers each request as a function of its prompt says, in the tokens of a `FakeTokenizer`.
+
+        >>> pipeline = FakePipeline.answering(lambda prompt: f"You said {prompt}.")
+        """
+
+        def choose(context: TextContext) -> int:
+            prompt = bytes(token for token in context.prompt_tokens.tolist() if token < FakeTokenizer.EOS)
+            tokens = [*answer(prompt.decode(errors="replace")).encode(), FakeTokenizer.EOS]
+            return tokens[min(len(context.generated_tokens), len(tokens) - 1)]
+
+        return cls(choose, kv=kv)
 
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1

@@ -13,6 +13,7 @@ from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
 from penstock.pipelines.kv_cache.interface import KVCache
 from penstock.scheduler.budget import decode_rows, prompt_rows, smallest_chunk
+from penstock.scheduler.isolation import Isolation, as_failure, take_failures
 from penstock.scheduler.waiting import WaitingQueue
 
 ContextT = TypeVar("ContextT", bound=InputContext)
@@ -45,8 +46,9 @@ class Scheduler(Generic[ContextT, OutputT]):
     happened.
 
     Everything here is called by one thread, but `cancel`, which any may call. An exception that
-    ``pipeline.execute`` raises passes through `step` and leaves the contexts as they were: the next step
-    repeats the batch, without those cancelled meanwhile.
+    ``pipeline.execute`` raises leaves the contexts as they were: the batch is run again by halves until the
+    culprits stand alone, and those end with the error (`Isolation`). Where no part of the batch runs it
+    passes through `step`, and the next step repeats the batch, without those cancelled meanwhile.
 
     Args:
         pipeline: executes the batches; its ``kv`` says what fits.
@@ -56,7 +58,9 @@ class Scheduler(Generic[ContextT, OutputT]):
         enable_chunked_prefill: whether prompts are cut at all. Without it a longer prompt than the budget is
             refused; only one that outgrew the budget before it was preempted is cut.
         ready: whether a context may run yet (its grammar is compiled, its adapter loaded). Until then it
-            waits and those behind it pass. A `PenstockError` that it raises ends the request.
+            waits and those behind it pass. An exception that it raises ends the request.
+        isolates_faults: whether a batch that fails is run again by halves. Without it every exception of
+            ``pipeline.execute`` passes through `step`.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         min_chunk_size: int = 64,
         enable_chunked_prefill: bool = True,
         ready: Callable[[ContextT], bool] | None = None,
+        isolates_faults: bool = True,
     ) -> None:
         limits = {
             "max_batch_size": max_batch_size,
@@ -84,6 +89,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         self._min_chunk = smallest_chunk(min_chunk_size, max_batch_input_tokens, self._max_batch_size)
         self._may_cut = enable_chunked_prefill
         self._ready = ready
+        self._isolation = Isolation(pipeline) if isolates_faults else None
         self._arrivals = count()
         self._waiting: WaitingQueue[_Entry[ContextT]] = WaitingQueue(look_limit=2 * self._max_batch_size)
         self._running: dict[str, _Entry[ContextT]] = {}
@@ -93,6 +99,16 @@ class Scheduler(Generic[ContextT, OutputT]):
         self.failures: dict[str, PenstockError] = {}
         """Requests that ended without an output, and why. Look here after each step; whoever has answered a
         request takes it out (``pop``)."""
+        self.admitted: list[ContextT] = []
+        """Contexts that the last step gave their first slot."""
+        self.last_batch = (0, 0)
+        """How many contexts the last step ran, and how many tokens of theirs: of several forwards, in the
+        first. (0, 0) where there was nothing to run."""
+
+    @property
+    def kv(self) -> KVCache:
+        """The cache that says what fits."""
+        return self._kv
 
     @property
     def num_running(self) -> int:
@@ -134,18 +150,30 @@ class Scheduler(Generic[ContextT, OutputT]):
             The output of each context that ran, by request id. One that is done has left.
         """
         self._take_cancels()
+        self.admitted.clear()
         batch: dict[str, _Entry[ContextT]] = {}
         num_left = self._add_decoding(batch, self._max_tokens)
         self._add_prompts(batch, num_left)
+        contexts = {request_id: entry.context for request_id, entry in batch.items()}
+        self.last_batch = (len(batch), sum(_num_rows(context) for context in contexts.values()))
         outputs: dict[str, OutputT] = {}
         if batch:
-            contexts = {request_id: entry.context for request_id, entry in batch.items()}
             whole = [entry for entry in batch.values() if _is_whole(entry.context)]
-            outputs = self._pipeline.execute(contexts, self._clamp(num_steps, batch))
+            outputs, failures = self._execute(contexts, self._clamp(num_steps, batch))
             for entry in whole:
                 entry.is_decoding = True
+            for request_id, error in failures.items():
+                self._fail(batch[request_id], error)
         self._retire(outputs)
         return outputs
+
+    def _execute(
+        self, contexts: dict[str, ContextT], num_steps: int
+    ) -> tuple[dict[str, OutputT], dict[str, PenstockError]]:
+        if self._isolation is not None:
+            return self._isolation.execute(contexts, num_steps)
+        outputs = self._pipeline.execute(contexts, num_steps)
+        return outputs, take_failures(self._pipeline)
 
     # -- The batch --------------------------------------------------------------------------------------
 
@@ -203,7 +231,9 @@ class Scheduler(Generic[ContextT, OutputT]):
         self._kv.claim(context)
         if entry.was_admitted:  # it may have found its own blocks: the first count is the user's
             context.num_cached_tokens = num_cached
-        entry.was_admitted = True
+        else:
+            entry.was_admitted = True
+            self.admitted.append(context)
         return True
 
     def _reserve_prompt(self, entry: _Entry[ContextT], num_left: int, *, may_preempt: bool) -> int:
@@ -277,10 +307,10 @@ class Scheduler(Generic[ContextT, OutputT]):
     def _is_ready(self, entry: _Entry[ContextT]) -> bool:
         try:
             is_ready = self._ready is None or self._ready(entry.context)
-        except PenstockError as error:
-            self._fail(entry, error)
+            return is_ready and not self._kv.waits_for(entry.context)
+        except Exception as error:
+            self._fail(entry, as_failure(error))
             return False
-        return is_ready and not self._kv.waits_for(entry.context)
 
     def _preempt(self, entry: _Entry[ContextT]) -> None:
         del self._running[entry.request_id]
@@ -310,6 +340,11 @@ class Scheduler(Generic[ContextT, OutputT]):
         entry = self._running.pop(request_id, None) or self._waiting.remove(request_id)
         if entry is not None:
             self._pipeline.release(entry.context)
+
+
+def _num_rows(context: InputContext) -> int:
+    """The tokens of a context that the next forward computes."""
+    return context.active_idx - context.start_idx
 
 
 def _is_whole(context: InputContext) -> bool:

@@ -12,7 +12,13 @@ import pytest
 from support.fake_pipeline import FakePipeline, alone
 from support.paged import kv_manager, text_context
 
-from penstock.errors import ConfigError, InputError, InsufficientBlocksError
+from penstock.errors import (
+    ConfigError,
+    InputError,
+    InsufficientBlocksError,
+    PenstockError,
+    RequestFailedError,
+)
 from penstock.pipelines.core import EmbeddingsResponse, TextContext, TextGenerationResponse
 from penstock.pipelines.kv_cache import NullKVCache
 from penstock.scheduler import Scheduler
@@ -558,8 +564,24 @@ def test_a_step_looks_at_few_contexts_however_long_the_queue() -> None:
         asked.clear()
 
 
+def test_any_error_while_asking_ends_the_one_who_is_asked() -> None:
+    def ready(context: TextContext) -> bool:
+        if context.request_id == "a":
+            raise KeyError("a mistake of ours")
+        return True
+
+    run = Run(ready=ready)
+    run.submit("a", 3, new=1)
+    run.submit("b", 3, new=1)
+    assert run.finish() == [{"b": 3}]
+    error = run.scheduler.failures.pop("a")
+    assert type(error) is RequestFailedError
+    assert isinstance(error.__cause__, KeyError)
+    assert "mistake" not in str(error)
+
+
 def test_a_failing_forward_leaves_all_as_it_was() -> None:
-    run = Run()
+    run = Run(isolates_faults=False)
     run.submit("a", 20, new=3)
     run.submit("b", 4, new=3)
     run.step()
@@ -570,6 +592,69 @@ def test_a_failing_forward_leaves_all_as_it_was() -> None:
     assert (run.scheduler.num_running, run.scheduler.num_waiting) == (2, 0)
     run.scheduler.cancel("b")
     assert run.finish() == [{"a": 4}, {"a": 1}, {"a": 1}]
+
+
+def test_who_makes_the_forward_fail_ends_and_the_others_make_their_step() -> None:
+    run = Run()
+    for name in "abcd":
+        run.submit(name, 3, new=4)
+    run.step()
+    run.pipeline.culprits = {"c"}
+    # a, b, c and d together fail; so do c and d, and c.
+    assert run.step() == [{"a": 1, "b": 1}, {"d": 1}]
+    assert list(run.scheduler.failures) == ["c"]
+    assert isinstance(run.scheduler.failures.pop("c").__cause__, FloatingPointError)
+    assert run.scheduler.last_batch == (4, 4)
+    assert run.pipeline.released == ["c"]
+    assert run.finish() == [{"a": 1, "b": 1, "d": 1}] * 2
+
+
+@pytest.mark.parametrize("isolates_faults", [True, False])
+def test_whom_the_pipeline_gives_up_ends_alone(isolates_faults: bool) -> None:
+    run = Run(isolates_faults=isolates_faults)
+    run.submit("a", 3, new=3)
+    run.submit("b", 3, new=3)
+    run.pipeline.spoilt = {"a"}
+    assert run.step() == [{"a": 3, "b": 3}]
+    assert str(run.scheduler.failures.pop("a")) == "spoilt"
+    assert not run.pipeline.failures
+    assert run.finish() == [{"b": 1}] * 2
+
+
+def test_who_was_admitted_is_said_once() -> None:
+    run = Run(5)
+    run.submit("a", 4, new=12)
+    run.submit("b", 4, new=12)
+    admitted = []
+    while run.scheduler.has_work:
+        run.step()
+        admitted.append([context.request_id for context in run.scheduler.admitted])
+    assert run.scheduler.num_preemptions == 1
+    assert admitted == [["a", "b"], *[[]] * (len(admitted) - 1)]
+
+
+def test_a_step_costs_what_its_batch_does_however_long_the_queue() -> None:
+    def num_calls(num_waiting: int) -> int:
+        run = Run(1000, max_batch_size=3)
+        for number in range(num_waiting):
+            context = text_context([number], max_length=50, request_id=f"r{number}")
+            run.scheduler.submit(context)
+        run.scheduler.step()
+        calls = 0
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            for _ in range(10):
+                run.scheduler.step()
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert num_calls(10_000) == num_calls(10)
 
 
 def test_a_leak_is_noticed_when_nothing_is_left_to_do() -> None:
@@ -590,6 +675,7 @@ def test_a_pipeline_without_a_cache() -> None:
 
         def __init__(self) -> None:
             self.trace, self.released = [], []
+            self.failures: dict[str, PenstockError] = {}
 
         def execute(self, batch: Any, num_steps: int = 1) -> dict[str, EmbeddingsResponse]:
             self.trace.append(list(batch))

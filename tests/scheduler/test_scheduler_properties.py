@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hypothesis import event, given, settings
@@ -40,7 +40,7 @@ class Request:
     cancelled_after: int | None  # steps
     ready_after: int  # steps
     echo: bool
-    fails_after: int | None  # steps: then its forward fails once
+    fails_after: int | None  # steps: then its forward fails
     stops: bool  # at an end-of-sequence token
 
     @property
@@ -137,7 +137,12 @@ class Workload:
         try:
             outputs = self.scheduler.step(self.machine.num_steps)
         except FloatingPointError:
-            return  # the next step repeats it
+            return  # nobody's fault, for nothing ran: the next step repeats it
+        failed = dict(self.scheduler.failures)
+        self.scheduler.failures.clear()
+        assert failed.keys() <= self.pipeline.culprits
+        assert len(outputs) + len(failed) == self.scheduler.last_batch[0]
+        self.ends += [(name, "failed") for name in failed]
         for name, output in outputs.items():
             self.tokens[name] += [int(token.next_token) for token in output.tokens]
             if output.is_done:
@@ -145,8 +150,8 @@ class Workload:
         trace = self.pipeline.trace[before:]
         assert all(sum(rows.values()) <= self.machine.max_batch_input_tokens for rows in trace)
         assert all(len(rows) <= self.machine.max_batch_size for rows in trace)
-        assert trace or not self.scheduler.num_running, "nobody runs of those who could"
-        assert trace or not self.scheduler.num_waiting or self.now <= 20, "nobody is let in"
+        assert trace or failed or not self.scheduler.num_running, "nobody runs of those who could"
+        assert trace or failed or not self.scheduler.num_waiting or self.now <= 20, "nobody is let in"
         self.pipeline.kv.check_integrity()
         held = {name for name, context in self.contexts.items() if context.is_assigned_to_cache}
         ended = {name for name, _ in self.ends}
@@ -177,7 +182,7 @@ def test_everybody_is_served_once_and_exactly(machine: Machine, requests: list[R
         if name in work.contexts:
             expected = alone(text_context_like(work.contexts[name]))
             assert work.tokens[name] == expected[: len(work.tokens[name])]
-            assert how == "cancelled" or work.tokens[name] == expected
+            assert how != "done" or work.tokens[name] == expected
 
 
 @settings(max_examples=40, deadline=None)
@@ -204,7 +209,7 @@ def test_nothing_is_computed_twice_but_after_a_preemption(machine: Machine, requ
 
 
 @settings(max_examples=30, deadline=None)
-@given(machines, st.lists(requests, min_size=2, max_size=9))
+@given(machines, st.lists(requests.map(lambda one: replace(one, fails_after=None)), min_size=2, max_size=9))
 def test_those_who_generate_are_in_every_step(machine: Machine, requests: list[Request]) -> None:
     work = Workload(machine, requests)
     work.run()

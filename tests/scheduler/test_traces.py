@@ -1,0 +1,173 @@
+"""Whole workloads as tables: who has how many rows in which step.
+
+Above the line the machine, then the requests: name, step before which it comes, prompt tokens, new tokens,
+and perhaps its priority. Below it one column a request and one line a step; ``.`` is a step without it,
+``-`` marks it preempted, ``x`` cancelled before this step.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.fake_pipeline import FakePipeline, alone
+from support.paged import kv_manager, text_context
+
+from penstock.pipelines.core import TextContext, TextGenerationResponse
+from penstock.scheduler import Scheduler
+
+TABLES = {
+    "requests join and leave": """
+        blocks=100 batch=4 tokens=16 chunk=4
+        a 0 5 3
+        b 1 6 3
+        c 2 2 1
+        ---------
+        a  b  c
+        5  .  .
+        1  6  .
+        1  1  2
+        .  1  .
+        """,
+    "two long prompts beside one that generates": """
+        blocks=100 batch=4 tokens=10 chunk=4
+        a 0  3 8
+        b 1 14 2
+        c 1 12 2
+        ---------
+        a  b  c
+        3  .  .
+        1  9  .
+        1  5  4
+        1  1  8
+        1  .  1
+        1  .  .
+        1  .  .
+        1  .  .
+        """,
+    "what is urgent passes, and what runs is finished before what waits": """
+        blocks=100 batch=2 tokens=8 chunk=4
+        a 0 20 1
+        b 0  6 2
+        c 1  6 1 1
+        ---------
+        a  b  c
+        8  .  .
+        .  .  6
+        8  .  .
+        4  4  .
+        .  2  .
+        .  1  .
+        """,
+    "the youngest is preempted, and comes back with all it had": """
+        blocks=6 batch=4 tokens=16 chunk=4 caching=0
+        a 0 4 14
+        b 0 4 10
+        c 0 4  6
+        ---------
+        a  b  c
+        4  4  4
+        1  1  1
+        1  1  1
+        1  1  1
+        1  1  1
+        1  1  -
+        1  1  .
+        1  1  .
+        1  1  .
+        1  -  .
+        1  .  .
+        1  .  .
+        1  .  .
+        1  .  .
+        .  13 .
+        .  .  9
+        """,
+    "the least urgent is preempted, though it is the oldest": """
+        blocks=5 batch=2 tokens=16 chunk=4 caching=0
+        a 0 4 6 -1
+        b 0 4 6
+        ---------
+        b  a
+        4  4
+        1  1
+        1  1
+        1  1
+        1  1
+        1  -
+        .  9
+        """,
+    "who is cancelled makes room in the same step": """
+        blocks=100 batch=1 tokens=16 chunk=4
+        a 0 3 9 cancel=2
+        b 0 3 2 cancel=1
+        c 0 3 2
+        ---------
+        a  b  c
+        3  .  .
+        1  x  .
+        x  .  3
+        .  .  1
+        """,
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_who_runs_when(name: str) -> None:
+    script, expected = re.split(r"\n *-+\n", TABLES[name])
+    machine_line, *request_lines = script.strip().splitlines()
+    header, *lines = [line.split() for line in expected.strip().splitlines()]
+    assert lines == traced(_numbers(machine_line), [line.split() for line in request_lines], header)
+
+
+def traced(machine: dict[str, int], requests: list[list[str]], header: list[str]) -> list[list[str]]:
+    """What really happens, in the form of the tables."""
+    pipeline = FakePipeline(
+        kv_manager(machine["blocks"], enable_prefix_caching=bool(machine.get("caching", 1)))
+    )
+    scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(
+        pipeline,
+        max_batch_size=machine["batch"],
+        max_batch_input_tokens=machine["tokens"],
+        min_chunk_size=machine["chunk"],
+    )
+    contexts: dict[str, TextContext] = {}
+    tokens: dict[str, list[int]] = {}
+    lines: list[list[str]] = []
+    while scheduler.has_work or len(contexts) < len(requests):
+        cells = dict.fromkeys(header, ".")
+        for name, arrival, prompt, new, *rest in requests:
+            if int(arrival) == len(lines):
+                priority = int(rest[0]) if rest and "=" not in rest[0] else 0
+                contexts[name] = text_context(
+                    [ord(name)] * int(prompt),
+                    max_length=int(prompt) + int(new),
+                    request_id=name,
+                    priority=priority,
+                )
+                tokens[name] = []
+                scheduler.submit(contexts[name])
+            if f"cancel={len(lines)}" in rest:
+                scheduler.cancel(name)
+                cells[name] = "x"
+        held = {name for name, context in contexts.items() if context.is_assigned_to_cache}
+        for name, output in scheduler.step().items():
+            tokens[name] += [int(token.next_token) for token in output.tokens]
+        if pipeline.trace[len(lines) :]:
+            (rows,) = pipeline.trace[len(lines) :]
+            cells |= {name: str(count) for name, count in rows.items()}
+        for name in held:
+            context = contexts[name]
+            if not context.is_assigned_to_cache and not context.is_done and cells[name] == ".":
+                cells[name] = "-"
+        lines.append(list(cells.values()))
+        assert len(lines) < 100
+    for name, context in contexts.items():
+        if context.is_done:
+            fresh = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
+            assert tokens[name] == alone(fresh)
+    return lines
+
+
+def _numbers(line: str) -> dict[str, int]:
+    return {name: int(value) for name, value in (pair.split("=") for pair in line.split())}

@@ -1,0 +1,173 @@
+"""Workers in real processes: killed, refused at the start, drained, and orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support import workers
+from support.workers import ids, read, request, text
+
+from penstock.assembly import load_tokenizer, load_work
+from penstock.errors import CheckpointNotFoundError, UnavailableError
+from penstock.pipelines.config import PipelineConfig
+from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
+from penstock.serve.worker_client import WorkerClient
+
+pytestmark = pytest.mark.timeout(60)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_embedded_model_killed_under_load_serves_again() -> None:
+    config = PipelineConfig.from_flat({"model_path": "demo", "max_length": 512})
+    client = WorkerClient(partial(load_work, config))
+    client.launch()
+    tokenizer = load_tokenizer(config)
+
+    def story(number: int, length: int) -> TextContext:
+        params = SamplingParams(
+            max_new_tokens=length, temperature=1.0, top_k=-1, seed=number, ignore_eos=True
+        )
+        return tokenizer.build_context(
+            TokenGeneratorRequest(
+                f"{time.time()}", number, "demo", "Once upon a time", sampling_params=params
+            )
+        )
+
+    await client.start()
+    try:
+        info = client.info
+        assert (info.max_length, info.vocab_size, info.lora_enabled) == (512, tokenizer.vocab_size, False)
+        assert [phase for phase, _ in info.startup] == ["process", "tokenizer", "libraries", "model"]
+        assert dict(info.memory)["max length"] == "512 tokens"
+        assert info.isa.split()[0] in ("cpu", "reference")
+        assert info.num_blocks * info.block_size >= 512
+        expected = ids(await read(client.submit(story(1, 8))))
+        assert len(expected) == 8
+
+        generations = [client.submit(story(number, 490)) for number in range(40)]
+        first = await anext(generations[0])
+        assert first.tokens
+        os.kill(info.pid, signal.SIGINT)  # both are the parent's business
+        os.kill(info.pid, signal.SIGTERM)
+        await anext(generations[0])
+        begin = time.monotonic()
+        os.kill(info.pid, signal.SIGKILL)
+        outcomes = await asyncio.gather(*map(read, generations), return_exceptions=True)
+        assert time.monotonic() - begin < 10
+        assert all(isinstance(one, UnavailableError) for one in outcomes)
+        assert (client.state, client.is_alive, client.num_outstanding) == ("restarting", False, 0)
+        await until(lambda: client.state == "ready")
+        assert client.info.pid != info.pid
+        assert ids(await read(client.submit(story(1, 8)))) == expected
+
+        last = client.submit(story(2, 100))
+        folder = Path(client._folder)
+        await client.stop(30)
+        assert len(ids(await read(last))) == 100
+        assert not folder.exists()
+        with pytest.raises(ProcessLookupError):
+            os.kill(client.info.pid, 0)
+    finally:
+        await client.stop(0)
+
+
+async def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    missing = str(tmp_path / "model")
+    client = WorkerClient(partial(workers.of_checkpoint, missing))
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        await client.start()
+    assert missing in str(caught.value)
+    assert caught.value.path == missing
+    assert client.state == "stopped"
+
+
+async def test_a_process_that_ends_while_it_starts() -> None:
+    with pytest.raises(UnavailableError, match="ended while it started: exit status 7"):
+        await WorkerClient(workers.exiting_at_the_start).start()
+
+
+async def test_a_factory_that_the_worker_does_not_find(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnavailableError, match="exit status 1"):
+        await WorkerClient(_Unloadable()).start()  # type: ignore[arg-type]
+    assert "no such factory" in capfd.readouterr().err
+
+
+class _Unloadable:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return workers.raise_lookup_error, ("no such factory",)
+
+
+async def test_a_process_that_exits_in_a_forward() -> None:
+    client = WorkerClient(workers.exiting_in_a_forward)
+    await client.start()
+    try:
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="has died"):
+                await read(client.submit(request("a")))
+            await until(lambda: client.state == "ready")
+        assert client.num_restarts == 2
+    finally:
+        await client.stop(0)
+
+
+async def test_a_process_that_is_stopped_is_taken_for_hung() -> None:
+    client = WorkerClient(workers.saying_hello, hang_limit=1.5)
+    await client.start()
+    try:
+        os.kill(client.info.pid, signal.SIGSTOP)
+        with pytest.raises(UnavailableError, match="has died"):
+            await read(client.submit(request("a")))
+        await until(lambda: client.state == "ready")
+        assert text(await read(client.submit(request("a")))) == "Hello!"
+    finally:
+        await client.stop(1)
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """Even one that is busy for ever, and leaves no sockets."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import asyncio\n"
+        "from support import workers\n"
+        "from penstock.serve.worker_client import WorkerClient\n"
+        "async def main():\n"
+        "    client = WorkerClient(workers.never_ending)\n"
+        "    await client.start()\n"
+        "    generation = client.submit(workers.request('a', max_length=2000))\n"
+        "    await anext(generation)\n"
+        "    print(client.info.pid, client._folder, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"  # not guarded: the worker does not run it
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        pid, folder = parent.stdout.readline().split()
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while (is_running(int(pid)) or Path(folder.decode()).exists()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(int(pid))
+    assert not Path(folder.decode()).exists()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,168 @@
+"""Workers for tests: fake work for those in a thread, and factories that a process can load."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from penstock.errors import CheckpointNotFoundError, InputError
+from penstock.pipelines.core import TextContext, TokenGeneratorRequest
+from penstock.scheduler import Scheduler
+from penstock.scheduler.messages import WorkerInfo
+from penstock.scheduler.worker import Work
+from penstock.serve.worker_client import Delta, Generation, WorkerClient
+from penstock.testing import FakePipeline, FakeTokenizer
+
+TOKENIZER = FakeTokenizer()
+
+
+class Gate:
+    """Lets steps through one by one, or all of them."""
+
+    def __init__(self) -> None:
+        self._semaphore = threading.Semaphore(0)
+        self._is_open = False
+        self.num_arrived = 0
+        """Steps that came to the gate."""
+
+    def let(self, count: int) -> None:
+        self._semaphore.release(count)
+
+    def open(self) -> None:
+        self._is_open = True
+        self._semaphore.release()
+
+    def pass_through(self) -> None:
+        self.num_arrived += 1
+        if not self._is_open:
+            assert self._semaphore.acquire(timeout=30), "the gate was forgotten"
+
+
+class GatedPipeline(FakePipeline):
+    """A fake whose steps wait at a gate, and fail where they are told to."""
+
+    def __init__(self, gate: Gate | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.gate = gate
+        self.culprits: set[str] = set()
+
+    def execute(self, batch: Any, num_steps: int = 1) -> Any:
+        if self.gate is not None:
+            self.gate.pass_through()
+        if self.culprits & batch.keys():
+            raise FloatingPointError("a secret of ours")
+        return super().execute(batch, num_steps)
+
+
+class FakeAdapters:
+    """Adapters that are nothing but names."""
+
+    def __init__(self, **loaded: str) -> None:
+        self.loaded = loaded
+
+    def load(self, name: str, path: str) -> None:
+        if path == "missing":
+            raise CheckpointNotFoundError(path, "does not exist")
+        self.loaded[name] = path
+
+    def unload(self, name: str) -> None:
+        if name not in self.loaded:
+            raise InputError(f"{name} is not loaded")
+        del self.loaded[name]
+
+    def names(self) -> list[tuple[str, str]]:
+        return list(self.loaded.items())
+
+
+def letters(count: int) -> Callable[[TextContext], int]:
+    """So many different letters, and then the end."""
+    return lambda context: (
+        FakeTokenizer.EOS if len(context.generated_tokens) == count else 97 + len(context.generated_tokens)
+    )
+
+
+def fake_work(pipeline: FakePipeline, adapters: Any = None, num_steps: int = 1, **options: Any) -> Work:
+    options = {"max_batch_size": 4, "max_batch_input_tokens": 64, "min_chunk_size": 4, **options}
+    info = WorkerInfo(
+        max_length=2048,
+        max_batch_size=options["max_batch_size"],
+        max_batch_input_tokens=options["max_batch_input_tokens"],
+        num_blocks=pipeline.kv.num_blocks,
+        block_size=4,
+        vocab_size=257,
+        adapters=[] if adapters is None else adapters.names(),
+        pid=os.getpid(),
+        lora_enabled=adapters is not None,
+    )
+    return Work(Scheduler(pipeline, **options), info, adapters, num_steps)
+
+
+@asynccontextmanager
+async def client_of(make: FakePipeline | Callable[[], Work], **options: Any) -> AsyncIterator[WorkerClient]:
+    """A started client of a worker in a thread, stopped at the end."""
+    factory = (lambda: fake_work(make)) if isinstance(make, FakePipeline) else make
+    client = WorkerClient(factory, in_thread=True, **options)
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.stop(0)
+
+
+def request(name: str, prompt: str = "Hi", **fields: Any) -> TextContext:
+    context = TOKENIZER.build_context(TokenGeneratorRequest(name, 0, "fake", prompt=prompt))
+    for field, value in {"max_length": 60, **fields}.items():
+        setattr(context, field, value)
+    return context
+
+
+async def read(generation: Generation) -> list[Delta]:
+    return [delta async for delta in generation]
+
+
+def ids(deltas: list[Delta]) -> list[int]:
+    return [int(token.next_token) for delta in deltas for token in delta.tokens]
+
+
+def text(deltas: list[Delta]) -> str:
+    return bytes(ids(deltas)).decode()
+
+
+# -- For a process of its own: found by name ---------------------------------------------------------------
+
+
+def saying_hello() -> Work:
+    return fake_work(FakePipeline.saying("Hello!"))
+
+
+def never_ending() -> Work:
+    return fake_work(FakePipeline(lambda context: 97))
+
+
+def exiting_in_a_forward() -> Work:
+    """The first letter comes; then the process is gone."""
+
+    def choose(context: TextContext) -> int:
+        if len(context.generated_tokens):
+            os._exit(3)
+        return 97
+
+    return fake_work(FakePipeline(choose))
+
+
+def of_checkpoint(path: str) -> Work:
+    from penstock.assembly import load_work
+    from penstock.pipelines.config import PipelineConfig
+
+    return load_work(PipelineConfig.from_flat({"model_path": path}))
+
+
+def raise_lookup_error(message: str) -> None:
+    raise LookupError(message)
+
+
+def exiting_at_the_start() -> Work:
+    os._exit(7)
