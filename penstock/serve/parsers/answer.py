@@ -1,0 +1,250 @@
+"""The parser of one answer: plain text, reasoning and calls, told apart as the text comes.
+
+White space belongs to the markup that it stands beside: it is dropped before a call, around reasoning (its
+line ends) and after both, and kept everywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from penstock.serve.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from penstock.serve.parsers.reasoning import ReasoningFormat
+from penstock.serve.parsers.stream import Markers, NotACallError, Steps, TextStream, is_finished
+from penstock.serve.parsers.tools import Schema, Tools
+
+
+class OutputParser(Protocol):
+    """Makes events of the text of one choice."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is complete, whatever text may follow: the only call that was allowed has ended.
+
+        The rest of the text is dropped, as after a stop string, so generation may end here.
+        """
+        ...
+
+    def push(self, text: str) -> list[Event]:
+        """The events that this text settles."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """What was held back. Text that became no call comes out as the text that it is."""
+        ...
+
+
+class CallReader(Protocol):
+    """How calls look in one format; see `penstock.serve.parsers.formats`."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What begins calls, anywhere in the text."""
+        ...
+
+    @property
+    def bare(self) -> str:
+        """First characters of calls that no marker announces; only where an answer or its text begins."""
+        ...
+
+    def read(self, answer: Answer, marker: str) -> Steps[None]:
+        """Reads the calls behind a marker, taken already, or where a bare call may stand (marker "").
+
+        Raises:
+            NotACallError: what follows is none. What was taken since the last call is plain text.
+        """
+        ...
+
+
+class _AnswerDone(Exception):
+    """The one call that was allowed has ended."""
+
+
+class PlainParser:
+    """The parser where nothing is markup."""
+
+    done = False
+
+    def push(self, text: str) -> list[Event]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+class Answer:
+    """An `OutputParser`, and what a `CallReader` works on: the text's stream and where calls go."""
+
+    def __init__(
+        self,
+        tools: Tools,
+        calls: CallReader | None,
+        reasoning: ReasoningFormat | None,
+        *,
+        dropped: Iterable[str],
+        in_reasoning: bool,
+        parallel: bool,
+        new_id: Callable[[], str],
+    ) -> None:
+        self.stream = TextStream()
+        self.done = False
+        self._tools = tools
+        self._calls = calls
+        self._reasoning = reasoning
+        self._parallel = parallel
+        self._new_id = new_id
+        self._begins = reasoning.begins if reasoning else ()
+        self._ends = reasoning.ends if reasoning else ()
+        self._call_markers = calls.markers if calls else ()
+        ignored = (*dropped, *(reasoning.dropped if reasoning else ()))
+        self._markers = Markers([*self._begins, *self._ends, *self._call_markers, *ignored])
+        self._events: list[Event] = []
+        self._in_reasoning = in_reasoning
+        self._space: list[str] = []  # white space that is text only if text follows
+        self._after_markup = in_reasoning
+        self._has_content = False
+        self._num_calls = 0
+        self._call_is_open = False
+        self._called = False  # a call began behind the marker at hand
+        self._refused = False  # a call of something that is no tool was taken since the last settled text
+        self._run = self._read()
+        is_finished(self._run)
+
+    def push(self, text: str) -> list[Event]:
+        if self.done or not text:
+            return []
+        self.stream.push(text)
+        return self._go_on()
+
+    def finish(self) -> list[Event]:
+        if self.done or self.stream.ended:
+            return []
+        self.stream.ended = True
+        events = self._go_on()
+        space = "".join(self._space)
+        if space and not self._after_markup and not self.done:
+            events.append(Reasoning(space) if self._in_reasoning else Content(space))
+        return events
+
+    # What call readers use.
+
+    def knows(self, name: str) -> bool:
+        """Whether the request offers this tool."""
+        return name in self._tools
+
+    def schema_types(self, name: str, argument: str) -> frozenset[str] | None:
+        return self._tools.argument_types(name, argument)
+
+    def properties(self, name: str) -> dict[str, Schema | bool]:
+        return self._tools.properties(name)
+
+    def refuse(self) -> None:
+        """The call at hand names no tool of the request: all that belongs to it is text."""
+        self._refused = True
+
+    def start_call(self, name: str, call_id: str = "") -> None:
+        """A call begins; from here on it cannot be taken back."""
+        self.stream.forget()
+        self._in_reasoning = False
+        self._space.clear()
+        self._after_markup = True
+        self._events.append(ToolCallStart(self._num_calls, call_id or self._new_id(), name))
+        self._num_calls += 1
+        self._called = self._call_is_open = True
+
+    def add_arguments(self, text: str) -> None:
+        self.stream.forget()
+        if text:
+            self._events.append(ToolCallArguments(self._num_calls - 1, text))
+
+    def end_call(self) -> None:
+        """The arguments of the call are complete."""
+        self.stream.forget()
+        self._call_is_open = False
+        if not self._parallel:
+            raise _AnswerDone
+
+    def settle(self) -> None:
+        """What was taken is the markup of a call, as it should be; of one that was refused, it is text."""
+        if self._refused:
+            self._give_back()
+        elif self._called:
+            self.stream.forget()
+
+    # The answer's own reader.
+
+    def _go_on(self) -> list[Event]:
+        is_finished(self._run)
+        events, self._events = self._events, []
+        return events
+
+    def _read(self) -> Steps[None]:
+        if not self._in_reasoning:
+            yield from self._bare_calls()
+        while not self.done:
+            text, marker = yield from self.stream.piece(self._markers)
+            if marker in self._call_markers:
+                yield from self._marked_calls(marker)
+                continue
+            self.stream.forget()
+            if text:
+                self._text(text)
+            elif not marker:
+                return
+            elif marker in self._begins or marker in self._ends:
+                was_in_reasoning, self._in_reasoning = self._in_reasoning, marker in self._begins
+                if was_in_reasoning != self._in_reasoning:
+                    self._space.clear()
+                    self._after_markup = True
+                if was_in_reasoning and not self._in_reasoning:
+                    yield from self._bare_calls()
+
+    def _bare_calls(self) -> Steps[None]:
+        if self._calls is None or not self._calls.bare:
+            return
+        yield from self.stream.skip_space()
+        first = yield from self.stream.peek()
+        if first and first in self._calls.bare:
+            yield from self._marked_calls("")
+        else:
+            self._give_back()
+
+    def _marked_calls(self, marker: str) -> Steps[None]:
+        assert self._calls is not None
+        self._called = False
+        try:
+            yield from self._calls.read(self, marker)
+        except NotACallError:
+            # Of a call that the text's end cuts short, the last unfinished piece of markup is no text.
+            is_cut_short = self._call_is_open and self.stream.ended
+            self._refused = not is_cut_short
+            self._call_is_open = False
+            if is_cut_short:
+                self.stream.take_rest()
+        except _AnswerDone:
+            self.done = True
+        if self._refused or not self._called:
+            self._give_back()
+        self.stream.forget()
+
+    def _give_back(self) -> None:
+        text = self.stream.taken
+        self.stream.forget()
+        self._refused = self._called = False
+        self._text(text)
+
+    def _text(self, text: str) -> None:
+        body = text.rstrip()
+        if not body:
+            self._space.append(text)
+            return
+        space = "".join(self._space)
+        if self._after_markup and (self._in_reasoning or not self._has_content):
+            body = (space + body).lstrip("\r\n")
+        else:
+            body = space + body
+        self._space = [text[len(text.rstrip()) :]]
+        self._after_markup = False
+        self._has_content = self._has_content or not self._in_reasoning
+        self._events.append(Reasoning(body) if self._in_reasoning else Content(body))

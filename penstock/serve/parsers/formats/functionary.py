@@ -1,0 +1,40 @@
+"""Functionary 3.1: ``<function=f>{"a": 1}</function>``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.serve.parsers.answer import Answer
+from penstock.serve.parsers.formats.json_calls import read_arguments, read_end
+from penstock.serve.parsers.stream import Markers, Steps
+from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
+from penstock.serve.parsers.tools import Tools
+
+_TAG_END = Markers([">"])
+
+
+@dataclass(frozen=True)
+class _Functionary:
+    name: str = "functionary"
+    bare: str = ""
+    id_length: int = 0
+    markers: tuple[str, ...] = ("<function=",)
+
+    def suits(self, template: str) -> bool:
+        return "<function=example_function_name>{" in template
+
+    def read(self, answer: Answer, marker: str) -> Steps[None]:
+        name = yield from answer.stream.until(_TAG_END, 256)
+        yield from answer.stream.skip_space()
+        yield from read_arguments(answer, name)
+        yield from read_end(answer, "</function>")
+
+    def grammar(self, tools: Tools, parallel: bool) -> Tag:
+        calls = [
+            sequence(constant(f"<function={name}>"), by_schema(schema), constant("</function>"))
+            for name, schema in tools.schemas.items()
+        ]
+        return repeated(either(calls), "", parallel)
+
+
+FORMAT = _Functionary()

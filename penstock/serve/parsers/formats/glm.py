@@ -1,0 +1,54 @@
+"""GLM 4.5 and later: ``<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>``,
+the line ends in some versions only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.serve.parsers.answer import Answer
+from penstock.serve.parsers.formats.json_calls import read_name
+from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
+from penstock.serve.parsers.stream import Markers, Steps
+from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
+from penstock.serve.parsers.tools import Tools
+
+_KEY_END = Markers(["</arg_key>"])
+_VALUE_END = Markers(["</arg_value>"])
+
+
+@dataclass(frozen=True)
+class _Glm:
+    name: str = "glm"
+    bare: str = ""
+    id_length: int = 0
+    markers: tuple[str, ...] = ("<tool_call>",)
+
+    def suits(self, template: str) -> bool:
+        return "<arg_key>" in template
+
+    def read(self, answer: Answer, marker: str) -> Steps[None]:
+        stream = answer.stream
+        yield from stream.skip_space()
+        writer = ArgumentWriter(answer, (yield from read_name(answer)))
+        yield from stream.skip_space()
+        while (yield from stream.accept("<arg_key>")):
+            key = yield from stream.until(_KEY_END, 256)
+            yield from stream.skip_space()
+            yield from stream.expect("<arg_value>")
+            yield from writer.argument(key.strip(), _VALUE_END, padded=False)
+            yield from stream.skip_space()
+        yield from stream.expect("</tool_call>")
+        writer.close()
+        answer.settle()
+
+    def grammar(self, tools: Tools, parallel: bool) -> Tag:
+        calls = [
+            sequence(
+                constant(f"<tool_call>{name}\n"), by_schema(schema, "glm_xml"), constant("\n</tool_call>")
+            )
+            for name, schema in tools.schemas.items()
+        ]
+        return repeated(either(calls), "\n", parallel)
+
+
+FORMAT = _Glm()

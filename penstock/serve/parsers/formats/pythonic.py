@@ -1,0 +1,149 @@
+"""Llama 3.2 and 4 as their model cards have it: an answer that is ``[f(a=1, b="x"), g()]``."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from penstock.serve.parsers.answer import Answer
+from penstock.serve.parsers.python_text import PythonText
+from penstock.serve.parsers.stream import NotACallError, Steps
+from penstock.serve.parsers.structural_tags import (
+    Tag,
+    by_schema,
+    constant,
+    either,
+    optional,
+    repeated,
+    sequence,
+)
+from penstock.serve.parsers.tools import Schema, Tools
+
+_NAME = re.compile(r"[\w.\-]+")
+_MAX_NAME = 256
+
+
+@dataclass(frozen=True)
+class PythonicCalls:
+    """A list of calls in Python, with keywords and literals only, between markers or bare."""
+
+    name: str
+    begin: str
+    end: str
+    bare: str = ""
+    hints: tuple[str, ...] = ()
+    id_length: int = 0
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.begin,)
+
+    def suits(self, template: str) -> bool:
+        return bool(self.hints) and all(hint in template for hint in self.hints)
+
+    def read(self, answer: Answer, marker: str) -> Steps[None]:
+        stream = answer.stream
+        yield from stream.skip_space()
+        yield from stream.expect("[")
+        yield from stream.skip_space()
+        while not (yield from stream.accept("]")):
+            name = yield from stream.run(_NAME, _MAX_NAME)
+            yield from stream.expect("(")
+            if not answer.knows(name):
+                raise NotACallError
+            yield from read_keywords(answer, name)
+            yield from stream.skip_space()
+            if not (yield from stream.accept(",")):
+                yield from stream.expect("]")
+                break
+            yield from stream.skip_space()
+        answer.settle()
+        if marker:
+            yield from stream.accept(self.end)
+            answer.settle()
+
+    def grammar(self, tools: Tools, parallel: bool) -> Tag:
+        calls = either([_call(name, schema) for name, schema in tools.schemas.items()])
+        begin, end = ("[", "]") if self.bare else (f"{self.begin}[", f"]{self.end}")
+        return sequence(constant(begin), repeated(calls, ", ", parallel), constant(end))
+
+
+def read_keywords(answer: Answer, name: str) -> Steps[None]:
+    """``a=1, b="x")``: what follows a call's parenthesis, passed on as the JSON it stands for."""
+    stream = answer.stream
+    before = "{"
+    yield from stream.skip_space()
+    while not (yield from stream.accept(")")):
+        keyword = yield from stream.run(_NAME, _MAX_NAME)
+        yield from stream.skip_space()
+        yield from stream.expect("=")
+        yield from stream.skip_space()
+        if before == "{":  # only now it is more than the word and parenthesis that any text may have
+            answer.start_call(name)
+        answer.add_arguments(f"{before}{json.dumps(keyword, ensure_ascii=False)}: ")
+        before = ", "
+        yield from _literal(answer)
+        yield from stream.skip_space()
+        if not (yield from stream.accept(",")):
+            yield from stream.expect(")")
+            break
+        yield from stream.skip_space()
+    if before == "{":
+        answer.start_call(name)
+        answer.add_arguments("{")
+    answer.add_arguments("}")
+    answer.end_call()
+
+
+def _literal(answer: Answer) -> Steps[None]:
+    stream = answer.stream
+    value = PythonText()
+    while not value.done:
+        text, at = yield from stream.available()
+        end, piece = value.feed(text, at)
+        stream.num_looked_at += end - at + 1
+        stream.take(end - at)
+        answer.add_arguments(piece)
+        if value.broken or at == len(text):
+            raise NotACallError
+    if value.broken:
+        raise NotACallError
+
+
+def _call(name: str, schema: Schema) -> Tag:
+    """Keywords in the order of the schema, values as JSON, which `PythonText` reads as well."""
+    properties = schema.get("properties", {})
+    required = [key for key in properties if key in schema.get("required", ())]
+    definitions: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    parts = [constant(f"{name}(")]
+    values = {
+        key: sequence(
+            constant(f"{key}="), by_schema({**value, **definitions} if isinstance(value, dict) else value)
+        )
+        for key, value in properties.items()
+    }
+    # Required ones first: then every optional one can bring the comma before it.
+    for index, key in enumerate(required):
+        parts.append(sequence(constant(", "), values[key]) if index else values[key])
+    others = [key for key in properties if key not in required]
+    if required:
+        parts += [optional(sequence(constant(", "), values[key])) for key in others]
+    elif others:
+        parts.append(optional(_any_of_in_order([values[key] for key in others])))
+    return sequence(*parts, constant(")"))
+
+
+def _any_of_in_order(values: list[Tag]) -> Tag:
+    """At least one of the values, in order, commas between them."""
+    return either(
+        [
+            sequence(first, *(optional(sequence(constant(", "), value)) for value in values[index + 1 :]))
+            for index, first in enumerate(values)
+        ]
+    )
+
+
+FORMAT = PythonicCalls(
+    "pythonic", "<|python_start|>", "<|python_end|>", bare="[", hints=("<|python_start|>",)
+)

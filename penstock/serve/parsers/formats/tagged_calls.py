@@ -1,0 +1,115 @@
+"""Calls whose arguments stand as plain text in tags of their own: only the schema has their types."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from penstock.serve.parsers.answer import Answer
+from penstock.serve.parsers.json_text import JsonText
+from penstock.serve.parsers.stream import Markers, NotACallError, Steps
+
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+_STRING = frozenset({"string"})
+_KINDS = {"{": {"object"}, "[": {"array"}, "t": {"boolean"}, "f": {"boolean"}, "n": {"null"}}
+_INTEGER = re.compile(r"-?[0-9]+(?:\.0+)?")
+
+
+class ArgumentWriter:
+    """Writes the arguments of one call as a JSON object, argument by argument.
+
+    The call begins with its first argument or its end. Of an unknown tool nothing is written.
+    """
+
+    def __init__(self, answer: Answer, name: str) -> None:
+        self._answer = answer
+        self._name = name
+        self._before = "{"
+        self._known = answer.knows(name)
+        if not self._known:
+            answer.refuse()
+
+    def argument(self, key: str, end: Markers, *, padded: bool, is_string: bool | None = None) -> Steps[None]:
+        """The value of an argument up to its end marker, which is taken too.
+
+        Args:
+            padded: the format sets the value between two line ends, which are not the value's.
+            is_string: what the text says about the type; None leaves it to the schema.
+        """
+        types = self._answer.schema_types(self._name, key) if self._known else None
+        if is_string is not None:
+            types = _STRING if is_string else None
+        self._write(f"{json.dumps(key, ensure_ascii=False)}: ")
+        if types == _STRING:
+            yield from self._string(end, padded)
+        else:
+            yield from self._typed(end, padded, types)
+
+    def close(self) -> None:
+        if not self._known:
+            return
+        self._write("}" if self._before == ", " else "{}", alone=True)
+        self._answer.end_call()
+
+    def _write(self, text: str, *, alone: bool = False) -> None:
+        if not self._known:
+            return
+        if self._before == "{":
+            self._answer.start_call(self._name)
+        self._answer.add_arguments(text if alone else self._before + text)
+        self._before = ", "
+
+    def _add(self, text: str) -> None:
+        if self._known:
+            self._answer.add_arguments(text)
+
+    def _string(self, end: Markers, padded: bool) -> Steps[None]:
+        """Passes the text on as it comes, but for a line end that may be the last."""
+        stream = self._answer.stream
+        self._add('"')
+        held, is_first, marker = "", padded, ""
+        while not marker:
+            text, marker = yield from stream.piece(end)
+            if not text and not marker:
+                raise NotACallError
+            if is_first and text:
+                text, is_first = text.removeprefix("\n"), False
+            text = held + text
+            held = "\n" if padded and text.endswith("\n") else ""
+            self._add(_escaped(text[: len(text) - len(held)]))
+        self._add('"')
+
+    def _typed(self, end: Markers, padded: bool, types: frozenset[str] | None) -> Steps[None]:
+        stream = self._answer.stream
+        pieces, marker = [], ""
+        while not marker:
+            text, marker = yield from stream.piece(end)
+            pieces.append(text)
+            if not text and not marker:
+                # An open string: whatever stands in it, nobody can take it for a complete value.
+                self._add(f'"{_escaped("".join(pieces))}')
+                raise NotACallError
+        value = "".join(pieces)
+        if padded:
+            value = value.removeprefix("\n").removesuffix("\n")
+        self._add(_typed_json(value, types))
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _typed_json(text: str, types: frozenset[str] | None) -> str:
+    """JSON of an argument's text: what it says as JSON if the schema allows that type, else a string."""
+    stripped = text.strip()
+    stripped = _PYTHON_NAMES.get(stripped, stripped)
+    value = JsonText()
+    end, checked = value.feed(f"{stripped} ")  # a number ends at what follows it
+    if not value.done or value.broken or end < len(stripped):
+        return json.dumps(text, ensure_ascii=False)
+    if types is None or "string" not in types:
+        return checked
+    number = {"number", "integer"} if _INTEGER.fullmatch(stripped) else {"number"}
+    is_allowed = not types.isdisjoint(_KINDS.get(stripped[0], number))
+    # A string stands there as it is: quotes around it are its own.
+    return checked if is_allowed and stripped[0] != '"' else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,31 @@
+"""What a file of this folder defines: one way of writing calls."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock.serve.parsers.answer import CallReader
+from penstock.serve.parsers.structural_tags import Tag
+from penstock.serve.parsers.tools import Tools
+
+
+class ToolFormat(CallReader, Protocol):
+    """How calls are found in text, and how a grammar forces them."""
+
+    @property
+    def name(self) -> str:
+        """What flags call it."""
+        ...
+
+    @property
+    def id_length(self) -> int:
+        """Length of a call's id where the format fixes it, else 0."""
+        ...
+
+    def suits(self, template: str) -> bool:
+        """Whether a chat template writes calls like this."""
+        ...
+
+    def grammar(self, tools: Tools, parallel: bool) -> Tag:
+        """One call of these tools, or with `parallel` also several, and nothing else."""
+        ...

@@ -1,0 +1,269 @@
+"""Every format: answers written in it are read as what they say, however their text is cut; no text is lost,
+nothing raises, and the work is linear in the text."""
+
+from __future__ import annotations
+
+import json
+import string
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.call_formats import BARE, RENDERERS, TOOLS, VALUE_ENDS, Call, calls_of, parse
+
+from penstock.serve.parsers import Content, Event, OutputParsers, Reasoning, ToolCallArguments, ToolCallStart
+from penstock.serve.parsers.formats import TOOL_FORMATS
+from penstock.serve.parsers.reasoning import REASONING_FORMATS
+
+EXAMPLES = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
+SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=6)
+NOISE = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    '"}}',
+    "{",
+    "[",
+    "]",
+    "</parameter>",
+    "\\",
+    '"',
+    "'",
+    "\n",
+    "|",
+]
+MARKERS = sorted(
+    {marker for row in TOOL_FORMATS.values() for marker in row.markers}
+    | {m for row in REASONING_FORMATS.values() for m in (*row.begins, *row.ends, *row.dropped)}
+)
+
+
+def any_text(max_size: int = 20) -> st.SearchStrategy[str]:
+    """Any Unicode, with pieces of markup in it."""
+    letters = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+    return st.lists(letters | st.sampled_from(NOISE), max_size=max_size // 4).map("".join)
+
+
+def plain_text() -> st.SearchStrategy[str]:
+    """Text that begins and ends with something and has no whole marker in it."""
+
+    def is_plain(text: str) -> bool:
+        return text == text.strip() != "" and not any(marker in text for marker in MARKERS)
+
+    pieces = st.sampled_from(
+        ["<", "[", "{", "<tool", "</th", "|>", " ", "\n", "é", "ab", "\U0001f600", "functools"]
+    )
+    return st.lists(pieces | st.text("ab<[]{}|_ \n>", max_size=4), max_size=8).map("".join).filter(is_plain)
+
+
+def json_values() -> st.SearchStrategy[Any]:
+    scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    return st.recursive(
+        scalars | any_text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text(8), inner, max_size=3),
+        max_leaves=6,
+    )
+
+
+@st.composite
+def calls(draw: st.DrawFn, name: str) -> Call:
+    if draw(st.integers(0, 3)) == 0:
+        return Call("now")
+    end = VALUE_ENDS.get(name)
+    texts = any_text().filter(lambda text: end is None or end not in text)
+    numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers()
+    arguments = draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "text": texts,
+                "count": st.integers(),
+                "ratio": numbers,
+                "exact": st.booleans(),
+                "tags": st.lists(json_values(), max_size=3),
+                "filter": st.dictionaries(any_text(8), json_values(), max_size=3),
+                "user": st.none() | st.sampled_from(["ann", '"ann"', "17", "a\nb"]),
+            },
+        )
+    )
+    if end is not None and end in json.dumps(arguments, ensure_ascii=False):
+        arguments = {}
+    return Call("search", arguments)
+
+
+@dataclass
+class Written:
+    """An answer's text, and the events that say the same."""
+
+    text: str = ""
+    said: str = ""
+    thought: str = ""
+    calls: tuple[Call, ...] = ()
+
+
+@st.composite
+def answers(draw: st.DrawFn, name: str) -> Written:
+    kinds = draw(st.lists(st.sampled_from(["content", "calls", "reasoning"]), max_size=5))
+    written, last, begin = Written(), "", ""
+    for kind in kinds:
+        if kind == last or (kind == "calls" and name in BARE and (written.said or written.calls)):
+            continue
+        last = kind
+        gap = draw(st.sampled_from(["", "\n", "\n\n"])) if written.text else ""
+        if kind == "content":
+            text = draw(plain_text())
+            if name in BARE and not written.calls and text[0] in "{[":
+                text = f"x{text}"
+            written.text += gap + text
+            written.said += (gap if written.said else "") + text
+        elif kind == "calls":
+            some = draw(st.lists(calls(name), min_size=1, max_size=3))
+            written.text += gap + RENDERERS[name](some)
+            written.calls += tuple(some)
+        else:
+            text = draw(plain_text())
+            written.text += f"{gap}<think>{begin}{text}\n</think>"
+            written.thought += text
+    return written
+
+
+def parser(name: str, reasoning: str = "think", **options: Any) -> Any:
+    parsers = OutputParsers.choose(None, name, reasoning)
+    ids = iter(range(1 << 30))
+    return parsers.new(tools=TOOLS, new_id=lambda: f"id{next(ids)}", **options)
+
+
+def said(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Content))
+
+
+def thought(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Reasoning))
+
+
+def test_every_format_has_a_renderer() -> None:
+    assert set(RENDERERS) == set(TOOL_FORMATS)
+
+
+@FORMATS
+@EXAMPLES
+@given(data=st.data())
+def test_what_was_written_is_read(name: str, data: st.DataObject) -> None:
+    written = data.draw(answers(name))
+    events = parse(parser(name), written.text, data.draw(SIZES))
+    assert (said(events), thought(events)) == (written.said, written.thought)
+    assert calls_of(events) == list(written.calls)
+    assert events == parse(parser(name), written.text)
+
+
+GARBAGE = [
+    *MARKERS,
+    *NOISE,
+    "[ARGS]",
+    "[CALL_ID]",
+    "<|tool_call_end|>",
+    "</function>",
+    "<parameter=",
+    "text>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    '"name"',
+    '"arguments"',
+    '"parameters"',
+    "arguments",
+    ": ",
+    ", ",
+    ";",
+    "{}",
+    "}",
+    "1",
+    '"1"',
+    "(",
+    ")",
+    "=",
+    "count",
+    ">",
+    "\uff5c",
+    "\u2581",
+    "words of text",
+]
+NAMES = ["search", '"search"', '{"name": "search"', "search(", "functions.search:0", "now>"]
+
+
+@FORMATS
+@EXAMPLES
+@given(st.data())
+def test_any_cutting_of_any_text_gives_the_same(name: str, data: st.DataObject) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(GARBAGE + NAMES * 3), max_size=25)))
+    options = {"in_reasoning": data.draw(st.booleans()), "parallel": data.draw(st.booleans())}
+    events = parse(parser(name, **options), text)
+    assert events == parse(parser(name, **options), text, (1,))
+    assert events == parse(parser(name, **options), text, data.draw(SIZES))
+
+
+@FORMATS
+@EXAMPLES
+@given(st.data())
+def test_an_answer_cut_anywhere(name: str, data: st.DataObject) -> None:
+    """Arguments are whole, or no JSON: a call that was cut short never looks complete."""
+    written = data.draw(answers(name))
+    text = written.text[: data.draw(st.integers(0, len(written.text)))]
+    events = parse(parser(name), text, data.draw(SIZES))
+    assert events == parse(parser(name), text, (1,))
+    arguments = {event.index: event.text for event in events if isinstance(event, ToolCallArguments)}
+    for index, whole in enumerate(written.calls[: len(arguments)]):
+        try:
+            assert Call(whole.name, json.loads(arguments[index])) == whole
+        except json.JSONDecodeError:
+            assert index == len(arguments) - 1
+    assert written.thought.startswith(thought(events).rstrip("\n</think"))
+
+
+@FORMATS
+@EXAMPLES
+@given(st.data())
+def test_text_without_a_tools_name_is_text_to_the_letter(name: str, data: st.DataObject) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(GARBAGE) | any_text(8), max_size=20)))
+    assert parse(parser(name, "none"), text, data.draw(SIZES)) == ([Content(text)] if text else [])
+
+
+@FORMATS
+@EXAMPLES
+@given(st.data())
+def test_no_text_is_lost(name: str, data: st.DataObject) -> None:
+    """Words that no markup has come out, whatever is around them; but what may belong to a call that the end
+    cuts short, and ids that the model makes up."""
+    words = [f"w{index}w" for index in range(30)]
+    parts = data.draw(st.lists(st.sampled_from(GARBAGE + NAMES * 3 + ["WORD"] * 12), max_size=25))
+    text = "".join(f" {words[index]} " if part == "WORD" else part for index, part in enumerate(parts))
+    text += ">" + '"' * 2 + " end of it "
+    events = parse(parser(name, "none"), text, data.draw(SIZES))
+    if isinstance(events[-1], Content):
+        out = "".join(event.text for event in events if isinstance(event, Content | ToolCallArguments))
+        ids = "".join(event.id for event in events if isinstance(event, ToolCallStart))
+        assert [word for word in words if word in text and word not in out + ids] == []
+
+
+@FORMATS
+@pytest.mark.parametrize(("size", "length"), [(1, 3_000), (50, 100_000)])
+def test_the_work_is_linear(name: str, size: int, length: int) -> None:
+    long_call = RENDERERS[name]([Call("search", {"text": "<tool_call>\n" * (length // 12)})])
+    texts = [
+        long_call,
+        "<" * length,
+        "[" * length,
+        "\n" * length + "x",
+        TOOL_FORMATS[name].markers[0] * (length // 10),
+        f"{TOOL_FORMATS[name].markers[0]}\n{{" * (length // 20),
+        f'{TOOL_FORMATS[name].markers[0]}{{"name": "search", "arguments": {{"a": ' + "[" * length,
+        f'{TOOL_FORMATS[name].markers[0]}{{"arguments": {{"a": "' + "b" * length,
+        f"{TOOL_FORMATS[name].markers[0]}unknown" + string.ascii_letters * (length // 52),
+    ]
+    for text in texts:
+        one = parser(name)
+        parse(one, text, (size,))
+        assert one.stream.num_looked_at <= 40 * len(text) + 1000

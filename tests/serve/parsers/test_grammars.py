@@ -1,0 +1,173 @@
+"""The grammars that force calls, compiled by xgrammar over an alphabet of single bytes."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from support.call_formats import RENDERERS, TOOLS, Call, calls_of, parse
+
+from penstock.errors import UnsupportedFeatureError
+from penstock.pipelines.core import Grammar
+from penstock.serve.parsers import OutputParsers
+from penstock.serve.parsers.formats import TOOL_FORMATS
+
+xgrammar = pytest.importorskip("xgrammar")
+
+FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
+END = 256
+NAMED = {"type": "function", "function": {"name": "search"}}
+SEARCH = Call("search", {"text": "a b", "count": 3})
+
+
+@cache
+def compiler() -> Any:
+    vocabulary = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+    info = xgrammar.TokenizerInfo(
+        vocabulary, xgrammar.VocabType.RAW, vocab_size=len(vocabulary), stop_token_ids=[END]
+    )
+    return xgrammar.GrammarCompiler(info)
+
+
+def accepts(grammar: Grammar | None, text: str) -> bool:
+    """Whether a text is what the grammar wants, from its beginning to its end."""
+    assert grammar is not None
+    assert grammar.kind == "structural_tag"
+    matcher = xgrammar.GrammarMatcher(compiler().compile_structural_tag(grammar.text))
+    return bool(matcher.accept_string(text) and matcher.accept_token(END))
+
+
+def forced(name: str, choice: Any = "required", **options: Any) -> Grammar | None:
+    return OutputParsers.choose(None, name, "think").grammar(TOOLS, choice, **options)
+
+
+def written(name: str, *calls: Call) -> str:
+    """The calls as the format's grammar has them: Python with JSON's literals, lists on one line."""
+    if name in ("pythonic", "lfm2"):
+        text = ", ".join(
+            f"{call.name}({', '.join(f'{key}={json.dumps(value)}' for key, value in call.arguments.items())})"
+            for call in calls
+        )
+        return f"[{text}]" if name == "pythonic" else f"<|tool_call_start|>[{text}]<|tool_call_end|>"
+    if name == "cohere":
+        one = [
+            '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGS}'.replace(
+                "NAME", call.name
+            ).replace("ARGS", json.dumps(call.arguments))
+            for call in calls
+        ]
+        return f"<|START_ACTION|>[{', '.join(one)}]<|END_ACTION|>"
+    return RENDERERS[name](calls)
+
+
+@FORMATS
+def test_a_call_is_accepted_and_read(name: str) -> None:
+    text = written(name, SEARCH)
+    for grammar in (forced(name), forced(name, NAMED), forced(name, parallel=False)):
+        assert accepts(grammar, text)
+    assert calls_of(parse(OutputParsers.choose(None, name).new(tools=TOOLS), text)) == [SEARCH]
+
+
+@FORMATS
+def test_anything_else_is_refused(name: str) -> None:
+    text = written(name, SEARCH)
+    grammar = forced(name)
+    assert not accepts(grammar, "")
+    assert not accepts(grammar, f"Well. {text}")
+    assert not accepts(grammar, f"{text} Done.")
+    assert not accepts(grammar, text[:-2])
+    assert not accepts(grammar, text.replace("search", "other"))
+    assert not accepts(grammar, text.replace("3", "three"))
+    assert not accepts(grammar, text.replace("text", "no_such_argument", 1))
+
+
+@FORMATS
+def test_several_calls_only_where_they_are_wanted(name: str) -> None:
+    text = written(name, SEARCH, SEARCH)
+    assert accepts(forced(name), text)
+    assert not accepts(forced(name, parallel=False), text)
+    assert not accepts(forced(name, NAMED), text)
+
+
+def test_a_named_choice_forces_that_tool() -> None:
+    now = written("hermes", Call("now"))
+    assert accepts(forced("hermes"), now)
+    assert not accepts(forced("hermes", NAMED), now)
+
+
+def test_optional_arguments_in_python() -> None:
+    grammar = forced("pythonic")
+    assert accepts(grammar, '[search(text="a", exact=true)]')
+    assert not accepts(grammar, "[search(exact=true)]")
+    assert accepts(grammar, "[now()]")
+    tool = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}, "b": {"type": "integer"}}}
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {**tool, "$defs": {"A": {"const": 1}}}}}
+    ]
+    grammar = OutputParsers.choose(None, "pythonic").grammar(tools, "required")
+    for text in ("[f()]", "[f(a=1)]", "[f(b=2)]", "[f(a=1, b=2)]"):
+        assert accepts(grammar, text)
+    assert not accepts(grammar, "[f(a=2)]")
+
+
+def test_no_grammar_without_a_forced_choice() -> None:
+    for choice in ("auto", "none", None):
+        assert forced("hermes", choice) is None
+    with pytest.raises(UnsupportedFeatureError, match=r"--tool-call-parser names one of .*hermes"):
+        OutputParsers.choose(None).grammar(TOOLS, "required")
+
+
+CALL = written("hermes", SEARCH)
+THOUGHT = f"hm, </thin or not\n</think>\n\n{CALL}"
+
+
+@pytest.mark.parametrize(
+    ("in_reasoning", "accepted"),
+    [
+        (True, [THOUGHT]),
+        (False, [f"<think>\n{THOUGHT}", CALL]),
+        (None, [THOUGHT, f"<think>\n{THOUGHT}", CALL]),
+    ],
+)
+def test_reasoning_before_a_forced_call(in_reasoning: bool | None, accepted: list[str]) -> None:
+    grammar = forced("hermes", reasoning=True, in_reasoning=in_reasoning)
+    for text in (THOUGHT, f"<think>\n{THOUGHT}", CALL):
+        # Inside of a block, "<think>" again is thought like any other text.
+        expected = text in accepted or (in_reasoning is True and text != CALL)
+        assert accepts(grammar, text) is expected, text
+    assert not accepts(grammar, f"hm {CALL}")
+    assert not accepts(grammar, f"<think>hm</think>Well. {CALL}")
+    assert not accepts(forced("hermes"), f"<think>\n{THOUGHT}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [
+        (
+            "json_schema",
+            '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}',
+            '{"a": 1}',
+            '{"a": "x"}',
+        ),
+        ("json_object", "", '{"x": [1]}', "[1]"),
+        ("regex", "a+b", "aab", "aa"),
+        ("ebnf", 'root ::= "x" y\ny ::= "y"', "xy", "x"),
+        ("choice", '["yes", "no"]', "no", "maybe"),
+        (
+            "structural_tag",
+            '{"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}',
+            "x",
+            "y",
+        ),
+    ],
+)
+def test_a_grammar_for_what_follows_the_reasoning(kind: Any, text: str, good: str, bad: str) -> None:
+    grammar = OutputParsers.choose(None, "none", "think").after_reasoning(
+        Grammar(kind, text), in_reasoning=True
+    )
+    assert accepts(grammar, f"so </ so</think>\n\n{good}")
+    assert not accepts(grammar, f"so</think>{bad}")
+    assert not accepts(grammar, good)
+    assert OutputParsers.choose(None).after_reasoning(Grammar(kind, text)) == Grammar(kind, text)

@@ -1,0 +1,64 @@
+"""Markers are found where they stand in the whole text, also those that begin or end alike."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.call_formats import pieces
+
+from penstock.serve.parsers.stream import Markers, Steps, TextStream, is_finished
+
+WORDS = st.text("ab<", min_size=1, max_size=4)
+
+
+def found(markers: list[str], text: str, sizes: list[int]) -> list[tuple[str, str]]:
+    """Runs of text, with the marker behind each."""
+    stream, result, held = TextStream(), [], ""
+
+    def read() -> Steps[None]:
+        nonlocal held
+        while True:
+            piece, marker = yield from stream.piece(Markers(markers))
+            held += piece
+            if marker:
+                result.append((held, marker))
+                held = ""
+            elif not piece:
+                return
+
+    reader = read()
+    for piece in pieces(text, sizes):
+        stream.push(piece)
+        assert not is_finished(reader)
+    stream.ended = True
+    assert is_finished(reader)
+    assert stream.taken == text
+    return [*result, (held, "")]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(WORDS, min_size=1, max_size=4),
+    st.text("ab<", max_size=20),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+)
+def test_markers_are_found_however_the_text_is_cut(markers: list[str], text: str, sizes: list[int]) -> None:
+    expected, run, at = [], "", 0
+    while at < len(text):
+        here = max((marker for marker in markers if text.startswith(marker, at)), key=len, default="")
+        if here:
+            expected.append((run, here))
+            run = ""
+        else:
+            run += text[at]
+        at += len(here) or 1
+    assert found(markers, text, sizes) == [*expected, (run, "")]
+
+
+def test_of_markers_that_begin_alike_the_longer_one_counts() -> None:
+    markers = ["<|channel>", "<|channel>thought\n"]
+    assert found(markers, "<|channel>thought\n<|channel>th", [3]) == [
+        ("", "<|channel>thought\n"),
+        ("", "<|channel>"),
+        ("th", ""),
+    ]

@@ -1,0 +1,183 @@
+"""The real chat templates: which formats are chosen for them, and that what they write is read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.call_formats import TOOLS, Call, calls_of, parse
+
+from penstock.errors import InputError
+from penstock.pipelines.chat_template import ChatTemplate
+from penstock.serve.parsers import Content, OutputParsers, Reasoning
+
+ROOT = Path(__file__).resolve().parents[3]
+TEMPLATES = ROOT.parent / "shared" / "data" / "chat_templates"
+if not TEMPLATES.is_dir():
+    pytest.skip("needs the real chat templates in ../shared/data", allow_module_level=True)
+
+NOTHING = (None, None)
+CHOSEN: dict[str, tuple[str | None, str | None]] = {
+    "granite-3.0-instruct": ("granite", None),
+    "qwen2.5-instruct": ("hermes", None),
+    "Apertus-8B-Instruct": (None, "apertus"),
+    "Apriel-1.6-15b-Thinker-fixed": ("apriel", "apriel"),
+    "Bielik-11B-v3.0-Instruct": ("hermes", "think"),
+    "ByteDance-Seed-OSS": ("seed_oss", "seed_oss"),
+    "Cohere2MoE": ("cohere", "cohere"),
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use": ("cohere", "cohere"),
+    "GLM-4.6": ("glm", "think"),
+    "GLM-4.7-Flash": ("glm", "think"),
+    "GLM-5.2": ("glm", "think"),
+    "HuggingFaceTB-SmolLM3-3B": (None, "think"),
+    "Kimi-K2-Instruct": ("kimi_k2", None),
+    "Kimi-K2-Thinking": ("kimi_k2", "think"),
+    "LFM2-8B-A1B": ("lfm2", None),
+    "LFM2.5-Instruct": ("lfm2", "think"),
+    "MiMo-VL": ("hermes", None),
+    "MiroThinker": ("hermes", "think"),
+    "Mistral-Small-3.2-24B-Instruct-2506": ("mistral", None),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("qwen3_coder", "think"),
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": ("hermes", None),
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": ("hermes", None),
+    "Qwen-QwQ-32B": ("hermes", "think"),
+    "Qwen-Qwen2.5-7B-Instruct": ("hermes", None),
+    "Qwen-Qwen3-0.6B": ("hermes", "think"),
+    "Qwen3-Coder": ("qwen3_coder", None),
+    "Qwen3.5-4B": ("qwen3_coder", "think"),
+    "Reka-Edge": ("hermes", "think"),
+    "StepFun3.5-Flash": ("qwen3_coder", "think"),
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ("deepseek_v3", "think"),
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("deepseek_v3", "think"),
+    "deepseek-ai-DeepSeek-V3.1": ("deepseek_v31", "think"),
+    "deepseek-ai-DeepSeek-V3.2": ("deepseek_v32", "think"),
+    "deepseek-ai-DeepSeek-V4": ("deepseek_v4", "think"),
+    "fireworks-ai-llama-3-firefunction-v2": ("firefunction", None),
+    "google-gemma-4-31B-it-interleaved": (None, "gemma"),
+    "google-gemma-4-31B-it": (None, "gemma"),
+    "ibm-granite-granite-3.3-2B-Instruct": ("granite", "granite"),
+    "llama-cpp-deepseek-r1": ("deepseek_v3", "think"),
+    "llama-cpp-rwkv-world": (None, "think"),
+    "meetkai-functionary-medium-v3.1": ("functionary", None),
+    "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
+    "meta-llama-Llama-3.2-3B-Instruct": ("llama3_json", None),
+    "meta-llama-Llama-3.3-70B-Instruct": ("llama3_json", None),
+    "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "mistral"),
+    "mistralai-Mistral-Nemo-Instruct-2407": ("mistral_v3", None),
+    "moonshotai-Kimi-K2": ("kimi_k2", None),
+    "stepfun-ai-Step-3.5-Flash": ("qwen3_coder", "think"),
+    "unsloth-Apriel-1.5": ("apriel", "apriel"),
+    "unsloth-mistral-Devstral-Small-2507": ("mistral", None),
+    "gemma4_31b_chat_template": (None, "gemma"),
+    "nemotron3nano_chat_template": ("qwen3_coder", "think"),
+    "qwen38_chat_template": ("qwen3_coder", "think"),
+}
+# What ends an answer, and never is part of its text.
+ENDS = (
+    "</s>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|end|>",
+)
+ENDS += ("<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|user|>", "<|observation|>", "<sep>")
+# These want other variables, or what the sandbox forbids, or write no calls.
+UNREADABLE = {
+    "ByteDance-Seed-OSS",
+    "Kimi-K2-Instruct",
+    "Kimi-K2-Thinking",
+    "MiroThinker",
+    "llama-cpp-deepseek-r1",
+}
+UNREADABLE |= {"fireworks-ai-llama-3-firefunction-v2", "granite-3.0-instruct"}
+UNREADABLE |= {"ibm-granite-granite-3.3-2B-Instruct", "LFM2-8B-A1B", "LFM2.5-Instruct"}
+UNREADABLE |= {"deepseek-ai-DeepSeek-R1-Distill-Llama-8B"}
+WITH_CALLS = sorted(name for name, (tools, _) in CHOSEN.items() if tools and name not in UNREADABLE)
+
+
+def sources() -> dict[str, str]:
+    return {path.name.partition(".jinja")[0]: path.read_text() for path in TEMPLATES.rglob("*.jinja*")}
+
+
+def test_the_formats_of_every_template() -> None:
+    parsers = {name: OutputParsers.choose(source) for name, source in sources().items()}
+    chosen = {name: (one.tool_format, one.reasoning_format) for name, one in parsers.items()}
+    assert {name: formats for name, formats in chosen.items() if formats != NOTHING} == CHOSEN
+
+
+def test_the_embedded_models_format() -> None:
+    template = (ROOT / "penstock" / "demo" / "chat_template.jinja").read_text()
+    parsers = OutputParsers.choose(template)
+    assert (parsers.tool_format, parsers.reasoning_format) == ("hermes", None)
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_calls_written_by_a_template_are_read(name: str, num_calls: int) -> None:
+    source = sources()[name]
+    template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, name)
+    parsers = OutputParsers.choose(source)
+    text = 'He said "no" {1}\n\nthen <b>\u00e9</b> <tool_call>'
+    calls = [
+        Call("search", {"text": text, "count": 3, "exact": True, "tags": ["a", {"b": None}]}),
+        Call("now"),
+    ]
+    user = {"role": "user", "content": "Find it."}
+    answer = {"role": "assistant", "content": "", "tool_calls": written(calls[:num_calls])}
+    if num_calls > 1 and "only supports single tool-calls" in source:
+        with pytest.raises(InputError, match="single tool-calls"):
+            template.render([user, answer], TOOLS)
+        return
+    whole = template.render([user, answer], TOOLS, {"add_generation_prompt": False})
+    prompt = template.render([user], TOOLS)
+    start = next((at for at, (a, b) in enumerate(zip(whole, prompt, strict=False)) if a != b), len(prompt))
+    if "<" in whole[max(0, start - 10) : start].rpartition(">")[2]:
+        start = whole.rindex("<", 0, start)  # not in the middle of a marker
+    answer_text = whole[start:]
+    for end in ENDS:
+        answer_text = answer_text.partition(end)[0]
+    in_reasoning = parsers.prompt_opens_reasoning(whole[:start])
+    events = parse(parsers.new(tools=TOOLS, in_reasoning=in_reasoning), answer_text, (3,))
+    assert calls_of(events) == calls[:num_calls]
+    assert not [event for event in events if isinstance(event, Content | Reasoning)]
+
+
+def written(calls: list[Call]) -> list[dict[str, object]]:
+    return [
+        {
+            "id": f"abcdefgh{index}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for index, call in enumerate(calls)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "opens"),
+    [
+        ("Qwen-Qwen3-0.6B", {}, False),
+        ("Qwen-Qwen3-0.6B", {"enable_thinking": False}, False),
+        ("Qwen-QwQ-32B", {"enable_thinking": True}, True),
+        ("Qwen3.5-4B", {}, True),
+        ("Qwen3.5-4B", {"enable_thinking": False}, False),
+        ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", {}, True),
+        ("deepseek-ai-DeepSeek-V3.1", {"thinking": True}, True),
+        ("deepseek-ai-DeepSeek-V3.1", {}, False),
+        ("GLM-4.7-Flash", {}, True),
+        ("GLM-4.6", {}, False),
+        ("Cohere2MoE", {"reasoning": True}, True),
+        ("Cohere2MoE", {"reasoning": False}, False),
+        ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {}, True),
+        ("Apriel-1.6-15b-Thinker-fixed", {}, True),
+        ("google-gemma-4-31B-it", {}, False),
+        ("Qwen-Qwen2.5-7B-Instruct", {}, False),
+    ],
+)
+def test_whether_a_prompt_opens_reasoning(name: str, options: dict[str, bool], opens: bool) -> None:
+    source = sources()[name]
+    template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, name)
+    user = {"role": "user", "content": "What do <think> and </think> mean?"}
+    prompt = template.render([user], options={"add_generation_prompt": True, **options})
+    assert OutputParsers.choose(source).prompt_opens_reasoning(prompt) is opens

@@ -1,0 +1,212 @@
+"""Calls of tools as models of each format write them: the other direction of `penstock.serve.parsers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+from penstock.serve.parsers import Event, OutputParser, ToolCallArguments, ToolCallStart, joined
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Find something.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string"},
+                    "count": {"type": "integer"},
+                    "ratio": {"type": "number"},
+                    "exact": {"type": "boolean"},
+                    "tags": {"type": "array"},
+                    "filter": {"type": "object"},
+                    "user": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                },
+                "required": ["text"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {}}},
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def listed(calls: Iterable[Call], key: str = "arguments") -> str:
+    objects = [f'{{"name": "{call.name}", "{key}": {dumps(call.arguments)}}}' for call in calls]
+    return f"[{', '.join(objects)}]"
+
+
+def each(template: str, separator: str = "") -> Callable[[Sequence[Call]], str]:
+    """A format that writes each call by itself; NAME and ARGUMENTS stand for those of the call."""
+
+    def render(calls: Sequence[Call]) -> str:
+        one = [
+            template.replace("NAME", call.name).replace("ARGUMENTS", dumps(call.arguments)) for call in calls
+        ]
+        return separator.join(one)
+
+    return render
+
+
+def pythonic(calls: Sequence[Call]) -> str:
+    one = [
+        f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
+        for call in calls
+    ]
+    return f"[{', '.join(one)}]"
+
+
+def tagged(call: Call, template: str) -> str:
+    """Arguments in tags of their own, strings as they are."""
+    return "".join(
+        template.replace("KEY", key)
+        .replace("IS_STRING", dumps(isinstance(value, str)))
+        .replace("VALUE", value if isinstance(value, str) else dumps(value))
+        for key, value in call.arguments.items()
+    )
+
+
+def qwen3_coder(calls: Sequence[Call]) -> str:
+    parameter = "<parameter=KEY>\nVALUE\n</parameter>\n"
+    return "\n".join(
+        f"<tool_call>\n<function={call.name}>\n{tagged(call, parameter)}</function>\n</tool_call>"
+        for call in calls
+    )
+
+
+def seed_oss(calls: Sequence[Call]) -> str:
+    parameter = "<parameter=KEY>VALUE</parameter>\n"
+    return "\n".join(
+        f"<seed:tool_call>\n<function={call.name}>\n{tagged(call, parameter)}</function>\n</seed:tool_call>"
+        for call in calls
+    )
+
+
+def glm(calls: Sequence[Call]) -> str:
+    argument = "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n"
+    return "\n".join(f"<tool_call>{call.name}\n{tagged(call, argument)}</tool_call>" for call in calls)
+
+
+def dsml(outside: str) -> Callable[[Sequence[Call]], str]:
+    def render(calls: Sequence[Call]) -> str:
+        parameter = '<|DSML|parameter name="KEY" string="IS_STRING">VALUE</|DSML|parameter>\n'
+        # The values may have bars of their own: only the markup gets the wide ones.
+        parameter = parameter.replace("|", "\uff5c")
+        invokes = [
+            wide(f'<|DSML|invoke name="{call.name}">\n') + tagged(call, parameter) + wide("</|DSML|invoke>\n")
+            for call in calls
+        ]
+        return wide(f"<|DSML|{outside}>\n") + "".join(invokes) + wide(f"</|DSML|{outside}>")
+
+    return render
+
+
+def wide(markup: str) -> str:
+    return markup.replace("|", "\uff5c").replace("~", "\u2581")
+
+
+def deepseek(calls: Sequence[Call], head: str, foot: str, separator: str) -> str:
+    one = [
+        wide("<|tool~call~begin|>")
+        + wide(head).replace("NAME", call.name)
+        + dumps(call.arguments)
+        + wide(f"{foot}<|tool~call~end|>")
+        for call in calls
+    ]
+    return wide("<|tool~calls~begin|>") + separator.join(one) + wide("<|tool~calls~end|>")
+
+
+def kimi_k2(calls: Sequence[Call]) -> str:
+    one = [
+        f"<|tool_call_begin|>functions.{call.name}:{index}<|tool_call_argument_begin|>"
+        f"{dumps(call.arguments)}<|tool_call_end|>"
+        for index, call in enumerate(calls)
+    ]
+    return f"<|tool_calls_section_begin|>{''.join(one)}<|tool_calls_section_end|>"
+
+
+def cohere(calls: Sequence[Call]) -> str:
+    one = [
+        f'    {{"tool_call_id": "{index}", "tool_name": "{call.name}", '
+        f'"parameters": {dumps(call.arguments)}}}'
+        for index, call in enumerate(calls)
+    ]
+    return "<|START_ACTION|>[\n" + ",\n".join(one) + "\n]<|END_ACTION|>"
+
+
+RENDERERS: dict[str, Callable[[Sequence[Call]], str]] = {
+    "hermes": each('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', "\n"),
+    "granite": lambda calls: "<|tool_call|>" + listed(calls),
+    "apriel": lambda calls: f"<tool_calls>{listed(calls)}</tool_calls>",
+    "firefunction": lambda calls: "functools" + listed(calls),
+    "cohere": cohere,
+    "llama3_json": each('{"name": "NAME", "parameters": ARGUMENTS}', "; "),
+    "pythonic": pythonic,
+    "lfm2": lambda calls: f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>",
+    "mistral": each("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
+    "mistral_v3": lambda calls: "[TOOL_CALLS]" + listed(calls),
+    "qwen3_coder": qwen3_coder,
+    "seed_oss": seed_oss,
+    "glm": glm,
+    "deepseek_v3": lambda calls: deepseek(calls, "function<|tool~sep|>NAME\n```json\n", "\n```", "\n"),
+    "deepseek_v31": lambda calls: deepseek(calls, "NAME<|tool~sep|>", "", ""),
+    "deepseek_v32": dsml("function_calls"),
+    "deepseek_v4": dsml("tool_calls"),
+    "kimi_k2": kimi_k2,
+    "functionary": each("<function=NAME>ARGUMENTS</function>"),
+}
+BARE = ("llama3_json", "pythonic")
+"""Formats whose calls stand at an answer's beginning only."""
+
+VALUE_ENDS = {
+    "qwen3_coder": "</parameter>",
+    "seed_oss": "</parameter>",
+    "glm": "</arg_value>",
+    "deepseek_v32": wide("</|DSML|parameter>"),
+    "deepseek_v4": wide("</|DSML|parameter>"),
+}
+"""What ends a value in formats that cannot escape it."""
+
+
+def pieces(text: str, sizes: Sequence[int]) -> Iterator[str]:
+    """The text cut to pieces of these sizes, again and again."""
+    at, size_of = 0, cycle(sizes)
+    while at < len(text):
+        size = next(size_of)
+        yield text[at : at + size]
+        at += size
+
+
+def parse(parser: OutputParser, text: str, sizes: Sequence[int] = (1 << 30,)) -> list[Event]:
+    """All events of a text, joined."""
+    events: list[Event] = []
+    for piece in pieces(text, sizes):
+        events += parser.push(piece)
+    return joined(events + parser.finish())
+
+
+def calls_of(events: Iterable[Event]) -> list[Call]:
+    """The calls among joined events; their arguments must be JSON."""
+    names: list[str] = []
+    arguments: dict[int, str] = {}
+    for event in events:
+        if isinstance(event, ToolCallStart):
+            assert event.index == len(names)
+            names.append(event.name)
+        elif isinstance(event, ToolCallArguments):
+            arguments[event.index] = arguments.get(event.index, "") + event.text
+    return [Call(name, json.loads(arguments[index])) for index, name in enumerate(names)]
