@@ -26,6 +26,10 @@ HEAVY = ("torch", "transformers", "xgrammar")
         "penstock.pipelines.registry",
         "penstock.pipelines.tokenizer",
         "penstock.scheduler",
+        "penstock.scheduler.worker",
+        "penstock.serve.app",
+        "penstock.serve.lifecycle",
+        "penstock.cli.serve",
     ],
 )
 def test_importing_it_loads_nothing_heavy(module: str) -> None:
@@ -62,3 +66,10 @@ def _fresh(code: str) -> str:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
+
+
+def test_the_lifecycle_leaves_the_framework_for_later() -> None:
+    """The worker's process is started before the server imports what takes time."""
+    late = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "rich")
+    code = f"import sys, penstock.serve.lifecycle; print(*sorted(set({late!r}) & set(sys.modules)))"
+    assert _fresh(code) == ""

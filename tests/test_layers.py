@@ -52,7 +52,9 @@ TABLE = {
     "driver": Row("numpy", typing="torch", lazily="torch"),
     "kernels": Row("torch numpy .dtype .driver"),
     "engine": Row("torch numpy .kernels .driver .dtype"),
-    "answers": Row(".pipelines.core .pipelines.detokenizer"),
+    "answers": Row(".beams .pipelines.core .pipelines.detokenizer"),
+    "beams": Row("numpy .interrupts .pipelines.core"),
+    "prompts": Row(".pipelines.config .pipelines.core"),
     "interrupts": Row(""),
     "progress": Row("rich"),
     "nn": Row("torch .kernels .dtype"),
@@ -72,7 +74,8 @@ TABLE = {
     "pipelines.registry": Row(".pipelines.core", typing=".pipelines.config"),
     "pipelines.architectures": Row(
         "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.decoder"
-        " .pipelines.kv_cache .pipelines.model .pipelines.pipeline .pipelines.registry .pipelines.weights",
+        " .pipelines.kv_cache .pipelines.model .pipelines.pipeline .pipelines.registry"
+        " .pipelines.transformer .pipelines.weights",
         typing=".engine",
     ),
     "pipelines.memory": Row(
@@ -80,9 +83,27 @@ TABLE = {
         " .pipelines.weights"
     ),
     "pipelines.lora": Row("torch numpy .kernels .pipelines.core .pipelines.config .pipelines.weights"),
-    "pipelines.sampling": Row("torch numpy .nn .kernels .driver .dtype .pipelines.core .pipelines.config"),
-    "pipelines.structured_output": Row("torch numpy .pipelines.core", lazily="xgrammar"),
-    "pipelines.speculative": Row("torch numpy .kernels .pipelines.core .pipelines.config"),
+    "pipelines.lora.adapter_config": Row(".pipelines.weights.json_files"),
+    "pipelines.lora.adapter": Row("torch .kernels .pipelines.lora.adapter_config .pipelines.weights"),
+    "pipelines.lora.slots": Row("torch .pipelines.lora.adapter"),
+    "pipelines.randomness": Row("numpy"),
+    "pipelines.choices": Row("msgspec .pipelines.core .pipelines.randomness"),
+    "pipelines.sampling": Row("torch numpy .kernels .pipelines.core .pipelines.randomness"),
+    "pipelines.grammars": Row(".pipelines.core"),
+    "pipelines.schema_keywords": Row(".pipelines.core .pipelines.grammars"),
+    "pipelines.structured_output": Row(
+        "torch numpy .pipelines.config .pipelines.core .pipelines.grammars .pipelines.tokenizer",
+        typing="xgrammar",
+        lazily="xgrammar",
+    ),
+    "pipelines.structured_output.masks": Row("torch numpy .pipelines.core", typing="xgrammar"),
+    "pipelines.structured_output.vocabulary": Row("tokenizers"),
+    "pipelines.speculative": Row("numpy .pipelines.core"),
+    "pipelines.speculative.draft_model": Row(
+        "torch numpy .dtype .pipelines.config .pipelines.core .pipelines.kv_cache .pipelines.memory"
+        " .pipelines.model .pipelines.sampling",
+        typing=".engine",
+    ),
     "pipelines.model": Row(
         "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.kv_cache"
         " .pipelines.memory .pipelines.weights",
@@ -91,14 +112,19 @@ TABLE = {
     "pipelines.log_probabilities": Row("torch numpy .kernels .pipelines.core .pipelines.model"),
     "pipelines.decoder": Row(
         "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.kv_cache"
-        " .pipelines.log_probabilities .pipelines.memory .pipelines.model .pipelines.weights",
+        " .pipelines.log_probabilities .pipelines.lora .pipelines.memory .pipelines.model .pipelines.weights",
         typing=".engine",
+    ),
+    "pipelines.transformer": Row(".nn .pipelines.config .pipelines.decoder .pipelines.kv_cache"),
+    "pipelines.step": Row(
+        "torch numpy .engine .pipelines.core .pipelines.kv_cache .pipelines.model .pipelines.sampling"
+        " .pipelines.speculative .pipelines.structured_output"
     ),
     "pipelines.pipeline": Row(
         "torch numpy .nn .kernels .engine .driver .dtype .pipelines.config .pipelines.core"
         " .pipelines.kv_cache .pipelines.log_probabilities .pipelines.lora .pipelines.memory"
-        " .pipelines.model .pipelines.sampling .pipelines.speculative .pipelines.structured_output"
-        " .pipelines.weights"
+        " .pipelines.model .pipelines.sampling .pipelines.speculative .pipelines.step"
+        " .pipelines.structured_output .pipelines.weights"
     ),
     "pipelines.chat_template": Row("jinja2 .pipelines.core"),
     "pipelines.tokenizer_files": Row("tokenizers .pipelines.chat_template", lazily="transformers"),
@@ -107,9 +133,44 @@ TABLE = {
     ),
     "pipelines.detokenizer": Row(".pipelines.core .pipelines.tokenizer"),
     "scheduler": Row("numpy .pipelines.core .pipelines.kv_cache.interface"),
+    "scheduler.messages": Row("msgspec .pipelines.core .scheduler.isolation"),
+    "scheduler.worker": Row("msgspec zmq .pipelines.core .scheduler.messages .scheduler.scheduler"),
+    "serve.parsers": Row("msgspec .pipelines.core"),
+    "serve.config": Row(".pipelines.config"),
+    "serve.gate": Row(""),
+    "serve.logs": Row(".serve.config"),
+    "serve.request_record": Row("fastapi"),
+    "serve.access_log": Row(".serve.logs .serve.request_record"),
+    "serve.auth": Row(".serve.problems"),
+    "serve.problems": Row("fastapi starlette pydantic msgspec .serve.request_record"),
+    "serve.time_limits": Row(".serve.config .serve.problems .serve.request_record"),
+    "serve.metrics": Row(
+        "prometheus_client .__version__", typing=".serve.request_record .serve.worker_client"
+    ),
+    "serve.tracing": Row(
+        ".__version__ .serve.request_record", typing="opentelemetry", lazily="opentelemetry"
+    ),
+    "serve.watchdog": Row("msgspec .serve.logs", typing=".serve.worker_client"),
+    "serve.startup": Row(".serve.logs", lazily="rich"),
+    "serve.http_server": Row("uvicorn fastapi .serve.config .serve.problems"),
+    "serve.lifecycle": Row(
+        ".serve.config .serve.logs .serve.startup .serve.worker_client",
+        typing=".pipelines.config .pipelines.tokenizer .scheduler.worker .serve",
+        lazily="uvloop .serve",
+    ),
+    "serve.worker_client": Row(
+        "zmq .pipelines.core .scheduler.messages .scheduler.worker .serve.worker_link .serve.worker_results"
+    ),
+    "serve.worker_link": Row("zmq .scheduler.messages .scheduler.worker"),
+    "serve.worker_results": Row(".pipelines.core .scheduler.messages"),
+    "serve.output_format": Row(
+        ".pipelines.core .pipelines.schema_keywords .serve.parameters .serve.problems .serve.schemas .serve.services"
+    ),
     "serve": Row(
-        "fastapi starlette pydantic msgspec .pipelines.core .pipelines.tokenizer .pipelines.detokenizer"
-        " .pipelines.config .scheduler.worker .scheduler.messages"
+        "fastapi starlette pydantic pydantic_core msgspec .__version__ .pipelines.core .pipelines.choices"
+        " .pipelines.tokenizer .pipelines.detokenizer .pipelines.config .scheduler.worker"
+        " .scheduler.messages",
+        lazily=".pipelines.schema_keywords",
     ),
 }
 

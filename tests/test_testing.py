@@ -71,6 +71,12 @@ def test_it_says_what_it_is_told_to_each_and_ends() -> None:
         pipeline.execute(batch)
 
 
+def test_it_answers_what_it_is_asked() -> None:
+    pipeline = FakePipeline.answering(lambda prompt: f"{prompt}!" * 2)
+    for prompt in ("né", "x"):
+        assert bytes(generate(pipeline, context_of(prompt), 5)).decode() == f"{prompt}!{prompt}!"
+
+
 def test_lengths_are_kept() -> None:
     assert (
         len(generate(FakePipeline(lambda context: ord("x")), context_of("Hello", max_new_tokens=7), 3)) == 7

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.driver import DeviceSpec
 from penstock.pipelines.config import ConfigField, config_fields
+from penstock.serve.config import serve_fields
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
@@ -28,19 +30,26 @@ SECTIONS = {
     "model": "Model: `PipelineConfig.model`",
     "kv_cache": "KV cache: `PipelineConfig.kv_cache`",
     "sampling": "Sampling: `PipelineConfig.sampling`",
+    "lora": "LoRA adapters: `PipelineConfig.lora`",
+    "speculative": "Speculation: `PipelineConfig.speculative`",
+    "structured_output": "Structured output: `PipelineConfig.structured_output`",
     "": "Pipeline: `PipelineConfig`",
 }
+
+SERVER = "Server: `penstock.serve.config.ServeConfig`, for `penstock serve`"
 
 
 def page() -> str:
     """The text of the page."""
     parts = [HEAD]
     for section, title in SECTIONS.items():
-        rows = [_row(field) for field in config_fields() if field.section == section]
-        parts.append(
-            "\n".join([f"## {title}", "", "| name | default | legal | |", "|---|---|---|---|", *rows, ""])
-        )
-    return "\n".join(parts)
+        parts.append(_table(title, [field for field in config_fields() if field.section == section]))
+    return "\n".join([*parts, _table(SERVER, serve_fields())])
+
+
+def _table(title: str, fields: Iterable[ConfigField]) -> str:
+    rows = [_row(field) for field in fields]
+    return "\n".join([f"## {title}", "", "| name | default | legal | |", "|---|---|---|---|", *rows, ""])
 
 
 def _row(field: ConfigField) -> str:
@@ -48,7 +57,7 @@ def _row(field: ConfigField) -> str:
 
 
 def _shown(value: object) -> str:
-    if value is None:
+    if value is None or value == ():
         return ""
     if isinstance(value, tuple) and all(isinstance(one, DeviceSpec) for one in value):
         return f"`{','.join(map(str, value))}`"

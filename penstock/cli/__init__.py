@@ -19,6 +19,7 @@ from penstock.errors import PenstockError
 
 _COMMANDS = {
     "generate": "Generate text from a prompt, as it comes.",
+    "serve": "Serve a model to OpenAI's clients.",
     "env": "Show what Penstock runs on: versions, processor, devices, kernels.",
 }
 """Name -> short help; the command is ``command`` in the module of that name."""

@@ -9,6 +9,7 @@ functions ``raise_exception`` and ``strftime_now``, a ``tojson`` that escapes no
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -121,6 +122,23 @@ class ChatTemplate:
         except InputError:
             return False
         return plain == listed
+
+    @cached_property
+    def takes_argument_objects(self) -> bool:
+        """Whether a tool call's arguments may be an object, as transformers gives them; some join them to
+        text and take nothing else."""
+        call = {"type": "function", "id": "call00000", "function": {"name": "find", "arguments": {"a": "b"}}}
+        question = {"role": "user", "content": "Dear reader"}
+        try:
+            self.render([question, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        except InputError:
+            return False
+        return True
+
+    def mentions(self, word: str) -> bool:
+        """Whether a word stands in the source of any of the templates."""
+        pattern = re.compile(rf"\b{re.escape(word)}\b")
+        return any(pattern.search(source) for source in self.sources.values())
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if tools is not None and "tool_use" in self.sources:

@@ -75,11 +75,15 @@ class TextTokenizer:
         elif files.templates:
             self._chat_template = ChatTemplate(files.templates, files.special_tokens, files.origin)
         self._local = _PerThread(_Copies(files.tokenizer).take)
-        self._special_ids = frozenset(
-            token_id
+        special = {
+            token_id: token.content
             for token_id, token in files.tokenizer.get_added_tokens_decoder().items()
             if token.special
-        )
+        }
+        self._special_ids = frozenset(special)
+        self.special_token_texts = frozenset(special.values())
+        """The texts of all tokens that decoding leaves out by default."""
+        self._token_bytes: dict[int, bytes] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-tokenizer")
 
     @property
@@ -102,9 +106,19 @@ class TextTokenizer:
         return False
 
     @property
+    def backend(self) -> Tokenizer:
+        """This thread's own copy of the tokenizer underneath."""
+        return self._local.tokenizer
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether messages can be turned into a prompt."""
         return self._chat_template is not None
+
+    @property
+    def chat_template_source(self) -> str | None:
+        """The text of the chat template, of several in a row; None where there is none."""
+        return "\n".join(self._chat_template.sources.values()) if self._chat_template is not None else None
 
     async def new_context(self, request: TokenGeneratorRequest) -> TextContext:
         """`build_context` in a thread."""
@@ -136,6 +150,7 @@ class TextTokenizer:
         if not len(tokens):
             raise InputError("the prompt is empty: it has no tokens to go on from")
         params = _with_stops_of(request)
+        self._check_named_tokens(params)
         schema, grammar = _output_format(request)
         return TextContext(
             prompt=tokens.tolist() if text is None else text,
@@ -156,10 +171,11 @@ class TextTokenizer:
             priority=request.priority,
         )
 
-    def encode_text(self, text: str, add_special_tokens: bool = True) -> TokenIds:
-        """Tokens of a text; lone surrogates become U+FFFD. PromptTooLongError above the maximum length."""
+    def encode_text(self, text: str, add_special_tokens: bool = True, *, limited: bool = True) -> TokenIds:
+        """Tokens of a text; lone surrogates become U+FFFD. PromptTooLongError above the maximum length, if
+        ``limited``."""
         tokens = self._tokens_of(text, add_special_tokens)
-        if self.max_length is not None and len(tokens) > self.max_length:
+        if limited and self.max_length is not None and len(tokens) > self.max_length:
             raise PromptTooLongError(len(tokens), self.max_length)
         return tokens
 
@@ -172,6 +188,14 @@ class TextTokenizer:
         except (OverflowError, TypeError) as error:
             wrong = next(token_id for token_id in ids if not _is_id(token_id, 2**32))
             raise InputError(f"{wrong!r} is not a token id: ids are integers from 0") from error
+
+    def prompt_of(self, request: TokenGeneratorRequest) -> tuple[str | None, TokenIds]:
+        """The prompt of a request, however long: its text, None where it came as tokens, and its tokens.
+
+        Raises:
+            InputError: the request has no prompt that this model can read.
+        """
+        return self._prompt(request)
 
     def render_chat(
         self,
@@ -191,6 +215,25 @@ class TextTokenizer:
             return False
         return self._local.tokenizer.id_to_token(token_id) is not None
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token writes in the middle of a text, special or not; it may be part of a character.
+
+        Empty for ids that the tokenizer has no token for.
+        """
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._token_bytes[token_id] = self._bytes_of(token_id)
+        return known
+
+    def template_mentions(self, word: str) -> bool:
+        """Whether the chat template has a word in its source: a role it knows, a variable it reads."""
+        return self._chat_template is not None and self._chat_template.mentions(word)
+
+    @property
+    def template_takes_argument_objects(self) -> bool:
+        """Whether the template takes a tool call's arguments as an object; some join them to text."""
+        return self._chat_template is not None and self._chat_template.takes_argument_objects
+
     @cached_property
     def byte_tokens(self) -> dict[int, int]:
         """Token id to byte, for tokenizers that spell what they have no token for in bytes (``<0xE2>``)."""
@@ -202,6 +245,20 @@ class TextTokenizer:
             means_byte = tokenizer.decode([token_id]) == bytes([byte]).decode(errors="replace")
             return tokens if means_byte else {}
         return {}
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id in self.byte_tokens:
+            return bytes([self.byte_tokens[token_id]])
+        tokenizer = self._local.tokenizer
+        piece = tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        before = tokenizer.encode("a", add_special_tokens=False).ids  # so that it is not the first of a text
+        start = len(tokenizer.decode(before, skip_special_tokens=False))
+        text = tokenizer.decode([*before, token_id], skip_special_tokens=False)[start:]
+        if "\N{REPLACEMENT CHARACTER}" in text and all(character in _BYTE_LEVEL for character in piece):
+            return bytes(_BYTE_LEVEL[character] for character in piece)
+        return text.encode()
 
     def _prompt(self, request: TokenGeneratorRequest) -> tuple[str | None, TokenIds]:
         if request.images:
@@ -270,14 +327,20 @@ class TextTokenizer:
             )
         return num_tokens + granted
 
+    def _check_named_tokens(self, params: SamplingParams) -> None:
+        """Refuses token ids that the model does not have, and bans that leave none of those it has."""
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids"):
+            largest = max(getattr(params, name) or (), default=0)
+            if largest >= self.vocab_size:
+                raise InputError(f"{name} has {largest}: ids are integers from 0 to {self.vocab_size - 1}")
+        banned = params.banned_token_ids or []
+        if len(banned) >= self.vocab_size == len(set(banned)):
+            raise InputError(
+                f"banned_token_ids has all {self.vocab_size} tokens of the model: nothing is left to generate"
+            )
+
     def _ends(self, params: SamplingParams) -> set[int]:
-        stop_token_ids = params.stop_token_ids or []
-        for token_id in stop_token_ids:
-            if token_id >= self.vocab_size:
-                raise InputError(
-                    f"stop_token_ids has {token_id}: ids are integers from 0 to {self.vocab_size - 1}"
-                )
-        return {*(() if params.ignore_eos else self._eos_token_ids), *stop_token_ids}
+        return {*(() if params.ignore_eos else self._eos_token_ids), *(params.stop_token_ids or ())}
 
     def _stop_sequences(self, params: SamplingParams) -> list[list[int]]:
         if not self._stop_sequences_as_tokens:
@@ -314,6 +377,17 @@ class _PerThread(threading.local):
 
     def __init__(self, take: Callable[[], Tokenizer]) -> None:
         self.tokenizer = take()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """How byte-level tokenizers write bytes: printable ones as they are, the others from U+0100 on."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = sorted(set(range(256)).difference(shown))
+    written = {chr(byte): byte for byte in shown}
+    return written | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
 
 
 def _unique_below(vocab_size: int, *sources: Iterable[int]) -> tuple[int, ...]:

@@ -70,6 +70,66 @@ def test_sampling_flags_reach_the_model(model: Path) -> None:
         assert json.loads(result.stdout)["token_ids"] == greedy
 
 
+def test_several_answers_are_printed_at_the_end(model: Path) -> None:
+    arguments = ("--prompt", "Hello", "--seed", "3", "--max-new-tokens", "12", "--n", "3")
+    result = generate(model, *arguments)
+    told = json.loads(generate(model, *arguments, "--json", "--logprobs", "1").stdout)
+    assert [one["index"] for one in told["outputs"]] == [0, 1, 2]
+    assert len({one["text"] for one in told["outputs"]}) == 3
+    assert result.stdout == "".join(f"[{one['index']}] {one['text']}\n" for one in told["outputs"])
+    num_tokens = told["usage"]["completion_tokens"]
+    assert told["usage"]["prompt_tokens"] == 5, "the prompt counts once"
+    assert re.search(rf"3 outputs of together {num_tokens} tokens at \d+\.\d tokens/s\n$", result.stderr)
+    for one in told["outputs"]:
+        assert len(one["top_log_probabilities"]) == len(one["token_ids"])
+    first = generate(model, *arguments[:-2], "--json", "--logprobs", "1")
+    assert told["outputs"][0] == {"index": 0, **without(json.loads(first.stdout), "usage", "timings")}
+
+
+def test_chat_gives_several_answers_too(model: Path) -> None:
+    arguments = ("--prompt", "Hello", "--seed", "3", "--chat", "--system", "Be brief.", "--json")
+    several = json.loads(generate(model, *arguments, "--n", "2").stdout)
+    alone = json.loads(generate(model, *arguments).stdout)
+    assert several["outputs"][0]["text"] == alone["text"]
+    assert several["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+
+
+def test_beams(model: Path) -> None:
+    arguments = ("--prompt", "Hello", "--num-beams", "4", "--n", "2", "--max-new-tokens", "9")
+    told = json.loads(generate(model, *arguments, "--json").stdout)
+    best, second = told["outputs"]
+    assert best["score"] >= second["score"]
+    assert generate(model, *arguments).stdout == f"[0] {best['text']}\n[1] {second['text']}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--logprobs", "1"], "--logprobs needs --json"),
+        (["--num-beams", "2", "--temperature", "0"], "--num-beams goes with"),
+        (["--num-beams", "2", "--chat"], "--num-beams goes with"),
+        (["--n", "0"], "'--n'"),
+        (["--json-schema", "nowhere.json"], "'--json-schema'"),
+    ],
+)
+def test_flags_that_do_not_go_together(arguments: list[str], words: str, model: Path) -> None:
+    result = CliRunner().invoke(cli, ["generate", "--model", str(model), "--prompt", "Hello", *arguments])
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_a_schema_shapes_the_output(model: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["yes", "no"]}')
+    answer = generated(model, "--prompt", "Well?", "--json-schema", str(schema))
+    assert answer["text"] in ('"yes"', '"no"')
+    schema.write_text("{")
+    arguments = ["generate", "--model", str(model), "--prompt", "Well?", "--json-schema", str(schema)]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code != 0
+    assert f"{schema} is not a JSON schema" in str(result.exception) + result.stderr
+
+
 def test_chat_uses_the_template(model: Path) -> None:
     def prompt_tokens(*arguments: str) -> int:
         count: int = generated(model, "--prompt", "Hi", *arguments)["usage"]["prompt_tokens"]
@@ -162,3 +222,7 @@ def generated(model: Path, *arguments: str) -> dict[str, Any]:
     result = generate(model, "--json", "--temperature", "0", "--max-new-tokens", "12", *arguments)
     answer: dict[str, Any] = json.loads(result.stdout)
     return answer
+
+
+def without(answer: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in answer.items() if name not in names}

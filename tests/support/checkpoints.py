@@ -24,7 +24,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
     model = AutoModelForCausalLM.from_config(hf_config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if name.endswith(".weight") and ("norm" in name or ".ln_" in name):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             elif name.endswith(".bias"):
                 nn.init.normal_(parameter, std=0.2)
@@ -33,10 +33,11 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
 
 
 def oracle(folder: Path) -> Any:
-    """The checkpoint as transformers runs it, in float32."""
+    """The checkpoint as transformers runs it, in float32, with attention that has no shortcuts (soft caps)."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
 
 
 def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V]

@@ -12,6 +12,7 @@ from zlib import crc32
 import numpy as np
 from support.paged import compute
 
+from penstock.errors import PenstockError, RequestFailedError
 from penstock.pipelines.core import TextContext, TextGenerationResponse, TextResponse
 from penstock.pipelines.kv_cache import KVCacheManager
 
@@ -46,6 +47,9 @@ class FakePipeline:
         self.released: list[str] = []
         self.culprits: set[str] = set()
         """Requests whose forward fails."""
+        self.failures: dict[str, PenstockError] = {}
+        self.spoilt: set[str] = set()
+        """Requests whose result cannot be used: the forward ran, but they end."""
 
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
@@ -61,12 +65,14 @@ class FakePipeline:
             self._one_step([context for context in batch.values() if not context.is_done])
         for context in batch.values():
             self.kv.commit(context)
+        self.failures |= {name: RequestFailedError("spoilt") for name in batch if name in self.spoilt}
         return {
             request_id: TextGenerationResponse(
                 [TextResponse(token) for token, _ in context.outstanding_completion_tokens()],
                 context.status,
             )
             for request_id, context in batch.items()
+            if request_id not in self.failures
         }
 
     def release(self, context: TextContext) -> None:

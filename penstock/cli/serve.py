@@ -1,0 +1,63 @@
+"""``penstock serve``: an OpenAI-compatible server for one model."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.options import config_options, configs_from_flags, print_settings, serve_options
+from penstock.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from penstock.pipelines.config import PipelineConfig
+    from penstock.scheduler.worker import Work
+    from penstock.serve.config import ServeConfig
+
+_PACKAGES = {
+    "fastapi": "fastapi",
+    "uvicorn": "uvicorn",
+    "zmq": "pyzmq",
+    "prometheus_client": "prometheus-client",
+}
+"""Module -> the package of the extra ``serve`` that has it."""
+
+
+@click.command("serve")
+@serve_options
+@config_options
+def command(print_config: bool, **flags: Any) -> int:
+    """Serve a model to OpenAI's clients, until a signal ends it.
+
+    The first SIGTERM or Ctrl-C lets running requests finish, the second one ends at once.
+    """
+    pipeline_config, config = configs_from_flags(flags)
+    if print_config:
+        print_settings([*config.describe(), *pipeline_config.describe()])
+        return 0
+    for module, package in _PACKAGES.items():
+        if find_spec(module) is None:
+            raise MissingDependencyError(package, "serve", "penstock serve")
+    from penstock.assembly import load_tokenizer
+    from penstock.serve.lifecycle import Server
+    from penstock.serve.startup import Startup
+    from penstock.serve.worker_client import WorkerClient
+
+    worker = WorkerClient(
+        partial(load_served_work, pipeline_config, config),
+        max_queue_size=config.max_queue_size,
+        hang_limit=config.worker_timeout,
+    )
+    server = Server(config, pipeline_config, worker, partial(load_tokenizer, pipeline_config), Startup())
+    return server.run()
+
+
+def load_served_work(pipeline_config: PipelineConfig, config: ServeConfig) -> Work:
+    """The worker's work, in the worker's process, where the log has the form of the server's."""
+    from penstock.assembly import load_work
+    from penstock.serve.logs import configure_logging
+
+    configure_logging(config)
+    return load_work(pipeline_config)

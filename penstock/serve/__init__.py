@@ -1,0 +1,1 @@
+"""HTTP <-> requests. The only async code; nothing here loads torch."""

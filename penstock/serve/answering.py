@@ -1,0 +1,124 @@
+"""What both routes of text do with a request around the words of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request, Response
+
+from penstock.pipelines.core import TextContext
+from penstock.serve.chat_answer import Envelope
+from penstock.serve.choice_text import Piece
+from penstock.serve.generation import Run, Work, unless_client_leaves
+from penstock.serve.models import system_fingerprint
+from penstock.serve.parameters import UnknownFields, check_combinations
+from penstock.serve.problems import problem_of
+from penstock.serve.request_record import RequestRecord
+from penstock.serve.schemas import GenerationBody, RequestBody, validated
+from penstock.serve.services import Services
+from penstock.serve.sse import DONE, PING, EventStream
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+class AnswerShape(Protocol):
+    """Makes the objects of an answer: `ChatAnswer`, `CompletionAnswer`."""
+
+    def whole(self, pieces: list[Piece], usage: dict[str, Any]) -> bytes: ...
+
+    def events(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> bytes: ...
+
+    def usage(self, usage: dict[str, Any]) -> bytes: ...
+
+
+def checked_body(services: Services, kind: type[Body], raw: Any) -> Body:
+    """A body whose every field is one that we know what to do with.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    body = validated(kind, raw)
+    UnknownFields(services.config.unknown_fields == "error", services.log).check(body)
+    if isinstance(body, GenerationBody):
+        check_combinations(body)
+    return body
+
+
+def note(body: GenerationBody, record: RequestRecord, context: TextContext) -> None:
+    """Writes into the record what only the log is to know."""
+    record.model = body.model
+    record.stream = bool(body.stream)
+    record.user = body.user
+    record.safety_identifier = body.safety_identifier
+    record.metadata = body.metadata
+    record.details["completion"] = context.request_id
+    record.details["seed"] = context.sampling_params.seed
+    if body.prompt_cache_key is not None:
+        record.details["prompt_cache_key"] = body.prompt_cache_key
+
+
+def envelope_of(services: Services, request_id: str, body: GenerationBody) -> Envelope:
+    """What all objects of an answer have in common."""
+    return Envelope(
+        id=request_id,
+        created=int(time.time()),
+        model=body.model,
+        system_fingerprint=system_fingerprint(services),
+    )
+
+
+async def answer_request(
+    request: Request, services: Services, body: GenerationBody, work: Work, answer: AnswerShape
+) -> Response:
+    """Runs a request's choices. The response's headers go out after all were admitted, so that whatever is
+    refused is refused by its status, and never in a stream that began with 200.
+
+    Raises:
+        PenstockError: the worker refuses the request, or it failed.
+        ClientDisconnect: the client has left; its choices are cancelled.
+    """
+    record = RequestRecord.of(request)
+    run = Run(services, record, work)
+    if body.stream:
+        try:
+            await unless_client_leaves(request, run, run.admitted)
+        except BaseException:
+            run.finish()
+            raise
+        return EventStream(
+            _stream(run, answer, body),
+            on_error=lambda error: _note_error(services, record, error),
+            on_disconnect=run.cancel,
+        )
+
+    async def whole() -> list[Piece]:
+        await run.admitted()
+        return await run.whole()
+
+    async with run:
+        pieces = await unless_client_leaves(request, run, whole)
+        data = answer.whole(pieces, run.usage())
+    return Response(data, media_type="application/json")
+
+
+async def _stream(run: Run, answer: AnswerShape, body: GenerationBody) -> AsyncGenerator[bytes, None]:
+    tells_usage = body.tells_usage_so_far
+    async with run, aclosing(run.deltas()) as deltas:
+        async for item in deltas:
+            if item is None:
+                yield PING
+                continue
+            index, piece = item
+            if data := answer.events(index, piece, run.usage() if tells_usage else None):
+                yield data
+        yield (answer.usage(run.usage()) if body.includes_usage else b"") + DONE
+
+
+def _note_error(services: Services, record: RequestRecord, error: BaseException) -> None:
+    problem = problem_of(error)
+    record.failed(problem.code, problem.status)
+    if problem.status == 500:
+        services.log.error("a stream broke", exc_info=error, extra={"fields": {"id": record.request_id}})

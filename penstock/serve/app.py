@@ -1,0 +1,65 @@
+"""The application: every route and everything around them, on one screen."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from penstock import __version__
+from penstock.errors import PenstockError
+from penstock.serve import adapters, chat, completions, models, operations, problems, tokenization
+from penstock.serve.middleware import Admit, Observe
+from penstock.serve.services import Services
+
+
+def create_app(services: Services, *more: APIRouter) -> FastAPI:
+    """The application that serves one model; its worker is started by the caller.
+
+    Args:
+        services: what the routes work with.
+        more: routes of the caller's own, before those that are here.
+
+    There are no documentation pages: they would load scripts from elsewhere. ``/openapi.json`` is served.
+    """
+    app = FastAPI(
+        title="Penstock",
+        version=__version__,
+        summary="An OpenAI-compatible server for one language model",
+        docs_url=None,
+        redoc_url=None,
+        middleware=_middleware(services),
+        exception_handlers={
+            PenstockError: problems.handle,
+            HTTPException: problems.handle,
+            RequestValidationError: problems.handle,
+        },
+    )
+    app.state.services = services
+    for router in more:
+        app.include_router(router)
+    app.include_router(chat.router)  # POST /v1/chat/completions, /v1/chat/completions/render
+    app.include_router(completions.router)  # POST /v1/completions
+    app.include_router(models.router)  # GET  /v1/models, /v1/models/{id}
+    app.include_router(adapters.router)  # POST /v1/load_lora_adapter, /v1/unload_lora_adapter
+    app.include_router(tokenization.router)  # POST /tokenize, /detokenize
+    app.include_router(operations.router)  # GET  /health, /ready, /version, /metrics
+    return app
+
+
+def _middleware(services: Services) -> list[Middleware]:
+    """From the outermost inwards."""
+    layers = [Middleware(Observe, services=services), Middleware(Admit, services=services)]
+    origins = services.config.cors_origins
+    if origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+        layers.insert(1, cors)
+    return layers

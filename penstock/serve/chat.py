@@ -1,0 +1,213 @@
+"""``/v1/chat/completions``: from messages to an answer, and to the prompt that would be answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from penstock.pipelines.choices import choice_contexts
+from penstock.pipelines.core import Grammar, TextContext, TokenGeneratorRequest
+from penstock.serve.answering import answer_request, checked_body, envelope_of, note
+from penstock.serve.bodies import JsonRoute
+from penstock.serve.chat_answer import ChatAnswer
+from penstock.serve.chat_prompt import (
+    ToolUse,
+    check_template_shows,
+    template_messages,
+    template_options,
+    tool_use,
+)
+from penstock.serve.choice_text import ChoiceText
+from penstock.serve.generation import Work, in_pool
+from penstock.serve.models import adapter_named
+from penstock.serve.openapi import body_of, generated
+from penstock.serve.output_format import check_enabled, output_grammar
+from penstock.serve.parameters import blaming, sampling_params
+from penstock.serve.problems import RequestProblem
+from penstock.serve.request_record import RequestRecord
+from penstock.serve.schemas import ChatBody
+from penstock.serve.services import Services
+from penstock.serve.token_scores import ChatScores
+
+router = APIRouter(route_class=JsonRoute, tags=["chat"])
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_class=Response,
+    openapi_extra=body_of(ChatBody),
+    responses=generated("The answer; with `stream`, in chunks."),
+)
+async def create_chat_completion(request: Request) -> Response:
+    """Answers a conversation."""
+    services, record = Services.of(request), RequestRecord.of(request)
+    raw = await request.json()
+    chat = await in_pool(services, lambda: _Chat.of(services, raw))
+    note(chat.body, record, chat.context)
+    body = chat.body
+    answer = ChatAnswer(
+        envelope_of(services, chat.context.request_id, body),
+        scores=ChatScores(services.tokenizer, body.top_logprobs or 0) if body.logprobs else None,
+        prompt_token_ids=chat.context.prompt_tokens.tolist() if body.return_token_ids else None,
+        include_usage=body.includes_usage,
+    )
+    return await answer_request(request, services, body, chat.work(services), answer)
+
+
+@router.post(
+    "/v1/chat/completions/render",
+    response_class=Response,
+    openapi_extra=body_of(ChatBody),
+    responses=generated("The prompt's text and token ids.", streams=False),
+)
+async def render_chat_completion(request: Request) -> Response:
+    """The prompt that the model would be given for a conversation; nothing runs.
+
+    It is refused for what the conversation itself would be refused for.
+    """
+    services = Services.of(request)
+    raw = await request.json()
+    chat = await in_pool(services, lambda: _Chat.of(services, raw))
+    ids = chat.context.prompt_tokens.tolist()
+    prompt = {
+        "object": "chat.completion.prompt",
+        "model": chat.body.model,
+        "prompt": chat.context.prompt,
+        "prompt_token_ids": ids,
+        "count": len(ids),
+        "max_model_len": services.worker.info.max_length,
+    }
+    return Response(msgspec.json.encode(prompt), media_type="application/json")
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A checked request and the context of its prompt."""
+
+    body: ChatBody
+    use: ToolUse
+    context: TextContext
+    opens_reasoning: bool
+    """Whether the prompt ends inside of a block of reasoning."""
+
+    @classmethod
+    def of(cls, services: Services, raw: Any) -> _Chat:
+        """Checks a body, renders its messages and encodes them. Slow: it belongs into the pool.
+
+        Raises:
+            RequestProblem: 400 that names the field.
+            UnknownModelError: it names no model that is served here.
+        """
+        body = checked_body(services, ChatBody, raw)
+        use = tool_use(body, raw)
+        check_template_shows(use.tools, services.tokenizer)
+        parsers, tokenizer = services.parsers, services.tokenizer
+        request = TokenGeneratorRequest(
+            f"chatcmpl-{uuid4().hex}",
+            0,
+            body.model,
+            messages=template_messages(raw["messages"], tokenizer),  # type: ignore[arg-type]
+            tools=use.tools or None,  # type: ignore[arg-type]
+            chat_template_options=template_options(
+                body, tokenizer, can_reason=parsers.reasoning_format is not None
+            ),
+            logprobs=max(1, body.top_logprobs or 0) if body.logprobs else 0,
+            sampling_params=sampling_params(
+                body, services.pipeline_config, vocab_size=tokenizer.vocab_size, default_limit=None
+            ),
+            adapter=adapter_named(services, body.model),
+            cache_salt=body.cache_salt,
+            priority=body.priority or 0,
+        )
+        with blaming("messages"):
+            context = tokenizer.build_context(request)
+        opens = parsers.prompt_opens_reasoning(str(context.prompt), _prefill(body))
+        grammar = _grammar(services, body, use, opens)
+        if grammar is not None:
+            context = msgspec.structs.replace(context, grammar=grammar)
+        return cls(body, use, context, opens)
+
+    def work(self, services: Services) -> Work:
+        """A context and its text for each choice."""
+        parsers = services.parsers
+        parallel = self.body.parallel_tool_calls is not False
+        contexts = choice_contexts(self.context, self.body.n or 1)
+        choices = [
+            ChoiceText(
+                context,
+                services.tokenizer,
+                parser=parsers.new(
+                    tools=self.use.tools,
+                    tool_choice=self.use.choice,
+                    in_reasoning=self.opens_reasoning,
+                    parallel=parallel,
+                ),
+                skip_special_tokens=parsers.skip_special_tokens,
+                token_by_token=parsers.reasoning_format is not None or not parallel,
+                at_once=not self.body.stream,
+            )
+            for context in contexts
+        ]
+        return Work(contexts, choices, self.body.n or 1)
+
+
+def _prefill(body: ChatBody) -> str:
+    """The beginning of the answer, where the last message is one."""
+    last = body.messages[-1]
+    if not body.continue_final_message or last.role != "assistant":
+        return ""
+    content = last.content
+    text = content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
+    return text
+
+
+def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: bool) -> Grammar | None:
+    """What the answer has to look like, behind the reasoning where the model reasons.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    parsers = services.parsers
+    asked = output_grammar(body)
+    if use.is_forced:  # then a format of the text says nothing: there will be none
+        with blaming("tool_choice"):
+            forced = parsers.grammar(
+                use.tools,
+                use.choice,
+                parallel=body.parallel_tool_calls is not False,
+                reasoning=True,
+                in_reasoning=opens_reasoning,
+            )
+        check_enabled(services, "tool_choice")
+        return forced
+    if _wants_strict_calls(body, use):
+        raise RequestProblem(
+            400,
+            "strict tools are not supported with tool_choice 'auto': "
+            "leave strict out, or send tool_choice 'required' or a function's name",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if asked is None:
+        return None
+    grammar, param = asked
+    check_enabled(services, param)
+    if use.tools:
+        raise RequestProblem(
+            400,
+            f"{param} is not supported beside tools with tool_choice 'auto': "
+            "send tool_choice 'none', 'required' or a function's name",
+            param=param,
+            code="unsupported_parameter",
+        )
+    with blaming(param):
+        return parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)
+
+
+def _wants_strict_calls(body: ChatBody, use: ToolUse) -> bool:
+    names = {tool["function"]["name"] for tool in use.tools}
+    return any(tool.function.strict and tool.function.name in names for tool in body.tools or ())

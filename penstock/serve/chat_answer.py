@@ -1,0 +1,185 @@
+"""Chats in OpenAI's shapes: the whole object, and the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.serve.choice_text import Piece
+from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from penstock.serve.sse import EventTemplate, event
+from penstock.serve.token_scores import ChatScores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Envelope:
+    """What every object of one answer has around its choices."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def around(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
+        """An object of a kind."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "system_fingerprint": self.system_fingerprint,
+            **more,
+        }
+
+
+class ChatAnswer:
+    """Makes the objects of one chat.
+
+    Args:
+        envelope: what they have in common.
+        scores: writes log probabilities, where they were asked for.
+        prompt_token_ids: where token ids were asked for: the prompt's.
+        include_usage: whether chunks have a ``usage``, null but in the last.
+    """
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        *,
+        scores: ChatScores | None = None,
+        prompt_token_ids: list[int] | None = None,
+        include_usage: bool = False,
+    ) -> None:
+        self._envelope = envelope
+        self._scores = scores
+        self._prompt_token_ids = prompt_token_ids
+        self._include_usage = include_usage
+        self._begun: set[int] = set()
+        self._templates: dict[int, EventTemplate] = {}
+
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> bytes:
+        """The answer of a request that does not stream."""
+        choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        more: dict[str, Any] = {"usage": usage}
+        if self._prompt_token_ids is not None:
+            more["prompt_token_ids"] = self._prompt_token_ids
+        return msgspec.json.encode(self._envelope.around("chat.completion", choices, **more))
+
+    def events(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> bytes:
+        """The events for a piece of a choice; before its first, the one that names the role.
+
+        ``usage`` is what has come so far, where every chunk is to tell.
+        """
+        first = b"" if index in self._begun else self._first(index, usage)
+        text = piece.events[0] if len(piece.events) == 1 else None
+        is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
+        if is_plain and isinstance(text, Content):  # nearly all there are
+            last = b"" if piece.finish_reason is None else self._last(index, piece, None)
+            return b"%b%b%b" % (first, self._template(index).with_value(text.text), last)
+        delta = _delta(piece.events)
+        has_more = bool(delta or piece.scores or (self._prompt_token_ids is not None and piece.token_ids))
+        middle = self._chunk(index, delta, piece, usage=usage) if has_more else b""
+        return first + middle + (b"" if piece.finish_reason is None else self._last(index, piece, usage))
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event with the usage of the whole answer, and no choices."""
+        return event(self._envelope.around("chat.completion.chunk", [], usage=usage))
+
+    def _first(self, index: int, usage: dict[str, Any] | None) -> bytes:
+        more: dict[str, Any] = {}
+        if self._prompt_token_ids is not None and not self._begun:
+            more["prompt_token_ids"] = self._prompt_token_ids
+        self._begun.add(index)
+        return self._chunk(index, {"role": "assistant", "content": ""}, usage=usage, **more)
+
+    def _last(self, index: int, piece: Piece, usage: dict[str, Any] | None) -> bytes:
+        return self._chunk(index, {}, finish_reason=piece.finish_reason, usage=usage)
+
+    def _template(self, index: int) -> EventTemplate:
+        if index not in self._templates:
+            chunk = self._chunk_object(index, {"content": EventTemplate.HOLE})
+            self._templates[index] = EventTemplate(chunk)
+        return self._templates[index]
+
+    def _chunk(self, *args: Any, **kwargs: Any) -> bytes:
+        return event(self._chunk_object(*args, **kwargs))
+
+    def _chunk_object(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        piece: Piece | None = None,
+        *,
+        finish_reason: str | None = None,
+        usage: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        scored = piece is not None and self._scores is not None and piece.scores
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._scores.of(piece.scores) if scored and self._scores and piece else None,
+            "finish_reason": finish_reason,
+        }
+        if piece is not None and self._prompt_token_ids is not None:
+            choice["token_ids"] = piece.token_ids
+        if self._include_usage:
+            more["usage"] = usage
+        return self._envelope.around("chat.completion.chunk", [choice], **more)
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": _message(piece),
+            "logprobs": None if self._scores is None else self._scores.of(piece.scores),
+            "finish_reason": piece.finish_reason,
+        }
+        if self._prompt_token_ids is not None:
+            choice["token_ids"] = piece.token_ids
+        return choice
+
+
+def _message(piece: Piece) -> dict[str, Any]:
+    calls = _calls(piece.events)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": piece.content or (None if calls else ""),
+        "refusal": None,
+    }
+    if reasoning := piece.reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [{**call, "id": call["id"]} for call in calls]
+        for call in message["tool_calls"]:
+            del call["index"]
+    return message
+
+
+def _delta(events: Sequence[Event]) -> dict[str, Any]:
+    """What is new, and nothing else: strict clients refuse nulls."""
+    delta: dict[str, Any] = {}
+    for one in events:
+        if isinstance(one, Content):
+            delta["content"] = delta.get("content", "") + one.text
+        elif isinstance(one, Reasoning):
+            delta["reasoning_content"] = delta.get("reasoning_content", "") + one.text
+    if calls := _calls(events):
+        delta["tool_calls"] = calls
+    return delta
+
+
+def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """The calls that the events begin or go on with, an entry each."""
+    calls: dict[int, dict[str, Any]] = {}
+    for one in events:
+        if isinstance(one, ToolCallStart):
+            function = {"name": one.name, "arguments": ""}
+            calls[one.index] = {"index": one.index, "id": one.id, "type": "function", "function": function}
+        elif isinstance(one, ToolCallArguments):
+            call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += one.text
+    return list(calls.values())

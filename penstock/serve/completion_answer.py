@@ -1,0 +1,119 @@
+"""Completions in OpenAI's shapes: the whole object, and the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.serve.chat_answer import Envelope
+from penstock.serve.choice_text import ChoiceText, Piece
+from penstock.serve.sse import EventTemplate, event
+from penstock.serve.token_scores import CompletionScores
+
+KIND = "text_completion"
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt, where it is part of the answer."""
+
+    text: str
+    token_ids: list[int]
+
+
+class CompletionAnswer:
+    """Makes the objects of one completion request.
+
+    Args:
+        envelope: what they have in common.
+        choices: all choices of all prompts.
+        prompt_token_ids: of each choice, where token ids were asked for.
+        echoes: of each choice, where the prompt is part of the answer.
+        scores: of each choice, writes log probabilities, where they were asked for.
+        include_usage: whether chunks have a ``usage``, null but in the last.
+    """
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        choices: Sequence[ChoiceText],
+        *,
+        prompt_token_ids: Sequence[list[int]] | None = None,
+        echoes: Sequence[Echo] | None = None,
+        scores: Sequence[CompletionScores] | None = None,
+        include_usage: bool = False,
+    ) -> None:
+        self._envelope = envelope
+        self._choices = choices
+        self._prompt_token_ids = prompt_token_ids
+        self._echoes = echoes
+        self._scores = scores
+        self._include_usage = include_usage
+        self._begun: set[int] = set()
+        self._templates: dict[int, EventTemplate] = {}
+
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> bytes:
+        """The answer of a request that does not stream."""
+        choices = [self._choice(index, piece, is_first=True) for index, piece in enumerate(pieces)]
+        return msgspec.json.encode(self._envelope.around(KIND, choices, usage=usage))
+
+    def events(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> bytes:
+        """The event for a piece of a choice; nothing where it adds nothing.
+
+        ``usage`` is what has come so far, where every chunk is to tell.
+        """
+        is_first = index not in self._begun
+        self._begun.add(index)
+        text = piece.content
+        is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
+        if is_plain and piece.finish_reason is None and not (is_first and self._echoes):
+            return self._template(index).with_value(text) if text else b""
+        choice = self._choice(index, piece, is_first=is_first)
+        has_ids = self._prompt_token_ids is not None and (is_first or piece.token_ids)
+        if not (choice["text"] or choice["logprobs"] or piece.finish_reason or has_ids):
+            return b""
+        return event(self._envelope.around(KIND, [choice], **self._usage_field(usage)))
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event with the usage of the whole answer, and no choices."""
+        return event(self._envelope.around(KIND, [], usage=usage))
+
+    def _template(self, index: int) -> EventTemplate:
+        if index not in self._templates:
+            choice = {"index": index, "text": EventTemplate.HOLE, "logprobs": None, "finish_reason": None}
+            chunk = self._envelope.around(KIND, [choice], **self._usage_field(None))
+            self._templates[index] = EventTemplate(chunk)
+        return self._templates[index]
+
+    def _usage_field(self, usage: dict[str, Any] | None) -> dict[str, Any]:
+        return {"usage": usage} if self._include_usage else {}
+
+    def _choice(self, index: int, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+        echo = self._echoes[index] if self._echoes is not None and is_first else None
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": (echo.text if echo else "") + piece.content,
+            "logprobs": None if self._scores is None else self._logprobs(index, piece, echo),
+            "finish_reason": piece.finish_reason,
+        }
+        if self._prompt_token_ids is not None:
+            if is_first:
+                choice["prompt_token_ids"] = self._prompt_token_ids[index]
+            choice["token_ids"] = piece.token_ids
+        return choice
+
+    def _logprobs(self, index: int, piece: Piece, echo: Echo | None) -> dict[str, Any] | None:
+        assert self._scores is not None
+        ids = [score.token_id for score in piece.scores]
+        logprobs: list[float | None] = [score.logprob for score in piece.scores]
+        tops = [score.top for score in piece.scores]
+        if echo is not None:
+            rows = self._choices[index].prompt_scores
+            assert len(rows) == len(echo.token_ids) - 1, "a row for each token of the prompt but the first"
+            ids = [*echo.token_ids, *ids]
+            logprobs = [None, *(logprob for logprob, _ in rows), *logprobs]
+            tops = [{}, *(top for _, top in rows), *tops]
+        return self._scores[index].of(ids, logprobs, tops) if ids else None

@@ -1,0 +1,141 @@
+"""``/v1/completions``: text after text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from penstock.pipelines.choices import choice_contexts
+from penstock.pipelines.core import TextContext, TokenGeneratorRequest
+from penstock.serve.answering import answer_request, checked_body, envelope_of, note
+from penstock.serve.bodies import JsonRoute
+from penstock.serve.choice_text import ChoiceText
+from penstock.serve.completion_answer import CompletionAnswer, Echo
+from penstock.serve.generation import Work, in_pool
+from penstock.serve.models import adapter_named
+from penstock.serve.openapi import body_of, generated
+from penstock.serve.output_format import check_enabled, output_grammar
+from penstock.serve.parameters import blaming, sampling_params
+from penstock.serve.problems import RequestProblem
+from penstock.serve.request_record import RequestRecord
+from penstock.serve.schemas import CompletionBody
+from penstock.serve.services import Services
+from penstock.serve.token_scores import CompletionScores
+
+router = APIRouter(route_class=JsonRoute, tags=["completions"])
+
+
+@router.post(
+    "/v1/completions",
+    response_class=Response,
+    openapi_extra=body_of(CompletionBody),
+    responses=generated("The completions; with `stream`, in chunks."),
+)
+async def create_completion(request: Request) -> Response:
+    """Goes on with each of the prompts."""
+    services, record = Services.of(request), RequestRecord.of(request)
+    raw = await request.json()
+    completion = await in_pool(services, lambda: _Completion.of(services, raw))
+    body, work = completion.body, completion.work
+    note(body, record, work.contexts[0])
+    answer = CompletionAnswer(
+        envelope_of(services, completion.id, body),
+        work.choices,
+        prompt_token_ids=(
+            [context.prompt_tokens.tolist() for context in work.contexts] if body.return_token_ids else None
+        ),
+        echoes=completion.echoes,
+        scores=(
+            [CompletionScores(services.tokenizer, body.logprobs) for _ in work.contexts]
+            if body.logprobs is not None
+            else None
+        ),
+        include_usage=body.includes_usage,
+    )
+    return await answer_request(request, services, body, work, answer)
+
+
+@dataclass(frozen=True)
+class _Completion:
+    """A checked request, and what it runs."""
+
+    id: str
+    body: CompletionBody
+    work: Work
+    echoes: list[Echo] | None
+
+    @classmethod
+    def of(cls, services: Services, raw: Any) -> _Completion:
+        """Checks a body and encodes its prompts. Slow: it belongs into the pool.
+
+        Raises:
+            RequestProblem: 400 that names the field.
+            UnknownModelError: it names no model that is served here.
+        """
+        body = checked_body(services, CompletionBody, raw)
+        adapter = adapter_named(services, body.model)
+        asked = output_grammar(body)
+        if asked is not None:
+            check_enabled(services, asked[1])
+        prompts, name = _prompts(body.prompt), f"cmpl-{uuid4().hex}"
+        n = body.n or 1
+        room = services.worker.max_outstanding
+        if len(prompts) * n > room:
+            raise RequestProblem(
+                400,
+                f"{len(prompts)} prompts with {n} answers each are too many: this server takes {room}",
+                param="prompt",
+            )
+        contexts: list[TextContext] = []
+        for index, prompt in enumerate(prompts):
+            request = TokenGeneratorRequest(
+                name if len(prompts) == 1 else f"{name}-{index}",
+                index,
+                body.model,
+                prompt=prompt,
+                logprobs=max(1, body.logprobs) if body.logprobs is not None else 0,
+                echo=bool(body.echo) and body.logprobs is not None,
+                # For each prompt anew: where no seed is given, equal prompts have different answers.
+                sampling_params=sampling_params(
+                    body,
+                    services.pipeline_config,
+                    vocab_size=services.tokenizer.vocab_size,
+                    default_limit=services.config.default_max_tokens_completions,
+                ),
+                adapter=adapter,
+                cache_salt=body.cache_salt,
+                priority=body.priority or 0,
+            )
+            with blaming("prompt" if len(prompts) == 1 else f"prompt[{index}]"):
+                context = services.tokenizer.build_context(request)
+            if asked is not None:
+                context = msgspec.structs.replace(context, grammar=asked[0])
+            contexts += choice_contexts(context, n)
+        choices = [ChoiceText(context, services.tokenizer, at_once=not body.stream) for context in contexts]
+        echoes = [_echo(services, context) for context in contexts] if body.echo else None
+        return cls(name, body, Work(contexts, choices, n), echoes)
+
+
+def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """One or several, as a list.
+
+    Raises:
+        RequestProblem: 400; there is none.
+    """
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise RequestProblem(400, "prompt is an empty list", param="prompt")
+    if isinstance(given[0], int):
+        return [given]
+    return list(given)
+
+
+def _echo(services: Services, context: TextContext) -> Echo:
+    ids = context.prompt_tokens.tolist()
+    text = context.prompt if isinstance(context.prompt, str) else services.tokenizer.decode_ids(ids)
+    return Echo(text, ids)

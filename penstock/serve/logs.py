@@ -1,0 +1,59 @@
+"""The log: one line an event, as logfmt or JSON, on standard error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from penstock.serve.config import ServeConfig
+
+
+def log_event(log: logging.Logger, level: int, event: str, **fields: Any) -> None:
+    """Logs an event with its fields; those that are None are left out."""
+    if log.isEnabledFor(level):
+        log.log(level, event, extra={"fields": fields})
+
+
+class LineFormatter(logging.Formatter):
+    """Lines of logfmt (``key=value key="two words"``) or JSON; what a client chose cannot forge a line."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self._form = form
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line."""
+        fields: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        shown = {name: value for name, value in fields.items() if value is not None}
+        if self._form == "json":
+            return json.dumps(shown, default=str)
+        return " ".join(f"{name}={_logfmt(value)}" for name, value in shown.items())
+
+
+def configure_logging(config: ServeConfig, stream: TextIO | None = None) -> None:
+    """Sends the lines of Penstock and of its HTTP server to a stream, by default standard error."""
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(LineFormatter(config.log_format))
+    for name in ("penstock", "uvicorn.error"):
+        log = logging.getLogger(name)
+        log.handlers = [handler]
+        log.setLevel(config.log_level.upper() if name == "penstock" else "WARNING")
+        log.propagate = False
+
+
+def _logfmt(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    is_plain = text.isascii() and text.isprintable() and not any(letter in text for letter in ' "=\\')
+    return text if is_plain and text else json.dumps(text)

@@ -1,0 +1,119 @@
+"""What an answer has to look like: from ``response_format`` and ``structured_outputs`` to a grammar."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from penstock.pipelines.core import Grammar
+from penstock.pipelines.schema_keywords import check_grammar
+from penstock.serve.parameters import blaming
+from penstock.serve.problems import RequestProblem
+from penstock.serve.schemas import GenerationBody, ResponseFormat, StructuredOutputs
+from penstock.serve.services import Services
+
+
+def output_grammar(body: GenerationBody) -> tuple[Grammar, str] | None:
+    """The grammar that a request asks for and the field that does; None where any text will do.
+
+    Raises:
+        RequestProblem: 400; two fields ask, one asks for nothing that there is, or the schema has a keyword
+            that no grammar can be made of.
+    """
+    asked = []
+    if body.response_format is not None and body.response_format.type != "text":
+        asked.append((_of_format(body.response_format), "response_format"))
+    if body.structured_outputs is not None:
+        asked.append((_of_outputs(body.structured_outputs), "structured_outputs"))
+    if len(asked) > 1:
+        raise RequestProblem(
+            400, "response_format and structured_outputs both ask for a format: send one", param=asked[1][1]
+        )
+    return asked[0] if asked else None
+
+
+def check_enabled(services: Services, param: str) -> None:
+    """Refuses what needs a grammar where the worker can make none.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    if not services.worker.info.grammars_enabled:
+        raise RequestProblem(
+            400,
+            f"{param} needs grammars, which this server has not: pip install 'penstock[grammar]'",
+            param=param,
+            code="unsupported_parameter",
+        )
+
+
+def _of_format(form: ResponseFormat) -> Grammar:
+    if form.type == "json_object":
+        return Grammar("json_object")
+    if form.type == "structural_tag":
+        tag = {"type": "structural_tag", **(form.model_extra or {})}
+        return _checked(Grammar("structural_tag", json.dumps(tag, ensure_ascii=False)), "response_format")
+    if form.json_schema is None:
+        raise RequestProblem(
+            400,
+            "response_format of type json_schema needs a json_schema",
+            param="response_format.json_schema",
+        )
+    schema = form.json_schema.get("schema", None if "name" in form.json_schema else form.json_schema)
+    return _of_schema({} if schema is None else schema, "response_format.json_schema")
+
+
+def _of_outputs(outputs: StructuredOutputs) -> Grammar:
+    given = {name: value for name, value in _ways(outputs).items() if value is not None}
+    if len(given) != 1:
+        raise RequestProblem(
+            400,
+            f"structured_outputs has {', '.join(given) or 'nothing'}: "
+            "give one of json, regex, choice, grammar, structural_tag",
+            param="structured_outputs",
+        )
+    ((name, value),) = given.items()
+    place = f"structured_outputs.{name}"
+    match name:
+        case "json":
+            return _of_schema(_loaded(value, place), place)
+        case "choice":
+            grammar = Grammar("choice", json.dumps(value, ensure_ascii=False))
+        case "structural_tag":
+            grammar = Grammar("structural_tag", json.dumps(_loaded(value, place), ensure_ascii=False))
+        case "grammar":
+            grammar = Grammar("ebnf", value)
+        case _:
+            grammar = Grammar("regex", value)
+    return _checked(grammar, place)
+
+
+def _ways(outputs: StructuredOutputs) -> dict[str, Any]:
+    return {
+        "json": outputs.json_,
+        "regex": outputs.regex,
+        "choice": outputs.choice,
+        "grammar": outputs.grammar,
+        "structural_tag": outputs.structural_tag,
+    }
+
+
+def _loaded(value: Any, place: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RequestProblem(400, f"{place} is not JSON: {error}", param=place) from None
+
+
+def _of_schema(schema: Any, place: str) -> Grammar:
+    if not isinstance(schema, dict | bool):
+        raise RequestProblem(400, f"{place} must be a JSON schema, an object", param=place)
+    return _checked(Grammar("json_schema", json.dumps(schema, ensure_ascii=False)), place)
+
+
+def _checked(grammar: Grammar, place: str) -> Grammar:
+    with blaming(place):
+        check_grammar(grammar)
+    return grammar

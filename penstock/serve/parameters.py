@@ -1,0 +1,292 @@
+"""What each field of a request does: the tables of those that we have not, and the meaning of those we have.
+
+Nothing is ignored. A field is honoured (it is in `penstock.serve.schemas`), or it goes to the log alone
+(`LOGGED`), or it stands in a table here with the values that ask for nothing but what happens anyway, and
+any other value is refused; a field in none of these places is unknown, and refused unless the server was
+told to warn of it only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from penstock.errors import InputError
+from penstock.pipelines.config import PipelineConfig
+from penstock.pipelines.core import SamplingParams
+from penstock.serve.problems import RequestProblem, problem_of
+from penstock.serve.schemas import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    ContentPart,
+    GenerationBody,
+    RequestBody,
+    StreamOptions,
+    ToolCall,
+)
+
+LOGGED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+"""Fields that change no answer: they are written to the log of requests and nowhere else."""
+
+
+_LONGEST_NAME = 100
+"""Of what is quoted to a client."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field that is known, and not supported but for values that change nothing."""
+
+    reason: str
+    accepted: tuple[Any, ...] = ()
+    """Besides null, which is the same as absent."""
+
+
+_NO_BEAMS = "there are no beams behind HTTP: use n and choose among the answers"
+_USE_TOOLS = "it is the old form of tools: send tools and tool_choice"
+_TEXT_ONLY = "the model reads and writes text only"
+
+_OF_BOTH: Mapping[str, Refused] = {
+    "use_beam_search": Refused(_NO_BEAMS, (False,)),
+    "length_penalty": Refused(_NO_BEAMS, (1, 1.0)),
+    "early_stopping": Refused(_NO_BEAMS, (False,)),
+    "bad_words": Refused("give the tokens a logit_bias of -100", ([],)),
+    "include_stop_str_in_output": Refused("an answer ends before its stop string", (False,)),
+    "skip_special_tokens": Refused("special tokens are never part of the text", (True,)),
+    "spaces_between_special_tokens": Refused("special tokens are never part of the text", (True,)),
+    "truncate_prompt_tokens": Refused("prompts are never cut: shorten it, /tokenize counts its tokens"),
+    "truncation_side": Refused("prompts are never cut: shorten it, /tokenize counts its tokens"),
+    "prompt_logprobs": Refused("use /v1/completions with echo and logprobs"),
+    "guided_json": Refused("write structured_outputs: {json: ...}"),
+    "guided_regex": Refused("write structured_outputs: {regex: ...}"),
+    "guided_choice": Refused("write structured_outputs: {choice: ...}"),
+    "guided_grammar": Refused("write structured_outputs: {grammar: ...}"),
+    "logits_processors": Refused("a request brings no code", ([],)),
+    "stream_interval": Refused("tokens are sent as they come", (1,)),
+}
+
+UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
+    ChatBody: {
+        **_OF_BOTH,
+        "audio": Refused(_TEXT_ONLY),
+        "best_of": Refused(_NO_BEAMS, (1,)),
+        "chat_template": Refused("templates are the server's: start it with --chat-template"),
+        "documents": Refused("give them in chat_template_kwargs, if the template reads them", ([],)),
+        "add_special_tokens": Refused("the chat template writes them", (False,)),
+        "echo": Refused("use continue_final_message, or /v1/completions with echo", (False,)),
+        "function_call": Refused(_USE_TOOLS, ("none", "auto")),
+        "functions": Refused(_USE_TOOLS, ([],)),
+        "include_reasoning": Refused("reasoning is always part of the answer, apart from its text", (True,)),
+        "modalities": Refused(_TEXT_ONLY, (["text"],)),
+        "moderation": Refused("there is no moderation here"),
+        "prediction": Refused("predicted outputs are not supported"),
+        "prompt_cache_options": Refused(
+            "the prefix cache has no options: it is always on, see --help", ({},)
+        ),
+        "prompt_cache_retention": Refused("cached prefixes stay in memory", ("in_memory", "in-memory")),
+        "service_tier": Refused("there is one tier of service", ("auto", "default")),
+        "store": Refused("answers are not stored", (False,)),
+        "verbosity": Refused("the model knows no verbosity", ("medium",)),
+        "web_search_options": Refused("there is no web search"),
+    },
+    CompletionBody: {
+        **_OF_BOTH,
+        "add_special_tokens": Refused("prompts are encoded with the tokenizer's own special tokens", (True,)),
+        "suffix": Refused("the model does not fill in between", ("",)),
+        "service_tier": Refused("there is one tier of service", ("auto", "default")),
+        "store": Refused("answers are not stored", (False,)),
+    },
+    ChatMessage: {
+        "annotations": Refused("there is no web search", ([],)),
+        "audio": Refused(_TEXT_ONLY),
+        "function_call": Refused("it is the old form of tool_calls"),
+    },
+    ToolCall: {"index": Refused("the order of the calls says it", tuple(range(128)))},
+    StreamOptions: {"include_obfuscation": Refused("chunks are not padded", (False,))},
+}
+
+
+@dataclass(frozen=True)
+class UnknownFields:
+    """What becomes of fields that nobody knows: refused, or written to the log and dropped."""
+
+    refuse: bool
+    log: logging.Logger
+
+    def check(self, body: RequestBody, place: str = "") -> None:
+        """Looks at the fields that a body, and those in it, have beyond the honoured ones.
+
+        Raises:
+            RequestProblem: 400 that names the field.
+        """
+        table = UNSUPPORTED.get(type(body), {})
+        for name, value in (body.model_extra or {}).items():
+            if value is None and name in table:
+                continue
+            param = f"{place}.{name}" if place else name
+            if name in table:
+                _check_value(param, value, table[name])
+            elif not _is_open(body):
+                self._unknown(body, name, param)
+        for name in body.model_fields_set:
+            self._look_into(getattr(body, name, None), f"{place}.{name}" if place else name)
+
+    def _look_into(self, value: object, place: str) -> None:
+        if isinstance(value, RequestBody):
+            self.check(value, place)
+        elif isinstance(value, list) and value and isinstance(value[0], RequestBody):
+            for index, one in enumerate(value):
+                self.check(one, f"{place}[{index}]")
+
+    def _unknown(self, body: RequestBody, name: str, param: str) -> None:
+        name, param = name[:_LONGEST_NAME], param[: 2 * _LONGEST_NAME]
+        known = [*type(body).model_fields, *UNSUPPORTED.get(type(body), {})]
+        nearest = get_close_matches(name, known, n=1, cutoff=0.7)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        if self.refuse:
+            raise RequestProblem(
+                400, f"the field {param!r} is not known{hint}", param=param, code="unknown_parameter"
+            )
+        self.log.warning("a request has the unknown field %r, which is dropped%s", param, hint)
+
+
+def _is_open(body: RequestBody) -> bool:
+    """Bodies whose other fields are looked at by whoever reads them."""
+    if isinstance(body, ContentPart):
+        return body.type not in ("text", "refusal")  # refused by its type
+    return getattr(body, "type", None) == "structural_tag"
+
+
+def _check_value(param: str, value: object, field: Refused) -> None:
+    if any(type(value) is type(one) and value == one for one in field.accepted):
+        return
+    accepted = f" (only {', '.join(map(json.dumps, field.accepted))})" if 0 < len(field.accepted) < 8 else ""
+    raise RequestProblem(
+        400, f"{param} is not supported{accepted}: {field.reason}", param=param, code="unsupported_parameter"
+    )
+
+
+@contextmanager
+def blaming(param: str | None) -> Iterator[None]:
+    """Turns what a request is refused for into a problem that names the field, with the code that it has."""
+    try:
+        yield
+    except InputError as error:
+        problem = problem_of(error)
+        raise RequestProblem(
+            problem.status, problem.message, param=problem.param or param, code=problem.code
+        ) from error
+
+
+def output_limit(body: GenerationBody) -> int | None:
+    """``max_completion_tokens``, or ``max_tokens``, its older name.
+
+    Raises:
+        RequestProblem: 400; they differ.
+    """
+    newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    if newer is not None and body.max_tokens is not None and newer != body.max_tokens:
+        raise RequestProblem(
+            400,
+            f"max_tokens is {body.max_tokens} and max_completion_tokens {newer}: give one of them",
+            param="max_tokens",
+        )
+    return body.max_tokens if newer is None else newer
+
+
+def check_combinations(body: GenerationBody) -> None:
+    """Refuses fields that say nothing, or something impossible, without or beside another.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    limit = output_limit(body)
+    if body.stream_options is not None and not body.stream:
+        raise RequestProblem(400, "stream_options needs stream to be true", param="stream_options")
+    if limit is not None and (body.min_tokens or 0) > limit:
+        raise RequestProblem(
+            400, f"min_tokens is {body.min_tokens}, but max_tokens {limit}", param="min_tokens"
+        )
+    if isinstance(body, ChatBody):
+        if body.top_logprobs is not None and not body.logprobs:
+            raise RequestProblem(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        if body.continue_final_message and body.add_generation_prompt:
+            raise RequestProblem(
+                400,
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="add_generation_prompt",
+            )
+    elif isinstance(body, CompletionBody) and body.best_of not in (None, 1, body.n):
+        raise RequestProblem(
+            400, f"best_of is not supported (only 1, or the same as n): {_NO_BEAMS}", param="best_of"
+        )
+
+
+def sampling_params(
+    body: GenerationBody, config: PipelineConfig, *, vocab_size: int, default_limit: int | None
+) -> SamplingParams:
+    """How a request wants its tokens chosen; what it leaves open comes from the configuration.
+
+    Args:
+        body: the request.
+        config: its `PipelineConfig.default_sampling_params` fills what is absent, and draws a seed.
+        vocab_size: token ids are below this.
+        default_limit: ``max_tokens`` where it is absent; None goes on to the model's limit.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    limit = output_limit(body)
+    given: dict[str, Any] = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "max_new_tokens": default_limit if limit is None else limit,
+        "min_new_tokens": body.min_tokens,
+        "ignore_eos": body.ignore_eos,
+        "seed": body.seed,
+        "stop": body.stops or None,
+        "stop_token_ids": _checked_ids("stop_token_ids", body.stop_token_ids, vocab_size),
+        "logit_bias": _biases(body.logit_bias, vocab_size),
+        "allowed_token_ids": _checked_ids("allowed_token_ids", body.allowed_token_ids, vocab_size),
+    }
+    with blaming(None):
+        return config.default_sampling_params(**{name: one for name, one in given.items() if one is not None})
+
+
+def _biases(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if not given:
+        return None
+    biases: dict[int, float] = {}
+    for key, bias in given.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 20 and int(key) < vocab_size):
+            raise RequestProblem(
+                400,
+                f"logit_bias has the key {key!r}: keys are token ids from 0 to {vocab_size - 1}, as text",
+                param="logit_bias",
+            )
+        biases[int(key)] = bias
+    return biases
+
+
+def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int] | None:
+    wrong = next((one for one in ids or () if one >= vocab_size), None)
+    if wrong is not None:
+        raise RequestProblem(400, f"{param} has {wrong}: token ids are below {vocab_size}", param=param)
+    return ids
+
+
+def accepted_values(kind: type[RequestBody]) -> dict[str, dict[str, Any]]:
+    """A JSON schema for each field of the tables: the values that are accepted."""
+    table = UNSUPPORTED.get(kind, {})
+    return {name: {"enum": [None, *field.accepted]} for name, field in table.items()}

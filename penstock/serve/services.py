@@ -1,0 +1,52 @@
+"""What the routes work with, as one object: ``request.app.state.services``."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+
+from penstock.pipelines.config import PipelineConfig
+from penstock.pipelines.tokenizer import TextTokenizer
+from penstock.serve.config import ServeConfig
+from penstock.serve.gate import Gate
+from penstock.serve.metrics import Metrics
+
+if TYPE_CHECKING:
+    from penstock.serve.parsers import OutputParsers
+    from penstock.serve.tracing import Tracing
+    from penstock.serve.worker_client import WorkerClient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """Made once at start; nobody replaces a part of it later."""
+
+    config: ServeConfig
+    pipeline_config: PipelineConfig
+    tokenizer: TextTokenizer
+    worker: WorkerClient
+    metrics: Metrics
+    pool: ThreadPoolExecutor
+    """Where tokenising, templates and schema work run: never on the event loop."""
+    parsers: OutputParsers
+    log: logging.Logger = field(default_factory=lambda: logging.getLogger("penstock.serve"))
+    gate: Gate = field(default_factory=Gate)
+    """Whether requests are let in, and how many are inside."""
+    tracing: Tracing | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Services:
+        """The services of the application that got the request."""
+        services = request.app.state.services
+        assert isinstance(services, cls)
+        return services
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called in requests and answers."""
+        model = self.pipeline_config.model
+        return model.served_model_name or model.model_path

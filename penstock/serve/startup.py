@@ -1,0 +1,92 @@
+"""What a start took: its phases, and the page that is printed when it is over."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from penstock.serve.logs import log_event
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of the start, in one of the two processes; they run beside each other."""
+
+    name: str
+    process: str
+    seconds: float
+
+
+class Startup:
+    """The clock of a start. It began with the process, where that can be known."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter() - process_age()
+        self.phases: list[Phase] = []
+
+    @property
+    def seconds(self) -> float:
+        """Since the process began."""
+        return time.perf_counter() - self._began
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Takes the time of a part of the start, in this process."""
+        start = time.perf_counter()
+        yield
+        self.phases.append(Phase(name, "server", time.perf_counter() - start))
+
+    def add_worker(self, phases: Iterable[tuple[str, float]]) -> None:
+        """Adds the phases that the worker reports."""
+        self.phases += [Phase(name, "worker", seconds) for name, seconds in phases]
+
+
+def process_age() -> float:
+    """Seconds since this process began; 0 where the system does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return 0.0
+    return max(0.0, uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+
+
+def announce(startup: Startup, url: str, model: str, log_format: str) -> None:
+    """Says that the server is ready: a table of the phases and the address; as a line of the log in JSON."""
+    total = startup.seconds
+    if log_format == "json":
+        phases = {f"{one.process}: {one.name}": round(one.seconds, 3) for one in startup.phases}
+        log_event(_log, logging.INFO, "ready", url=url, model=model, seconds=round(total, 3), phases=phases)
+        return
+    if sys.stderr.isatty():
+        _print_table(startup)
+    else:
+        for phase in startup.phases:
+            print(f"penstock: {phase.process} {phase.name}: {phase.seconds:.2f} s", file=sys.stderr)
+    _say(sys.stderr, f"penstock: serving {model} at {url} (ready after {total:.2f} s)")
+
+
+def _print_table(startup: Startup) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="start-up")
+    table.add_column("phase")
+    table.add_column("in")
+    table.add_column("seconds", justify="right")
+    for phase in startup.phases:
+        table.add_row(phase.name, phase.process, f"{phase.seconds:.2f}")
+    Console(stderr=True).print(table)
+
+
+def _say(stream: TextIO, line: str) -> None:
+    print(line, file=stream, flush=True)

@@ -1,0 +1,61 @@
+"""Requests of each kind, run before the server calls itself ready: no user waits for what is done once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from penstock.pipelines.core import Grammar, SamplingParams, TextContext, TokenGeneratorRequest
+from penstock.pipelines.tokenizer import TextTokenizer
+from penstock.serve.worker_client import WorkerClient
+
+_NUM_TOKENS = 3
+
+
+async def warm_up(worker: WorkerClient, tokenizer: TextTokenizer) -> None:
+    """Runs a prompt and some tokens of each kind: greedy, sampled, with penalties and log probabilities.
+
+    Raises:
+        PenstockError: one of them failed, and so would those of users.
+    """
+    await asyncio.gather(*(_run(worker, context) for context in _contexts(tokenizer)))
+
+
+def _contexts(tokenizer: TextTokenizer) -> Iterator[TextContext]:
+    kinds = {
+        "greedy": (SamplingParams(max_new_tokens=_NUM_TOKENS, temperature=0.0, ignore_eos=True), 0),
+        "sampled": (
+            SamplingParams(max_new_tokens=_NUM_TOKENS, temperature=1.0, top_p=0.9, top_k=50, ignore_eos=True),
+            0,
+        ),
+        "reported": (
+            SamplingParams(
+                max_new_tokens=_NUM_TOKENS, temperature=1.0, frequency_penalty=0.5, ignore_eos=True
+            ),
+            1,
+        ),
+    }
+    for name, (params, num_logprobs) in kinds.items():
+        request = TokenGeneratorRequest(
+            f"warm-up-{name}", 0, "", prompt=[0], sampling_params=params, logprobs=num_logprobs
+        )
+        yield tokenizer.build_context(request)
+
+
+async def warm_up_grammars(worker: WorkerClient, tokenizer: TextTokenizer) -> None:
+    """Has the worker load what grammars need, which may take longer than all else: not to be waited for.
+
+    Raises:
+        PenstockError: a grammar does not work.
+    """
+    params = SamplingParams(max_new_tokens=_NUM_TOKENS)  # it ends where its grammar does
+    grammar = Grammar("json_object")
+    request = TokenGeneratorRequest(
+        "warm-up-grammar", 0, "", prompt=[0], sampling_params=params, grammar=grammar
+    )
+    await _run(worker, tokenizer.build_context(request))
+
+
+async def _run(worker: WorkerClient, context: TextContext) -> None:
+    async for _ in worker.submit(context):
+        pass

@@ -1,0 +1,210 @@
+"""``penstock serve``: as a process of its own, with the embedded model, and with mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from support.tiny_llm import write_tiny_llm
+
+from penstock.cli import cli
+
+SERVE = [sys.executable, "-m", "penstock", "serve"]
+
+
+@contextmanager
+def serving(*flags: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+    """A server on a free port, and a client of it."""
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen([*SERVE, "--port", "0", *flags], stderr=errors, stdout=subprocess.PIPE) as process,
+    ):
+        try:
+            with httpx.Client(base_url=_url(process, log), timeout=60) as client:
+                yield process, client
+        finally:
+            process.kill()
+
+
+def _url(process: subprocess.Popen[bytes], log: Path) -> str:
+    while process.poll() is None:
+        found = re.search(r"serving \S+ at (http://\S+) ", log.read_text())
+        if found:
+            return found[1]
+        time.sleep(0.02)
+    raise AssertionError(log.read_text())
+
+
+def test_the_embedded_model_from_start_to_end(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+    flags = ("--api-key", "one", "--api-key", "two")
+    with serving(*flags, log=log) as (process, client):
+        assert client.get("/v1/models").status_code == 401
+        client.headers["authorization"] = "Bearer two"
+        assert client.post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] == 5
+
+        os.kill(_worker_of(process), signal.SIGKILL)
+        _wait_for(client, "/health", 503)
+        refused = client.post("/v1/chat/completions", json=chat)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        _wait_for(client, "/ready", 200)
+        assert client.post("/v1/chat/completions", json=chat).status_code == 200
+        assert "penstock_worker_restarts_total 1.0" in client.get("/metrics").text
+
+        body = {**chat, "max_tokens": 300, "stream": True, "ignore_eos": True}
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            events = [line for line in lines if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]"
+        assert process.wait(60) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+    lines_of_log = log.read_text().splitlines()
+    assert any("event=worker state=restarting was=ready" in line for line in lines_of_log)
+    assert any("outcome=length model=demo stream=true" in line for line in lines_of_log)
+    assert not any("Traceback" in line for line in lines_of_log)
+    assert not any("Hi" in line.split() for line in lines_of_log)
+
+
+def _worker_of(process: subprocess.Popen[bytes]) -> int:
+    [worker] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(worker)
+
+
+def _wait_for(client: httpx.Client, path: str, status: int) -> None:
+    while client.get(path).status_code != status:
+        time.sleep(0.02)
+
+
+def test_the_server_loads_no_torch() -> None:
+    code = (
+        "import os, signal, sys, threading, penstock.serve.lifecycle as life\n"
+        "from penstock.cli import cli\n"
+        "life.announce = lambda *args: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "status = cli.main(['serve', '--port', '0', '--no-access-log'], standalone_mode=False)"
+    )
+    ending = "\nprint(status, sorted({'torch', 'transformers', 'xgrammar'} & set(sys.modules)))"
+    program = code.replace("status = ", "try: ") + "\nexcept SystemExit as end: status = end.code" + ending
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.stdout == "0 []\n", run.stderr
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = write_tiny_llm(tmp_path_factory.mktemp("models") / "damaged")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return model
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(damaged: Path) -> None:
+    run = subprocess.run(
+        [*SERVE, "--port", "0", "--model", str(damaged)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.startswith("penstock: error: ")
+    assert "model.safetensors" in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert refusal("--port", str(port)) == (
+            f"penstock: error: port: cannot listen at 127.0.0.1:{port}: Address already in use\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "70000"], "port: must be a port number"),
+        (["--port", "http"], "was 'http'"),
+        (["--request-timeout", "0"], "request_timeout: must be a number of seconds above 0"),
+        (["--shutdown-grace", "-1"], "0 or more"),
+        (["--shutdown-grace", "inf"], "0 or more"),
+        (["--max-body-size", "0"], "max_body_size"),
+        (["--max-queue-size", "0"], "max_queue_size"),
+        (["--unknown-fields", "ignore"], "one of error, warn"),
+        (["--log-format", "xml"], "one of logfmt, json"),
+        (["--cors-origins", "a b"], "texts without spaces"),
+        (["--api-key", "a secret"], "api_key: must be texts without spaces, what was given is not"),
+        (["--api-key", ""], "api_key: must be texts without spaces"),
+        (["--model", "./nothing"], "no such folder"),
+        (["--max-length", "0"], "max_length: must be"),
+        (["--no-such-flag"], "No such option"),
+        (["stray"], "unexpected extra argument"),
+    ],
+)
+def test_mistakes(flags: list[str], words: str) -> None:
+    line = refusal("--port", "0", *flags) if "--port" not in flags else refusal(*flags)
+    assert words in line
+    assert "a secret" not in line
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
+    assert "penstock serve needs uvicorn: pip install 'penstock[serve]'" in refusal("--port", "0")
+
+
+def refusal(*flags: str) -> str:
+    """The one line on standard error with which the command refuses."""
+    result = CliRunner().invoke(cli, ["serve", *flags])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def settings(*flags: str, command: str = "serve", **environment: str) -> dict[str, tuple[str, str]]:
+    """Name -> value and source, as ``--print-config`` shows them."""
+    result = CliRunner().invoke(cli, [command, *flags, "--print-config"], env=environment)
+    assert result.exit_code == 0, result.output
+    rows = [re.split(r" {2,}", line) for line in result.stdout.splitlines()]
+    return {name: (value, source) for name, value, source in rows}
+
+
+def test_print_config_shows_both_and_no_keys(tmp_path: Path) -> None:
+    file = tmp_path / "serve.json"
+    values = {"api_key": ["k1", "k2"], "max_length": 512, "port": 1234, "host": "::1"}
+    file.write_text(json.dumps(values))
+    shown = settings("--config-file", str(file), "--port", "5", PENSTOCK_CORS_ORIGINS="http://a, http://b")
+    assert shown["port"] == ("5", "flag")
+    assert shown["host"] == ("::1", f"file {file}")
+    assert shown["max_length"] == ("512", f"file {file}")
+    assert shown["cors_origins"] == ("http://a,http://b", "environment PENSTOCK_CORS_ORIGINS")
+    assert shown["api_key"] == ("(2 not shown)", f"file {file}")
+    assert shown["shutdown_grace"] == ("30.0", "default")
+    assert settings(PENSTOCK_API_KEY="a,b,c")["api_key"] == (
+        "(3 not shown)",
+        "environment PENSTOCK_API_KEY",
+    )
+    assert settings("--api-key", "a", PENSTOCK_API_KEY="b,c")["api_key"] == ("(1 not shown)", "flag")
+
+
+def test_one_file_and_one_environment_do_for_all_commands(tmp_path: Path) -> None:
+    file = tmp_path / "all.toml"
+    file.write_text('max_length = 512\nport = 1234\napi_key = ["k"]\n')
+    shown = settings("--config-file", str(file), command="generate", PENSTOCK_MAX_QUEUE_SIZE="7")
+    assert shown["max_length"][0] == "512"
+    assert "port" not in shown
+    wrong = CliRunner().invoke(cli, ["generate", "--print-config"], env={"PENSTOCK_PORT": "x"})
+    assert wrong.exit_code == 2
+    assert "environment PENSTOCK_PORT" in wrong.stderr

@@ -1,0 +1,19 @@
+"""What the server's tests share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _restored_logs() -> Iterator[None]:
+    """A test may configure the log; the next one finds it as it was."""
+    logs = [logging.getLogger(name) for name in ("penstock", "uvicorn.error")]
+    before = [(log.handlers, log.level, log.propagate) for log in logs]
+    yield
+    for log, (handlers, level, propagate) in zip(logs, before, strict=True):
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(level)

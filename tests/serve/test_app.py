@@ -1,0 +1,328 @@
+"""What happens to every request around the routes: ids, log lines, the gate, errors nobody foresaw."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect
+from support.serving import StubWorker, client_of, make_services
+
+import penstock
+from penstock.errors import UnavailableError
+from penstock.serve.app import create_app
+from penstock.serve.gate import Gate
+from penstock.serve.request_record import RequestRecord
+
+
+def strange() -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/bug")
+    async def bug() -> None:
+        raise ZeroDivisionError("a secret of ours")
+
+    @router.get("/items/{name}")
+    async def item(name: str, request: Request) -> str:
+        record = RequestRecord.of(request)
+        record.model, record.finish_reasons = "demo", ["stop", "length"]
+        record.user, record.metadata = "ann\nlevel=error", {"a": "b c"}
+        record.prompt_tokens, record.completion_tokens = 5, 2
+        record.admitted()
+        record.tokens(1)
+        return name
+
+    async def broken(error: Exception) -> AsyncIterator[str]:
+        yield "data: 1\n\n"
+        raise error
+
+    @router.get("/stream/bug")
+    async def stream_bug() -> StreamingResponse:
+        return StreamingResponse(broken(ZeroDivisionError("a secret")), media_type="text/event-stream")
+
+    @router.get("/stream/gone")
+    async def stream_gone() -> StreamingResponse:
+        return StreamingResponse(broken(UnavailableError("the worker died")), media_type="text/event-stream")
+
+    @router.get("/text/bug")
+    async def text_bug() -> StreamingResponse:
+        return StreamingResponse(broken(ZeroDivisionError("a secret")), media_type="text/plain")
+
+    @router.get("/left")
+    async def left(request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        raise ClientDisconnect
+
+    @router.get("/watching")
+    async def watching(request: Request) -> Response:
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        return Response("done", background=BackgroundTask(watch))  # after the answer has gone out
+
+    @router.get("/slow")
+    async def slow() -> str:
+        await asyncio.sleep(0.2)
+        return "done"
+
+    return router
+
+
+@pytest.mark.parametrize("given", ["abc", "a" * 128, "A-z_0.9:/+=@"])
+async def test_a_request_id_comes_back(given: str) -> None:
+    async with client_of(make_services(), strange()) as client:
+        for path in ("/items/a", "/bug", "/nowhere", "/health"):
+            response = await client.get(path, headers={"x-request-id": given})
+            assert response.headers.get_list("x-request-id") == [given]
+
+
+@pytest.mark.parametrize("given", ["", "a" * 129, "a b", "a\tb", "ä", "a;b", '"'])
+async def test_a_strange_request_id_is_replaced(given: str) -> None:
+    async with client_of(make_services(), strange()) as client:
+        response = await client.get("/items/a", headers=[(b"x-request-id", given.encode("latin-1"))])
+    assert response.headers["x-request-id"] != given
+    assert len(response.headers["x-request-id"]) == 32
+
+
+async def test_every_request_has_an_id_of_its_own() -> None:
+    async with client_of(make_services(), strange()) as client:
+        ids = {(await client.get("/items/a")).headers["x-request-id"] for _ in range(10)}
+    assert len(ids) == 10
+
+
+async def test_an_error_nobody_foresaw(caplog: pytest.LogCaptureFixture) -> None:
+    async with client_of(make_services(), strange()) as client:
+        response = await client.get("/bug", headers={"x-request-id": "abc"})
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
+    [failure] = [record for record in caplog.records if record.exc_info]
+    assert "a secret of ours" in str(failure.exc_info[1])  # type: ignore[index]
+    assert failure.fields == {"id": "abc"}  # type: ignore[attr-defined]
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    services = make_services()
+    async with client_of(services, strange()) as client:
+        bug = await client.get("/stream/bug")
+        gone = await client.get("/stream/gone")
+    assert bug.status_code == gone.status_code == 200
+    assert bug.text.startswith('data: 1\n\ndata: {"error":')
+    assert bug.text.endswith("}}\n\n")
+    assert "secret" not in bug.text
+    assert "the worker died" in gone.text
+    assert [line["status"] for line in lines(caplog)] == [500, 503]
+    assert [line["outcome"] for line in lines(caplog)] == [
+        "error:internal_error",
+        "error:service_unavailable",
+    ]
+
+
+async def test_half_an_answer_of_another_kind_is_cut_off() -> None:
+    async with client_of(make_services(), strange()) as client:
+        with pytest.raises(ZeroDivisionError):  # which the HTTP server turns into a closed connection
+            await client.get("/text/bug")
+
+
+async def test_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with client_of(make_services(), strange()) as client:
+        await client.get("/items/secret-name", headers={"x-request-id": "abc"})
+    [line] = lines(caplog)
+    times = [line.pop(name) for name in ("queue_s", "first_token_s", "total_s")]
+    assert times == sorted(times)
+    assert line == {
+        "id": "abc",
+        "method": "GET",
+        "route": "/items/{name}",
+        "status": 200,
+        "outcome": "stop,length",
+        "model": "demo",
+        "stream": None,
+        "prompt_tokens": 5,
+        "cached_tokens": 0,
+        "completion_tokens": 2,
+        "user": "ann\nlevel=error",
+        "safety_identifier": None,
+        "metadata": {"a": "b c"},
+    }
+
+
+async def test_probes_are_logged_for_debugging_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with client_of(make_services()) as client:
+        await client.get("/health")
+        assert lines(caplog) == []
+        await client.get("/nowhere")
+    assert [line["route"] for line in lines(caplog)] == ["unmatched"]
+
+
+async def test_the_access_log_can_be_off(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    async with client_of(make_services(access_log=False)) as client:
+        await client.get("/nowhere")
+    assert lines(caplog) == []
+
+
+async def test_a_client_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    services = make_services()
+    sent = await call(create_app(services, strange()), "/left")
+    [line] = lines(caplog)
+    assert (line["outcome"], line["status"]) == ("abort:client_disconnect", 499)
+    assert sent == []
+    assert services.gate.num_inside == 0
+    counted = b'penstock_requests_total{method="GET",route="/left",status="499"} 1.0'
+    assert counted in services.metrics.render()
+
+
+async def test_a_client_that_leaves_with_its_answer_has_not_left_early(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    await call(create_app(make_services(), strange()), "/watching")
+    [line] = lines(caplog)
+    assert (line["outcome"], line["status"]) == ("-", 200)
+
+
+async def test_a_server_that_ends_in_haste_logs_what_it_cuts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    services = make_services()
+    async with client_of(services, strange()) as client:
+        task = asyncio.create_task(client.get("/slow"))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert [line["outcome"] for line in lines(caplog)] == ["error:cancelled"]
+    assert services.gate.num_inside == 0
+
+
+async def test_probes() -> None:
+    worker = StubWorker()
+    async with client_of(make_services(worker)) as client:
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        assert (await client.get("/ready")).json() == {"status": "ready"}
+        assert (await client.get("/version")).json() == {"version": penstock.__version__}
+        metrics = await client.get("/metrics")
+        assert metrics.headers["content-type"].startswith("text/plain; version=")
+        worker.is_alive, worker.state = False, "restarting"
+        for path in ("/health", "/ready"):
+            response = await client.get(path)
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "1"
+            assert "the worker is restarting" in response.json()["error"]["message"]
+
+
+async def test_nobody_is_let_in_before_the_gate_opens_and_after_it_closes() -> None:
+    services = make_services(gate=Gate(is_open=False))
+    async with client_of(services, strange()) as client:
+        early = await client.get("/items/a")
+        assert early.status_code == 503
+        assert early.headers["retry-after"] == "1"
+        assert "being loaded" in early.json()["error"]["message"]
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/health")).status_code == 200
+
+        services.gate.open()
+        assert (await client.get("/ready")).status_code == 200
+        running = asyncio.create_task(client.get("/slow"))
+        await asyncio.sleep(0.05)
+        services.gate.close()
+        assert services.gate.num_inside == 1
+        late = await client.get("/items/a")
+        assert late.status_code == 503
+        assert late.headers["connection"] == "close"
+        assert "shutting down" in late.json()["error"]["message"]
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/health")).status_code == 200
+        assert not await services.gate.emptied(0.01)
+        assert await services.gate.emptied(10)
+        assert (await running).json() == "done"
+        services.gate.open()
+        assert (await client.get("/items/a")).status_code == 503
+
+
+async def test_pages_of_other_origins() -> None:
+    origin = {"origin": "http://a.example"}
+    preflight = {**origin, "access-control-request-method": "POST"}
+    async with client_of(make_services()) as client:
+        response = await client.get("/version", headers=origin)
+        assert "access-control-allow-origin" not in response.headers
+        assert (await client.options("/v1/models", headers=preflight)).status_code == 405
+    async with client_of(make_services(cors_origins=("http://a.example",), api_key=("k",))) as client:
+        allowed = await client.get("/v1/nothing", headers=origin)
+        asked = await client.options("/v1/models", headers=preflight)  # browsers send no key here
+        other = await client.get("/version", headers={"origin": "http://b.example"})
+    assert allowed.status_code == 401
+    assert allowed.headers["access-control-allow-origin"] == "http://a.example"
+    assert asked.status_code == 200
+    assert "access-control-allow-origin" not in other.headers
+
+
+async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
+    """Each is a `JsonRoute`: nothing else has a limit, a time-out and strict JSON."""
+    async with client_of(make_services(max_body_size=10)) as client:
+        document = (await client.get("/openapi.json")).json()
+        paths = [path for path, item in document["paths"].items() if {"post", "put", "patch"} & set(item)]
+        assert len(paths) >= 5
+        for path in paths:
+            as_text = await client.post(path, content=b"{}", headers={"content-type": "text/plain"})
+            assert as_text.status_code == 415, path
+            assert (await client.post(path, json="a" * 10)).status_code == 413, path
+            assert (await client.post(path, content=b'{"a": NaN}')).status_code == 400, path
+
+
+async def test_the_document_is_served_and_no_page_that_fetches_from_elsewhere() -> None:
+    async with client_of(make_services()) as client:
+        document = (await client.get("/openapi.json")).json()
+        assert (await client.get("/docs")).status_code == 404
+        assert (await client.get("/redoc")).status_code == 404
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"} <= set(document["paths"])
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The fields of the access log's lines."""
+    return [
+        record.fields  # type: ignore[attr-defined]
+        for record in caplog.records
+        if record.name == "penstock.serve.access_log" and record.levelno >= logging.INFO
+    ]
+
+
+async def call(app: Any, path: str) -> list[Any]:
+    """Sends a GET and leaves at once; what was sent back all the same."""
+    sent: list[Any] = []
+    messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "GET",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "scheme": "http",
+        "query_string": b"",
+        "headers": [],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
+    await app(scope, receive, send)
+    return sent

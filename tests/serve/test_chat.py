@@ -1,0 +1,403 @@
+"""Chats: OpenAI's shapes to the letter, and what each field does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from support.chatting import HERMES, THINKING, chatting, events_of, user
+
+from penstock.pipelines.core import TextContext
+from penstock.testing import FakePipeline, FakeTokenizer
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+async def test_an_answer_has_openais_shape() -> None:
+    async with chatting() as server:
+        answer = await server.chat(logprobs=True, top_logprobs=1)
+        assert ChatCompletion.model_validate(answer).to_dict() == answer
+        assert answer["id"].startswith("chatcmpl-")
+        assert answer["object"] == "chat.completion"
+        assert answer["usage"] == {
+            "prompt_tokens": 19,
+            "completion_tokens": 7,  # the end of the text is one
+            "total_tokens": 26,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+        [choice] = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": "Hello!", "refusal": None}
+        assert choice["finish_reason"] == "stop"
+        first = {"token": "H", "logprob": 0.0, "bytes": [72]}
+        assert choice["logprobs"]["content"][0] == {**first, "top_logprobs": [first]}
+        assert len(choice["logprobs"]["content"]) == 6
+        again = await server.chat()
+        assert again["id"] != answer["id"]
+        assert again["choices"][0]["logprobs"] is None
+
+
+async def test_chunks_have_openais_shape() -> None:
+    async with chatting(FakePipeline.saying("Hi")) as server:
+        response = await server.post(
+            "/v1/chat/completions",
+            messages=[user("x")],
+            n=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        *chunks, done = events_of(response.text)
+        assert done == "[DONE]"
+        for chunk in chunks:
+            assert ChatCompletionChunk.model_validate(chunk).to_dict() == chunk
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        roles = [
+            chunk["choices"][0]["index"] for chunk in chunks[:-1] if "role" in chunk["choices"][0]["delta"]
+        ]
+        assert sorted(roles) == [0, 1]
+        ends = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["finish_reason"]]
+        assert [end["delta"] for end in ends] == [{}, {}]
+        assert chunks[-1]["usage"]["completion_tokens"] == 6
+        assert chunks[-1]["choices"] == []
+        assert response.headers["cache-control"] == "no-cache"
+
+
+@pytest.mark.parametrize(
+    ("body", "text", "reason", "num_tokens"),
+    [
+        ({}, "abcdef", "stop", 7),
+        ({"max_tokens": 6}, "abcdef", "length", 6),
+        ({"max_completion_tokens": 2, "max_tokens": 2}, "ab", "length", 2),
+        ({"stop": "cd"}, "ab", "stop", 4),
+        ({"stop": ["x", "e", "bc"]}, "a", "stop", 3),
+        ({"stop": ["cdx"]}, "abcdef", "stop", 7),
+        ({"stop_token_ids": [ord("d")]}, "abc", "stop", 4),
+        ({"ignore_eos": True, "max_tokens": 8}, "abcdef", "length", 8),
+        ({"stop": "", "seed": -(2**63)}, "abcdef", "stop", 7),
+        ({"logit_bias": {"97": -100}, "allowed_token_ids": [98]}, "abcdef", "stop", 7),
+    ],
+)
+async def test_how_an_answer_ends(body: dict[str, Any], text: str, reason: str, num_tokens: int) -> None:
+    async with chatting(FakePipeline.saying("abcdef")) as server:
+        answer = await server.chat(**body)
+        [choice] = answer["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, reason)
+        assert answer["usage"]["completion_tokens"] == num_tokens
+
+
+async def test_what_reaches_the_model() -> None:
+    seen: list[TextContext] = []
+
+    def choose(context: TextContext) -> int:
+        seen.append(context)
+        return FakeTokenizer.EOS
+
+    async with chatting(FakePipeline(choose), adapters=("poet",)) as server:
+        await server.chat(
+            temperature=0.5,
+            top_p=0.25,
+            top_k=7,
+            min_p=0.125,
+            presence_penalty=1,
+            frequency_penalty=-1,
+            repetition_penalty=1.5,
+            seed=0,
+            min_tokens=0,
+            max_tokens=9,
+            stop=["x"],
+            stop_token_ids=[5],
+            logit_bias={"7": -3},
+            allowed_token_ids=[1, 2],
+            priority=3,
+            cache_salt="salt",
+            logprobs=True,
+            top_logprobs=4,
+        )
+        await server.post("/v1/chat/completions", messages=[user("Hi")], model="poet", n=3, seed=7)
+    first, *others = seen
+    params = first.sampling_params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.25, 7, 0.125)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1, -1, 1.5)
+    assert (params.seed, params.stop, params.stop_token_ids) == (0, ["x"], [5])
+    assert (params.logit_bias, params.allowed_token_ids) == ({7: -3.0}, [1, 2])
+    assert first.max_length == len(first.prompt_tokens) + 9
+    assert (first.priority, first.cache_salt, first.log_probabilities, first.adapter) == (3, "salt", 4, None)
+    assert [context.adapter for context in others] == ["poet"] * 3
+    assert len({context.sampling_params.seed for context in others}) == 3
+    assert others[0].sampling_params.seed == 7
+    assert others[0].max_length == 2048
+
+
+async def test_open_values_come_from_the_model() -> None:
+    seen: list[TextContext] = []
+
+    def choose(context: TextContext) -> int:
+        seen.append(context)
+        return FakeTokenizer.EOS
+
+    async with chatting(FakePipeline(choose)) as server:
+        await server.chat()
+        await server.chat()
+    params = [context.sampling_params for context in seen]
+    assert {one.temperature for one in params} == {0.5}  # the embedded model's generation_config.json
+    assert params[0].seed != params[1].seed
+
+
+@pytest.mark.parametrize(
+    ("message", "rendered"),
+    [
+        (user("a"), "user: a"),
+        (user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), "user: a\nb"),
+        ({"role": "system", "content": "a"}, "system: a"),
+        ({"role": "developer", "content": "a", "name": None}, "system: a"),
+        (
+            {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "audio": None},
+            "assistant: a",
+        ),
+        ({"role": "assistant", "content": None, "refusal": "no"}, "assistant: no"),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "assistant: no"),
+        ({"role": "assistant", "content": "a", "annotations": []}, "assistant: a"),
+        ({"role": "tool", "tool_call_id": "1", "content": "18"}, "tool: 18"),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
+                ],
+            },
+            'assistant: <tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call>',
+        ),
+    ],
+)
+async def test_messages(message: dict[str, Any], rendered: str) -> None:
+    async with chatting() as server:
+        response = await server.post("/v1/chat/completions/render", messages=[message])
+        assert response.status_code == 200, response.text
+        assert response.json()["prompt"] == f"{rendered}assistant: "
+        assert response.json()["prompt_token_ids"] == list(f"{rendered}assistant: ".encode())
+        assert server.pipeline.batches == []
+        counted = await server.http.post("/tokenize", json={"messages": [message]})
+        assert counted.json()["tokens"] == response.json()["prompt_token_ids"]
+
+
+async def test_the_developer_stays_where_the_template_knows_it() -> None:
+    template = "{% for m in messages %}{{ m.role }};{% endfor %}{# developer #}"
+    async with chatting(template=template) as server:
+        response = await server.post(
+            "/v1/chat/completions/render", messages=[{"role": "developer", "content": "a"}]
+        )
+        assert response.json()["prompt"] == "developer;"
+
+
+async def test_arguments_are_text_where_the_template_joins_them() -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ 'x' + c.function.arguments }}{% endfor %}"
+    template = f"{{% for m in messages %}}{calls}{{% endfor %}}."
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    async with chatting(template=template) as server:
+        response = await server.post(
+            "/v1/chat/completions/render", messages=[user("a"), {"role": "assistant", "tool_calls": [call]}]
+        )
+        assert response.json()["prompt"] == 'x{"a":1}.'
+
+
+async def test_template_options() -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+        "{{ mood }}{{ reasoning_effort }}"
+    )
+    async with chatting(template=template) as server:
+        for body, prompt in (
+            ({}, "Hi>"),
+            ({"add_generation_prompt": False}, "Hi"),
+            ({"continue_final_message": True}, "Hi"),
+            ({"chat_template_kwargs": {"mood": "glad"}}, "Hi>glad"),
+            ({"reasoning_effort": "high"}, "Hi>high"),
+        ):
+            response = await server.post("/v1/chat/completions/render", messages=[user("Hi")], **body)
+            assert response.json()["prompt"] == prompt, response.text
+
+
+async def test_no_effort_switches_thinking_off() -> None:
+    template = "{{ enable_thinking | default('on') }}"
+    async with chatting(template=template) as server:
+        response = await server.post(
+            "/v1/chat/completions/render", messages=[user("a")], reasoning_effort="none"
+        )
+        assert response.json()["prompt"] == "False"
+        error = await server.refusal("/v1/chat/completions", messages=[user("a")], reasoning_effort="low")
+        assert error["param"] == "reasoning_effort"
+    async with chatting(template=THINKING) as server:  # it reasons, and knows no way to switch that off
+        error = await server.refusal("/v1/chat/completions", messages=[user("a")], reasoning_effort="none")
+        assert error["param"] == "reasoning_effort"
+
+
+async def test_a_tool_call() -> None:
+    async with chatting(FakePipeline.saying(f"Wait. {CALL}")) as server:
+        answer = await server.chat(tools=[WEATHER, TIME])
+        ChatCompletion.model_validate(answer)
+        [choice] = answer["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == "Wait."
+        [call] = choice["message"]["tool_calls"]
+        assert call.keys() == {"id", "type", "function"}
+        assert call["function"]["name"] == "get_weather"
+        assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+        cut = await server.chat(tools=[WEATHER], max_tokens=70)
+        assert cut["choices"][0]["finish_reason"] == "length"
+        for body in ({"tool_choice": "none", "tools": [WEATHER]}, {}):
+            answer = await server.chat(**body)
+            assert "tool_calls" not in answer["choices"][0]["message"]
+            assert answer["choices"][0]["finish_reason"] == "stop"
+            assert answer["choices"][0]["message"]["content"] == f"Wait. {CALL}"
+
+
+async def test_one_call_ends_the_answer_where_one_is_allowed() -> None:
+    async with chatting(FakePipeline.saying(CALL + CALL)) as server:
+        both = await server.chat(tools=[WEATHER])
+        assert len(both["choices"][0]["message"]["tool_calls"]) == 2
+        one = await server.chat(tools=[WEATHER], parallel_tool_calls=False, return_token_ids=True)
+        assert len(one["choices"][0]["message"]["tool_calls"]) == 1
+        assert one["choices"][0]["finish_reason"] == "tool_calls"
+        assert one["usage"]["completion_tokens"] == len(one["choices"][0]["token_ids"]) <= len(CALL)
+        assert server.services.worker.num_outstanding == 0 or await until_idle(server)
+
+
+async def until_idle(server: Any) -> bool:
+    import asyncio
+
+    for _ in range(200):
+        if server.services.worker.num_outstanding == 0:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def test_which_tools_the_model_is_shown() -> None:
+    async with chatting(template=HERMES) as server:
+        allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
+        for body, names in (
+            ({}, ["get_weather", "get_time"]),
+            ({"tool_choice": "auto"}, ["get_weather", "get_time"]),
+            ({"tool_choice": "none"}, []),
+            ({"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}, ["get_time"]),
+        ):
+            response = await server.post(
+                "/v1/chat/completions/render", messages=[user("a")], tools=[WEATHER, TIME], **body
+            )
+            prompt = response.json()["prompt"]
+            assert [name for name in ("get_weather", "get_time") if name in prompt] == names
+            assert ("description" in prompt) == ("get_weather" in names)
+
+
+async def test_tools_that_the_template_would_not_show() -> None:
+    async with chatting(template=FakeTokenizer.TEMPLATE) as server:
+        error = await server.refusal("/v1/chat/completions", messages=[user("Hi")], tools=[WEATHER])
+        assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+        assert await server.chat(tools=[WEATHER], tool_choice="none")
+
+
+async def test_reasoning() -> None:
+    async with chatting(FakePipeline.saying("<think>\nWhy?\n</think>\n\nSo."), template=THINKING) as server:
+        answer = await server.chat()
+        [choice] = answer["choices"]
+        assert choice["message"]["reasoning_content"].strip() == "Why?"
+        assert choice["message"]["content"] == "So."
+        details = answer["usage"]["completion_tokens_details"]
+        assert (
+            len("<think>\nWhy?\n</think>")
+            <= details["reasoning_tokens"]
+            <= len("<think>\nWhy?\n</think>\n\n")
+        )
+        echoed = {**choice["message"], "annotations": []}
+        response = await server.post("/v1/chat/completions", messages=[user("Hi"), echoed, user("And?")])
+        assert response.status_code == 200, response.text
+
+
+async def test_grammars_go_to_the_worker() -> None:
+    seen: list[TextContext] = []
+
+    def choose(context: TextContext) -> int:
+        seen.append(context)
+        return FakeTokenizer.EOS
+
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    forms: list[tuple[dict[str, Any], str]] = [
+        ({"response_format": {"type": "json_object"}}, "json_object"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+            "json_schema",
+        ),
+        ({"structured_outputs": {"json": schema}}, "json_schema"),
+        ({"structured_outputs": {"json": json.dumps(schema)}}, "json_schema"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf"),
+        ({"tools": [WEATHER], "tool_choice": "required"}, "structural_tag"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+            "structural_tag",
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": "none", "response_format": {"type": "json_object"}},
+            "json_object",
+        ),
+    ]
+    async with chatting(FakePipeline(choose), grammars_enabled=True) as server:
+        for body, kind in forms:
+            await server.chat(**body)
+            grammar = seen[-1].grammar
+            assert grammar is not None
+            assert grammar.kind == kind, body
+        await server.chat(response_format={"type": "text"})
+        assert seen[-1].grammar is None
+        await server.complete(structured_outputs={"regex": "a"})
+        assert seen[-1].grammar is not None
+
+
+async def test_formats_that_exclude_each_other() -> None:
+    async with chatting(grammars_enabled=True) as server:
+        chat = {"messages": [user("Hi")]}
+        both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+        assert (await server.refusal("/v1/chat/completions", **chat, **both))["param"] == "structured_outputs"
+        beside = {"response_format": {"type": "json_object"}, "tools": [WEATHER]}
+        assert (await server.refusal("/v1/chat/completions", **chat, **beside))["param"] == "response_format"
+        strict = {"type": "function", "function": {"name": "f", "strict": True}}
+        assert (await server.refusal("/v1/chat/completions", **chat, tools=[strict]))["param"] == "tools"
+        unknown = {"json": {"type": "object", "unevaluatedProperties": False, "not": {}}}
+        error = await server.refusal("/v1/chat/completions", **chat, structured_outputs=unknown)
+        assert (error["param"], error["code"]) == ("structured_outputs.json", "unsupported_schema")
+
+
+async def test_an_unknown_model() -> None:
+    async with chatting(adapters=("poet",)) as server:
+        for path, body in (
+            ("chat/completions", {"messages": [user("Hi")]}),
+            ("completions", {"prompt": "Hi"}),
+        ):
+            response = await server.post(f"/v1/{path}", model="gpt-4", **body)
+            assert response.status_code == 404
+            error = response.json()["error"]
+            assert (error["code"], error["param"]) == ("model_not_found", "model")
+            assert "demo, poet" in error["message"]
+        listed = (await server.http.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["parent"]) for model in listed] == [("demo", None), ("poet", "demo")]
+        assert (await server.http.get("/v1/models/poet")).json() == listed[1]
+        assert (await server.http.get("/v1/models/a/b")).status_code == 404
+
+
+async def test_a_model_without_a_template() -> None:
+    async with chatting(template=None) as server:
+        error = await server.refusal("/v1/chat/completions", messages=[user("Hi")])
+        assert "no chat template" in error["message"]
+        assert (await server.complete())["choices"][0]["text"] == "Hello!"

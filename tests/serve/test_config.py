@@ -1,0 +1,50 @@
+"""The server's own settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.pipelines.config import PipelineConfig, config_fields
+from penstock.serve.config import ServeConfig, serve_fields
+
+
+def test_names_are_unique_over_both_configurations() -> None:
+    names = [field.name for field in (*serve_fields(), *config_fields())]
+    assert len(names) == len(set(names))
+
+
+def test_sources_and_their_order() -> None:
+    environment = {"PENSTOCK_PORT": "1", "PENSTOCK_HOST": "::1", "PENSTOCK_API_KEY": " a , b,"}
+    config = ServeConfig.from_flat({"port": 2}, "flag", environment=environment)
+    assert (config.port, config.host, config.api_key) == (2, "::1", ("a", "b"))
+    assert config.sources == {
+        "port": "flag",
+        "host": "environment PENSTOCK_HOST",
+        "api_key": "environment PENSTOCK_API_KEY",
+    }
+
+
+def test_no_list_and_no_message_shows_a_key() -> None:
+    config = ServeConfig(api_key=("hidden",))
+    assert "hidden" not in repr(config.describe())
+    for wrong in (("hidden key",), "hidden key", ("hidden", ""), ("hidden", 1), 5):
+        with pytest.raises(ConfigError, match="api_key: must be") as caught:
+            ServeConfig.from_flat({"api_key": wrong})
+        assert "hidden" not in str(caught.value)
+
+
+def test_a_list_of_a_file_is_taken_as_it_is() -> None:
+    assert ServeConfig.from_flat({"api_key": ["a,b", "c"]}).api_key == ("a,b", "c")
+
+
+@pytest.mark.parametrize("name", ["prot", "max_queue", "api_keys"])
+def test_unknown_names(name: str) -> None:
+    with pytest.raises(ConfigError, match="did you mean"):
+        ServeConfig.from_flat({name: 1})
+
+
+def test_both_are_made_of_what_was_given_for_both() -> None:
+    given = {"port": (1, "flag"), "max_length": (2, "file x")}
+    assert ServeConfig.from_given(given).sources == {"port": "flag"}
+    assert PipelineConfig.from_given(given).sources == {"max_length": "file x"}

@@ -1,0 +1,244 @@
+"""Requests at the worker: admission before headers, disconnects, errors, time limits, slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+from support.asgi import Exchange, eventually
+from support.chatting import Chatting, chatting, events_of, user
+
+from penstock.errors import RequestFailedError
+from penstock.pipelines.core import TextContext
+from penstock.testing import FakePipeline
+
+CHAT = ("/v1/chat/completions", {"model": "demo", "messages": [user("Hi")]})
+COMPLETION = ("/v1/completions", {"model": "demo", "prompt": "Hi", "max_tokens": 1500})
+
+
+def endless(seconds: float = 0.001) -> FakePipeline:
+    """One that says a hundred thousand words, slowly."""
+
+    def choose(context: TextContext) -> int:
+        time.sleep(seconds)
+        return ord("a")
+
+    return FakePipeline(choose)
+
+
+def open_exchange(server: Chatting, what: tuple[str, dict[str, Any]], **more: Any) -> Exchange:
+    path, body = what
+    return Exchange(server.http._transport.app, path, {**body, **more})  # type: ignore[attr-defined]
+
+
+async def test_no_headers_before_all_choices_are_admitted() -> None:
+    async with chatting(endless(), max_batch_size=2) as server:
+        first = open_exchange(server, COMPLETION, stream=True)
+        await first.until_sent(2)
+        second = open_exchange(server, CHAT, stream=True, n=2, max_tokens=400)
+        await eventually(lambda: sum(len(batch) == 2 for batch in server.pipeline.batches) > 20)
+        assert second.status is None  # its first choice runs, its second waits
+        first.leave()
+        await second.until_sent(2)
+        assert second.status == 200
+        second.leave()
+        await first.ended()
+        await second.ended()
+
+
+@pytest.mark.parametrize("what", [CHAT, COMPLETION])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_who_leaves_is_forgotten_at_once(
+    what: tuple[str, dict[str, Any]], stream: bool, n: int
+) -> None:
+    async with chatting(endless()) as server:
+        exchange = open_exchange(server, what, stream=stream, n=n)
+        await eventually(lambda: len(server.pipeline.batches) > 20)
+        exchange.leave()
+        await exchange.ended()
+        await eventually(lambda: server.services.worker.num_outstanding == 0)
+        steps = len(server.pipeline.batches)
+        await asyncio.sleep(0.05)
+        assert len(server.pipeline.batches) == steps < 1000
+        assert b"[DONE]" not in exchange.body
+        if not stream:
+            assert exchange.status is None
+        assert (await server.complete(max_tokens=2))["choices"][0]["text"] == "aa"
+
+
+async def test_who_leaves_the_queue_is_forgotten_too() -> None:
+    async with chatting(endless(), max_batch_size=1) as server:
+        first = open_exchange(server, COMPLETION, stream=True)
+        await first.until_sent(2)
+        for stream in (True, False):
+            waiting = open_exchange(server, COMPLETION, stream=stream)
+            await eventually(lambda: server.services.worker.num_outstanding == 2)
+            waiting.leave()
+            await waiting.ended()
+            await eventually(lambda: server.services.worker.num_outstanding == 1)
+            assert waiting.status is None
+        first.leave()
+        await first.ended()
+
+
+async def test_a_stop_string_ends_the_work() -> None:
+    async with chatting(endless()) as server:
+        for stream in (True, False):
+            before = len(server.pipeline.batches)
+            response = await server.post(
+                "/v1/completions", prompt="Hi", max_tokens=1500, stop="aaa", stream=stream
+            )
+            assert response.status_code == 200
+            await eventually(lambda: server.services.worker.num_outstanding == 0)
+            assert len(server.pipeline.batches) - before < 500
+
+
+async def test_a_failure_in_the_middle_is_an_event_and_no_done() -> None:
+    armed = threading.Event()
+
+    def choose(context: TextContext) -> int:
+        if armed.is_set():
+            raise RequestFailedError("it broke")
+        time.sleep(0.001)
+        return ord("a")
+
+    async with chatting(FakePipeline(choose)) as server:
+        for n in (1, 2):
+            armed.clear()
+            exchange = open_exchange(server, CHAT, stream=True, n=n)
+            await exchange.until_sent(8)
+            armed.set()
+            await exchange.ended()
+            assert exchange.status == 200
+            *chunks, last = events_of(exchange.body.decode())
+            assert last.keys() == {"error"}
+            assert last["error"].keys() == {"message", "type", "param", "code"}
+            assert last["error"]["type"] == "server_error"
+            assert all("error" not in chunk for chunk in chunks)
+            assert server.services.worker.num_outstanding == 0
+        response = await server.post("/v1/completions", prompt="Hi")
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        armed.clear()
+        assert (await server.complete(max_tokens=1))["choices"][0]["text"] == "a"
+
+
+async def test_time_limits() -> None:
+    async with chatting(endless(0.01), request_timeout=0.3) as server:
+        whole = open_exchange(server, COMPLETION)
+        stream = open_exchange(server, COMPLETION, stream=True)
+        await whole.ended()
+        await stream.ended()
+        assert whole.status == 503
+        assert dict(whole.messages[0]["headers"])[b"retry-after"]
+        assert events_of(stream.body.decode())[-1]["error"]["code"] == "timeout"
+        await eventually(lambda: server.services.worker.num_outstanding == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_limit_of_a_pause_is_no_limit_of_an_answer(stream: bool) -> None:
+    stuck = threading.Event()
+
+    def choose(context: TextContext) -> int:
+        if len(context.generated_tokens) == 40:
+            stuck.wait(5)
+        time.sleep(0.01)
+        return ord("a")
+
+    async with chatting(FakePipeline(choose), stream_timeout=0.2, stream_ping=0.05) as server:
+        exchange = open_exchange(
+            server, COMPLETION, stream=stream, max_tokens=30
+        )  # takes longer than a pause may
+        await exchange.ended()
+        assert exchange.status == 200
+        exchange = open_exchange(server, COMPLETION, stream=stream, max_tokens=60)
+        await exchange.ended()
+        stuck.set()
+        assert b"no token came for 0.2 seconds" in exchange.body
+        assert exchange.status == (200 if stream else 503)
+        if stream:
+            assert exchange.body.count(b": ping\n\n") >= 2
+
+
+async def test_a_slow_reader_gets_fewer_and_longer_chunks() -> None:
+    async with chatting(endless(0.0005)) as server:
+        exchange = open_exchange(server, COMPLETION, stream=True, max_tokens=300)
+        await exchange.until_sent(3)
+        exchange.may_send.clear()
+        await eventually(lambda: len(server.pipeline.batches) >= 300)
+        exchange.may_send.set()
+        await exchange.ended()
+        *chunks, _ = events_of(exchange.body.decode())
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "a" * 300
+        assert len(chunks) < 200
+        assert max(len(chunk["choices"][0]["text"]) for chunk in chunks) > 20
+
+
+async def test_who_wants_the_whole_is_woken_at_its_end() -> None:
+    async with chatting(endless(), stream_ping=1000.0) as server:
+        answer = await asyncio.wait_for(server.complete(max_tokens=50, n=2), 30)
+        assert [choice["text"] for choice in answer["choices"]] == ["a" * 50] * 2
+
+
+async def test_too_many_at_once() -> None:
+    async with chatting(endless(), max_batch_size=1, max_queue_size=1) as server:
+        error = await server.refusal("/v1/completions", prompt="Hi", n=3)
+        assert error["param"] == "prompt"
+        error = await server.refusal("/v1/chat/completions", messages=[user("Hi")], n=3)
+        assert error["param"] == "n"
+        exchanges = [open_exchange(server, COMPLETION, stream=True) for _ in range(2)]
+        await eventually(lambda: server.services.worker.num_outstanding == 2)
+        for stream in (True, False):
+            response = await server.post("/v1/completions", prompt="Hi", stream=stream)
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["type"] == "rate_limit_error"
+        partly = await server.post("/v1/completions", prompt="Hi", n=2)
+        assert partly.status_code == 429
+        assert server.services.worker.num_outstanding == 2
+        for exchange in exchanges:
+            exchange.leave()
+            await exchange.ended()
+
+
+async def test_a_hundred_streams_of_which_half_leave() -> None:
+    async with chatting(endless(0.0002), max_queue_size=200) as server:
+        exchanges = [
+            open_exchange(server, COMPLETION, stream=index % 2 == 0, max_tokens=20, n=1 + index % 3 // 2)
+            for index in range(60)
+        ]
+        for index, exchange in enumerate(exchanges):
+            if index % 2:
+                await asyncio.sleep(0.003)
+                exchange.leave()
+        for exchange in exchanges:
+            await exchange.ended()
+        await eventually(lambda: server.services.worker.num_outstanding == 0)
+        for exchange in exchanges[::2]:
+            assert exchange.body.endswith(b"data: [DONE]\n\n")
+        assert (await server.complete(max_tokens=2))["choices"][0]["text"] == "aa"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_choice_that_ends_leaves_the_others_alone(stream: bool) -> None:
+    def choose(context: TextContext) -> int:
+        time.sleep(0.001)
+        ends = context.request_id.endswith("-0") and len(context.generated_tokens) == 2
+        return ord("b") if ends else ord("a")
+
+    async with chatting(FakePipeline(choose)) as server:
+        body = {"prompt": "Hi", "n": 2, "stop": "b", "max_tokens": 100, "stream": stream}
+        response = await server.post("/v1/completions", **body)
+        answers = events_of(response.text)[:-1] if stream else [response.json()]
+        reasons, texts = {}, {0: "", 1: ""}
+        for choice in (choice for answer in answers for choice in answer["choices"]):
+            texts[choice["index"]] += choice["text"]
+            reasons[choice["index"]] = choice["finish_reason"]
+        assert reasons == {0: "stop", 1: "length"}
+        assert texts == {0: "aa", 1: "a" * 100}
+        steps = [batch for batch in server.pipeline.batches if any(one.endswith("-0") for one in batch)]
+        assert len(steps) < 60  # the worker was told

@@ -1,0 +1,154 @@
+"""A stream's chunks, put together, are the answer without ``stream``: text, tokens, scores, usage and all."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from support.chatting import HERMES, THINKING, Chatting, chatting, events_of, user
+from support.joined_streams import joined_chat, joined_completion, without_own
+
+from penstock.pipelines.core import TextContext
+from penstock.testing import FakePipeline
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+    for name in ("get_weather", "get_time")
+]
+CALLS = (
+    'Let me see. <tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_time", "arguments": {"city": "Bern"}}\n</tool_call>'
+)
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"max_tokens": 3},
+    {"n": 3, "seed": 4},
+    {"seed": 0, "return_token_ids": True},
+    {"stop": ["e", "bd"], "return_token_ids": True},
+    {"stop": "a", "n": 2, "seed": -5},
+    {"stop_token_ids": [99, 100, 101]},
+    {"ignore_eos": True, "max_tokens": 40},
+    {"min_tokens": 30, "max_tokens": 60},
+]
+
+
+def unhurried() -> FakePipeline:
+    """One whose tokens come one by one, so that they are streamed so."""
+    quick = FakePipeline()
+
+    def choose(context: TextContext) -> int:
+        time.sleep(0.001)
+        return quick._choose(context)
+
+    return FakePipeline(choose)
+
+
+async def both_chats(server: Chatting, **body: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    body = {"messages": [user("Hi")], "seed": 1, **body}
+    whole = await server.post("/v1/chat/completions", **body)
+    stream = await server.post(
+        "/v1/chat/completions", **body, stream=True, stream_options={"include_usage": True}
+    )
+    assert (whole.status_code, stream.status_code) == (200, 200), (whole.text, stream.text)
+    assert stream.headers["content-type"] == "text/event-stream; charset=utf-8"
+    return without_own(whole.json()), joined_chat(events_of(stream.text))
+
+
+async def both_completions(server: Chatting, **body: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    body = {"prompt": "Hi", "seed": 1, **body}
+    whole = await server.post("/v1/completions", **body)
+    stream = await server.post("/v1/completions", **body, stream=True, stream_options={"include_usage": True})
+    assert (whole.status_code, stream.status_code) == (200, 200), (whole.text, stream.text)
+    return without_own(whole.json()), joined_completion(events_of(stream.text))
+
+
+@pytest.mark.parametrize("form", [*FORMS, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}])
+async def test_chats(form: dict[str, Any]) -> None:
+    async with chatting(unhurried()) as server:
+        for question in ("Hi", "Ho", "äöü🎉"):
+            whole, joined = await both_chats(server, messages=[user(question)], **form)
+            assert joined == whole
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *FORMS,
+        {"prompt": ["a", "b", "c"], "n": 2},
+        {"prompt": [[104, 105], [97]], "return_token_ids": True},
+        {"logprobs": 0},
+        {"logprobs": 2, "stop": ["e"]},
+        {"echo": True},
+        {"echo": True, "logprobs": 1, "prompt": ["é", "Ho"]},
+        {"echo": True, "logprobs": 1, "max_tokens": 0},
+        {"echo": True, "max_tokens": 0, "n": 2},
+        {"max_tokens": 0},
+    ],
+)
+async def test_completions(form: dict[str, Any]) -> None:
+    async with chatting(unhurried()) as server:
+        for prompt in ("Hi", "Ho", "éöü🎉"):
+            whole, joined = await both_completions(server, **{"prompt": prompt, **form})
+            assert joined == whole
+
+
+@pytest.mark.parametrize(
+    "text", ["", "é🎉漢字 " * 9, "\n\n  x  \n", CALLS, f"{CALLS}\nDone.", '<tool_call>{"name']
+)
+@pytest.mark.parametrize(
+    "form", [{}, {"parallel_tool_calls": False}, {"logprobs": True, "return_token_ids": True}]
+)
+async def test_tool_calls(text: str, form: dict[str, Any]) -> None:
+    async with chatting(FakePipeline.saying(text), template=HERMES) as server:
+        whole, joined = await both_chats(server, tools=TOOLS, **form)
+        assert joined == whole
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>\nWhy ask?\n</think>\n\nHello",
+        "<think>never ends",
+        "</think>Hello",
+        f"<think>x</think>{CALLS}",
+    ],
+)
+@pytest.mark.parametrize("form", [{}, {"max_tokens": 12}, {"stop": ["el", "ever"]}, {"tools": TOOLS}])
+async def test_reasoning(text: str, form: dict[str, Any]) -> None:
+    async with chatting(FakePipeline.saying(text), template=THINKING) as server:
+        whole, joined = await both_chats(server, **form)
+        assert joined == whole
+
+
+async def test_usage_so_far() -> None:
+    async with chatting(FakePipeline.saying("Hello!")) as server:
+        for path, prompt in (
+            ("chat/completions", {"messages": [user("Hi")]}),
+            ("completions", {"prompt": "Hi"}),
+        ):
+            options = {"continuous_usage_stats": True}
+            response = await server.post(f"/v1/{path}", **prompt, stream=True, stream_options=options)
+            *chunks, last, done = events_of(response.text)
+            assert done == "[DONE]"
+            assert last["choices"] == []
+            counts = [chunk["usage"]["completion_tokens"] for chunk in [*chunks, last]]
+            assert counts == sorted(counts)
+            assert counts[0] >= 1
+            assert counts[-2] == counts[-1] == 7
+
+
+async def test_without_stream_options_no_chunk_has_usage() -> None:
+    async with chatting() as server:
+        response = await server.post("/v1/chat/completions", messages=[user("Hi")], stream=True)
+        *chunks, _ = events_of(response.text)
+        assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+        response = await server.post("/v1/completions", prompt="Hi", stream=True)
+        *chunks, _ = events_of(response.text)
+        assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)

@@ -1,0 +1,81 @@
+"""A client below HTTP: it sees each message as it is sent, reads as slowly as it likes, and may leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+
+class Exchange:
+    """One request to an application."""
+
+    def __init__(self, app: ASGIApp, path: str, body: dict[str, Any]) -> None:
+        self.messages: list[Message] = []
+        self.may_send = asyncio.Event()
+        self.may_send.set()
+        self._sent = asyncio.Event()
+        self._left = asyncio.Event()
+        self._requests = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "server": ("server", 80),
+            "client": ("client", 1),
+            "state": {},
+        }
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    @property
+    def status(self) -> int | None:
+        """The status code, once it is sent."""
+        return self.messages[0]["status"] if self.messages else None
+
+    @property
+    def body(self) -> bytes:
+        """What has been sent."""
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+    def leave(self) -> None:
+        """Closes the connection."""
+        self._left.set()
+
+    async def until_sent(self, num_messages: int) -> None:
+        """Waits for so many messages."""
+        while len(self.messages) < num_messages:
+            self._sent.clear()
+            await asyncio.wait_for(self._sent.wait(), 20)
+
+    async def ended(self) -> None:
+        """Waits for the application to be done with it."""
+        await asyncio.wait_for(asyncio.shield(self.task), 20)
+
+    async def _receive(self) -> Message:
+        if self._requests:
+            return self._requests.pop()
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        await self.may_send.wait()
+        self.messages.append(message)
+        self._sent.set()
+
+
+async def eventually(condition: Any) -> None:
+    """Waits until something holds."""
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came to hold")

@@ -1,0 +1,134 @@
+"""A whole server without a process or a socket: real routes, a real worker in a thread, a fake model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+
+from penstock.pipelines.config import PipelineConfig
+from penstock.pipelines.tokenizer import TextTokenizer
+from penstock.scheduler import Scheduler
+from penstock.scheduler.messages import WorkerInfo
+from penstock.scheduler.worker import Work
+from penstock.serve.app import create_app
+from penstock.serve.config import ServeConfig
+from penstock.serve.metrics import Metrics
+from penstock.serve.parsers import OutputParsers
+from penstock.serve.services import Services
+from penstock.serve.worker_client import WorkerClient
+from penstock.testing import FakePipeline, FakeTokenizer
+
+HERMES = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>"
+    "<tool_call>{name, arguments}</tool_call>\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for c in message.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""A template of a `FakeTokenizer` whose model calls tools as Hermes does."""
+THINKING = HERMES + "{# <think> </think> #}"
+"""One that reasons, too."""
+
+
+@dataclass
+class Chatting:
+    """The server, and two clients of it."""
+
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+    services: Services
+    pipeline: FakePipeline
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        """A request as it is given, with the model named."""
+        return await self.http.post(path, json={"model": "demo", **body})
+
+    async def chat(self, **body: Any) -> dict[str, Any]:
+        """The answer to a chat that is served."""
+        response = await self.post("/v1/chat/completions", **{"messages": [user("Hi")], **body})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    async def complete(self, **body: Any) -> dict[str, Any]:
+        """The answer to a completion that is served."""
+        response = await self.post("/v1/completions", **{"prompt": "Hi", **body})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    async def refusal(self, path: str, **body: Any) -> dict[str, Any]:
+        """The error of a request that is refused by a 400."""
+        response = await self.post(path, **body)
+        assert response.status_code == 400, response.text
+        error: dict[str, Any] = response.json()["error"]
+        return error
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def events_of(text: str) -> list[Any]:
+    """The data of a stream's events, decoded; comments left out."""
+    data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    return [one if one == "[DONE]" else json.loads(one) for one in data]
+
+
+@asynccontextmanager
+async def chatting(
+    pipeline: FakePipeline | None = None,
+    *,
+    template: str | None = HERMES,
+    tokenizer: TextTokenizer | None = None,
+    pipeline_config: PipelineConfig | None = None,
+    work: Any = None,
+    max_batch_size: int = 8,
+    grammars_enabled: bool = False,
+    adapters: tuple[str, ...] = (),
+    **config: Any,
+) -> AsyncIterator[Chatting]:
+    """A server of a model that says ``Hello!``, or what a pipeline says; ``config`` is for `ServeConfig`."""
+    chosen = pipeline if pipeline is not None else FakePipeline.saying("Hello!")
+    tokenizer = tokenizer if tokenizer is not None else FakeTokenizer(template=template)
+
+    def make_work() -> Work:
+        info = WorkerInfo(
+            max_length=2048,
+            max_batch_size=max_batch_size,
+            max_batch_input_tokens=8192,
+            num_blocks=1000,
+            block_size=32,
+            vocab_size=257,
+            grammars_enabled=grammars_enabled,
+            lora_enabled=bool(adapters),
+            adapters=[(name, f"/adapters/{name}") for name in adapters],
+        )
+        return Work(Scheduler(chosen, max_batch_size=max_batch_size), info)
+
+    worker = WorkerClient(work or make_work, in_thread=True, max_queue_size=config.get("max_queue_size"))
+    await worker.start()
+    services = Services(
+        config=ServeConfig(**config),
+        pipeline_config=pipeline_config or PipelineConfig(),
+        tokenizer=tokenizer,
+        worker=worker,
+        metrics=Metrics(with_process=False),
+        pool=ThreadPoolExecutor(2),
+        parsers=OutputParsers.choose(tokenizer.chat_template_source, "auto", "auto"),
+    )
+    transport = httpx.ASGITransport(create_app(services))
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server/") as http:
+            client = AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=http, max_retries=0)
+            yield Chatting(http, client, services, chosen)
+    finally:
+        await worker.stop(0)
+        services.pool.shutdown()

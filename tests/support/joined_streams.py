@@ -1,0 +1,114 @@
+"""A stream's chunks put together to the object that the same request without ``stream`` is answered with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_OWN = ("id", "created")  # differ from answer to answer
+
+
+def without_own(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer without what is different each time."""
+    plain = {key: value for key, value in answer.items() if key not in _OWN}
+    for choice in plain["choices"]:
+        for call in choice.get("message", {}).get("tool_calls", []):
+            call.pop("id")
+        _forget_empty(choice)
+    return plain
+
+
+def joined_chat(events: list[Any]) -> dict[str, Any]:
+    """Chunks of a chat -> the chat, as far as `without_own` leaves it."""
+    *chunks, done = events
+    assert done == "[DONE]"
+    answer = _frame(chunks, "chat.completion")
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for part in chunk["choices"]:
+            _add_to_chat(choices, part)
+    answer["choices"] = [_finished_chat(choices[index]) for index in sorted(choices)]
+    return answer
+
+
+def joined_completion(events: list[Any]) -> dict[str, Any]:
+    """Chunks of a completion -> the completion, as far as `without_own` leaves it."""
+    *chunks, done = events
+    assert done == "[DONE]"
+    answer = _frame(chunks, "text_completion")
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for part in chunk["choices"]:
+            choice = choices.setdefault(part["index"], {"index": part["index"], "text": "", "logprobs": None})
+            assert "finish_reason" not in choice, "a chunk after the last"
+            choice["text"] += part["text"]
+            if part["logprobs"] is not None:
+                rows = choice["logprobs"] or {key: [] for key in part["logprobs"]}
+                choice["logprobs"] = {key: rows[key] + part["logprobs"][key] for key in rows}
+            if "prompt_token_ids" in part:
+                choice["prompt_token_ids"] = part["prompt_token_ids"]
+            if "token_ids" in part:
+                choice["token_ids"] = choice.get("token_ids", []) + part["token_ids"]
+            if part["finish_reason"] is not None:
+                choice["finish_reason"] = part["finish_reason"]
+    answer["choices"] = [choices[index] for index in sorted(choices)]
+    for choice in choices.values():
+        _forget_empty(choice)
+    return answer
+
+
+def _forget_empty(choice: dict[str, Any]) -> None:
+    """An empty answer may have no chunk that could tell of its tokens."""
+    if not choice.get("token_ids", True):
+        del choice["token_ids"]
+    if choice["logprobs"] and not choice["logprobs"].get("content", True):
+        choice["logprobs"] = None
+
+
+def _frame(chunks: list[Any], kind: str) -> dict[str, Any]:
+    first, last = chunks[0], chunks[-1]
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    assert last["choices"] == []
+    assert all(chunk["choices"] and chunk["usage"] is None for chunk in chunks[:-1])
+    answer = {"object": kind, "model": first["model"], "system_fingerprint": first["system_fingerprint"]}
+    if "prompt_token_ids" in first:
+        answer["prompt_token_ids"] = first["prompt_token_ids"]
+    return {**answer, "usage": last["usage"]}
+
+
+def _add_to_chat(choices: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
+    index, delta = part["index"], part["delta"]
+    assert None not in delta.values(), "strict clients refuse nulls in a delta"
+    if index not in choices:
+        assert delta == {"role": "assistant", "content": ""}
+        message = {"role": "assistant", "content": "", "refusal": None}
+        choices[index] = {"index": index, "message": message, "logprobs": None}
+    else:
+        assert "role" not in delta
+    choice = choices[index]
+    message = choice["message"]
+    assert "finish_reason" not in choice, "a chunk after the last"
+    for key in ("content", "reasoning_content"):
+        if key in delta:
+            message[key] = message.get(key, "") + delta[key]
+    for call in delta.get("tool_calls", []):
+        calls = message.setdefault("tool_calls", [])
+        if call["index"] == len(calls):
+            assert call["id"]
+            calls.append(
+                {"type": call["type"], "function": {"name": call["function"]["name"], "arguments": ""}}
+            )
+        calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    if part["logprobs"] is not None:
+        rows = choice["logprobs"] or {"content": [], "refusal": None}
+        choice["logprobs"] = {"content": rows["content"] + part["logprobs"]["content"], "refusal": None}
+    if "token_ids" in part:
+        choice["token_ids"] = choice.get("token_ids", []) + part["token_ids"]
+    if part["finish_reason"] is not None:
+        choice["finish_reason"] = part["finish_reason"]
+
+
+def _finished_chat(choice: dict[str, Any]) -> dict[str, Any]:
+    message = choice["message"]
+    if "tool_calls" in message and not message["content"]:
+        message["content"] = None
+    return choice
