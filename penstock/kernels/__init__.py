@@ -1,5 +1,6 @@
 """Numerics per device: the only package, with ``driver`` and ``engine``, that knows device names."""
 
+from penstock.kernels.experts import ClampedSwish, PackedExperts
 from penstock.kernels.inputs import (
     KVCacheInputs,
     KVGroupInputs,
@@ -16,14 +17,16 @@ from penstock.kernels.linear import (
     encoding_named,
     pack_linear,
 )
-from penstock.kernels.ops import OPERATIONS, Activation, Ops
+from penstock.kernels.ops import OPERATIONS, Activation, Gating, Ops, Routing
 from penstock.kernels.step import StepInputs
 
 __all__ = [
     "ENCODINGS",
     "OPERATIONS",
     "Activation",
+    "ClampedSwish",
     "FloatEncoding",
+    "Gating",
     "KVCacheInputs",
     "KVGroupInputs",
     "LayerKV",
@@ -31,7 +34,9 @@ __all__ = [
     "LinearSlice",
     "LoRAInputs",
     "Ops",
+    "PackedExperts",
     "PackedLinear",
+    "Routing",
     "SamplingInputs",
     "StepInputs",
     "encoding_named",

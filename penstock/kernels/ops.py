@@ -12,21 +12,32 @@ from typing import Literal
 
 from torch import Tensor
 
+from penstock.kernels.experts import ClampedSwish, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
 from penstock.kernels.linear import PackedLinear
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Gating = Activation | ClampedSwish
+Routing = Literal["all", "all_normed", "chosen"]
 
 OPERATIONS = (
     "embedding",
     "linear",
     "rms_norm",
     "add_rms_norm",
+    "layer_norm",
+    "add",
+    "scale",
+    "soft_cap",
     "rope_rows",
     "rotary",
     "store_kv",
     "attention",
     "gated_activation",
+    "activation",
+    "clamped_swish",
+    "route",
+    "experts",
     "take_rows",
     "put_rows",
     "sample",
@@ -52,18 +63,42 @@ class Ops(ABC):
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:  # [T, out]
-        """``x @ weight.T + bias``, plus ``(x @ A.T) @ B.T`` of each row's adapter on the slices it has."""
+        """``x @ weight.T + bias``, plus ``(x @ A.T) @ B.T`` of each row's adapter on the slices it has.
+
+        Rows without an adapter are, to the bit, what they are without ``lora``.
+        """
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Divides each row of ``x [..., E]`` by its root mean square and scales by ``weight [E]``.
 
-        Computed in float32, returned in x's type (Zhang and Sennrich 2019, arXiv:1910.07467).
+        Computed in float32, returned in x's type (Zhang and Sennrich 2019, arXiv:1910.07467). A weight of x's
+        type scales what is rounded to it already, as most checkpoints were trained; a float32 weight beside a
+        narrower x is applied before the one rounding, as Gemma's were.
         """
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """``(rms_norm(x + residual), x + residual)``, both ``[T, E]``: the seam between two layers."""
+
+    @abstractmethod
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Gives each row of ``x [..., E]`` mean 0 and variance 1, then ``* weight [E] + bias [E]``.
+
+        Computed in float32, returned in x's type (Ba et al. 2016, arXiv:1607.06450).
+        """
+
+    @abstractmethod
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """``x + y`` of one shape."""
+
+    @abstractmethod
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """``x * factor``, rounded to x's type once."""
+
+    @abstractmethod
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """``cap * tanh(x / cap)``: bounds x smoothly. Computed in float32, returned in x's type."""
 
     @abstractmethod
     def rope_rows(
@@ -115,6 +150,42 @@ class Ops(ABC):
     @abstractmethod
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
         """``activation(x[:, :F]) * x[:, F:]`` for ``x [T, 2F]``: ``[T, F]``."""
+
+    @abstractmethod
+    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        """``activation(x)`` of every number of ``x [T, F]``, in float32, returned in x's type."""
+
+    @abstractmethod
+    def clamped_swish(self, x: Tensor, gate: ClampedSwish) -> Tensor:
+        """`ClampedSwish` of the gates ``x[:, :F]`` and ups ``x[:, F:]`` of ``x [T, 2F]``: ``[T, F]``.
+
+        Computed in float32, returned in x's type.
+        """
+
+    @abstractmethod
+    def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Shares and numbers of the ``top`` experts with the largest logits of each row of ``logits [T, N]``.
+
+        Shares ``[T, top]`` float32 are a softmax over all N, as it is (``all``) or divided by the sum of the
+        chosen (``all_normed``), or a softmax over the chosen (``chosen``). Numbers are ``[T, top]`` int64.
+        """
+
+    @abstractmethod
+    def experts(
+        self,
+        x: Tensor,  # [T, E]
+        packed: PackedExperts,
+        shares: Tensor,  # [T, k] float32
+        chosen: Tensor,  # [T, k] int64, in each row different ones
+        gating: Gating,
+        *,
+        lora: LoRAInputs | None = None,
+    ) -> Tensor:  # [T, E]
+        """The sum of each row's chosen experts, ``down(gating(gate_up(x)))``, each times its share.
+
+        The rows of an expert are multiplied together. Shares are applied and summed in float32, in the
+        order of the experts' numbers.
+        """
 
     @abstractmethod
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.experts import ClampedSwish, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
 from penstock.kernels.linear import PackedLinear
-from penstock.kernels.ops import Activation, Ops
+from penstock.kernels.ops import Activation, Gating, Ops, Routing
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register."""
@@ -189,6 +190,18 @@ class RecordingOps(Ops):
         activations = {"x": x, "residual": residual}
         return self._run("add_rms_norm", activations, {"weight": weight, "eps": eps})
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return self._run("layer_norm", {"x": x}, {"weight": weight, "bias": bias, "eps": eps})
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return self._run("add", {"x": x, "y": y}, {})
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return self._run("scale", {"x": x}, {"factor": factor})
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return self._run("soft_cap", {"x": x}, {"cap": cap})
+
     def rope_rows(self, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return self._run("rope_rows", {"positions": positions}, {"cos": cos, "sin": sin})
 
@@ -214,6 +227,30 @@ class RecordingOps(Ops):
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
         return self._run("gated_activation", {"x": x, "activation": activation}, {})
+
+    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        return self._run("activation", {"x": x}, {"activation": activation})
+
+    def clamped_swish(self, x: Tensor, gate: ClampedSwish) -> Tensor:
+        return self._run("clamped_swish", {"x": x}, {"gate": gate})
+
+    def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
+        return self._run("route", {"logits": logits}, {"top": top, "routing": routing})
+
+    def experts(
+        self,
+        x: Tensor,
+        packed: PackedExperts,
+        shares: Tensor,
+        chosen: Tensor,
+        gating: Gating,
+        *,
+        lora: LoRAInputs | None = None,
+    ) -> Tensor:
+        if lora is not None:
+            raise UnrecordableStepError("adapters change from step to step")
+        activations = {"x": x, "shares": shares, "chosen": chosen}
+        return self._run("experts", activations, {"packed": packed, "gating": gating})
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return self._run("take_rows", {"x": x, "rows": rows}, {})

@@ -2,62 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from penstock.kernels import StepInputs
 from penstock.nn.linear import Linear
-from penstock.nn.loading import Loader
+from penstock.nn.norm import RMSNorm
 from penstock.nn.rotary import RotaryRows
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Rotary attention; query head h reads kv head ``h // (H / K)`` (Ainslie et al. 2023, 2305.13245)."""
+    """Causal attention; query head h reads kv head ``h // (H / K)`` (Ainslie et al. 2023, 2305.13245).
 
-    qkv: Linear
-    output: Linear
+    How far back a query sees is said by the layer's group of the KV cache.
+    """
+
+    qkv: Linear  # [E] -> [(H + 2K) D]
+    output: Linear  # [H D] -> [E]
     layer: int  # its place in the KV cache
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
+    rotary: int | None = 0
+    """Which of the step's rotary rows turn queries and keys; None: none do."""
+    soft_cap: float | None = None
+    """Bounds the scores to ``cap * tanh(score / cap)``."""
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+    """Norms before the rotation, of each head ``[D]`` or of all heads together ``[H D]``, ``[K D]``."""
+    sinks: Tensor | None = None  # [H]: one more score of each softmax, without a value
 
-    @classmethod
-    def load(
-        cls,
-        load: Loader,
-        name: str,
-        *,
-        layer: int,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        bias: bool = False,
-        output_bias: bool = False,
-        scale: float | None = None,
-    ) -> Attention:
-        """Reads ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` under ``name``."""
-        sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
-        return cls(
-            load.fused(name, sizes, hidden, bias=bias),
-            load.linear(f"{name}.o_proj", hidden, heads * head_dim, bias=output_bias),
-            layer,
-            heads,
-            kv_heads,
-            head_dim,
-            scale if scale is not None else head_dim**-0.5,
-        )
-
-    def __call__(self, x: Tensor, rows: RotaryRows, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
+    def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
+        """``x [T, E] -> [T, E]``; ``rows`` are those of each of the model's rotary embeddings."""
         assert step.kv is not None, "attention needs a KV cache"
         q, k, v = self._split(self.qkv(x, step))
-        q, k = step.ops.rotary(q, k, *rows)
+        if self.q_norm is not None:
+            q = self._normed(q, self.q_norm, step)
+        if self.k_norm is not None:
+            k = self._normed(k, self.k_norm, step)
+        if self.rotary is not None:
+            q, k = step.ops.rotary(q, k, *rows[self.rotary])
         kv = step.kv.layer(self.layer)
         step.ops.store_kv(k, v, kv)
-        out = step.ops.attention(q, kv, step.row_offsets, step.kv.lengths, scale=self.scale)
+        out = step.ops.attention(
+            q,
+            kv,
+            step.row_offsets,
+            step.kv.lengths,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+        )
         return self.output(out.view(-1, self.heads * self.head_dim), step)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,3 +64,8 @@ class Attention:
         heads = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         keys = self.heads + self.kv_heads
         return heads[:, : self.heads], heads[:, self.heads : keys], heads[:, keys:]
+
+    def _normed(self, heads: Tensor, norm: RMSNorm, step: StepInputs) -> Tensor:  # [T, H, D] -> [T, H, D]
+        if len(norm.weight) == self.head_dim:
+            return norm(heads, step)
+        return norm(heads.flatten(1), step).view(heads.shape)

@@ -14,6 +14,7 @@ class Embedding:
     """``tokens [T] -> [T, E]``; rows whose embeddings are given (images, audio) are put in their place."""
 
     table: Tensor  # [V, E]
+    scale: float = 1.0  # of what the table holds; given embeddings come scaled
 
     def __call__(
         self,
@@ -22,4 +23,6 @@ class Embedding:
         given: tuple[Tensor, Tensor] | None = None,  # rows [P], values [P, E]
     ) -> Tensor:
         x = step.ops.embedding(tokens, self.table)
+        if self.scale != 1:
+            x = step.ops.scale(x, self.scale)
         return x if given is None else step.ops.put_rows(x, *given)

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.kernels import LinearSlice, encoding_named, pack_linear
+from penstock.kernels import LinearSlice, PackedLinear, encoding_named, pack_linear
 from penstock.nn.linear import Linear
-from penstock.nn.norm import RMSNorm
+from penstock.nn.norm import LayerNorm, RMSNorm
 
 
 class TensorSource(Protocol):
@@ -32,18 +32,29 @@ class Loader:
         self.device = device
         self.dtype = encoding_named(encoding).compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
+        self.linears: dict[str, PackedLinear] = {}
+        """All linear layers read so far by their names in the checkpoint; a fused one under each name."""
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A weight that is used as it is: an embedding table, a norm's scale."""
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        """The norm called ``name``."""
-        return RMSNorm(self.tensor(f"{name}.weight", size), eps)
+    def norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
+        """The norm called ``name``; ``offset`` is what the checkpoint's weights are stored less of."""
+        if not offset:
+            return RMSNorm(self.tensor(f"{name}.weight", size), eps)
+        weight = self.source.tensor(f"{name}.weight", (size,)).to(self.device)
+        return RMSNorm(weight.float() + offset, eps)  # in float32: the sum has more digits than either
 
-    def linear(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> Linear:
-        """The linear layer called ``name``."""
-        return self._pack({name: out_features}, in_features, bias)
+    def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
+        """The norm with a mean and a bias called ``name``."""
+        return LayerNorm(self.tensor(f"{name}.weight", size), self.tensor(f"{name}.bias", size), eps)
+
+    def linear(
+        self, name: str, out_features: int, in_features: int, *, bias: bool = False, transposed: bool = False
+    ) -> Linear:
+        """The linear layer called ``name``; ``transposed`` where its weight is stored ``[in, out]``."""
+        return self._pack({name: out_features}, in_features, bias, transposed=transposed)
 
     def fused(self, prefix: str, parts: Mapping[str, int], in_features: int, *, bias: bool = False) -> Linear:
         """Several layers of one input as one; ``parts`` maps their names to their output sizes."""
@@ -55,22 +66,41 @@ class Loader:
         It stays in the activations' type: of all layers it is the one that quality hangs on most.
         """
         weight = self.tensor(f"{name}.weight", vocabulary, hidden) if tied_to is None else tied_to
-        encoding = str(self.dtype).removeprefix("torch.")
-        return Linear(pack_linear(weight, encoding, slices=[LinearSlice(name, 0, vocabulary)]))
+        return self.pack(weight, {name: vocabulary}, plain=True)
 
-    def _pack(self, parts: Mapping[str, int], in_features: int, bias: bool) -> Linear:
-        weights = [self.source.tensor(f"{name}.weight", (size, in_features)) for name, size in parts.items()]
-        biases = [self.source.tensor(f"{name}.bias", (size,)) for name, size in parts.items()] if bias else []
-        stops = torch.tensor(list(parts.values())).cumsum(0).tolist()
-        slices = [
-            LinearSlice(name, stop - size, stop)
-            for (name, size), stop in zip(parts.items(), stops, strict=True)
-        ]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    def pack(
+        self, weight: Tensor, parts: Mapping[str, int], *, bias: Tensor | None = None, plain: bool = False
+    ) -> Linear:
+        """A weight ``[out, in]`` that the caller has read.
+
+        Args:
+            weight: in the type it is stored in.
+            parts: names of its outputs and their sizes, in order: where an adapter finds its place.
+            bias: ``[out]``.
+            plain: whether it stays in the activations' type, whatever the encoding.
+        """
+        slices, start = [], 0
+        for name, size in parts.items():
+            slices.append(LinearSlice(name, start, start + size))
+            start += size
         packed = pack_linear(
             weight.to(self.device),
-            self.encoding,
-            bias=torch.cat(biases).to(self.device) if biases else None,
+            str(self.dtype).removeprefix("torch.") if plain else self.encoding,
+            bias=None if bias is None else bias.to(self.device),
             slices=slices,
         )
+        self.linears |= {part.name: packed for part in slices}
         return Linear(packed)
+
+    def _pack(
+        self, parts: Mapping[str, int], in_features: int, bias: bool, *, transposed: bool = False
+    ) -> Linear:
+        weights = [
+            self.source.tensor(f"{name}.weight", (in_features, size)).T
+            if transposed
+            else self.source.tensor(f"{name}.weight", (size, in_features))
+            for name, size in parts.items()
+        ]
+        biases = [self.source.tensor(f"{name}.bias", (size,)) for name, size in parts.items()] if bias else []
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return self.pack(weight, parts, bias=torch.cat(biases) if biases else None)

@@ -21,10 +21,21 @@ class GatedMLP:
 
     @classmethod
     def load(
-        cls, load: Loader, name: str, hidden: int, inner: int, activation: Activation, bias: bool = False
+        cls,
+        load: Loader,
+        name: str,
+        hidden: int,
+        inner: int,
+        activation: Activation,
+        *,
+        bias: bool = False,
+        fused: bool = False,
     ) -> GatedMLP:
-        """Reads ``gate_proj``, ``up_proj`` and ``down_proj`` under ``name``."""
-        parts = {"gate_proj": inner, "up_proj": inner}
+        """Reads ``gate_proj``, ``up_proj`` and ``down_proj`` under ``name``.
+
+        ``fused``: the checkpoint has the first two as one, ``gate_up_proj``.
+        """
+        parts = {"gate_up_proj": 2 * inner} if fused else {"gate_proj": inner, "up_proj": inner}
         return cls(
             load.fused(name, parts, hidden, bias=bias),
             load.linear(f"{name}.down_proj", hidden, inner, bias=bias),

@@ -1,4 +1,5 @@
-"""Root mean square norm (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+"""Norms of rows: by the root mean square (Zhang and Sennrich 2019, arXiv:1910.07467), and by mean and
+variance (Ba et al. 2016, arXiv:1607.06450)."""
 
 from __future__ import annotations
 
@@ -24,3 +25,15 @@ class RMSNorm:
         if residual is None:
             return self(x, step), x
         return step.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Gives each row mean 0 and variance 1, then ``* weight [E] + bias [E]``."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
+        return step.ops.layer_norm(x, self.weight, self.bias, self.eps)

@@ -1,8 +1,8 @@
 """Rotary position embeddings and the ways to stretch them over longer texts.
 
 `default` (Su et al. 2021, arXiv:2104.09864), `linear` (Chen et al. 2023, arXiv:2306.15595), `dynamic`
-(NTK-aware scaling by length), `llama3` (The Llama 3 Herd of Models 2024, arXiv:2407.21783) and `yarn`
-(Peng et al. 2023, arXiv:2309.00071).
+(NTK-aware scaling by length), `llama3` (The Llama 3 Herd of Models 2024, arXiv:2407.21783), `yarn`
+(Peng et al. 2023, arXiv:2309.00071) and `longrope` (Ding et al. 2024, arXiv:2402.13753).
 """
 
 from __future__ import annotations
@@ -36,26 +36,50 @@ class RotaryConfig:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_huggingface(cls, config: Any, head_dim: int) -> RotaryConfig:
+    def from_huggingface(
+        cls,
+        config: Any,
+        head_dim: int,
+        *,
+        default_base: float = 10000.0,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> RotaryConfig:
         """Reads ``rope_parameters`` (newer files) or ``rope_theta`` and ``rope_scaling`` (older ones).
+
+        Args:
+            config: the checkpoint's configuration.
+            head_dim: dims of a head, all of which are rotated unless a ``partial_rotary_factor`` is given.
+            default_base: the family's own, where the checkpoint names none.
+            parameters: stand in for ``rope_parameters`` where layers have several kinds.
 
         Raises:
             ConfigError: the type of rope is not known, or a number it needs is missing.
         """
-        given = dict(config.section("rope_parameters") or config.section("rope_scaling"))
-        base = _number(given, "rope_theta", config.positive("rope_theta", 10000.0), most=_LARGEST_BASE)
+        if parameters is None:
+            parameters = config.section("rope_parameters") or config.section("rope_scaling")
+        given = dict(parameters)
+        base = _number(given, "rope_theta", config.positive("rope_theta", default_base), most=_LARGEST_BASE)
         kind = given.get("rope_type", given.get("type", "default"))
         if not isinstance(kind, str) or kind not in _FREQUENCIES:
             raise ConfigError("rope_type", f"unknown rope type {kind!r}: known are {', '.join(_FREQUENCIES)}")
         fraction = _number(given, "partial_rotary_factor", config.positive("partial_rotary_factor", 1.0))
         positions = config.count("max_position_embeddings")
-        original = math.ceil(_number(given, "original_max_position_embeddings", positions))
+        original = math.ceil(
+            _number(
+                given,
+                "original_max_position_embeddings",
+                config.count("original_max_position_embeddings", positions),
+            )
+        )
         max_length = positions
         if kind in ("linear", "dynamic"):
             max_length = math.floor(positions * _number(given, "factor"))
             original = positions
         elif kind == "yarn":
             max_length = max(positions, math.floor(original * _number(given, "factor")))
+        elif kind == "longrope":
+            if given.get("factor") is None:
+                given["factor"] = max(1.0, positions / original)
         if fraction > 1:
             raise ConfigError("partial_rotary_factor", f"must be at most 1, was {fraction}")
         dim = int(head_dim * fraction)
@@ -71,18 +95,23 @@ class Rotary:
 
     def __init__(self, config: RotaryConfig, max_length: int, device: torch.device) -> None:
         self.config = config
-        self.length_dependent = config.kind == "dynamic" and max_length > config.max_positions
+        kinds = ("dynamic", "longrope")
+        self.length_dependent = config.kind in kinds and max_length > config.max_positions
         """Whether the angles change with the length of the text, not only with the position."""
         frequencies, factor = _FREQUENCIES[config.kind](config)
-        angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies)
-        self.cos = (angles.cos() * factor).to(device)  # [P, R / 2]
-        self.sin = (angles.sin() * factor).to(device)
+        self.cos, self.sin = _tables(frequencies, factor, max_length, device)  # [P, R / 2]
+        if config.kind == "longrope" and self.length_dependent:  # a second half: those of longer texts
+            long = _tables(_longrope(config, "long_factor")[0], factor, max_length, device)
+            self.cos, self.sin = torch.cat([self.cos, long[0]]), torch.cat([self.sin, long[1]])
 
     def rows(self, step: StepInputs) -> RotaryRows:
         """Cosines and sines for ``step.positions``."""
+        positions = step.positions
         if self.length_dependent and step.text_lengths is not None:
-            return self._stretched_rows(step.positions, step.text_lengths)
-        return step.ops.rope_rows(step.positions, self.cos, self.sin)
+            if self.config.kind == "dynamic":
+                return self._stretched_rows(positions, step.text_lengths)
+            positions = positions + (step.text_lengths > self.config.max_positions) * (len(self.cos) // 2)
+        return step.ops.rope_rows(positions, self.cos, self.sin)
 
     def _stretched_rows(self, positions: Tensor, lengths: Tensor) -> RotaryRows:
         """Dynamic scaling: the base grows once the text is longer than the checkpoint was made for."""
@@ -95,6 +124,13 @@ class Rotary:
         frequencies = (1.0 / base[:, None] ** exponents).float()  # [T, R / 2]
         angles = positions[:, None].float() * frequencies
         return angles.cos(), angles.sin()
+
+
+def _tables(
+    frequencies: Tensor, factor: float, max_length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:  # cosines and sines, [P, R / 2] each
+    angles = torch.outer(torch.arange(max_length, dtype=torch.float32), frequencies)
+    return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
 
 def _plain_frequencies(config: RotaryConfig) -> Tensor:  # [R / 2] float32
@@ -156,12 +192,30 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     return magnitude(_number(parameters, "mscale")) / magnitude(_number(parameters, "mscale_all_dim"))
 
 
+def _longrope(config: RotaryConfig, which: str = "short_factor") -> tuple[Tensor, float]:
+    """Each pair of dims is slowed by a factor of its own, in texts up to the original length and beyond."""
+    factors = config.parameters.get(which)
+    if not isinstance(factors, list) or len(factors) != config.dim // 2:
+        raise ConfigError(
+            f"rope_scaling.{which}", f"must be a list of {config.dim // 2} numbers, was {factors!r}"
+        )
+    slowed = [_number({which: factor}, which) for factor in factors]
+    frequencies = _plain_frequencies(config) / torch.tensor(slowed, dtype=torch.float32)
+    if config.parameters.get("attention_factor") is not None:
+        return frequencies, _number(config.parameters, "attention_factor")
+    stretch = _number(config.parameters, "factor")
+    if stretch <= 1 or config.max_positions < 2:
+        return frequencies, 1.0
+    return frequencies, math.sqrt(1 + math.log(stretch) / math.log(config.max_positions))
+
+
 _FREQUENCIES: dict[str, Callable[[RotaryConfig], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _default,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 
 

@@ -7,7 +7,7 @@ An architecture subclasses it and says what its KV cache looks like (`kv_spec`),
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,12 +18,14 @@ from torch import Tensor
 from penstock.dtype import DType
 from penstock.errors import UnsupportedFeatureError
 from penstock.kernels import KVCacheInputs, StepInputs, encoding_named
-from penstock.nn import Linear, Loader, ReturnHiddenStates, ReturnLogits
+from penstock.nn import Loader, ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
 from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.pipelines.log_probabilities import compute_log_probabilities
+from penstock.pipelines.lora import LoRAManager
 from penstock.pipelines.memory import estimate_activation_memory, estimate_kv_cache_size, plan_memory
 from penstock.pipelines.model import ModelInputs, ModelOutputs, PipelineModel
+from penstock.progress import LoadingProgress
 
 if TYPE_CHECKING:
     from penstock.engine import InferenceSession
@@ -34,8 +36,8 @@ class Network(Protocol):
     """The arithmetic between tokens and logits."""
 
     @property
-    def head(self) -> Linear:
-        """The output head, ``[E] -> [V]``."""
+    def head(self) -> Callable[[Tensor, StepInputs], Tensor]:
+        """The output head, ``[R, E] -> [R, V]``."""
         ...
 
     @property
@@ -66,9 +68,16 @@ class DecoderModel(PipelineModel[TextContext]):
         super().__init__(*args, **kwargs)
         self.torch_device = self.devices[0].torch_device
         loader = Loader(self.weights, self.pipeline_config.model.encoding, self.torch_device)
-        with torch.no_grad():
+        with torch.no_grad(), LoadingProgress(self.weights.num_bytes) as progress:
+            self.weights.on_read = progress.advance
             self.network = self.build(loader, self.huggingface_config, self.max_seq_len)
+            self.weights.on_read = None
         self.weights.finish(self.ignored_weights)
+        self._lora_manager = self._load_adapters(loader)
+
+    @property
+    def lora_manager(self) -> LoRAManager | None:
+        return self._lora_manager
 
     @classmethod
     @abstractmethod
@@ -162,24 +171,27 @@ class DecoderModel(PipelineModel[TextContext]):
             logit_rows=each[:-1],
             logit_offsets=each,
             kv=prev_model_inputs.kv.advance(),
-            lora=replace(lora, rows=lora.rows[last]) if lora else None,
+            lora=lora.take(last) if lora else None,
             input_embeds=None,
             drafts=None,
             text_lengths=positions + 1 if self.network.length_dependent else None,
         )
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
+        lora, rows = model_inputs.lora, model_inputs.logit_rows
         step = StepInputs(
             self.session.ops,
             model_inputs.positions,
             model_inputs.row_offsets,
             model_inputs.kv,
-            model_inputs.lora,
+            lora,
             model_inputs.text_lengths,
         )
         with torch.inference_mode():
             hidden, normed = self.network(model_inputs.tokens, step, model_inputs.input_embeds)
-            logits = self.network.head(step.ops.take_rows(normed, model_inputs.logit_rows), step)
+            if lora is not None and len(rows) < len(normed):
+                step = replace(step, lora=lora.take(rows))
+            logits = self.network.head(step.ops.take_rows(normed, rows), step)
         return ModelOutputs(
             next_token_logits=logits if len(logits) == len(model_inputs.row_offsets) - 1 else None,
             logits=logits,
@@ -197,6 +209,20 @@ class DecoderModel(PipelineModel[TextContext]):
         batch_echo: list[bool],
     ) -> list[LogProbabilities | None]:
         return compute_log_probabilities(model_inputs, model_outputs, next_tokens, batch_top_n, batch_echo)
+
+    def _load_adapters(self, loader: Loader) -> LoRAManager | None:
+        config = self.pipeline_config
+        if not config.lora.is_enabled:
+            return None
+        names = (config.model.model_path, config.model.served_model_name)
+        return LoRAManager(
+            config.lora,
+            loader.linears,
+            self.weights,
+            [name for name in names if name is not None],
+            dtype=loader.dtype,
+            device=self.torch_device,
+        )
 
     def _num_blocks(self, available_cache_memory: int) -> tuple[int, ...]:
         """As planned, or as many as fit where there is less memory than was planned for."""

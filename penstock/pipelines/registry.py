@@ -41,6 +41,8 @@ class SupportedArchitecture:
     pipeline_model: str | type
     """The `PipelineModel`."""
     supported_encodings: tuple[str, ...]
+    supported_quantizations: tuple[str, ...] = ()
+    """The ``quant_method`` of checkpoints that it reads, besides those of plain floats."""
     example_repo_ids: tuple[str, ...] = ()
     """Hub ids of models known to work."""
     tokenizer: str | type = "penstock.pipelines.tokenizer:TextTokenizer"
@@ -69,6 +71,20 @@ class SupportedArchitecture:
                 "quantization_encoding",
                 f"{self.name} does not run in {encoding!r}: use one of "
                 f"{', '.join(self.supported_encodings)}, or a model of another architecture",
+            )
+
+    def check_quantization(self, huggingface_config: HuggingFaceConfig) -> None:
+        """Refuses a checkpoint whose weights are quantised in a way that this architecture does not read.
+
+        Raises:
+            ConfigError: names the way, and those that it reads.
+        """
+        method = huggingface_config.section("quantization_config").get("quant_method")
+        if method is not None and method not in self.supported_quantizations:
+            known = ", ".join(("plain floats", *self.supported_quantizations))
+            raise ConfigError(
+                "quantization_config.quant_method",
+                f"{self.name} does not read checkpoints of {method!r}: give one of {known}",
             )
 
 
@@ -103,13 +119,14 @@ class PipelineRegistry:
         Raises:
             UnknownArchitectureError: there is none of this type; lists those there are.
             CheckpointError: ``config.json`` names no type.
-            ConfigError: the encoding is not supported.
+            ConfigError: the encoding is not supported, or the way in which the checkpoint is quantised.
         """
         name = str(huggingface_config.model_type)
         architecture = self._named(name)
         if architecture is None:
             known = [one.name for one in self.architectures]
             raise UnknownArchitectureError(path, name, known)
+        architecture.check_quantization(huggingface_config)
         if encoding is not None:
             architecture.check_encoding(encoding)
         return architecture
@@ -168,7 +185,8 @@ def _folder_of(name: str) -> str:
 
 def _as_package(folder: Path) -> str:
     """A package whose modules are the folder's, under a name of its own."""
-    digest = blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()
+    folder = folder.resolve()  # the import system keeps where a relative one pointed to at first
+    digest = blake2b(str(folder).encode(), digest_size=6).hexdigest()
     name = f"penstock_architectures_{digest}"
     if name not in sys.modules:
         package = ModuleType(name)

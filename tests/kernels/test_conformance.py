@@ -7,13 +7,16 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from random import Random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock import kernels
-from penstock.kernels import LayerKV, LoRAInputs, Ops, SamplingInputs, pack_linear
+from penstock.kernels import LayerKV, LoRAInputs, Ops, PackedLinear, SamplingInputs, pack_linear
 from penstock.kernels.linear import LinearSlice
 from penstock.kernels.reference import ReferenceOps
 
@@ -71,11 +74,59 @@ def test_norms(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
         same(lambda o, w=weight: o.add_rms_norm(x, residual, w, 1e-5), ops)
 
 
+@pytest.mark.parametrize("width", [64, 257])
+def test_a_weight_wider_than_its_rows_is_applied_before_rounding(ops: Ops, width: int) -> None:
+    x, residual = torch.randn(2, 33, width).bfloat16()
+    weight = 1 + torch.randn(width)
+    for each in (ops, REFERENCE):
+        normed, total = each.add_rms_norm(x, residual, weight, 1e-6)
+        exact = (
+            total.double() / (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        )
+        for rows in (normed, each.rms_norm(total, weight, 1e-6)):
+            assert ((rows.double() - exact).abs() <= exact.abs() * 2.0**-8 * 1.001).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_of_heads(ops: Ops, dtype: torch.dtype) -> None:
     q, k, _ = fused_qkv(5, 4, 2, 16, dtype)
     same(lambda o: o.rms_norm(q, torch.randn(16, generator=torch.Generator().manual_seed(1)), 1e-6), ops)
     same(lambda o: o.rms_norm(k, torch.ones(16), 1e-6), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (8, 100), (33, 257)])
+def test_layer_norm(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+    x = (3 + torch.randn(rows, 2 * width)).to(dtype)[:, :width]
+    weight, bias = torch.randn(2, width).to(dtype)
+    same(lambda o: o.layer_norm(x, weight, bias, 1e-5), ops)
+    wide = x.double()
+    wide = (wide - wide.mean(-1, keepdim=True)) / (wide.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+    expected = wide * weight.double() + bias.double()
+    assert agree(ops.layer_norm(x, weight, bias, 1e-5), expected.to(dtype))
+    assert not agree(ops.layer_norm(x, weight, -bias, 1e-5), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
+def test_number_by_number(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+    x, y = (5 * torch.randn(2, rows, 2 * width)).to(dtype)[:, :, :width]
+    same(lambda o: o.add(x, y), ops)
+    same(lambda o: o.scale(x, 0.22), ops)
+    same(lambda o: o.soft_cap(x, 3.0), ops)
+    assert (ops.soft_cap(1000 * x, 3.0).abs() <= 3).all()
+    assert agree(ops.soft_cap(x, 1e6), x)
+    for activation, function in TORCH_ACTIVATIONS.items():
+        same(lambda o, a=activation: o.activation(x, a), ops)
+        assert agree(ops.activation(x, activation), function(x.float()).to(dtype))
+
+
+TORCH_ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,17 +178,113 @@ def test_linear(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None
             same(lambda o, x=x, p=packed: o.linear(x, p), ops)
 
 
+# ---- adapters ----
+
+
+def adapted(
+    rows: Tensor, rank: int, inputs: int, dtype: torch.dtype, *, ragged: bool = False
+) -> tuple[PackedLinear, LoRAInputs]:
+    """A fused linear of which all but the middle slice have adapters; NaN is what lies beyond a rank."""
+    sizes = {"q": 37, "k": 8, "v": 24}
+    stops = [37, 45, 69]
+    parts = [LinearSlice(n, end - size, end) for (n, size), end in zip(sizes.items(), stops, strict=True)]
+    weight = torch.randn(stops[-1], inputs) / inputs**0.5
+    packed = pack_linear(weight, str(dtype).removeprefix("torch."), slices=parts)
+    count = max(int(rows.max()) + 1, 1)
+    matrices, ranks = {}, {}
+    for name in ("q", "v"):
+        down = (torch.randn(count, rank, inputs) / inputs**0.5).to(dtype)
+        up = (torch.randn(count, rank, sizes[name]) / rank**0.5).to(dtype)
+        if ragged:
+            ranks[name] = torch.randint(0, rank + 1, (count,))
+            for adapter, own in enumerate(ranks[name].tolist()):
+                down[adapter, own:] = up[adapter, own:] = torch.nan
+        matrices[name] = (down, up.transpose(1, 2))
+    return packed, LoRAInputs(rows, matrices, ranks)
+
+
+ROW_MIXES = {
+    "one": [0],
+    "none": [-1, -1, -1],
+    "one among others": [-1, 2, -1],
+    "each its own": [3, 0, 2, 1, 4],
+    "all the same": [1] * 33,
+    "a prompt beside single tokens": [0, 2, 1, *[3] * 40, 0, -1, 2],
+    "seven": [2, 2, 2, -1, 2, 2, 2, 2],
+}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("mix", ROW_MIXES)
+@pytest.mark.parametrize(("rank", "inputs"), [(4, 16), (1, 64), (9, 50), (64, 33), (256, 40)])
+def test_linear_with_adapters(ops: Ops, dtype: torch.dtype, mix: str, rank: int, inputs: int) -> None:
+    rows = torch.tensor(ROW_MIXES[mix])
+    x = torch.randn(len(rows), 2 * inputs).to(dtype)[:, :inputs]
+    for ragged in (False, True):
+        packed, lora = adapted(rows, rank, inputs, dtype, ragged=ragged)
+        same(lambda o, p=packed, a=lora: o.linear(x, p, lora=a), ops)
+        got, plain = ops.linear(x, packed, lora=lora), ops.linear(x, packed)
+        assert torch.equal(got[rows < 0], plain[rows < 0]), "to the bit"
+        assert torch.equal(got[:, 37:45], plain[:, 37:45]), "to the bit"
+        assert ragged or (rows < 0).all() or not agree(got, plain)
+
+
+def test_adapters_whose_matrices_lie_otherwise(ops: Ops) -> None:
+    packed, lora = adapted(torch.tensor([0, 1, -1]), 5, 24, torch.float32)
+    x = torch.randn(3, 24)
+    copied = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}
+    same(lambda o: o.linear(x, packed, lora=LoRAInputs(lora.rows, copied)), ops)
+    wide = {name: (down.double(), up.double()) for name, (down, up) in lora.matrices.items()}
+    same(lambda o: o.linear(x, packed, lora=LoRAInputs(lora.rows, wide)), ops)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_with_adapters(ops: Ops, dtype: torch.dtype) -> None:
-    packed = pack_linear(
-        torch.randn(24, 16) / 4,
-        str(dtype).removeprefix("torch."),
-        slices=(LinearSlice("q", 0, 16), LinearSlice("k", 16, 24)),
-    )
-    lora = LoRAInputs(torch.tensor([0, -1, 1]), {"k": (torch.randn(2, 4, 16), torch.randn(2, 8, 4) / 8)})
-    x = torch.randn(3, 16).to(dtype)
-    same(lambda o: o.linear(x, packed, lora=lora), ops)
-    assert not agree(ops.linear(x, packed), REFERENCE.linear(x, packed, lora=lora))
+def test_bits_of_adapters_alone(ops: Ops, dtype: torch.dtype) -> None:
+    """A base of zeros, so that the adapters' own sums are seen: they hang on the row alone."""
+    rows = torch.randint(-1, 4, (60,))
+    packed, lora = adapted(rows, 12, 40, dtype, ragged=True)
+    zeros = pack_linear(torch.zeros(69, 40), packed.encoding, slices=packed.slices)
+    x = torch.randn(60, 40).to(dtype)
+    whole = ops.linear(x, zeros, lora=lora)
+    for some in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(60)):
+        assert torch.equal(ops.linear(x[some], zeros, lora=lora.take(some)), whole[some])
+
+
+LORA_FAULTS: dict[str, Callable[[LoRAInputs], LoRAInputs]] = {
+    "two adapters exchanged": lambda a: LoRAInputs(
+        a.rows, {n: (down.roll(1, 0), up) for n, (down, up) in a.matrices.items()}
+    ),
+    "rows one off": lambda a: LoRAInputs(a.rows.roll(1), a.matrices),
+    "half the scale": lambda a: LoRAInputs(
+        a.rows, {n: (down, up / 2) for n, (down, up) in a.matrices.items()}
+    ),
+    "a rank too few": lambda a: LoRAInputs(a.rows, a.matrices, {"q": torch.full((4,), 3)}),
+    "slices exchanged": lambda a: LoRAInputs(a.rows, {"q": a.matrices["q"]}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", LORA_FAULTS)
+def test_the_comparison_sees_a_wrong_adapter(ops: Ops, dtype: torch.dtype, fault: str) -> None:
+    packed, lora = adapted(torch.tensor([0, 3, -1, 1, 2]), 4, 16, dtype)
+    x = torch.randn(5, 16).to(dtype)
+    expected = REFERENCE.linear(x, packed, lora=lora)
+    assert agree(ops.linear(x, packed, lora=lora), expected)
+    assert not agree(ops.linear(x, packed, lora=LORA_FAULTS[fault](lora)), expected)
+
+
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=40), st.randoms())
+def test_rows_are_grouped_by_adapter(rows: list[int], random: Random) -> None:
+    lora = LoRAInputs(torch.tensor(rows), {})
+    seen = []
+    for adapter, begin, end in lora.segments.tolist():
+        assert begin < end
+        members = lora.order[begin:end].tolist()
+        assert [rows[row] for row in members] == [adapter] * len(members)
+        seen += members
+    assert sorted(seen) == [row for row, adapter in enumerate(rows) if adapter >= 0]
+    taken = random.choices(range(len(rows)), k=5)
+    assert lora.take(torch.tensor(taken)).rows.tolist() == [rows[row] for row in taken]
 
 
 # ---- the paged cache ----

@@ -23,6 +23,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 5.0, 7.5],
+    "original_max_position_embeddings": 32,
+}
 KINDS: dict[str, tuple[dict[str, Any], int]] = {  # parameters, and max_position_embeddings
     "default": ({"rope_type": "default"}, 256),
     "linear": ({"rope_type": "linear", "factor": 4.0}, 64),
@@ -30,6 +36,11 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {  # parameters, and max_position
     "llama3": (LLAMA3, 256),
     "yarn": (YARN, 128),
     "yarn with magnitudes": (YARN | {"mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 16.0}, 128),
+    "longrope": (LONGROPE, 256),
+    "longrope, crossing over": (LONGROPE | {"original_max_position_embeddings": 100}, 256),
+    "longrope, short texts": (LONGROPE | {"original_max_position_embeddings": 128}, 256),
+    "longrope with a factor": (LONGROPE | {"factor": 3.0}, 256),
+    "longrope with an attention factor": (LONGROPE | {"attention_factor": 1.2}, 256),
     "yarn with a factor": (YARN | {"attention_factor": 1.4, "beta_slow": 2.0}, 128),
 }
 
@@ -46,10 +57,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_checkpoint(tmp_path_factory.mktemp("rope"), config)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_logits(checkpoint: Path, deterministic: bool) -> None:
+@pytest.mark.parametrize("kernels", ["best", "reference"])
+def test_logits(checkpoint: Path, kernels: str) -> None:
     reference = oracle(checkpoint)
-    pipeline = open_pipeline(checkpoint, deterministic=deterministic)
+    pipeline = open_pipeline(checkpoint, kernels=kernels)
     tokens = random_tokens(110, 130, seed=2)
     context = context_of(tokens[:90])
     logits = [step_logits(pipeline, [context])[0]]

@@ -26,14 +26,14 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
         for name, parameter in model.named_parameters():
             if name.endswith(".weight") and ("norm" in name or ".ln_" in name):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            elif name.endswith(".bias"):
+            elif name.endswith((".bias", "_bias")):  # the latter are experts'
                 nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     return folder
 
 
 def oracle(folder: Path) -> Any:
-    """The checkpoint as transformers runs it, in float32, with attention that has no shortcuts (soft caps)."""
+    """The checkpoint as transformers runs it, in float32; its eager attention is the one with soft caps."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

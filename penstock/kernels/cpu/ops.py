@@ -26,14 +26,19 @@ _LONG = 1 << 27
 class CpuOps(ReferenceOps):
     """C++ kernels for float32 and bfloat16 activations.
 
-    A row's bits do not depend on the batch it is in, except in products of more rows than `linear`
-    multiplies itself.
+    A row's bits depend on nothing but the row: not on its batch, its place there, or the threads. Only
+    products of more rows than ours are fastest for are left to torch, whose sums hang on their number.
+
+    Args:
+        kernels: those of one instruction set.
+        deterministic: leave no product to torch.
     """
 
     name = "cpu"
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, *, deterministic: bool = False) -> None:
         self._kernels = kernels
+        self.deterministic = deterministic
 
     @property
     def isa(self) -> str:
@@ -44,30 +49,34 @@ class CpuOps(ReferenceOps):
         return self.take_rows(table, tokens)
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
-        dtype = x.dtype
-        kind = _TYPES.get(dtype)
-        if kind is None or packed.encoding not in _FLOAT_ENCODINGS:
+        if packed.encoding not in _FLOAT_ENCODINGS or packed.tensors["weight"].dtype != x.dtype:
             return super().linear(x, packed, lora=lora)
-        weight, bias = packed.tensors["weight"], packed.bias
-        rows, row_stride = x.shape[0], x.stride(0)
-        if rows > _SMALL_ROWS[dtype] or weight.dtype != dtype or x.stride(1) != 1:
-            y = F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
-        else:
-            y = x.new_empty(rows, packed.out_features)
-            long = rows * packed.in_features * packed.out_features > _LONG
-            (self._kernels.long_linear if long else self._kernels.linear)(
-                kind,
-                kind,
-                x.data_ptr(),
-                row_stride,
-                weight.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
-                y.data_ptr(),
-                rows,
-                packed.out_features,
-                packed.in_features,
-            )
+        y = self._multiply(x, packed.tensors["weight"], packed.bias)
         return y if lora is None else self._add_lora(y, x, packed, lora)
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtype, (rows, inputs), outputs = x.dtype, x.shape, weight.shape[0]
+        kind, row_stride, stride = _TYPES.get(dtype), *x.stride()
+        fits = stride == 1 and weight.is_contiguous() and (bias is None or bias.dtype == dtype)
+        if kind is None or not fits:
+            return super()._multiply(x, weight, bias)
+        if rows > _SMALL_ROWS[dtype] and not self.deterministic:
+            return F.linear(x, weight, bias)
+        y = x.new_empty(rows, outputs)
+        long = rows * inputs * outputs > _LONG
+        (self._kernels.long_linear if long else self._kernels.linear)(
+            kind,
+            kind,
+            x.data_ptr(),
+            row_stride,
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            rows,
+            outputs,
+            inputs,
+        )
+        return y
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
         kind = _TYPES.get(x.dtype)
@@ -262,6 +271,9 @@ class CpuOps(ReferenceOps):
             strides[0],
         )
         return out
+
+    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        return self.gated_activation(torch.cat([x, torch.ones_like(x)], dim=1), activation)  # exact: times 1
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         strides = x.stride()

@@ -11,6 +11,8 @@ Why a row's result could depend on its neighbours at all, and what is done about
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +26,9 @@ from penstock.kernels.reference.sampling import sample
 
 ROW_TILE = 8
 
+ROWS_OF_EXPERTS = 1024
+"""How many rows experts are given at once: the room they take is small beside that of the whole batch."""
+
 
 class ReferenceOps(Ops):
     """All operations in plain torch, for every device."""
@@ -35,23 +40,22 @@ class ReferenceOps(Ops):
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         weight = ENCODINGS[packed.encoding].unpack(packed.tensors)
-        y = _padded_linear(x, weight.to(x.dtype), packed.bias)
+        y = self._multiply(x, weight.to(x.dtype), packed.bias)
         return y if lora is None else self._add_lora(y, x, packed, lora)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return weight.to(x.dtype) * wide.to(x.dtype)
+        wider = torch.promote_types(x.dtype, weight.dtype)
+        return (weight * wide.to(wider)).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        wide = wide - wide.mean(-1, keepdim=True)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return (wide * weight.float() + bias.float()).to(x.dtype)
+        normed = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)  # row by row
+        return normed.to(x.dtype)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
@@ -122,20 +126,16 @@ class ReferenceOps(Ops):
         lora: LoRAInputs | None = None,
     ) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        shares, top = shares.reshape(-1, 1), chosen.shape[1]
-        for expert, places in grouped_by_expert(chosen, len(packed.down)):
-            rows = places // top
-            gate_up, down = packed.gate_up[expert], packed.down[expert]
-            own = None
-            if lora is not None and any(part.name in lora.matrices for part in gate_up.slices + down.slices):
-                own = lora.take(rows)
-            y = self.linear(self.take_rows(x, rows), gate_up, lora=own)
+        for places, sizes in grouped_by_expert(chosen, len(packed.down), at_most=ROWS_OF_EXPERTS):
+            rows, counts = places // chosen.shape[1], list(sizes.values())
+            gate_ups, downs = [packed.gate_up[i] for i in sizes], [packed.down[i] for i in sizes]
+            y = self._each(gate_ups, self.take_rows(x, rows), rows, counts, lora)
             if isinstance(gating, ClampedSwish):
                 y = self.clamped_swish(y, gating)
             else:
                 y = self.gated_activation(y, gating)
-            y = self.linear(y, down, lora=own)
-            total[rows] += y.float() * shares[places]  # no row is there twice
+            y = self._each(downs, y, rows, counts, lora)
+            total.index_add_(0, rows, y.float() * shares.flatten()[places, None])  # one after the other
         return total.to(x.dtype)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -146,6 +146,18 @@ class ReferenceOps(Ops):
 
     def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
         return sample(logits, sampling, bitmask)
+
+    def _each(
+        self,
+        linears: Sequence[PackedLinear],
+        x: Tensor,  # [P, in]: of all experts
+        rows: Tensor,  # [P]: what they are in the batch
+        counts: Sequence[int],
+        lora: LoRAInputs | None,
+    ) -> Tensor:  # [P, out]
+        """Some rows of x through the first linear, the next through the second."""
+        parts = zip(linears, x.split_with_sizes(counts), rows.split_with_sizes(counts), strict=True)
+        return torch.cat([self.linear(part, one, lora=_of_rows(lora, one, own)) for one, part, own in parts])
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
         """Adds each adapter's product to the rows that use it, slice by slice; other rows are not touched.
@@ -162,18 +174,25 @@ class ReferenceOps(Ops):
                 rank = down.shape[1] if ranks is None else int(ranks[adapter])
                 rows = lora.order[begin:end]
                 if rank:
-                    delta = _padded_linear(x[rows].float(), down[adapter, :rank].float(), None)
-                    delta = _padded_linear(delta, up[adapter, :, :rank].float(), None)
+                    delta = self._multiply(x[rows].float(), down[adapter, :rank].float(), None)
+                    delta = self._multiply(delta, up[adapter, :, :rank].float(), None)
                     own = y[rows, part.start : part.stop]
                     y[rows, part.start : part.stop] = (own.float() + delta).to(y.dtype)
         return y
 
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x [T, in] @ weight.T + bias``, weight ``[out, in]`` of x's type: every product of `linear`."""
+        rows = x.shape[0]
+        padding = -rows % ROW_TILE
+        y = F.linear(F.pad(x, (0, 0, 0, padding)) if padding else x, weight)[:rows]
+        return y if bias is None else y + bias.to(x.dtype)
 
-def _padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows = x.shape[0]
-    padding = -rows % ROW_TILE
-    y = F.linear(F.pad(x, (0, 0, 0, padding)) if padding else x, weight)[:rows]
-    return y if bias is None else y + bias.to(x.dtype)
+
+def _of_rows(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:
+    """The adapters of these rows, if there are any on this layer."""
+    if lora is None or not any(part.name in lora.matrices for part in packed.slices):
+        return None
+    return lora.take(rows)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from penstock.pipelines.memory.demand import wanted_logit_rows
+from penstock.pipelines.weights import mxfp4
 from penstock.pipelines.weights.safetensors import TensorHeader
 
 if TYPE_CHECKING:
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
     from penstock.pipelines.config import HuggingFaceConfig, PipelineConfig
 
 _OUTPUT_HEAD = "*lm_head.weight"
-_UNPACKED = ("*embed*.weight", "*wte.weight", "*wpe.weight", "*shared.weight", _OUTPUT_HEAD)
-"""Matrices that are looked up, or that stay in the activations' type for the quality of the logits."""
+_UNPACKED = ("*embed*.weight", "*wte.weight", "*wpe.weight", "*shared.weight", "*_bias", _OUTPUT_HEAD)
+"""Matrices that are looked up, biases of experts, and what stays in the activations' type for the quality of
+the logits."""
 
 
 def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
@@ -42,10 +44,8 @@ def estimate_activation_memory(pipeline_config: PipelineConfig, huggingface_conf
     the vocabulary.
     """
     size = _encoding(pipeline_config).compute_dtype.size_in_bytes
-    linears = [
-        header for name, header in pipeline_config.model.tensor_headers.items() if _is_linear(name, header)
-    ]
-    widest = max((header.shape[-2] for header in linears), default=0)
+    shapes = (_linear_shape(name, header) for name, header in pipeline_config.model.tensor_headers.items())
+    widest = max((max(shape[-2:]) for shape in shapes if shape), default=0)
     text_config = huggingface_config.section("text_config") or huggingface_config  # of more than text
     vocabulary = text_config.count("vocab_size", default=0)
     rows = pipeline_config.max_batch_input_tokens * 6 * widest * size
@@ -61,9 +61,13 @@ def estimate_adapters_size(pipeline_config: PipelineConfig) -> int:
     if not config.is_enabled:
         return 0
     headers = pipeline_config.model.tensor_headers
-    shapes = [header.shape for name, header in headers.items() if _is_linear(name, header)]
+    shapes = [shape for name, header in headers.items() if (shape := _linear_shape(name, header))]
     heads = [header.shape for name, header in headers.items() if fnmatchcase(name, _OUTPUT_HEAD)]
-    tables = [header.shape for name, header in headers.items() if fnmatchcase(name, "*embed_tokens.weight")]
+    tables = [
+        header.shape
+        for name, header in headers.items()
+        if any(fnmatchcase(name, table) for table in ("*embed_tokens.weight", "*wte.weight"))
+    ]
     shapes += heads or tables  # a tied head has the table's shape
     width = sum(prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
     size = _encoding(pipeline_config).compute_dtype.size_in_bytes
@@ -76,16 +80,18 @@ def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:
     return encoding_named(pipeline_config.model.encoding)
 
 
-def _is_linear(name: str, header: TensorHeader) -> bool:
-    matrices = len(header.shape) in (2, 3) and header.is_float
-    return matrices and not any(fnmatchcase(name, pattern) for pattern in _UNPACKED)
+def _linear_shape(name: str, header: TensorHeader) -> tuple[int, ...] | None:
+    """``[out, in]`` or ``[N, out, in]`` of a linear layer or of N experts', once read; None for all else."""
+    if header.type_name == "U8":
+        return mxfp4.dequantized_shape(name, header.shape)
+    is_matrix = len(header.shape) in (2, 3) and header.is_float
+    return None if not is_matrix or any(fnmatchcase(name, one) for one in _UNPACKED) else header.shape
 
 
 def _loaded_size(name: str, header: TensorHeader, encoding: LinearEncoding) -> int:
-    if _is_linear(name, header):
-        *experts, out_features, in_features = header.shape
-        matrices = experts[0] if experts else 1
-        return matrices * encoding.num_bytes(out_features, in_features)
+    shape = _linear_shape(name, header)
+    if shape:
+        return prod(shape[:-2]) * encoding.num_bytes(*shape[-2:])
     if header.is_float:
         return header.num_elements * encoding.compute_dtype.size_in_bytes
-    return header.num_bytes
+    return 0 if mxfp4.is_scales(name, header) else header.num_bytes

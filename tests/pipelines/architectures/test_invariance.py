@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.running import context_of, feed, generate, open_pipeline, random_tokens, step_logits
+from support.running import context_of, generate, logits_of_tokens, open_pipeline, random_tokens
 
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
@@ -17,14 +17,19 @@ SAMPLED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed
 PROMPT = random_tokens(75, 130, seed=1)
 
 
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"deterministic": True, "quantization_encoding": request.param, "kv_cache_block_size": 16}
+
+
 @pytest.fixture
-def pipeline(checkpoint: Path) -> TextGenerationPipeline:
-    return open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
+def pipeline(checkpoint: Path, config: dict[str, Any]) -> TextGenerationPipeline:
+    return open_pipeline(checkpoint, **config)
 
 
 @pytest.fixture(scope="module")
-def uncached(checkpoint: Path) -> TextGenerationPipeline:
-    return open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, enable_prefix_caching=False)
+def uncached(checkpoint: Path, config: dict[str, Any]) -> TextGenerationPipeline:
+    return open_pipeline(checkpoint, enable_prefix_caching=False, **config)
 
 
 @pytest.fixture(scope="module", params=[SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
@@ -33,25 +38,8 @@ def sampling(request: pytest.FixtureRequest) -> SamplingParams:
     return params
 
 
-def fresh(sampling: SamplingParams, max_new: int = 40) -> TextContext:
+def fresh(sampling: SamplingParams, max_new: int = 18) -> TextContext:
     return context_of(PROMPT, max_new, sampling_params=sampling)
-
-
-def logits_of_tokens(
-    pipeline: TextGenerationPipeline, context: TextContext, chunks: Sequence[int], others: Sequence[int] = ()
-) -> torch.Tensor:
-    """Logits behind each prompt token, computed in chunks beside other contexts of these lengths."""
-    rows = []
-    for number, chunk in enumerate(chunks):
-        context.set_token_indices(active_idx=context.start_idx + chunk)
-        neighbours = [context_of(random_tokens(n, 130, seed=n + number)) for n in others]
-        logits = step_logits(pipeline, [*neighbours, context])
-        rows.append(logits[-1])
-        feed(pipeline, context, 0)
-        for neighbour in neighbours:
-            pipeline.release(neighbour)
-    pipeline.release(context)
-    return torch.cat(rows)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +53,9 @@ def test_logits_are_bit_equal(uncached: TextGenerationPipeline, chunks: list[int
 
 def test_batched_is_alone(uncached: TextGenerationPipeline, sampling: SamplingParams) -> None:
     (alone,) = generate(uncached, [fresh(sampling)])
-    others = [context_of(random_tokens(n, 130, seed=n), 5 + n, sampling_params=sampling) for n in (1, 9, 70)]
+    others = [
+        context_of(random_tokens(n, 130, seed=n), 5 + n % 20, sampling_params=sampling) for n in (1, 9, 70)
+    ]
     assert generate(uncached, [*others, fresh(sampling)])[-1] == alone
 
 
@@ -95,8 +85,8 @@ def test_prefix_hit_is_fresh(
     context = fresh(sampling)
     assert generate(pipeline, [context]) == [without]
     assert context.num_cached_tokens == 64, "four whole blocks of 16"
-    shared = context_of(PROMPT[:50] + PROMPT[:25], 40, sampling_params=sampling)
-    (fresh_text,) = generate(uncached, [context_of(PROMPT[:50] + PROMPT[:25], 40, sampling_params=sampling)])
+    shared = context_of(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)
+    (fresh_text,) = generate(uncached, [context_of(PROMPT[:50] + PROMPT[:25], 18, sampling_params=sampling)])
     assert generate(pipeline, [shared]) == [fresh_text]
     assert shared.num_cached_tokens == 48
 
@@ -107,7 +97,7 @@ def test_preempted_is_not(
     (whole,) = generate(uncached, [fresh(sampling)])
     for runner in (pipeline, uncached):
         context, tokens = fresh(sampling), []
-        for when in (1, 7, 20):
+        for when in (1, 5, 12):
             while len(context.generated_tokens) < when:
                 tokens += [part.next_token for part in runner.execute({"a": context})["a"].tokens]
             runner.release(context)
@@ -118,7 +108,7 @@ def test_preempted_is_not(
 def test_seeds_and_positions_decide(uncached: TextGenerationPipeline) -> None:
     def text(seed: int) -> list[int]:
         params = SamplingParams(temperature=1.0, top_k=-1, seed=seed)
-        return generate(uncached, [context_of(PROMPT, sampling_params=params)])[0]
+        return generate(uncached, [context_of(PROMPT, 20, sampling_params=params)])[0]
 
     assert text(5) == text(5)
     assert text(5) != text(6)
@@ -126,5 +116,5 @@ def test_seeds_and_positions_decide(uncached: TextGenerationPipeline) -> None:
 
 def test_the_text_is_not_trivial(uncached: TextGenerationPipeline) -> None:
     """The equalities above mean something only if the text varies."""
-    (greedy,) = generate(uncached, [fresh(SamplingParams())])
+    (greedy,) = generate(uncached, [fresh(SamplingParams(), 40)])
     assert len(np.unique(greedy)) > 5

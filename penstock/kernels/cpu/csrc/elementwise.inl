@@ -9,9 +9,10 @@ INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps)
   });
   vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
   for_vectors(E, EACH_VECTOR {
-    // Rounded to x's type before the weight, as checkpoints were trained.
-    vf normed = rounded_to(x, load(x + i, lanes) * factor);
-    store(out + i, normed * rounded_to(x, load(weight + i, lanes)), lanes);
+    // Rounded before the weight is applied, as checkpoints were trained; not beside a weight in float32.
+    vf normed = load(x + i, lanes) * factor;
+    if (sizeof(T) == sizeof(TW)) normed = rounded_to(x, normed);
+    store(out + i, normed * load(weight + i, lanes), lanes);
   });
 }
 

@@ -1,6 +1,6 @@
-// y [T, N] = x [T, n] w [N, n]^T + bias for few rows, on weights as they lie in the checkpoint. The weights are
-// read once, in order, and multiplied with all rows of x: memory's speed is the limit. Each output is summed in
-// an order that depends on n alone.
+// y [T, N] = x [T, n] w [N, n]^T + bias, on weights as they lie in the checkpoint. Few rows are multiplied as the
+// weights are read, once and in order: memory's speed is the limit. Many rows are taken in blocks that stay in a
+// core's cache. Each output is summed in an order that depends on n alone: a row's bits depend on no other row.
 
 // What is multiplied: float by float or bfloat16 (widened), or bfloat16 by bfloat16 where there are dot products.
 template <class TW> struct Widened {
@@ -28,6 +28,7 @@ struct Dotted {
 
 constexpr int WEIGHT_ROWS = W == 16 ? 4 : 2;  // with X_ROWS sums each, what the registers hold
 constexpr int X_ROWS = W == 16 ? 6 : 4;
+constexpr int64_t BLOCK_BYTES = 1 << 18;  // of the rows of x that are multiplied with all weights at a time
 
 template <class P, int ROWS, int XS, class L>
 INLINE void add_step(vf (&sums)[ROWS][XS], const typename P::X* x, int64_t x_stride, const typename P::Weight* w,
@@ -51,9 +52,13 @@ INLINE void dot_rows(const typename P::X* x, int64_t x_stride, const typename P:
   int64_t i = 0;
   for (; i + P::STEP <= n; i += P::STEP) add_step<P>(sums, x + i, x_stride, w + i, n, Whole{});
   if (i < n) add_step<P>(sums, x + i, x_stride, w + i, n, Some{n - i});
-  for (int t = 0; t < XS; t++)
-    for (int r = 0; r < ROWS; r++)
-      put(y + t * y_stride + r, sum(sums[r][t]) + (bias ? widen(bias[r]) : 0));
+  const Some outputs = {ROWS};
+  for (int t = 0; t < XS; t++) {
+    vf own[ROWS];
+    for (int r = 0; r < ROWS; r++) own[r] = sums[r][t];
+    vf output = sum_each(own);
+    store(y + t * y_stride, bias ? output + load(bias, outputs) : output, outputs);
+  }
 }
 
 template <class P, class T, int ROWS>
@@ -102,18 +107,29 @@ static void multiply(const Linear& a, const typename P::X* x, int64_t x_stride) 
   }
 }
 
-template <class T, class TW> static void linear(const Linear& a) {
+template <class TW> static void multiply(const Linear& a, const float* x) { multiply<Widened<TW>, float>(a, x, a.x_stride); }
+
+template <class TW> static void multiply(const Linear& a, const bf16* x) {
   float* wide = (float*)penstock_scratch(SHARED, a.rows * a.n * 4);
-  for (int64_t t = 0; t < a.rows; t++) {
-    const T* x = (const T*)a.x + t * a.x_stride;
-    for_vectors(a.n, EACH_VECTOR { store(wide + t * a.n + i, load(x + i, lanes), lanes); });
-  }
-  multiply<Widened<TW>, T>(a, wide, a.n);
+  for (int64_t t = 0; t < a.rows; t++)
+    for_vectors(a.n, EACH_VECTOR { store(wide + t * a.n + i, load(x + t * a.x_stride + i, lanes), lanes); });
+  multiply<Widened<TW>, bf16>(a, wide, a.n);
 }
 
-EXPORT(linear)(const Linear& a) {
 #if PENSTOCK_DOT
-  if (a.type == 1 && a.weight_type == 1) return multiply<Dotted, bf16>(a, (const bf16*)a.x, a.x_stride);
+template <> void multiply<bf16>(const Linear& a, const bf16* x) { multiply<Dotted, bf16>(a, x, a.x_stride); }
 #endif
-  WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, linear<T, TW>(a)));
+
+// About equally many rows a block, of a size that stays in a core's cache; but weights are read anew for each.
+template <class T, class TW> static void linear(const Linear& a) {
+  const int64_t most = max<int64_t>(BLOCK_BYTES / (a.n * sizeof(T)), 64), blocks = ceil_div(a.rows, most);
+  for (int64_t block = 0; block < blocks; block++) {
+    int64_t begin = a.rows * block / blocks, end = a.rows * (block + 1) / blocks;
+    Linear part = a;
+    part.y = (T*)a.y + begin * a.N;
+    part.rows = end - begin;
+    multiply<TW>(part, (const T*)a.x + begin * a.x_stride);
+  }
 }
+
+EXPORT(linear)(const Linear& a) { WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, linear<T, TW>(a))); }

@@ -153,6 +153,27 @@ INLINE float sum(vf x) {
   return x[0];
 }
 
+// Where bit DISTANCE of a lane is 0: a, else b, each with its lane at that distance added.
+template <int DISTANCE> INLINE vf halves(vf a, vf b) {
+  const vi lane = lane_index(), low = (lane & DISTANCE) != 0 ? lane + (W - DISTANCE) : lane;
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + DISTANCE);
+}
+
+// sum(x[i]) in lane i, to the bit, for the vectors there are: one, two or four.
+INLINE vf sum_each(vf (&x)[1]) { return all(sum(x[0])); }
+INLINE vf sum_each(vf (&x)[2]) {
+  vf y = halves<W / 2>(x[0], x[1]);
+#pragma GCC unroll 4
+  for (int distance = W / 4; distance; distance /= 2) y += exchanged(y, distance);
+  return __builtin_shuffle(y, lane_index() * (W / 2) & (W - 1));
+}
+INLINE vf sum_each(vf (&x)[4]) {
+  vf y = halves<W / 4>(halves<W / 2>(x[0], x[2]), halves<W / 2>(x[1], x[3]));
+#pragma GCC unroll 4
+  for (int distance = W / 8; distance; distance /= 2) y += exchanged(y, distance);
+  return __builtin_shuffle(y, lane_index() * (W / 4) & (W - 1));
+}
+
 INLINE float largest(vf x) {
 #pragma GCC unroll 4
   for (int distance = W / 2; distance; distance /= 2) x = vmax(x, exchanged(x, distance));

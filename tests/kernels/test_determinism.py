@@ -1,0 +1,419 @@
+"""Deterministic back ends: each row's bits alone are its bits in any batch, at any place, on any thread."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock import kernels
+from penstock.kernels import (
+    OPERATIONS,
+    ClampedSwish,
+    LayerKV,
+    LinearSlice,
+    LoRAInputs,
+    Ops,
+    PackedExperts,
+    PackedLinear,
+    SamplingInputs,
+    pack_linear,
+)
+from penstock.kernels.reference import ReferenceOps
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = 150
+"""More than any kernel takes at once, and than those that the fast kernels leave to torch."""
+
+QUICKLY = settings(max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+"""No shrinking: an example says what it says, and there are mistakes below that are to be found soon."""
+
+Run = Callable[[Ops, Tensor], tuple[Tensor, ...]]
+"""An operation on some rows of a batch, ``[R]`` of them: its results, row by row."""
+
+
+@cache
+def back_ends() -> dict[str, Ops]:
+    """All there are, as they are when asked for equal bits."""
+    found: dict[str, Ops] = {"reference": ReferenceOps()}
+    for folder in pkgutil.iter_modules(kernels.__path__):
+        if folder.ispkg and folder.name != "reference":
+            module = importlib.import_module(f"penstock.kernels.{folder.name}")
+            for ops in module.variants(deterministic=True):
+                found[f"{ops.name}-{ops.isa}"] = ops
+    return found
+
+
+@pytest.fixture(params=back_ends())
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return back_ends()[request.param]
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def are_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Unlike `torch.equal` it tells -0 from 0, and a NaN is equal to itself."""
+    return one.dtype == other.dtype and torch.equal(
+        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    )
+
+
+# ---- operations on rows ----
+
+
+def packed_linear(outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False) -> PackedLinear:
+    weight = torch.randn(outputs, inputs) / inputs**0.5
+    half = LinearSlice("a", 0, outputs // 2), LinearSlice("b", outputs // 2, outputs)
+    name = str(dtype).removeprefix("torch.")
+    return pack_linear(weight, name, bias=torch.randn(outputs) if bias else None, slices=half)
+
+
+def linear(inputs: int, outputs: int, *, bias: bool) -> Callable[[torch.dtype], Run]:
+    def case(dtype: torch.dtype) -> Run:
+        x = torch.randn(ROWS, 2 * inputs).to(dtype)[:, :inputs]  # rows strided
+        packed = packed_linear(outputs, inputs, dtype, bias=bias)
+        return lambda ops, rows: (ops.linear(x[rows], packed),)
+
+    return case
+
+
+def adapted_linear(dtype: torch.dtype) -> Run:
+    x, packed = torch.randn(ROWS, 72).to(dtype), packed_linear(60, 72, dtype)
+    matrices = {
+        name: (torch.randn(3, 9, 72).to(dtype), torch.randn(3, 9, 30).to(dtype).transpose(1, 2))
+        for name in "ab"
+    }
+    lora = LoRAInputs(torch.randint(-1, 3, (ROWS,)), matrices, {"a": torch.tensor([9, 4, 0])})
+    return lambda ops, rows: (ops.linear(x[rows], packed, lora=lora.take(rows)),)
+
+
+def of_rows(
+    operation: Callable[..., Tensor | tuple[Tensor, ...]], *shapes: tuple[int, ...]
+) -> Callable[[torch.dtype], Run]:
+    """A case of an operation that takes tensors of these shapes, and as many rows of each."""
+
+    def case(dtype: torch.dtype) -> Run:
+        given = [3 * torch.randn(ROWS, *shape).to(dtype) for shape in shapes]
+
+        def run(ops: Ops, rows: Tensor) -> tuple[Tensor, ...]:
+            results = operation(ops, *(x[rows] for x in given))
+            return (results,) if isinstance(results, Tensor) else results
+
+        return run
+
+    return case
+
+
+def rotary(dtype: torch.dtype) -> Run:
+    q, k = torch.randn(ROWS, 4, 40).to(dtype), torch.randn(ROWS, 2, 40).to(dtype)
+    cos, sin = torch.randn(2, ROWS, 10)
+    return lambda ops, rows: ops.rotary(q[rows], k[rows], cos[rows], sin[rows])
+
+
+def rope_rows(dtype: torch.dtype) -> Run:
+    positions, (cos, sin) = torch.randint(0, 50, (ROWS,)), torch.randn(2, 50, 20)
+    return lambda ops, rows: ops.rope_rows(positions[rows], cos, sin)
+
+
+def lookup(dtype: torch.dtype) -> Run:
+    tokens, table = torch.randint(0, 30, (ROWS,)), torch.randn(30, 50).to(dtype)
+    return lambda ops, rows: (ops.embedding(tokens[rows], table), ops.take_rows(table, tokens[rows]))
+
+
+def put_rows(dtype: torch.dtype) -> Run:
+    x, values = torch.randn(2, ROWS, 50).to(dtype)
+    return lambda ops, rows: (ops.put_rows(x[rows], torch.arange(len(rows)), values[rows]),)
+
+
+def store_kv(dtype: torch.dtype) -> Run:
+    k, v = torch.randn(2, ROWS, 2, 24).to(dtype)
+    places = torch.randperm(ROWS + 10)[:ROWS]
+
+    def run(ops: Ops, rows: Tensor) -> tuple[Tensor, ...]:
+        cache = torch.zeros(2, 10, 2, 16, 24, dtype=dtype)
+        ops.store_kv(k[rows], v[rows], LayerKV(cache, torch.zeros(1, 1, dtype=torch.int32), places[rows]))
+        keys, values = cache.transpose(2, 3).flatten(1, 2)[:, places[rows]]
+        return keys, values
+
+    return run
+
+
+def experts(dtype: torch.dtype) -> Run:
+    x, logits = torch.randn(ROWS, 40).to(dtype), torch.randn(ROWS, 5)
+    packed = PackedExperts(
+        tuple(packed_linear(48, 40, dtype) for _ in range(5)),
+        tuple(packed_linear(40, 24, dtype) for _ in range(5)),
+    )
+
+    def run(ops: Ops, rows: Tensor) -> tuple[Tensor, ...]:
+        shares, chosen = ops.route(logits[rows], 2, "all_normed")
+        return shares, chosen, ops.experts(x[rows], packed, shares, chosen, "silu")
+
+    return run
+
+
+def sample(dtype: torch.dtype) -> Run:
+    logits = 3 * torch.randn(ROWS, 1000).to(dtype)
+    whole = SamplingInputs(
+        torch.rand(ROWS) * 2,
+        torch.randint(0, 60, (ROWS,)),
+        torch.rand(ROWS),
+        torch.rand(ROWS) / 9,
+        torch.rand(ROWS, dtype=torch.float64),
+    )
+    bits = torch.randint(-(2**31), 2**31, (ROWS, 32)).int()
+
+    def run(ops: Ops, rows: Tensor) -> tuple[Tensor, ...]:
+        rules = SamplingInputs(
+            whole.temperature[rows],
+            whole.top_k[rows],
+            whole.top_p[rows],
+            whole.min_p[rows],
+            whole.uniforms[rows],
+        )
+        return ops.sample(logits[rows], rules), ops.sample(logits[rows], rules, bits[rows])
+
+    return run
+
+
+WEIGHT, BIAS = torch.randn(2, 101)
+
+CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
+    "embedding": {"": lookup},
+    "linear": {
+        "small": linear(40, 37, bias=True),
+        "of a long row": linear(1031, 130, bias=False),
+        "on all threads": linear(520, 1030, bias=True),
+        "with adapters": adapted_linear,
+    },
+    "rms_norm": {
+        "": of_rows(lambda ops, x: ops.rms_norm(x, WEIGHT, 1e-5), (101,)),
+        "of heads": of_rows(lambda ops, x: ops.rms_norm(x, WEIGHT[:24], 1e-5), (3, 24)),
+    },
+    "add_rms_norm": {"": of_rows(lambda ops, x, y: ops.add_rms_norm(x, y, WEIGHT, 1e-5), (101,), (101,))},
+    "layer_norm": {"": of_rows(lambda ops, x: ops.layer_norm(x, WEIGHT, BIAS, 1e-5), (101,))},
+    "add": {"": of_rows(lambda ops, x, y: ops.add(x, y), (101,), (101,))},
+    "scale": {"": of_rows(lambda ops, x: ops.scale(x, 0.3), (101,))},
+    "soft_cap": {"": of_rows(lambda ops, x: ops.soft_cap(x, 2.5), (101,))},
+    "rope_rows": {"": rope_rows},
+    "rotary": {"": rotary},
+    "store_kv": {"": store_kv},
+    "attention": {},  # below
+    "gated_activation": {
+        name: of_rows(lambda ops, x, name=name: ops.gated_activation(x, name), (2 * 101,))
+        for name in ("silu", "gelu", "gelu_tanh", "relu")
+    },
+    "activation": {
+        name: of_rows(lambda ops, x, name=name: ops.activation(x, name), (101,))
+        for name in ("silu", "gelu", "gelu_tanh", "relu")
+    },
+    "clamped_swish": {"": of_rows(lambda ops, x: ops.clamped_swish(x, ClampedSwish(1.7, 2)), (202,))},
+    "route": {
+        kind: of_rows(lambda ops, x, kind=kind: ops.route(x, 3, kind), (13,))
+        for kind in ("all", "all_normed", "chosen")
+    },
+    "experts": {"": experts},
+    "take_rows": {"": lookup},
+    "put_rows": {"": put_rows},
+    "sample": {"": sample},
+}  # fmt: skip
+
+
+def test_every_operation_is_compared() -> None:
+    assert set(CASES) == set(OPERATIONS)
+
+
+def depends_on_the_row_alone(ops: Ops, run: Run) -> None:
+    """Asserts it of random batches of random rows."""
+    everything = torch.arange(ROWS)
+    whole = run(ops, everything)
+
+    @QUICKLY
+    @given(
+        rows=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS, unique=True),
+        threads=st.sampled_from([1, 2]),
+    )
+    def check(rows: list[int], threads: int) -> None:
+        torch.set_num_threads(threads)
+        for got, expected in zip(run(ops, torch.tensor(rows)), whole, strict=True):
+            assert are_same_bits(got, expected[rows])
+
+    check()
+    for row in (0, 7, ROWS - 1):
+        for got, expected in zip(run(ops, everything[row : row + 1]), whole, strict=True):
+            assert are_same_bits(got, expected[row : row + 1])
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize(
+    "case", [f"{name}/{what}".rstrip("/") for name, cases in CASES.items() for what in cases]
+)
+def test_a_row_alone_is_the_row_in_a_batch(ops: Ops, dtype: torch.dtype, case: str) -> None:
+    torch.manual_seed(0)
+    name, _, what = case.partition("/")
+    depends_on_the_row_alone(ops, CASES[name][what](dtype))
+
+
+# ---- attention ----
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sequence whose attention is computed in pieces."""
+
+    q: Tensor  # [T, H, D]
+    pairs: Tensor  # [2, K, T, D]
+
+
+def text_of(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Text:
+    return Text(torch.randn(length, heads, dim).to(dtype), torch.randn(2, kv_heads, length, dim).to(dtype))
+
+
+def attend(
+    ops: Ops, texts: Sequence[tuple[Text, int, int]], block_size: int, **options: object
+) -> list[Tensor]:
+    """Attention of one batch: of each text the rows begin:end, with what comes before them in the cache.
+
+    The blocks lie anywhere, and keys that are not computed yet are NaN.
+    """
+    window = options.pop("window", None)
+    counts = [-(-end // block_size) for _, _, end in texts]
+    ids = (torch.randperm(sum(counts)) + 1).int().split(counts)
+    kv_heads, dim = texts[0][0].pairs.shape[1], texts[0][0].pairs.shape[3]
+    cache = torch.full((2, sum(counts) + 1, kv_heads, block_size, dim), torch.nan, dtype=texts[0][0].q.dtype)
+    tables = torch.zeros(len(texts), max(counts), dtype=torch.int32)
+    for b, (text, _, end) in enumerate(texts):
+        held = F.pad(text.pairs[:, :, :end], (0, 0, 0, counts[b] * block_size - end), value=torch.nan)
+        cache[:, ids[b].long()] = held.unflatten(2, (counts[b], block_size)).transpose(1, 2)
+        tables[b, : counts[b]] = ids[b]
+    rows = [end - begin for _, begin, end in texts]
+    offsets = torch.tensor([0, *rows]).cumsum(0).int()
+    lengths = torch.tensor([end for _, _, end in texts]).int()
+    kv = LayerKV(cache, tables, torch.empty(0, dtype=torch.int64), window)  # type: ignore[arg-type]
+    q = torch.cat([text.q[begin:end] for text, begin, end in texts])
+    return list(ops.attention(q, kv, offsets, lengths, scale=dim**-0.5, **options).split(rows))  # type: ignore[arg-type]
+
+
+LENGTH = 1150
+"""More than two of the chunks that the C++ kernel cuts keys into."""
+
+
+def attention_depends_on_the_row_alone(
+    ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int], **options: object
+) -> None:
+    """Asserts it of a sequence that is cut anywhere, beside others."""
+    torch.manual_seed(0)
+    # The reference is slow, and sums keys by the block: its bits are those of the block size.
+    length, sizes = (100, [32]) if ops.name == "reference" else (LENGTH, [16, 32, 128])
+    text, other = text_of(length, *shape, dtype), text_of(length, *shape, dtype)
+    (whole,) = attend(ops, [(text, 0, length)], 32, **options)
+
+    @QUICKLY
+    @given(
+        cuts=st.sets(st.integers(1, length - 1), max_size=3),
+        beside=st.lists(st.tuples(st.integers(0, length - 1), st.integers(1, 90)), max_size=3),
+        place=st.integers(0, 3),
+        block_size=st.sampled_from(sizes),
+        threads=st.sampled_from([1, 2]),
+    )
+    def check(
+        cuts: set[int], beside: list[tuple[int, int]], place: int, block_size: int, threads: int
+    ) -> None:
+        torch.set_num_threads(threads)
+        neighbours = [(other, begin, min(begin + rows, length)) for begin, rows in beside]
+        for begin, end in pairwise([0, *sorted(cuts), length]):
+            batch = [*neighbours[:place], (text, begin, end), *neighbours[place:]]
+            got = attend(ops, batch, block_size, **options)[min(place, len(neighbours))]
+            assert are_same_bits(got, whole[begin:end])
+
+    check()
+    for row in {0, 31, 32, 63, 511, 512, 513, length - 1} & set(range(length)):
+        assert are_same_bits(attend(ops, [(text, row, row + 1)], 32, **options)[0], whole[row : row + 1])
+
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "": {},
+    "window": {"window": 77},
+    "wide window": {"window": 600},
+    "soft cap": {"soft_cap": 2.0},
+    "sinks": {"sinks": torch.randn(4)},
+}
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_attention_cut_anywhere(ops: Ops, dtype: torch.dtype, options: str) -> None:
+    attention_depends_on_the_row_alone(ops, dtype, (4, 2, 32), **OPTIONS[options])
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("shape", [(3, 3, 24), (2, 1, 80)], ids=str)
+def test_attention_of_other_shapes(ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    attention_depends_on_the_row_alone(ops, dtype, shape)
+
+
+# ---- the comparison sees what is wrong ----
+
+
+class HalvesOfFewRows(ReferenceOps):
+    """Sums the products of few rows in another order: half and half."""
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        middle = x.shape[1] // 2
+        if len(x) > 20:
+            return super()._multiply(x, weight, bias)
+        first = super()._multiply(x[:, :middle], weight[:, :middle], bias)
+        return first + super()._multiply(x[:, middle:], weight[:, middle:], None)
+
+
+class KeysByCount(ReferenceOps):
+    """Cuts the keys where the batch ends, not where they lie: softmaxes over two halves, merged."""
+
+    def attention(
+        self, q: Tensor, kv: LayerKV, row_offsets: Tensor, lengths: Tensor, **options: object
+    ) -> Tensor:
+        whole = super().attention(q, kv, row_offsets, lengths, **options)  # type: ignore[arg-type]
+        out = torch.empty_like(whole)
+        for b, (begin, end) in enumerate(pairwise(row_offsets.tolist())):
+            share = 1 / (1 + float(lengths[b] // 2))  # a rounding that hangs on the length
+            out[begin:end] = whole[begin:end] * share + whole[begin:end] * (1 - share)
+        return out
+
+
+class Misplaced(ReferenceOps):
+    """A row's result takes something of the row before it."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return super().rms_norm(x, weight, eps) + 1e-3 * x.roll(1, 0)
+
+
+@pytest.mark.usefixtures("_threads")
+def test_the_comparison_sees_what_is_wrong() -> None:
+    for case in ("small", "of a long row"):
+        with pytest.raises(AssertionError):
+            depends_on_the_row_alone(HalvesOfFewRows(), CASES["linear"][case](torch.float32))
+    with pytest.raises(AssertionError):
+        attention_depends_on_the_row_alone(KeysByCount(), torch.float32, (4, 2, 32))
+    with pytest.raises(AssertionError):
+        depends_on_the_row_alone(Misplaced(), CASES["rms_norm"][""](torch.float32))

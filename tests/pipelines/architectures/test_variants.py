@@ -1,0 +1,189 @@
+"""Other configurations of each family, as model cards spell them: parity with transformers for all of them.
+
+A checkpoint's ``config.json`` stands here as its authors wrote it; transformers saves it in the spelling of
+its own version. Both must give the same logits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import oracle, write_checkpoint
+from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+
+from penstock.pipelines import PIPELINE_REGISTRY
+
+LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 7.5]}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+OTHER_SIZES = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20, "hidden_size": 36}
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "biases": {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+        "tied, older rope": {"tie_word_embeddings": True, "rope_scaling": LLAMA3, "rope_theta": 500.0},
+        "sizes": OTHER_SIZES,
+    },
+    "mistral": {
+        "no window": {"sliding_window": None, "head_dim": 20, "rope_theta": 1e6},
+        "a window of two": {"sliding_window": 2},
+        "a window of 16": {"sliding_window": 16, "tie_word_embeddings": True},
+        "a window beyond all texts": {"sliding_window": 4096},
+        "sizes": OTHER_SIZES,
+    },
+    "qwen2": {
+        "no window used": {"use_sliding_window": False, "sliding_window": 24, "max_window_layers": 0},
+        "windows everywhere": {"max_window_layers": 0, "tie_word_embeddings": False},
+        "layer types": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        "yarn": {"use_sliding_window": False, "rope_scaling": YARN, "max_position_embeddings": 64},
+        "sizes": {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3},
+    },
+    "qwen3": {
+        "biases, untied": {"attention_bias": True, "tie_word_embeddings": False},
+        "windows": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+        "head_dim not given": {"head_dim": "absent", "num_attention_heads": 2, "hidden_size": 24},
+        "sizes": OTHER_SIZES,
+    },
+    "olmo2": {
+        "one kv head": {"num_key_value_heads": 1, "rope_theta": 500000.0},
+        "biases, tied": {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6},
+        "linear rope": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    },
+    "granite": {
+        "biases, tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        "as granite 3.3": {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.015625,
+            "rope_theta": 10000000.0,
+        },
+        "multipliers not given": dict.fromkeys(
+            ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"),
+            "absent",
+        ),
+    },
+    "smollm3": {
+        "as published": {
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0],
+            "layer_types": ["full_attention"] * 4,
+            "rope_theta": 5000000.0,
+            "sliding_window": None,
+            "max_window_layers": 28,
+        },
+        "windows where there is no rope": {"use_sliding_window": True, "sliding_window": 20},
+        "biases, untied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+        "no layer without rope": {"no_rope_layers": [1, 1, 1, 1, 0], "rope_theta": "absent"},
+    },
+    "phi3": {
+        "yarn, which is longrope": {
+            "rope_scaling": LONGROPE | {"type": "yarn"},
+            "original_max_position_embeddings": 32,
+        },
+        "longrope, crossing over": {
+            "rope_scaling": LONGROPE | {"type": "longrope"},
+            "original_max_position_embeddings": 80,
+            "sliding_window": 262144,
+        },
+        "longrope in part, tied": {
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.1, 1.2, 1.4],
+                "long_factor": [2.0, 3.0, 4.0],
+            },
+            "original_max_position_embeddings": 32,
+            "partial_rotary_factor": 0.75,
+            "tie_word_embeddings": True,
+            "sliding_window": None,
+        },
+        "rope in part": {"partial_rotary_factor": 0.5, "num_key_value_heads": 6},
+    },
+    "gemma2": {
+        "tied, no caps": {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": True,
+        },
+        "caps not given": {"attn_logit_softcapping": "absent", "final_logit_softcapping": "absent"},
+        "layer types": {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2},
+        "biases": {"attention_bias": True, "hidden_activation": "gelu", "hidden_act": "silu"},
+        "as published": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+    },
+    "gemma3_text": {
+        "linear global rope": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        "pattern of three": {"sliding_window_pattern": 3, "sliding_window": 10},
+        "bases not given": {
+            "rope_theta": "absent",
+            "rope_local_base_freq": "absent",
+            "query_pre_attn_scalar": 16,
+        },
+        "caps, untied": {
+            "final_logit_softcapping": 4.0,
+            "tie_word_embeddings": False,
+        },
+        "newer rope": {
+            "rope_theta": "absent",
+            "rope_local_base_freq": "absent",
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 700.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            },
+        },
+        "biases": {"attention_bias": True, "num_key_value_heads": 1, "num_attention_heads": 3},
+    },
+    "gpt2": {
+        "an untied head": {"tie_word_embeddings": False, "n_inner": 50, "activation_function": "relu"},
+        "scores scaled by layer": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+        "scores not scaled": {"scale_attn_weights": False, "activation_function": "gelu"},
+    },
+}
+CASES = [(family, name) for family, variants in VARIANTS.items() for name in variants]
+
+
+def config_of(family: str, variant: dict[str, Any]) -> dict[str, Any]:
+    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == family)
+    assert architecture.tiny_config is not None
+    config = architecture.tiny_config() | variant
+    return {key: value for key, value in config.items() if value != "absent"}
+
+
+@pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}: {name}" for family, name in CASES])
+def test_variant(family: str, name: str, tmp_path: Path) -> None:
+    config = config_of(family, VARIANTS[family][name])
+    folder = write_checkpoint(tmp_path, config)
+    tokens = random_tokens(100, 130, seed=5)
+    pipeline = open_pipeline(folder, kv_cache_block_size=16)
+    saved = step_logits(pipeline, [context_of(tokens[:70])])[0]
+    (folder / "config.json").write_text(json.dumps(config))
+    reference = oracle(folder)
+    pipeline = open_pipeline(folder, kv_cache_block_size=16)
+    context = context_of(tokens[:70])
+    ours = step_logits(pipeline, [context])[0]
+    assert torch.equal(saved, ours)
+    with torch.inference_mode():  # step by step: under some ropes a text's rows depend on its length
+        output = reference(torch.tensor([tokens[:70]]), use_cache=True)
+        tolerance = 1e-4 * max(1.0, float(output.logits.std()))
+        torch.testing.assert_close(ours, output.logits[0], atol=tolerance, rtol=0)
+        for token in tokens[70:]:
+            feed(pipeline, context, token)
+            output = reference(
+                torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True
+            )
+            ours = step_logits(pipeline, [context])[0]
+            torch.testing.assert_close(ours, output.logits[0], atol=tolerance, rtol=0)
+
+
+def test_every_dense_family_has_variants() -> None:
+    assert set(VARIANTS) <= {architecture.name for architecture in PIPELINE_REGISTRY.architectures}
+    assert all(VARIANTS.values())
