@@ -1,0 +1,226 @@
+"""What each feature costs: the same work with and without it, in turn: A B A B, medians and ratios.
+
+    python benchmarks/features.py                          # a 134 M Llama of random weights, bfloat16
+    python benchmarks/features.py --only lora grammar --batch 1 32 --json out.json
+
+The work: ``--batch`` prompts of 128 tokens and 64 more each, greedy, no end of sequence, prefix cache off.
+
+    sampling       temperature, top-p, three penalties, a bias
+    logprobs       of the generated tokens and five in place of each
+    echo           of the prompt's tokens too
+    grammar        a JSON schema that goes on without end
+    lora           every prompt with one of four adapters of rank 16, on all linear layers
+    n              four answers a prompt, against four times as many prompts
+    beams          four beams, against four times as many prompts
+    prefix         the second time a prompt is seen, against the first; cache on
+    deterministic  against float32 without it
+
+Costs are ratios of seconds, feature over plain: 1.00 is free. The machine should be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from against_transformers import SHAPES, VOCABULARY, machine, timed, write_checkpoint
+from safetensors.numpy import save_file
+
+from penstock import LLM, SamplingParams
+from penstock.pipelines.core import Grammar
+
+LENGTH, NEW, RANK, COPIES = 128, 64, 16, 4
+PLAIN: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True, "detokenize": False}
+NUMBERS = Grammar(
+    "json_schema", json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 10_000})
+)
+Run = Callable[[int], Any]
+
+
+def main() -> None:
+    """Runs what the command line asks for and prints a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="l110m")
+    parser.add_argument("--only", nargs="+", choices=list(FEATURES), default=list(FEATURES))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), options.shape)
+        write_tokenizer(Path(folder))
+        rows = [
+            compare(name, folder, options.shape, batch, options.pairs)
+            for name in options.only
+            for batch in options.batch
+        ]
+    report = {"machine": machine(), "shape": options.shape, "pairs": options.pairs, "rows": rows}
+    print(f"{report['machine']}\n{options.shape}, bfloat16, {options.pairs} pairs")
+    for row in rows:
+        spread = f"{row['lowest']:.2f} to {row['highest']:.2f}"
+        print(
+            f"{row['feature']:14} batch {row['batch']:2}  x{row['cost']:.2f} ({spread}), "
+            f"plain {row['plain']:.2f} s"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2))
+
+
+def compare(name: str, folder: str, shape: str, batch: int, pairs: int) -> dict[str, Any]:
+    """One feature and plain work in turn, after a warm-up of each."""
+    plain, featured = FEATURES[name](folder, shape, batch)
+    plain(0), featured(0)
+    found = [(timed(lambda: plain(seed)), timed(lambda: featured(seed))) for seed in range(1, pairs + 1)]  # noqa: B023
+    ratios = [b / a for a, b in found]
+    return {
+        "feature": name,
+        "batch": batch,
+        "plain": statistics.median(a for a, _ in found),
+        "cost": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+    }
+
+
+def prompts(batch: int, seed: int) -> list[list[int]]:
+    tokens = np.random.default_rng(seed).integers(3, VOCABULARY, (batch, LENGTH))
+    return [[int(token) for token in row] for row in tokens]
+
+
+def with_options(params: dict[str, Any] | None = None, **options: Any) -> Callable[..., tuple[Run, Run]]:
+    """A feature that is a matter of the call alone."""
+
+    def make(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
+        llm = LLM(folder, enable_prefix_caching=False)
+        featured = SamplingParams(**{**PLAIN, **(params or {})})
+        return (
+            lambda seed: llm.generate(prompts(batch, seed), SamplingParams(**PLAIN), use_tqdm=False),
+            lambda seed: llm.generate(prompts(batch, seed), featured, use_tqdm=False, **options),
+        )
+
+    return make
+
+
+def lora(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
+    names = [f"a{number}" for number in range(4)]
+    paths = [write_adapter(Path(folder), name, SHAPES[shape], seed) for seed, name in enumerate(names)]
+    pairs = [f"{name}={path}" for name, path in zip(names, paths, strict=True)]
+    llm = LLM(folder, enable_prefix_caching=False, lora=pairs, max_lora_rank=RANK)
+    params = SamplingParams(**PLAIN)
+    chosen = [names[place % 4] for place in range(batch)]
+    return (
+        lambda seed: llm.generate(prompts(batch, seed), params, use_tqdm=False),
+        lambda seed: llm.generate(prompts(batch, seed), params, use_tqdm=False, adapter=chosen),
+    )
+
+
+def n(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
+    llm = LLM(folder)
+    params = SamplingParams(**{**PLAIN, "temperature": 1.0, "top_k": 0})
+    return (  # other prompts than the feature's, or they would be cached
+        lambda seed: llm.generate(prompts(COPIES * batch, 1000 + seed), params, use_tqdm=False),
+        lambda seed: llm.generate(prompts(batch, seed), params, use_tqdm=False, n=COPIES),
+    )
+
+
+def beams(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
+    llm = LLM(folder, enable_prefix_caching=False)
+    options: Any = {"num_beams": COPIES, "max_new_tokens": NEW, "ignore_eos": True, "use_tqdm": False}
+    return (
+        lambda seed: llm.generate(prompts(COPIES * batch, seed), SamplingParams(**PLAIN), use_tqdm=False),
+        lambda seed: llm.beam_search(prompts(batch, seed), **options),
+    )
+
+
+def prefix(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
+    llm = LLM(folder)
+    one = SamplingParams(**{**PLAIN, "max_new_tokens": 1})
+
+    def run(seed: int) -> Any:
+        return llm.generate(prompts(batch, seed), one, use_tqdm=False)
+
+    return run, run
+
+
+def deterministic(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
+    llms = [
+        LLM(folder, quantization_encoding="float32", enable_prefix_caching=False, deterministic=one)
+        for one in (False, True)
+    ]
+    params = SamplingParams(**PLAIN)
+    return (
+        lambda seed: llms[0].generate(prompts(batch, seed), params, use_tqdm=False),
+        lambda seed: llms[1].generate(prompts(batch, seed), params, use_tqdm=False),
+    )
+
+
+def write_adapter(folder: Path, name: str, shape: dict[str, int], seed: int) -> Path:
+    """A PEFT directory of random matrices for every linear layer of a Llama."""
+    path = folder / name
+    path.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": "all-linear"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
+    sizes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden, kv),
+        "self_attn.v_proj": (hidden, kv),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    random, tensors = np.random.default_rng(seed), {}
+    for layer in range(shape["num_hidden_layers"]):
+        for linear, (wide, high) in sizes.items():
+            key = f"base_model.model.model.layers.{layer}.{linear}"
+            tensors[f"{key}.lora_A.weight"] = random.standard_normal((RANK, wide), np.float32)
+            tensors[f"{key}.lora_B.weight"] = 0.01 * random.standard_normal((high, RANK), np.float32)
+    save_file(tensors, path / "adapter_model.safetensors")
+    return path
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One whose tokens spell text, for the grammar: bytes, then words that nothing merges to."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"t{number}" for number in range(VOCABULARY - len(letters))]
+    tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate([*letters, *words])}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+FEATURES: dict[str, Callable[[str, str, int], tuple[Run, Run]]] = {
+    "sampling": with_options(
+        {
+            "temperature": 0.8,
+            "top_k": 0,
+            "top_p": 0.9,
+            "repetition_penalty": 1.1,
+            "frequency_penalty": 0.1,
+            "presence_penalty": 0.1,
+            "logit_bias": {5: 1.0},
+        }
+    ),
+    "logprobs": with_options(logprobs=5),
+    "echo": with_options(logprobs=5, prompt_logprobs=5),
+    "grammar": with_options({"stop_token_ids": [VOCABULARY - 1]}, grammar=NUMBERS),
+    "lora": lora,
+    "n": n,
+    "beams": beams,
+    "prefix": prefix,
+    "deterministic": deterministic,
+}
+
+if __name__ == "__main__":
+    main()

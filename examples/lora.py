@@ -1,0 +1,63 @@
+"""Several LoRA adapters beside one model, all of them in one batch.
+
+An adapter is a directory as PEFT writes it. Here two are made up, of random numbers: they stand for trained
+ones, and change what the model writes, not for the better.
+
+    python examples/lora.py
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from penstock import LLM, SamplingParams
+
+RANK = 4
+NUM_LAYERS, HIDDEN = 5, 256  # of the embedded model; its query projection is square
+
+
+def write_adapter(folder: Path, *, seed: int, size: float = 0.1) -> Path:
+    """Writes a PEFT directory with an adapter of the query projections."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(NUM_LAYERS):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        for matrix, shape in (("lora_A", (RANK, HIDDEN)), ("lora_B", (HIDDEN, RANK))):
+            tensors[f"{name}.{matrix}.weight"] = (size * random.standard_normal(shape)).astype(np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def main() -> None:
+    """One prompt three times, in one batch: without an adapter, and with each of the two."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {
+            name: write_adapter(Path(folder, name), seed=seed) for seed, name in enumerate(("one", "two"))
+        }
+        adapters: list[str | None] = [None, *paths]
+        with LLM("demo", lora=[f"{name}={path}" for name, path in paths.items()]) as llm:
+            outputs = llm.generate(
+                ["Once upon a time"] * len(adapters),
+                SamplingParams(max_new_tokens=25),
+                adapter=adapters,
+            )
+        for adapter, output in zip(adapters, outputs, strict=True):
+            print(f"{adapter or 'the model itself'}: {output.text!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The official OpenAI client against a Penstock server: an answer, a stream, a call of a tool.
+
+penstock serve &
+python examples/openai_client.py --url http://127.0.0.1:8000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from openai import OpenAI
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def answer(client: OpenAI, model: str) -> None:
+    """One question, one answer."""
+    reply = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "What is Penstock?"}], temperature=0
+    )
+    print("answer:", reply.choices[0].message.content)
+
+
+def stream(client: OpenAI, model: str) -> None:
+    """A story as it is written, and what it cost."""
+    chunks = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "Tell me a short story"}],
+        max_tokens=60,
+        seed=7,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    print("story: ", end="")
+    for chunk in chunks:
+        for choice in chunk.choices:
+            print(choice.delta.content or "", end="", flush=True)
+        if chunk.usage is not None:
+            print(f"\ntokens: {chunk.usage.prompt_tokens} read, {chunk.usage.completion_tokens} written")
+
+
+def use_tool(client: OpenAI, model: str) -> None:
+    """The model asks for a function; its result goes back; the model answers."""
+    messages: list[Any] = [{"role": "user", "content": "What's the weather like in Paris today?"}]
+    reply = client.chat.completions.create(
+        model=model, messages=messages, tools=[WEATHER], tool_choice="required", temperature=0
+    )
+    message = reply.choices[0].message
+    messages.append(message.model_dump(exclude_none=True))
+    for call in message.tool_calls or []:
+        assert call.type == "function"
+        print("call:", call.function.name, json.loads(call.function.arguments))
+        result = json.dumps({"temperature": 18, "weather": "sunny"})
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    reply = client.chat.completions.create(model=model, messages=messages, tools=[WEATHER], temperature=0)
+    print("answer:", reply.choices[0].message.content)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--api-key", default="none")
+    flags = parser.parse_args()
+    with OpenAI(base_url=f"{flags.url}/v1", api_key=flags.api_key) as opened:
+        served = opened.models.list().data[0].id
+        answer(opened, served)
+        stream(opened, served)
+        use_tool(opened, served)

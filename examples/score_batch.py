@@ -1,0 +1,47 @@
+"""Scoring without generating: which answer does a model find most probable?
+
+Every question stands in the batch once for each answer, and is scored by the log probabilities of its own
+tokens. Nothing is generated. This is how multiple-choice benchmarks ask a model.
+
+    python examples/score_batch.py
+"""
+
+from __future__ import annotations
+
+from math import fsum
+
+from penstock import LLM, GenerationOutput, SamplingParams
+
+QUESTIONS = {
+    "What is the capital of Germany?": ["Berlin", "Paris", "Oslo"],
+    "What is the capital of France?": ["Berlin", "Paris", "Oslo"],
+}
+
+
+def log_probability(output: GenerationOutput, num_common: int) -> float:
+    """Of the prompt's tokens behind the first ``num_common``, which all answers share."""
+    assert output.prompt_log_probabilities is not None
+    return fsum(output.prompt_log_probabilities.token_log_probabilities[num_common - 1 :])
+
+
+def main() -> None:
+    """A line for each answer, the most probable first."""
+    with LLM("demo") as llm:
+        for question, answers in QUESTIONS.items():
+            messages = [{"role": "user", "content": question}]
+            (asked,) = llm.chat(messages, SamplingParams(max_new_tokens=0))
+            country = question.removeprefix("What is the capital of ").rstrip("?")
+            prompts = [
+                asked.prompt_token_ids
+                + llm.tokenizer.encode_text(f"The capital of {country} is {city}.").tolist()
+                for city in answers
+            ]
+            outputs = llm.generate(prompts, SamplingParams(max_new_tokens=0), prompt_logprobs=0)
+            scores = [log_probability(output, len(asked.prompt_token_ids)) for output in outputs]
+            print(question)
+            for score, city in sorted(zip(scores, answers, strict=True), reverse=True):
+                print(f"{score:9.2f}  {city}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Speculation: several tokens drafted, one forward to verify them, and the text of plain decoding.
+
+The conversation holds a text that the answer repeats, as in editing or summarising. The drafts come from the
+conversation itself (``ngram``); ``draft_model_path`` would have a small model make them.
+
+    python examples/speculation.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock import LLM, SamplingParams
+
+QUESTION = {"role": "user", "content": "What is Penstock?"}
+ANSWER = "Penstock is an LLM inference library and server in Python. It carries tokens to a model and back."
+CHAT: Any = [QUESTION, {"role": "assistant", "content": ANSWER}, QUESTION]
+PARAMS = SamplingParams(temperature=0.7, top_k=0, top_p=0.9, seed=3)
+
+
+def write(**config: Any) -> tuple[str, LLM]:
+    """The answer to the question that was answered before, and who wrote it."""
+    llm = LLM("demo", quantization_encoding="float32", **config)
+    (output,) = llm.chat(CHAT, PARAMS)
+    return output.text, llm
+
+
+def main() -> None:
+    """The same text twice."""
+    plain, llm = write()
+    llm.close()
+    drafted, llm = write(speculative_method="ngram", adaptive_speculation=False)
+    stats = llm.pipeline.speculation_stats
+    llm.close()
+    print(drafted)
+    print(f"the same text: {plain == drafted}")
+    print(
+        f"{stats.num_accepted} of {stats.num_proposed} drafted tokens accepted, "
+        f"{stats.num_verified_steps} forwards with drafts"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Answers that a program can read: the model is held to a class, a regular expression, a list of choices.
+
+penstock serve &
+python examples/structured_output.py --url http://127.0.0.1:8000
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Literal
+
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+
+class Person(BaseModel):
+    """What the answer has to be."""
+
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=150)
+    city: str = Field(max_length=20)
+
+
+class Verdict(BaseModel):
+    """An answer with one open end."""
+
+    mood: Literal["happy", "sad"]
+    because: str = Field(max_length=60)
+
+
+def as_class(client: OpenAI, model: str, kind: type[BaseModel], text: str) -> None:
+    """The client makes a JSON schema of the class, and an object of the answer."""
+    reply = client.chat.completions.parse(
+        model=model,
+        messages=[{"role": "user", "content": text}],
+        response_format=kind,
+        temperature=0,
+        max_tokens=150,
+    )
+    print(repr(reply.choices[0].message.parsed))
+
+
+def held_to(client: OpenAI, model: str, text: str, **outputs: Any) -> None:
+    """What OpenAI's fields cannot say is in a field of ours: regex, choice, grammar, structural_tag."""
+    reply = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": text}],
+        temperature=0,
+        extra_body={"structured_outputs": outputs},
+    )
+    print(outputs, "->", reply.choices[0].message.content)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--api-key", default="none")
+    flags = parser.parse_args()
+    with OpenAI(base_url=f"{flags.url}/v1", api_key=flags.api_key) as opened:
+        served = opened.models.list().data[0].id
+        as_class(opened, served, Person, "Tom is 31 years old and lives in Oslo. Answer as JSON.")
+        as_class(opened, served, Verdict, "How did the story of the lost dog end?")
+        held_to(opened, served, "When was that?", regex=r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]")
+        held_to(opened, served, "Is the sky blue?", choice=["yes", "no", "perhaps"])

@@ -1,0 +1,119 @@
+"""Every block of code on the pages works as it stands there, or is plainly not to be run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from support.documents import (
+    PAGES,
+    ROOT,
+    URL,
+    Block,
+    blocks,
+    curl_of,
+    running_server,
+    shell_commands,
+    write_adapter,
+)
+
+from penstock.cli import cli
+
+PYTHON = blocks("python")
+ALONE = [
+    block for block in PYTHON if not block.needs_server and block.page.name != "README.md"
+]  # test_readme
+SESSIONS = [block for block in blocks("console") if shell_commands(block)]
+CURLS = [(block, line) for block in SESSIONS for line in shell_commands(block) if line.startswith("curl ")]
+FOLDERS = ("penstock", "tests", "tools", "examples", "benchmarks")
+NOT_RUN = {"text", "ini", "nginx", "toml", "json", "console"}
+"""Languages of blocks that are shown alone; commands of Penstock in sessions are checked all the same."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pages")
+    write_adapter(path / "adapters" / "tone")
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    flags = ("--lora", "tone=adapters/tone", "--enable-lora", "--speculative-method", "ngram")
+    with running_server(folder, *flags) as address:
+        yield address
+
+
+@pytest.mark.parametrize("block", ALONE, ids=str)
+def test_python(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    run(block, block.code)
+
+
+@pytest.mark.parametrize("block", [block for block in PYTHON if block.needs_server], ids=str)
+def test_clients(block: Block, url: str) -> None:
+    names = run(block, block.code.replace(URL, url))
+    if "client" in names:
+        names["client"].close()
+
+
+def run(block: Block, code: str) -> dict[str, object]:
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile("\n" * block.line + code, str(block.page), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize(("block", "line"), CURLS, ids=str)
+def test_curl(block: Block, line: str, url: str) -> None:
+    method, path, body = curl_of(line)
+    response = httpx.request(method, url + path, json=body, timeout=60)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("block", SESSIONS, ids=str)
+def test_commands_take_these_flags(block: Block) -> None:
+    for line in shell_commands(block):
+        words = shlex.split(line.split("| ")[-1], comments=True)
+        if words[0] != "penstock" or len(words) == 1:
+            continue
+        with cli.make_context("penstock", words[1:2]) as context:
+            command = cli.get_command(context, words[1])
+            assert command is not None, line
+            command.make_context(words[1], words[2:], parent=context)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.exists(), target
+        titles = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [title.lower().replace(" ", "-") for title in titles], target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_are_there(page: Path) -> None:
+    files = [f"/{file.relative_to(ROOT)}" for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    for name in re.findall(r"`([\w/]+\.py)\b", page.read_text()):
+        if page.name == "CHANGELOG.md":
+            continue  # speaks of what was
+        assert any(file.endswith(f"/{name}") for file in files), name
+
+
+def test_other_blocks_are_marked() -> None:
+    unmarked = [str(block) for block in blocks("", "bash", "sh", "shell", "py")]
+    assert not unmarked, "name the language: python is run; console, text and the like are not"
+    assert {block.language for block in blocks(*NOT_RUN, "python")} <= {*NOT_RUN, "python"}
+
+
+def test_there_is_something_to_check() -> None:
+    assert len([block for block in PYTHON if block.needs_server]) >= 8
+    assert len(ALONE) >= 8
+    assert len(CURLS) >= 2

@@ -1,0 +1,87 @@
+"""The tables of the pages say what the code says."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.documents import ROOT
+
+from penstock.errors import UnsupportedSchemaError
+from penstock.pipelines.grammars.shapes import REFUSED
+from penstock.pipelines.registry import PIPELINE_REGISTRY
+from penstock.pipelines.schema_keywords import check_json_schema
+from penstock.pipelines.weights import gguf_names
+from penstock.serve import schemas
+
+TOOL = runpy.run_path(str(ROOT / "tools" / "write_tables.py"))
+SERVE = ROOT / "penstock" / "serve"
+
+
+@pytest.mark.parametrize("name", TOOL["PAGES"])
+def test_a_page_is_current(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text() == TOOL["page"](name), "run: python tools/write_tables.py"
+
+
+def test_every_table_is_somewhere() -> None:
+    text = "".join((ROOT / "docs" / name).read_text() for name in TOOL["PAGES"])
+    assert sorted(re.findall(r"<!-- table: (\w+) -->", text)) == sorted(TOOL["TABLES"])
+
+
+@pytest.mark.parametrize("keyword", TOOL["HONOURED"])
+def test_an_honoured_keyword(keyword: str) -> None:
+    schema = TOOL["HONOURED"][keyword]
+    assert keyword in str(schema)
+    check_json_schema(schema)
+
+
+@pytest.mark.parametrize("keyword", TOOL["LIMITS"])
+def test_a_keyword_beyond_its_limit(keyword: str) -> None:
+    with pytest.raises(UnsupportedSchemaError) as caught:
+        check_json_schema(TOOL["LIMITS"][keyword][1])
+    assert caught.value.keyword == keyword
+
+
+@pytest.mark.parametrize("keyword", [*REFUSED, "uniqueItems"])
+def test_a_refused_keyword(keyword: str) -> None:
+    assert keyword not in TOOL["HONOURED"]
+    with pytest.raises(UnsupportedSchemaError) as caught:
+        check_json_schema({"then": {}, keyword: {}} if keyword == "if" else {keyword: {}})
+    assert caught.value.keyword == keyword
+
+
+def test_every_family_of_gguf_files_is_said() -> None:
+    said = {name for names in TOOL["GGUF_OF"].values() for name in names}
+    assert said == set(gguf_names._FAMILIES)
+    assert set(TOOL["GGUF_OF"]) <= {one.name for one in PIPELINE_REGISTRY.architectures}
+
+
+def test_every_code_of_an_error_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "server.md").read_text()
+    missing = {code for code in _codes() if f"`{code}`" not in page}
+    assert not missing
+
+
+def _codes() -> Iterator[str]:
+    for file in SERVE.rglob("*.py"):
+        yield from re.findall(r'\bcode="(\w+)"', file.read_text())
+    problems = (SERVE / "problems.py").read_text()
+    yield from re.findall(r'INVALID, "(\w+)"', problems)
+    yield from re.findall(r'"(?:missing|server_error|\w+_error)", "(\w+)"', problems)
+    yield from re.findall(r'\{"missing": "(\w+)"\}', problems)
+
+
+def test_ours_are_those_that_openai_has_not() -> None:
+    from openai.types import completion_create_params as of_completions
+    from openai.types.chat import completion_create_params as of_chats
+
+    theirs: set[str] = set()
+    for module in (of_completions, of_chats):
+        for name in ("Base", "NonStreaming", "Streaming"):
+            theirs |= set(getattr(module, f"CompletionCreateParams{name}").__annotations__)
+    kinds: tuple[Any, ...] = (schemas.ChatBody, schemas.CompletionBody)
+    honoured = {field.alias or name for kind in kinds for name, field in kind.model_fields.items()}
+    assert honoured - theirs == set(TOOL["OURS"])

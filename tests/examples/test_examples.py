@@ -1,0 +1,74 @@
+"""Every example runs as it stands, and says what it is there to say."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.documents import EXAMPLES, running_server
+
+CLIENTS = ("openai_client", "structured_output")
+ALONE = ("lora", "score_batch", "speculation")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_server(tmp_path_factory.mktemp("server")) as address:
+        yield address
+
+
+def test_all_are_run() -> None:
+    others = {"own_model"}  # test_own_model
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLIENTS, *ALONE, *others}
+
+
+def test_openai_client(url: str) -> None:
+    said = run("openai_client", "--url", url)
+    assert "answer: Penstock is an LLM inference library" in said
+    assert "story: Once upon a time" in said
+    assert "60 written" in said
+    assert "call: get_weather {'city': 'Paris'}" in said
+    assert "sunny in Paris" in said
+
+
+def test_structured_output(url: str) -> None:
+    said = run("structured_output", "--url", url)
+    assert "Person(name='Tom', age=31, city='Oslo')" in said
+    assert "Verdict(mood=" in said
+    assert said.splitlines()[-1].endswith(("-> yes", "-> no", "-> perhaps"))
+
+
+def test_lora(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run_here("lora", capsys).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["the model itself", "one", "two"]
+    assert len({line.partition(":")[2] for line in lines}) == 3
+
+
+def test_score_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run_here("score_batch", capsys).splitlines()
+    best = {
+        question: lines[place + 1].split()[-1] for place, question in enumerate(lines) if question[-1] == "?"
+    }
+    assert best == {"What is the capital of Germany?": "Berlin", "What is the capital of France?": "Paris"}
+
+
+def test_speculation(capsys: pytest.CaptureFixture[str]) -> None:
+    said = run_here("speculation", capsys)
+    assert "the same text: True" in said
+    num_accepted = int(said.splitlines()[-1].split()[0])
+    assert num_accepted > 5
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(Path(EXAMPLES, f"{name}.py")), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def run_here(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """In this process, where torch is imported but once."""
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return capsys.readouterr().out

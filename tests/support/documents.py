@@ -1,0 +1,108 @@
+"""What the pages show, taken out of them, and a server for what they send."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_WITH_TESTS_OF_THEIR_OWN = {"adding-a-model.md"}
+PAGES = sorted(
+    page
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    if page.name not in _WITH_TESTS_OF_THEIR_OWN
+)
+EXAMPLES = ROOT / "examples"
+URL = "http://127.0.0.1:8000"
+"""Where the pages have their server."""
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code in a page."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+    @property
+    def needs_server(self) -> bool:
+        return URL in self.code
+
+
+def blocks(*languages: str) -> list[Block]:
+    """Those of all pages in these languages."""
+    return [block for page in PAGES for block in _blocks_of(page) if block.language in languages]
+
+
+def _blocks_of(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for match in _FENCE.finditer(text):
+        yield Block(page, text.count("\n", 0, match.start()) + 1, match[1], match[2])
+
+
+def shell_commands(block: Block) -> list[str]:
+    """The commands of a session: lines behind ``$``, those that a backslash continues joined."""
+    joined = block.code.replace("\\\n", " ")
+    return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+
+
+def curl_of(command: str) -> tuple[str, str, dict[str, Any] | None]:
+    """Method, path and JSON body of a curl command to the pages' server."""
+    words = shlex.split(command, comments=True)
+    (address,) = [word for word in words if word.startswith("http")]
+    body = words[words.index("-d") + 1] if "-d" in words else None
+    return (
+        "GET" if body is None else "POST",
+        address.removeprefix(URL),
+        None if body is None else json.loads(body),
+    )
+
+
+def write_adapter(folder: Path, seed: int = 0) -> Path:
+    """A PEFT directory for the embedded model, by the example that shows how one is used."""
+    written = runpy.run_path(str(EXAMPLES / "lora.py"))["write_adapter"](folder, seed=seed)
+    assert isinstance(written, Path)
+    return written
+
+
+@contextmanager
+def running_server(folder: Path, *flags: str) -> Iterator[str]:
+    """``penstock serve`` in a process of its own; gives its URL."""
+    log = folder / "server.log"
+    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
+    with log.open("w") as errors, subprocess.Popen(command, cwd=folder, stderr=errors) as process:
+        try:
+            yield _announced(process, log)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0, log.read_text()
+
+
+def _announced(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The address, once the server has said it."""
+    while True:
+        found = re.search(r"serving \S+ at (\S+) \(ready", log.read_text())
+        if found:
+            return found[1]
+        assert process.poll() is None, log.read_text()
+        try:
+            process.wait(0.05)
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,388 @@
+"""Writes the tables of docs/ that say what the code says: ``python tools/write_tables.py``.
+
+A page has ``<!-- table: NAME -->`` and ``<!-- end -->``; what stands between them is the table of that name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from prometheus_client.metrics import MetricWrapperBase
+
+from penstock.pipelines.grammars import formats as string_formats
+from penstock.pipelines.grammars import shapes
+from penstock.pipelines.lora import adapter_config
+from penstock.pipelines.registry import PIPELINE_REGISTRY
+from penstock.pipelines.weights import gguf_names
+from penstock.serve import (
+    adapters,
+    chat,
+    completions,
+    metrics,
+    middleware,
+    models,
+    operations,
+    parameters,
+    playground,
+    problems,
+    schemas,
+    tokenization,
+)
+from penstock.serve.parsers.formats import TOOL_FORMATS
+from penstock.serve.parsers.reasoning import REASONING_FORMATS
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = ("server.md", "compatibility.md")
+ROUTERS = (chat, completions, models, adapters, tokenization, operations, playground)
+OURS = (  # fields that OpenAI's two request types have not
+    "add_generation_prompt allowed_token_ids cache_salt chat_template_kwargs continue_final_message"
+    " ignore_eos min_p min_tokens priority repetition_penalty return_token_ids skip_special_tokens"
+    " stop_token_ids structured_outputs top_k"
+).split()
+
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+
+
+def page(name: str) -> str:
+    """A page with its tables as they should be."""
+    text = (DOCS / name).read_text()
+    return _TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", text)
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    """``head`` has the columns, with bars between them."""
+    columns = [column.strip() for column in head.split("|")]
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def code(value: str) -> str:
+    """Text as code, also where it has backticks."""
+    return f"`` {value} ``" if "`" in value else f"`{value}`"
+
+
+# -- The server -----------------------------------------------------------------------------------------
+
+
+def routes() -> str:
+    """Every route, and whether it is open."""
+    rows = []
+    for module in ROUTERS:
+        for route in cast(Any, module).router.routes:
+            if not route.include_in_schema and route.path not in ("/", "/playground/stats"):
+                continue  # the files of the playground
+            text = (route.endpoint.__doc__ or "The playground.").strip().splitlines()[0].replace("``", "`")
+            methods = " ".join(sorted(route.methods - {"HEAD"}))
+            key = "open" if route.path in middleware.PUBLIC else "key"
+            rows.append([methods, code(route.path), key, text])
+    return table("method | path | needs | what it does", rows)
+
+
+def fields() -> str:
+    """Every field of the two routes of text."""
+    kinds = (schemas.ChatBody, schemas.CompletionBody)
+    honoured = {kind: schemas.json_schema(kind)["properties"] for kind in kinds}
+    tables = {kind: parameters.UNSUPPORTED[kind] for kind in kinds}
+    names = sorted({name for kind in kinds for name in (*honoured[kind], *tables[kind])})
+    return table(
+        "field | chat | completions | values",
+        (
+            [
+                f"`{name}`{' *' if name in OURS else ''}",
+                *(_how(name, honoured[kind], tables[kind]) for kind in kinds),
+                _values(name, [honoured[kind] for kind in kinds], [tables[kind] for kind in kinds]),
+            ]
+            for name in names
+        ),
+    )
+
+
+def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, parameters.Refused]) -> str:
+    if name in parameters.LOGGED:
+        return "log"
+    if name in honoured:
+        return "yes"
+    if name not in refused:
+        return "unknown"
+    return "default only" if refused[name].accepted else "refused"
+
+
+def _values(
+    name: str,
+    honoured: Iterable[Mapping[str, Any]],
+    refused: Iterable[Mapping[str, parameters.Refused]],
+) -> str:
+    legal = [_legal(one[name]) if name in one else "" for one in honoured]
+    if all(legal) and len(set(legal)) > 1:
+        parts = [f"chat: {legal[0]}; completions: {legal[1]}"]
+    else:
+        parts = [next(filter(None, legal))] if any(legal) else []
+    for one in refused:
+        if name in one:
+            accepted = ", ".join(code(json.dumps(value)) for value in one[name].accepted)
+            parts.append(f"{accepted + ': ' if accepted else ''}{one[name].reason}")
+    return "; ".join(dict.fromkeys(parts))
+
+
+def _legal(schema: Mapping[str, Any]) -> str:
+    """A JSON schema in a few words."""
+    if "anyOf" in schema:
+        options = [_legal(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        return " or ".join(dict.fromkeys(options))
+    if "enum" in schema or "const" in schema:
+        return ", ".join(code(json.dumps(one)) for one in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type")
+    if kind == "array":
+        return f"list of {_plural(_legal(schema['items']))}"
+    if kind == "object":
+        return (
+            "object"
+            if "properties" not in schema
+            else f"object: {', '.join(map(code, schema['properties']))}"
+        )
+    names = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true, false"}
+    bounds = [
+        f"{words} {schema[keyword]}"
+        for keyword, words in (
+            ("minimum", "at least"),
+            ("exclusiveMinimum", "above"),
+            ("maximum", "at most"),
+            ("exclusiveMaximum", "below"),
+        )
+        if keyword in schema and abs(schema[keyword]) < 2**31
+    ]
+    return " ".join([names.get(str(kind), "anything"), *([f"({', '.join(bounds)})"] if bounds else [])])
+
+
+def _plural(words: str) -> str:
+    first, bracket, rest = words.partition(" (")
+    known = {"text": "texts", "whole number": "whole numbers", "number": "numbers"}
+    return (
+        known.get(first, first.replace("list of", "lists of").replace("object:", "objects:")) + bracket + rest
+    )
+
+
+def errors() -> str:
+    """Which exception becomes which answer."""
+    rows = [
+        [f"`{cls.__name__}`", str(status), code(kind), code(name) if name else ""]
+        for cls, (status, kind, name) in problems.TABLE.items()
+    ]
+    return table("exception | status | type | code", rows)
+
+
+def statuses() -> str:
+    """What the HTTP layer answers by itself."""
+    rows = [
+        [str(status), code(kind), code(name or "")] for status, (kind, name) in problems._OF_STATUS.items()
+    ]
+    return table("status | type | code", rows)
+
+
+def metric_names() -> str:
+    """Every metric: what an application's registry has, and what is read from the worker."""
+    rows = []
+    found = metrics.Metrics(with_process=False)
+    labels = {
+        one._name: one._labelnames for one in vars(found).values() if isinstance(one, MetricWrapperBase)
+    }
+    for family in found.registry.collect():
+        ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        by = ", ".join(map(code, labels[family.name]))
+        rows.append(
+            [code(family.name + ending), family.type, family.documentation + (f"; by {by}" if by else "")]
+        )
+    for one in metrics.WORKER_METRICS:
+        rows.append([code(one.name), "counter" if one.name.endswith("_total") else "gauge", one.help])
+    return table("name | kind | what", rows)
+
+
+# -- Compatibility --------------------------------------------------------------------------------------
+
+
+def architectures() -> str:
+    """Every architecture that the registry finds."""
+    rows = []
+    for one in PIPELINE_REGISTRY.architectures:
+        text = (importlib.import_module(cast(str, one.package)).__doc__ or "").split("\n\n")[0]
+        quantizations = "".join(f", and {method} read" for method in one.supported_quantizations)
+        known_as = ", ".join(map(code, GGUF_OF.get(one.name, ())))
+        weights = ", ".join(one.supported_encodings) + quantizations
+        rows.append(
+            [code(one.name), " ".join(text.replace("``", "`").split()).rstrip("."), weights, known_as]
+        )
+    return table("model_type | models | weights | GGUF", rows)
+
+
+GGUF_OF: Mapping[str, tuple[str, ...]] = {
+    "gemma2": ("gemma2",),
+    "gemma3_text": ("gemma3",),
+    "gpt2": ("gpt2",),
+    "granite": ("granite",),
+    "llama": ("llama",),
+    "mistral": ("llama",),
+    "mixtral": ("llama",),
+    "olmo2": ("olmo2",),
+    "phi3": ("phi3",),
+    "qwen2": ("qwen2",),
+    "qwen3": ("qwen3",),
+    "qwen3_moe": ("qwen3moe",),
+    "smollm3": ("smollm3",),
+}
+"""``model_type`` -> the families of GGUF files that are read as it."""
+
+
+def gguf_blocks() -> str:
+    """How numbers may be stored in a GGUF file."""
+    rows = [["floats", ", ".join(map(code, gguf_names._FLOATS))]]
+    rows.append(["blocks, read into floats", ", ".join(map(code, gguf_names.READABLE_BLOCKS))])
+    return table("kind | types", rows)
+
+
+def tool_formats() -> str:
+    """How each format of tool calls is recognised and written."""
+    rows = [[code(name), _docstring(one)] for name, one in TOOL_FORMATS.items()]
+    return table("name | whose it is, and how a call looks", rows)
+
+
+def _docstring(one: Any) -> str:
+    """The docstring of the file that makes the format."""
+    folder = "penstock.serve.parsers.formats"
+    files = [importlib.import_module(f"{folder}.{path.stem}") for path in _files(folder)]
+    (maker, *_) = [file for file in files if any(value is one for value in vars(file).values())]
+    text = (maker.__doc__ or "").replace("``", "`")
+    return " ".join(text.split())
+
+
+def _files(package: str) -> list[Path]:
+    folder = Path(cast(str, importlib.import_module(package).__file__)).parent
+    return [path for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
+
+
+def reasoning_formats() -> str:
+    """The markers of each format of reasoning."""
+    rows = [
+        [
+            code(one.name),
+            *(
+                " ".join(code(marker.replace("\n", "\\n")) for marker in markers)
+                for markers in (one.begins, one.ends)
+            ),
+        ]
+        for one in REASONING_FORMATS.values()
+    ]
+    return table("name | begins | ends", rows)
+
+
+def peft_fields() -> str:
+    """What becomes of each field of an adapter's configuration."""
+    rows = [[code(name), "read"] for name in sorted(adapter_config._READ)]
+    rows += [
+        [code(name), "no effect on a trained adapter"] for name in sorted(adapter_config._WITHOUT_EFFECT)
+    ]
+    rows += [
+        [code(name), f"refused where it is set: {what}"]
+        for name, what in sorted(adapter_config._REFUSED.items())
+    ]
+    return table("field | what becomes of it", sorted(rows))
+
+
+HONOURED: Mapping[str, Any] = {
+    "type": {"type": ["string", "null"]},
+    "enum": {"enum": [1, "a", None]},
+    "const": {"const": {"a": 1}},
+    "minimum": {"type": "number", "minimum": 1.5},
+    "maximum": {"type": "integer", "maximum": 7},
+    "exclusiveMinimum": {"type": "number", "exclusiveMinimum": 0},
+    "exclusiveMaximum": {"type": "number", "exclusiveMaximum": 1},
+    "multipleOf": {"type": "integer", "multipleOf": 5},
+    "minLength": {"type": "string", "minLength": 1},
+    "maxLength": {"type": "string", "maxLength": 9},
+    "pattern": {"type": "string", "pattern": "^[a-z]+$"},
+    "format": {"type": "string", "format": "date-time"},
+    "items": {"type": "array", "items": {"type": "integer"}},
+    "prefixItems": {"type": "array", "prefixItems": [{"type": "integer"}], "items": False},
+    "minItems": {"type": "array", "minItems": 1},
+    "maxItems": {"type": "array", "maxItems": 3},
+    "unevaluatedItems": {"type": "array", "prefixItems": [{}], "unevaluatedItems": False},
+    "properties": {"type": "object", "properties": {"a": {"type": "string"}}},
+    "required": {"type": "object", "properties": {"a": {}}, "required": ["a"]},
+    "additionalProperties": {"type": "object", "additionalProperties": {"type": "integer"}},
+    "patternProperties": {"type": "object", "patternProperties": {"^x": {}}, "additionalProperties": False},
+    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^[a-z]+$"}},
+    "minProperties": {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1},
+    "maxProperties": {"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1},
+    "unevaluatedProperties": {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False},
+    "dependentRequired": {"properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
+    "dependentSchemas": {
+        "properties": {"a": {}},
+        "dependentSchemas": {"a": {"properties": {"a": {"const": 1}}}},
+    },
+    "$ref": {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": {"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}}},
+    },
+    "allOf": {"allOf": [{"type": "integer"}, {"minimum": 3}]},
+    "anyOf": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    "oneOf": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+}
+"""Keyword -> a schema with it that is honoured."""
+
+LIMITS: Mapping[str, tuple[str, Any]] = {
+    "multipleOf": ("whole numbers alone", {"multipleOf": 0.5}),
+    "format": (
+        f"{', '.join(string_formats.SUPPORTED)} are enforced; the standard's others are refused; "
+        "names that are not the standard's are remarks",
+        {"type": "string", "format": "regex"},
+    ),
+    "items": ("a schema, not the old array of schemas", {"items": [{"type": "integer"}]}),
+    "patternProperties": (
+        "one pattern, where additionalProperties is false or absent",
+        {"patternProperties": {"^a": {}, "^b": {}}},
+    ),
+    "propertyNames": (
+        "by itself, or with names that enum lists",
+        {"properties": {"a": {}}, "propertyNames": {"pattern": "^a"}},
+    ),
+    "minProperties": ("where properties names them", {"type": "object", "minProperties": 2}),
+    "unevaluatedItems": (
+        "true or false, not beside $ref, allOf, anyOf, oneOf",
+        {"unevaluatedItems": {"type": "integer"}},
+    ),
+    "unevaluatedProperties": ("the same", {"allOf": [{}], "unevaluatedProperties": False}),
+    "$ref": ("places in the same schema, #/...; may recur", {"$ref": "https://example.org/schema"}),
+    "oneOf": ("branches that provably exclude each other", {"oneOf": [{"minimum": 1}, {"maximum": 2}]}),
+}
+"""Keyword -> how far it goes, and a schema beyond that."""
+
+
+def schema_keywords() -> str:
+    """What becomes of each keyword of a JSON schema."""
+    rows = [[code(name), f"yes{': ' + LIMITS[name][0] if name in LIMITS else ''}"] for name in HONOURED]
+    rows.append(["`uniqueItems`", "refused: all items before would have to be remembered"])
+    rows += [[code(name), f"refused: {reason}"] for name, reason in shapes.REFUSED.items()]
+    return table("keyword | honoured", rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "routes": routes,
+    "fields": fields,
+    "errors": errors,
+    "statuses": statuses,
+    "metrics": metric_names,
+    "architectures": architectures,
+    "gguf_blocks": gguf_blocks,
+    "tool_formats": tool_formats,
+    "reasoning_formats": reasoning_formats,
+    "peft_fields": peft_fields,
+    "schema_keywords": schema_keywords,
+}
+
+if __name__ == "__main__":
+    for name in PAGES:
+        (DOCS / name).write_text(page(name))
