@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from penstock import __version__
 from penstock.errors import PenstockError
-from penstock.serve import adapters, chat, completions, models, operations, problems, tokenization
+from penstock.serve import adapters, chat, completions, models, operations, playground, problems, tokenization
 from penstock.serve.middleware import Admit, Observe
 from penstock.serve.services import Services
 
@@ -46,6 +46,8 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     app.include_router(adapters.router)  # POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     app.include_router(tokenization.router)  # POST /tokenize, /detokenize
     app.include_router(operations.router)  # GET  /health, /ready, /version, /metrics
+    if services.config.playground:
+        app.include_router(playground.router)  # GET  /, /playground/...
     return app
 
 

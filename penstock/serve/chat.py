@@ -25,9 +25,8 @@ from penstock.serve.choice_text import ChoiceText
 from penstock.serve.generation import Work, in_pool
 from penstock.serve.models import adapter_named
 from penstock.serve.openapi import body_of, generated
-from penstock.serve.output_format import check_enabled, output_grammar
+from penstock.serve.output_format import check_enabled, check_tools, checked_grammar, output_grammar
 from penstock.serve.parameters import blaming, sampling_params
-from penstock.serve.problems import RequestProblem
 from penstock.serve.request_record import RequestRecord
 from penstock.serve.schemas import ChatBody
 from penstock.serve.services import Services
@@ -54,6 +53,7 @@ async def create_chat_completion(request: Request) -> Response:
         scores=ChatScores(services.tokenizer, body.top_logprobs or 0) if body.logprobs else None,
         prompt_token_ids=chat.context.prompt_tokens.tolist() if body.return_token_ids else None,
         include_usage=body.includes_usage,
+        reasoning_fields=_reasoning_fields(services),
     )
     return await answer_request(request, services, body, chat.work(services), answer)
 
@@ -145,14 +145,20 @@ class _Chat:
                     tool_choice=self.use.choice,
                     in_reasoning=self.opens_reasoning,
                     parallel=parallel,
+                    shows_special_tokens=self.body.shows_special_tokens,
                 ),
-                skip_special_tokens=parsers.skip_special_tokens,
+                skip_special_tokens=parsers.skip_special_tokens and not self.body.shows_special_tokens,
                 token_by_token=parsers.reasoning_format is not None or not parallel,
                 at_once=not self.body.stream,
             )
             for context in contexts
         ]
         return Work(contexts, choices, self.body.n or 1)
+
+
+def _reasoning_fields(services: Services) -> tuple[str, ...]:
+    field = services.config.reasoning_field
+    return ("reasoning", "reasoning_content") if field == "both" else (field,)
 
 
 def _prefill(body: ChatBody) -> str:
@@ -172,42 +178,30 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
         RequestProblem: 400 that names the field.
     """
     parsers = services.parsers
+    parallel = body.parallel_tool_calls is not False
     asked = output_grammar(body)
     if use.is_forced:  # then a format of the text says nothing: there will be none
+        check_enabled(services, "tool_choice")
+        check_tools(body, use.called)
         with blaming("tool_choice"):
             forced = parsers.grammar(
-                use.tools,
-                use.choice,
-                parallel=body.parallel_tool_calls is not False,
-                reasoning=True,
-                in_reasoning=opens_reasoning,
+                use.tools, use.choice, parallel=parallel, reasoning=True, in_reasoning=opens_reasoning
             )
-        check_enabled(services, "tool_choice")
-        return forced
-    if _wants_strict_calls(body, use):
-        raise RequestProblem(
-            400,
-            "strict tools are not supported with tool_choice 'auto': "
-            "leave strict out, or send tool_choice 'required' or a function's name",
-            param="tools",
-            code="unsupported_parameter",
-        )
-    if asked is None:
+        return checked_grammar(services, forced, "tools")
+    if asked is None and not use.strict:
         return None
-    grammar, param = asked
+    grammar, param = asked or (None, "tools")
     check_enabled(services, param)
-    if use.tools:
-        raise RequestProblem(
-            400,
-            f"{param} is not supported beside tools with tool_choice 'auto': "
-            "send tool_choice 'none', 'required' or a function's name",
-            param=param,
-            code="unsupported_parameter",
-        )
+    check_tools(body, use.strict)
     with blaming(param):
-        return parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)
-
-
-def _wants_strict_calls(body: ChatBody, use: ToolUse) -> bool:
-    names = {tool["function"]["name"] for tool in use.tools}
-    return any(tool.function.strict and tool.function.name in names for tool in body.tools or ())
+        if grammar is None:
+            made = parsers.strict_grammar(
+                use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
+            )
+        elif use.tools:
+            made = parsers.call_or(
+                grammar, use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
+            )
+        else:
+            made = parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)
+    return checked_grammar(services, made, param)

@@ -44,6 +44,7 @@ class ChatAnswer:
         scores: writes log probabilities, where they were asked for.
         prompt_token_ids: where token ids were asked for: the prompt's.
         include_usage: whether chunks have a ``usage``, null but in the last.
+        reasoning_fields: what clients call the reasoning.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class ChatAnswer:
         scores: ChatScores | None = None,
         prompt_token_ids: list[int] | None = None,
         include_usage: bool = False,
+        reasoning_fields: Sequence[str] = ("reasoning_content",),
     ) -> None:
         self._envelope = envelope
+        self._reasoning_fields = reasoning_fields
         self._scores = scores
         self._prompt_token_ids = prompt_token_ids
         self._include_usage = include_usage
@@ -80,7 +83,7 @@ class ChatAnswer:
         if is_plain and isinstance(text, Content):  # nearly all there are
             last = b"" if piece.finish_reason is None else self._last(index, piece, None)
             return b"%b%b%b" % (first, self._template(index).with_value(text.text), last)
-        delta = _delta(piece.events)
+        delta = self._delta(piece.events)
         has_more = bool(delta or piece.scores or (self._prompt_token_ids is not None and piece.token_ids))
         middle = self._chunk(index, delta, piece, usage=usage) if has_more else b""
         return first + middle + (b"" if piece.finish_reason is None else self._last(index, piece, usage))
@@ -134,7 +137,7 @@ class ChatAnswer:
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
-            "message": _message(piece),
+            "message": self._message(piece),
             "logprobs": None if self._scores is None else self._scores.of(piece.scores),
             "finish_reason": piece.finish_reason,
         }
@@ -142,34 +145,35 @@ class ChatAnswer:
             choice["token_ids"] = piece.token_ids
         return choice
 
+    def _message(self, piece: Piece) -> dict[str, Any]:
+        calls = _calls(piece.events)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": piece.content or (None if calls else ""),
+            "refusal": None,
+        }
+        if reasoning := piece.reasoning:
+            message |= dict.fromkeys(self._reasoning_fields, reasoning)
+        if calls:
+            message["tool_calls"] = [{**call, "id": call["id"]} for call in calls]
+            for call in message["tool_calls"]:
+                del call["index"]
+        return message
 
-def _message(piece: Piece) -> dict[str, Any]:
-    calls = _calls(piece.events)
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": piece.content or (None if calls else ""),
-        "refusal": None,
-    }
-    if reasoning := piece.reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = [{**call, "id": call["id"]} for call in calls]
-        for call in message["tool_calls"]:
-            del call["index"]
-    return message
-
-
-def _delta(events: Sequence[Event]) -> dict[str, Any]:
-    """What is new, and nothing else: strict clients refuse nulls."""
-    delta: dict[str, Any] = {}
-    for one in events:
-        if isinstance(one, Content):
-            delta["content"] = delta.get("content", "") + one.text
-        elif isinstance(one, Reasoning):
-            delta["reasoning_content"] = delta.get("reasoning_content", "") + one.text
-    if calls := _calls(events):
-        delta["tool_calls"] = calls
-    return delta
+    def _delta(self, events: Sequence[Event]) -> dict[str, Any]:
+        """What is new, and nothing else: strict clients refuse nulls."""
+        delta: dict[str, Any] = {}
+        reasoning = ""
+        for one in events:
+            if isinstance(one, Content):
+                delta["content"] = delta.get("content", "") + one.text
+            elif isinstance(one, Reasoning):
+                reasoning += one.text
+        if reasoning:
+            delta |= dict.fromkeys(self._reasoning_fields, reasoning)
+        if calls := _calls(events):
+            delta["tool_calls"] = calls
+        return delta
 
 
 def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:

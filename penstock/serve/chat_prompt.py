@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from penstock.pipelines.tokenizer import TextTokenizer
@@ -21,11 +23,20 @@ class ToolUse:
     tools: list[dict[str, Any]]
     choice: str | dict[str, Any]
     """``auto``, ``none``, ``required``, or the one function to call, as OpenAI writes it."""
+    strict: frozenset[str] = frozenset()
+    """Names of the tools whose arguments have to be as their schemas say."""
 
     @property
     def is_forced(self) -> bool:
         """Whether the answer has to be a call."""
         return self.choice not in ("auto", "none")
+
+    @property
+    def called(self) -> frozenset[str]:
+        """Names of the tools that a forced call may be of."""
+        if isinstance(self.choice, dict):
+            return frozenset({self.choice["function"]["name"]})
+        return frozenset(tool["function"]["name"] for tool in self.tools)
 
 
 def tool_use(body: ChatBody, raw: Mapping[str, Any]) -> ToolUse:
@@ -37,6 +48,7 @@ def tool_use(body: ChatBody, raw: Mapping[str, Any]) -> ToolUse:
     tools = [plain_tool(tool) for tool in raw.get("tools") or []]
     names = [tool["function"]["name"] for tool in tools]
     choice = body.tool_choice
+    strict = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
     match choice:
         case NamedTool():
             _check_name(choice.function.name, names, "tool_choice.function.name")
@@ -46,14 +58,14 @@ def tool_use(body: ChatBody, raw: Mapping[str, Any]) -> ToolUse:
             for index, name in enumerate(allowed):
                 _check_name(name, names, f"tool_choice.allowed_tools.tools[{index}].function.name")
             kept = [tool for tool in tools if tool["function"]["name"] in allowed]
-            return ToolUse(kept, choice.allowed_tools.mode if kept else "none")
+            return ToolUse(kept, choice.allowed_tools.mode if kept else "none", strict & {*allowed})
         case "required" if not tools:
             raise RequestProblem(
                 400, "tool_choice is 'required', but there are no tools", param="tool_choice"
             )
         case "none":
             return ToolUse([], "none")  # the model is not shown what it must not use
-    return ToolUse(tools, choice or ("auto" if tools else "none"))
+    return ToolUse(tools, choice or ("auto" if tools else "none"), strict)
 
 
 def check_template_shows(tools: Sequence[Mapping[str, Any]], tokenizer: TextTokenizer) -> None:
@@ -77,16 +89,23 @@ def template_messages(
     """Messages in the words of Hugging Face's templates: no nulls, roles that the template knows."""
     knows_developer = tokenizer.template_mentions("developer")
     as_objects = tokenizer.template_takes_argument_objects
-    return [_message(message, knows_developer, as_objects) for message in messages]
+    plain = [_message(message, knows_developer, as_objects) for message in messages]
+    if tokenizer.template_mentions("thinking") and not tokenizer.template_mentions("reasoning_content"):
+        for message in plain:  # gpt-oss's word for it
+            if "reasoning_content" in message:
+                message["thinking"] = message.pop("reasoning_content")
+    return plain
 
 
 def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bool) -> dict[str, Any]:
     """Variables for the template.
 
     Raises:
-        RequestProblem: 400; the template does not know the effort that is asked for.
+        RequestProblem: 400; the template does not know a variable, or the effort that is asked for.
     """
     options = dict(body.chat_template_kwargs or {})
+    for name in options.keys() - {"add_generation_prompt", "continue_final_message"}:
+        _check_option(name, tokenizer)
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message is not None:
@@ -115,6 +134,20 @@ def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     }
     function.setdefault("parameters", {"type": "object", "properties": {}})
     return {"type": tool["type"], "function": function}
+
+
+def _check_option(name: str, tokenizer: TextTokenizer) -> None:
+    if not tokenizer.has_chat_template or tokenizer.template_mentions(name):
+        return
+    words = set(re.findall(r"[A-Za-z_]\w{2,}", tokenizer.chat_template_source or ""))
+    nearest = get_close_matches(name[:100], sorted(words), n=1, cutoff=0.7)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    raise RequestProblem(
+        400,
+        f"the model's chat template knows no {name[:100]!r}{hint}",
+        param="chat_template_kwargs",
+        code="unsupported_parameter",
+    )
 
 
 def _check_name(name: str, names: Sequence[str], param: str) -> None:

@@ -32,6 +32,7 @@ class CompletionAnswer:
         choices: all choices of all prompts.
         prompt_token_ids: of each choice, where token ids were asked for.
         echoes: of each choice, where the prompt is part of the answer.
+        n: how many choices of a prompt stand side by side; the first may speak for all where nothing streams.
         scores: of each choice, writes log probabilities, where they were asked for.
         include_usage: whether chunks have a ``usage``, null but in the last.
     """
@@ -43,6 +44,7 @@ class CompletionAnswer:
         *,
         prompt_token_ids: Sequence[list[int]] | None = None,
         echoes: Sequence[Echo] | None = None,
+        n: int = 1,
         scores: Sequence[CompletionScores] | None = None,
         include_usage: bool = False,
     ) -> None:
@@ -50,6 +52,7 @@ class CompletionAnswer:
         self._choices = choices
         self._prompt_token_ids = prompt_token_ids
         self._echoes = echoes
+        self._n = n
         self._scores = scores
         self._include_usage = include_usage
         self._begun: set[int] = set()
@@ -111,7 +114,7 @@ class CompletionAnswer:
         logprobs: list[float | None] = [score.logprob for score in piece.scores]
         tops = [score.top for score in piece.scores]
         if echo is not None:
-            rows = self._choices[index].prompt_scores
+            rows = self._choices[index].prompt_scores or self._choices[index - index % self._n].prompt_scores
             assert len(rows) == len(echo.token_ids) - 1, "a row for each token of the prompt but the first"
             ids = [*echo.token_ids, *ids]
             logprobs = [None, *(logprob for logprob, _ in rows), *logprobs]

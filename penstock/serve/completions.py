@@ -49,8 +49,14 @@ async def create_completion(request: Request) -> Response:
             [context.prompt_tokens.tolist() for context in work.contexts] if body.return_token_ids else None
         ),
         echoes=completion.echoes,
+        n=work.n,
         scores=(
-            [CompletionScores(services.tokenizer, body.logprobs) for _ in work.contexts]
+            [
+                CompletionScores(
+                    services.tokenizer, body.logprobs, skip_special_tokens=not body.shows_special_tokens
+                )
+                for _ in work.contexts
+            ]
             if body.logprobs is not None
             else None
         ),
@@ -114,8 +120,19 @@ class _Completion:
                 context = services.tokenizer.build_context(request)
             if asked is not None:
                 context = msgspec.structs.replace(context, grammar=asked[0])
-            contexts += choice_contexts(context, n)
-        choices = [ChoiceText(context, services.tokenizer, at_once=not body.stream) for context in contexts]
+            first, *others = choice_contexts(context, n)
+            if not body.stream:  # what the first says of the prompt holds for all of its answers
+                others = [msgspec.structs.replace(one, log_probabilities_echo=False) for one in others]
+            contexts += [first, *others]
+        choices = [
+            ChoiceText(
+                context,
+                services.tokenizer,
+                skip_special_tokens=not body.shows_special_tokens,
+                at_once=not body.stream,
+            )
+            for context in contexts
+        ]
         echoes = [_echo(services, context) for context in contexts] if body.echo else None
         return cls(name, body, Work(contexts, choices, n), echoes)
 

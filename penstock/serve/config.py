@@ -90,9 +90,15 @@ class ServeConfig:
     reasoning_parser: str = setting(
         "auto", TEXT, "Format of the model's reasoning; auto looks at its chat template, none parses none."
     )
+    reasoning_field: str = setting(
+        "both",
+        one_of("both", "reasoning", "reasoning_content"),
+        "Field of messages and deltas that has the model's reasoning; clients look for one or the other.",
+    )
     default_max_tokens_completions: int = setting(
         16, COUNT, "Most new tokens of a request to /v1/completions that does not say."
     )
+    playground: bool = setting(True, FLAG, "Serve a page at / to try the model on.")
     access_log: bool = setting(True, FLAG, "Write a line to the log at each request's end.")
     log_format: str = setting("logfmt", one_of("logfmt", "json"), "Form of the log's lines.")
     log_level: str = setting(

@@ -13,6 +13,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.serve import playground
 from penstock.serve.access_log import log_request
 from penstock.serve.auth import ApiKeys
 from penstock.serve.problems import Problem, RequestProblem, problem_of
@@ -21,10 +22,10 @@ from penstock.serve.services import Services
 
 _log = logging.getLogger(__name__)
 
-PROBES = frozenset({"/health", "/ready", "/version", "/metrics"})
-"""Paths that look after the server. They are always open, not counted, and logged at level debug."""
+PROBES = frozenset({"/health", "/ready", "/version", "/metrics", "/playground/stats"}) | playground.PATHS
+"""Paths that look after the server, and the page: always open, not counted, and logged at level debug."""
 
-PUBLIC = PROBES | {"/", "/openapi.json"}
+PUBLIC = PROBES | {"/openapi.json"}
 """Paths that need no key and are served while the model is being loaded: they tell nothing of anybody."""
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})

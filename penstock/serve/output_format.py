@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from typing import Any
 
 from penstock.pipelines.core import Grammar
-from penstock.pipelines.schema_keywords import check_grammar
+from penstock.pipelines.schema_keywords import check_grammar, check_json_schema
 from penstock.serve.parameters import blaming
 from penstock.serve.problems import RequestProblem
-from penstock.serve.schemas import GenerationBody, ResponseFormat, StructuredOutputs
+from penstock.serve.schemas import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
 from penstock.serve.services import Services
 
 
@@ -45,6 +46,40 @@ def check_enabled(services: Services, param: str) -> None:
             param=param,
             code="unsupported_parameter",
         )
+
+
+def check_tools(body: ChatBody, names: Container[str]) -> None:
+    """Refuses tools whose parameters no grammar can be made of.
+
+    Args:
+        names: those whose calls are to be held to their parameters.
+
+    Raises:
+        RequestProblem: 400 that names the tool.
+    """
+    for index, tool in enumerate(body.tools or ()):
+        if tool.function.name in names and tool.function.parameters is not None:
+            with blaming(f"tools[{index}].function.parameters"):
+                check_json_schema(tool.function.parameters)
+
+
+def checked_grammar(services: Services, grammar: Grammar | None, place: str) -> Grammar | None:
+    """A grammar made of parts that were checked each by itself.
+
+    Raises:
+        RequestProblem: 400; together they are too much, or refer to something outside of them.
+    """
+    if grammar is None:
+        return None
+    most = services.pipeline_config.structured_output.max_size
+    if len(grammar.text) > most:
+        raise RequestProblem(
+            400,
+            f"the grammar of {place} has {len(grammar.text)} characters, {most} are the most: "
+            "make it smaller, or raise --max-grammar-size",
+            param=place,
+        )
+    return _checked(grammar, place)
 
 
 def _of_format(form: ResponseFormat) -> Grammar:

@@ -58,8 +58,7 @@ _OF_BOTH: Mapping[str, Refused] = {
     "early_stopping": Refused(_NO_BEAMS, (False,)),
     "bad_words": Refused("give the tokens a logit_bias of -100", ([],)),
     "include_stop_str_in_output": Refused("an answer ends before its stop string", (False,)),
-    "skip_special_tokens": Refused("special tokens are never part of the text", (True,)),
-    "spaces_between_special_tokens": Refused("special tokens are never part of the text", (True,)),
+    "spaces_between_special_tokens": Refused("text is what the tokens write, no more", (True, False)),
     "truncate_prompt_tokens": Refused("prompts are never cut: shorten it, /tokenize counts its tokens"),
     "truncation_side": Refused("prompts are never cut: shorten it, /tokenize counts its tokens"),
     "prompt_logprobs": Refused("use /v1/completions with echo and logprobs"),
@@ -190,7 +189,7 @@ def output_limit(body: GenerationBody) -> int | None:
     Raises:
         RequestProblem: 400; they differ.
     """
-    newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    newer = body.max_completion_tokens
     if newer is not None and body.max_tokens is not None and newer != body.max_tokens:
         raise RequestProblem(
             400,

@@ -174,6 +174,8 @@ class GenerationBody(RequestBody):
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     """Token id, as text, to what is added to its logit."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """OpenAI's is a field of chats alone; clients that measure servers send it to both."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Texts | None = None
@@ -193,6 +195,7 @@ class GenerationBody(RequestBody):
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
 
@@ -201,6 +204,11 @@ class GenerationBody(RequestBody):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        """Whether special tokens inside of the answer are part of its text."""
+        return self.skip_special_tokens is False
 
     @property
     def stops(self) -> list[str]:
@@ -238,7 +246,6 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None

@@ -46,9 +46,10 @@ class CompletionScores:
     two of them are the same key.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, top: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, top: int, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._top = top
+        self._skip_special_tokens = skip_special_tokens
         self._offset = 0  # in characters, of the next token in the answer's text
 
     def of(
@@ -58,7 +59,7 @@ class CompletionScores:
         offsets = []
         for token_id in token_ids:
             offsets.append(self._offset)
-            if self._tokenizer.is_visible(token_id):
+            if self._tokenizer.is_visible(token_id, self._skip_special_tokens):
                 # A character counts where its first byte is written.
                 self._offset += sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id))
         return {

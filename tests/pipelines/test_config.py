@@ -30,6 +30,7 @@ from penstock.pipelines.config import (
 LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "model_path": st.sampled_from(["demo", "./folder", "name/space"]),
     "revision": st.sampled_from(["main", "v1"]),
+    "gguf_file": st.sampled_from([None, "Q4_K_M"]),
     "quantization_encoding": st.sampled_from([None, *FLOAT_ENCODINGS]),
     "max_length": st.none() | st.integers(1, 2**40),
     "devices": st.sampled_from([parse_devices(text) for text in ("cpu", "gpu", "gpu:0,1")]),
@@ -249,16 +250,15 @@ def test_the_environment_is_read_by_exact_names() -> None:
         PipelineConfig.from_flat({}, environment={"PENSTOCK_MAX_LENGTH": "many"})
 
 
-def test_deterministic_runs_in_float32() -> None:
-    config = PipelineConfig.from_flat({"deterministic": True})
-    assert config.model.encoding == "float32"
-    assert ("quantization_encoding", "float32", "deterministic") in config.describe()
+def test_deterministic_runs_in_float32_and_bfloat16() -> None:
+    assert PipelineConfig.from_flat({"deterministic": True}).model.encoding == "bfloat16", "the demo's own"
+    for encoding in ("float32", "bfloat16"):
+        PipelineConfig.from_flat({"deterministic": True, "quantization_encoding": encoding})
+    PipelineConfig.from_flat({"quantization_encoding": "float16"})
     with pytest.raises(
-        ConfigError, match="deterministic: needs quantization_encoding float32, which was 'bfl"
+        ConfigError, match="deterministic: needs quantization_encoding float32 or bfloat16, which is 'float16'"
     ):
-        PipelineConfig.from_flat({"deterministic": True, "quantization_encoding": "bfloat16"})
-    with pytest.raises(ConfigError, match="which was not given"):
-        PipelineConfig(deterministic=True)
+        PipelineConfig.from_flat({"deterministic": True, "quantization_encoding": "float16"})
 
 
 def test_configurations_are_frozen_hashable_and_cross_processes() -> None:

@@ -83,7 +83,8 @@ class FakeLoRAManager:
         generator = torch.Generator().manual_seed(1)
         self.matrices = {}
         for name in names:
-            out_features, in_features = Weights.open(checkpoint).shape(f"{name}.weight")
+            shape = Weights.open(checkpoint).shape(f"{name}.weight")
+            out_features, in_features = reversed(shape) if is_transposed(name) else shape
             down = torch.randn(1, 4, in_features, generator=generator) * 0.2
             up = torch.randn(1, out_features, 4, generator=generator) * 0.2
             self.matrices[name] = (down, up)
@@ -106,15 +107,23 @@ def merge(checkpoint: Path, manager: FakeLoRAManager, folder: Path) -> Path:
     """The checkpoint with the adapter's products added to its weights."""
     tensors = load_file(checkpoint / "model.safetensors")
     for name, (down, up) in manager.matrices.items():
-        tensors[f"{name}.weight"] += up[0] @ down[0]
+        delta = up[0] @ down[0]
+        tensors[f"{name}.weight"] += delta.T if is_transposed(name) else delta
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text((checkpoint / "config.json").read_text())
     return folder
 
 
 def linears_of(checkpoint: Path) -> list[str]:
+    endings = ("_proj", ".gate", ".router", ".w1", ".w2", ".w3")  # those of experts and their routers too
     names = Weights.open(checkpoint).names
-    return [name.removesuffix(".weight") for name in names if name.endswith("_proj.weight")]
+    matrices = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    return [name for name in matrices if name.endswith(endings) or is_transposed(name)]
+
+
+def is_transposed(name: str) -> bool:
+    """GPT-2 stores its weights ``[in, out]``."""
+    return name.endswith((".c_attn", ".c_proj", ".c_fc"))
 
 
 @pytest.mark.parametrize("which", [slice(None), slice(1)], ids=["all linears", "one slice of a fused one"])
@@ -133,13 +142,14 @@ def test_an_adapter_is_its_merged_weights(
 
 
 def test_an_adapter_over_several_steps_and_through_the_cache(checkpoint: Path) -> None:
-    manager = FakeLoRAManager(checkpoint, ["model.layers.1.self_attn.q_proj"])
+    manager = FakeLoRAManager(checkpoint, [name for name in linears_of(checkpoint) if ".1." in name][:1])
     members = {"lora_manager": manager}
     pipeline = open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16, members=members)
-    together = generate(pipeline, [context_of(PROMPT), context_of(PROMPT, adapter="tone")], num_steps=5)
+    contexts = [context_of(PROMPT, 20), context_of(PROMPT, 20, adapter="tone")]
+    together = generate(pipeline, contexts, num_steps=5)
     assert together[0] != together[1]
     for adapter, text in zip((None, "tone"), together, strict=True):
-        context = context_of(PROMPT, adapter=adapter)
+        context = context_of(PROMPT, 20, adapter=adapter)
         assert generate(pipeline, [context]) == [text]
         assert context.num_cached_tokens == 16, "each finds its own blocks, never the other's"
 
@@ -158,7 +168,8 @@ def test_given_embeddings_replace_those_of_tokens(pipeline: TextGenerationPipeli
     kv.claim(context)
     kv.reserve(context)
     inputs = model.prepare_initial_token_inputs([[context]], kv.inputs([context]), len(PROMPT))
-    given = (torch.tensor(hidden), table[torch.tensor([PROMPT[i] for i in hidden])])
+    rows = table[torch.tensor([PROMPT[i] for i in hidden])] * model.network.embedding.scale
+    given = (torch.tensor(hidden), rows)
     outputs = model.execute(replace(inputs, input_embeds=given))
     assert torch.equal(outputs.logits, expected)
     assert not torch.allclose(model.execute(inputs).logits, expected)
@@ -202,8 +213,8 @@ def test_speculation_is_plain_decoding(
     def contexts() -> list[TextContext]:
         fields = {"sampling_params": sampling}
         return [
-            context_of(PROMPT, 40, request_id="long", **fields),
-            context_of(PROMPT[:3], 17, request_id="short", **fields),
+            context_of(PROMPT, 20, request_id="long", **fields),
+            context_of(PROMPT[:3], 11, request_id="short", **fields),
         ]
 
     plain = generate(pipeline, contexts())
@@ -218,7 +229,7 @@ def test_speculation_is_plain_decoding(
 
     pipeline.model.execute = counted  # type: ignore[method-assign]
     assert generate(pipeline, contexts(), num_steps=3) == plain
-    assert calls <= -(-40 // (right + 1)) + 1
+    assert calls <= -(-20 // (right + 1)) + 1
 
 
 def test_drafts_never_outgrow_a_context(pipeline: TextGenerationPipeline) -> None:
@@ -277,11 +288,11 @@ class EvenTokens:
 
 
 def test_a_matcher_restricts_its_own_row(pipeline: TextGenerationPipeline) -> None:
-    (plain,) = generate(pipeline, [context_of(PROMPT)])
-    context = context_of(PROMPT)
+    (plain,) = generate(pipeline, [context_of(PROMPT, 20)])
+    context = context_of(PROMPT, 20)
     matcher: Any = EvenTokens()
     context.set_matcher(matcher)
-    restricted, beside = generate(pipeline, [context, context_of(PROMPT)], num_steps=4)
+    restricted, beside = generate(pipeline, [context, context_of(PROMPT, 20)], num_steps=4)
     assert beside == plain
     assert restricted == matcher.accepted
     assert all(token % 2 == 0 for token in restricted)

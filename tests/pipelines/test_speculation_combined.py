@@ -58,11 +58,14 @@ def opened_with(values: dict[str, Any]) -> TextGenerationPipeline:
 def requests(draw: st.DrawFn) -> dict[str, Any]:
     prompt = draw(st.lists(st.integers(0, 7), min_size=1, max_size=40))
     temperature = draw(st.sampled_from([0.0, 1.0]))
+    grammar = draw(st.sampled_from(GRAMMARS))
+    # A grammar may force what is banned, and that ends the request.
+    banned = draw(st.sampled_from([None, [5, 64]])) if grammar is None else None
     return {
         "tokens": prompt,
         "max_new": draw(st.integers(1, 40)),
         "adapter": draw(st.sampled_from([None, "tone"])),
-        "grammar": draw(st.sampled_from(GRAMMARS)),
+        "grammar": grammar,
         "log_probabilities": draw(st.sampled_from([None, 2])),
         "log_probabilities_echo": draw(st.booleans()),
         "eos_sequences": draw(st.sampled_from([[], [[3, 4]]])),
@@ -74,7 +77,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
             frequency_penalty=draw(st.sampled_from([0.0, 0.8])),
             repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
             logit_bias=draw(st.sampled_from([None, {3: 4.0}])),
-            banned_token_ids=draw(st.sampled_from([None, [5, 64]])),
+            banned_token_ids=banned,
         ),
     }
 

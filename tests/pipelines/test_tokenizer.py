@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -429,3 +430,16 @@ def transformers_tokenizer(folder: Path) -> Any:
 
 def test_a_context_is_a_text_context() -> None:
     assert type(FAKE.build_context(request("x"))) is TextContext
+
+
+def test_a_long_prompt_leaves_the_interpreter_to_others() -> None:
+    """A server's event loop goes on while a thread encodes what somebody sent."""
+    tokenizer = FakeTokenizer(max_length=None)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(tokenizer.encode_text, "a").result()
+        encoding, num_looks = pool.submit(tokenizer.encode_text, "ab c" * 200_000), 0
+        while not encoding.done():
+            time.sleep(0.001)
+            num_looks += 1
+    assert len(encoding.result()) == 800_000
+    assert num_looks > 20

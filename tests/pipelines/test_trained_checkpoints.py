@@ -26,9 +26,9 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
     return data / "models" / request.param
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_logits_and_greedy_text(checkpoint: Path, deterministic: bool) -> None:
-    pipeline = open_pipeline(checkpoint, deterministic=deterministic)
+@pytest.mark.parametrize("kernels", ["best", "reference"])
+def test_logits_and_greedy_text(checkpoint: Path, kernels: str) -> None:
+    pipeline = open_pipeline(checkpoint, kernels=kernels)
     reference = oracle(checkpoint)
     prompt = TextTokenizer(checkpoint).encode_text("Once upon a time").tolist()
     (tokens,) = generate(pipeline, [context_of(prompt)], num_steps=4)

@@ -324,6 +324,60 @@ async def test_reasoning() -> None:
         assert response.status_code == 200, response.text
 
 
+@pytest.mark.parametrize(
+    ("field", "names"),
+    [("both", ["reasoning", "reasoning_content"]), ("reasoning", ["reasoning"])],
+)
+async def test_the_field_of_reasoning(field: str, names: list[str]) -> None:
+    said = FakePipeline.saying("<think>Why?</think>So.")
+    async with chatting(said, template=THINKING, reasoning_field=field) as server:
+        message = (await server.chat())["choices"][0]["message"]
+        assert sorted(name for name in message if name.startswith("reasoning")) == names
+        response = await server.post("/v1/chat/completions", messages=[user("Hi")], stream=True)
+        deltas = [chunk["choices"][0]["delta"] for chunk in events_of(response.text)[:-1]]
+        for name in names:
+            assert "".join(delta.get(name, "") for delta in deltas) == "Why?"
+        assert all(name in names for delta in deltas for name in delta if name.startswith("reasoning"))
+
+
+async def test_variables_that_the_template_does_not_know() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }}"
+    async with chatting(template=template) as server:
+        body = {"messages": [user("Hi")], "chat_template_kwargs": {"enable_thinkin": False}}
+        for path in ("/v1/chat/completions", "/v1/chat/completions/render", "/tokenize"):
+            error = await server.refusal(path, **body)
+            assert error["param"] == "chat_template_kwargs"
+            assert "did you mean enable_thinking?" in error["message"]
+        assert await server.chat(
+            chat_template_kwargs={"enable_thinking": False, "continue_final_message": True}
+        )
+
+
+def saying_a_special_token(context: TextContext) -> int:
+    return [*b"a", FakeTokenizer.EOS, *b"b"][len(context.generated_tokens)]
+
+
+@pytest.mark.parametrize(("shown", "text"), [(None, "ab"), (True, "ab"), (False, "a<|end|>b")])
+async def test_special_tokens_in_the_text(shown: bool | None, text: str) -> None:
+    fields = {"skip_special_tokens": shown, "ignore_eos": True, "max_tokens": 3}
+    for template in (HERMES, FakeTokenizer.TEMPLATE):
+        async with chatting(FakePipeline(saying_a_special_token), template=template) as server:
+            assert (await server.chat(**fields))["choices"][0]["message"]["content"] == text
+            tools = [WEATHER] if template == HERMES else None
+            assert (await server.chat(**fields, tools=tools))["choices"][0]["message"]["content"] == text
+            [choice] = (await server.complete(**fields, logprobs=0))["choices"]
+            assert choice["text"] == text
+            assert choice["logprobs"]["text_offset"] == [0, 1, len(text) - 1]
+
+
+async def test_reasoning_goes_back_by_the_templates_own_name() -> None:
+    template = "{% for m in messages %}{{ m.thinking }}{% endfor %}"
+    async with chatting(template=template) as server:
+        said = {"role": "assistant", "content": "So.", "reasoning_content": "Why?"}
+        response = await server.post("/v1/chat/completions/render", messages=[said])
+        assert response.json()["prompt"] == "Why?"
+
+
 async def test_grammars_go_to_the_worker() -> None:
     seen: list[TextContext] = []
 
@@ -349,6 +403,11 @@ async def test_grammars_go_to_the_worker() -> None:
             "structural_tag",
         ),
         (
+            {"tools": [TIME, {**WEATHER, "function": {**WEATHER["function"], "strict": True}}]},
+            "structural_tag",
+        ),
+        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "structural_tag"),
+        (
             {"tools": [WEATHER], "tool_choice": "none", "response_format": {"type": "json_object"}},
             "json_object",
         ),
@@ -370,10 +429,18 @@ async def test_formats_that_exclude_each_other() -> None:
         chat = {"messages": [user("Hi")]}
         both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
         assert (await server.refusal("/v1/chat/completions", **chat, **both))["param"] == "structured_outputs"
-        beside = {"response_format": {"type": "json_object"}, "tools": [WEATHER]}
-        assert (await server.refusal("/v1/chat/completions", **chat, **beside))["param"] == "response_format"
-        strict = {"type": "function", "function": {"name": "f", "strict": True}}
-        assert (await server.refusal("/v1/chat/completions", **chat, tools=[strict]))["param"] == "tools"
+        bad = {"type": "array", "uniqueItems": True}
+        function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": bad}}}
+        for body in ({}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+            tools = [WEATHER, {"type": "function", "function": function}]
+            error = await server.refusal("/v1/chat/completions", **chat, tools=tools, **body)
+            assert (error["param"], error["code"]) == ("tools[1].function.parameters", "unsupported_schema")
+            assert "uniqueItems" in error["message"]
+        assert await server.chat(tools=tools, tool_choice="none")
+        named = {"type": "function", "function": {"name": "get_weather"}}
+        assert await server.chat(tools=tools, tool_choice=named)  # that one is never called
+        long = {"structured_outputs": {"choice": ["a" * 2**20]}}
+        assert "1048576" in (await server.refusal("/v1/chat/completions", **chat, **long))["message"]
         unknown = {"json": {"type": "object", "unevaluatedProperties": False, "not": {}}}
         error = await server.refusal("/v1/chat/completions", **chat, structured_outputs=unknown)
         assert (error["param"], error["code"]) == ("structured_outputs.json", "unsupported_schema")

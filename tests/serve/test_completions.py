@@ -95,6 +95,27 @@ async def test_echo() -> None:
         assert only["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_answers_echo_one_prompt(stream: bool) -> None:
+    asked: list[bool] = []
+
+    def choose(context: TextContext) -> int:
+        if not len(context.generated_tokens):
+            asked.append(context.log_probabilities_echo)
+        return 33
+
+    async with chatting(FakePipeline(choose)) as server:
+        fields = {"prompt": ["abc", "de"], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 1}
+        response = await server.post("/v1/completions", **fields, stream=stream)
+        texts = {}
+        for one in events_of(response.text)[:-1] if stream else [response.json()]:
+            for choice in one["choices"]:
+                texts.setdefault(choice["index"], []).extend((choice["logprobs"] or {"tokens": []})["tokens"])
+        assert texts == {0: [*"abc!"], 1: [*"abc!"], 2: [*"de!"], 3: [*"de!"]}
+    # In a stream the second answer may come first.
+    assert sorted(asked) == ([True] * 4 if stream else [False, False, True, True])
+
+
 async def test_token_ids() -> None:
     async with chatting() as server:
         answer = await server.complete(prompt=["a", "bc"], n=2, return_token_ids=True, max_tokens=2)

@@ -142,7 +142,7 @@ async def test_null_is_absent_everywhere() -> None:
         ("chat", {"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
         ("chat", {"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
         ("completion", {"prompts": "a"}, "prompts"),
-        ("completion", {"max_completion_tokens": 5}, "max_completion_tokens"),
+        ("completion", {"reasoning_effort": "low"}, "reasoning_effort"),
     ],
 )
 async def test_an_unknown_field(
@@ -186,6 +186,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"max_tokens": 0}, "max_tokens"),
     ("chat", {"max_completion_tokens": -1}, "max_completion_tokens"),
     ("chat", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ("completion", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ("chat", {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ("chat", {"stop": 3}, "stop"),
     ("chat", {"stop": ["a", 3]}, "stop[1]"),

@@ -49,7 +49,7 @@ _LARGEST_FACTOR = 100
 _ENUMERATED = 1000
 
 
-def schema_ebnf(schema: Any, *, compact: bool = False) -> str:
+def schema_ebnf(schema: Any, *, compact: bool = False, escaped: str = "") -> str:
     """The grammar of a JSON schema, ``root`` its first rule.
 
     Stricter than the schema in this: properties come in the order in which the schema names them; an object
@@ -61,17 +61,21 @@ def schema_ebnf(schema: Any, *, compact: bool = False) -> str:
     Args:
         schema: as ``json.loads`` gives it.
         compact: without any white space.
+        escaped: characters that no string has as they are, only as escapes: where the text that the value
+            stands in gives them a meaning.
 
     Raises:
         UnsupportedSchemaError: a keyword cannot be honoured.
         InputError: this is no schema, or nothing satisfies it.
     """
-    return _Writer(Reader(schema), compact).text()
+    return _Writer(Reader(schema), compact, escaped).text()
 
 
 class _Writer:
-    def __init__(self, reader: Reader, compact: bool) -> None:
+    def __init__(self, reader: Reader, compact: bool, escaped: str) -> None:
         self._reader = reader
+        self._escaped = [ord(character) for character in escaped]
+        self._plain = without(_PLAIN, [(point, point) for point in self._escaped])
         self._rules = Rules()
         self._space = "" if compact else self._rules.add("space", "[ \\n\\t\\r]{0,20}")
         self._names: dict[tuple[str, ...], str] = {}
@@ -117,16 +121,24 @@ class _Writer:
     def _literal(self, value: Any) -> str:
         """One value, with the white space that any other would have."""
         if not isinstance(value, list | dict) or not value:
-            return literal(json.dumps(value, ensure_ascii=False, allow_nan=False))
+            return self._written(value)
         space = self._space or NOTHING
         comma = sequence(literal(","), space)
         if isinstance(value, list):
             inner = f" {comma} ".join(map(self._literal, value))
             return sequence(literal("["), space, inner, space, literal("]"))
         pairs = [
-            sequence(_name(name), literal(":"), space, self._literal(one)) for name, one in value.items()
+            sequence(self._written(name), literal(":"), space, self._literal(one))
+            for name, one in value.items()
         ]
         return sequence(literal("{"), space, f" {comma} ".join(pairs), space, literal("}"))
+
+    def _written(self, value: Any) -> str:
+        """A scalar or a name, as it is always written."""
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        for point in self._escaped:
+            text = text.replace(chr(point), f"{_ESCAPE}u{point:04x}")
+        return literal(text)
 
     # -- Scalars ----------------------------------------------------------------------------------------
 
@@ -164,7 +176,7 @@ class _Writer:
     def _text(self, shape: Text) -> str | None:
         quote = literal('"')
         if shape.tree is None:
-            spelling: _Spelling = (char_class(_PLAIN), self._any_escape())
+            spelling: _Spelling = (char_class(self._plain), self._any_escape())
             content = self._repeated(spelling, shape.least, shape.most, quote)
         else:
             tree = _with_length(shape)
@@ -191,10 +203,11 @@ class _Writer:
     def _spelling(self, ranges: Ranges) -> _Spelling:
         plain = [
             part
-            for part in ((max(a, c), min(b, d)) for a, b in ranges for c, d in _PLAIN)
+            for part in ((max(a, c), min(b, d)) for a, b in ranges for c, d in self._plain)
             if part[0] <= part[1]
         ]
-        controls = [(point, f"u{point:04x}") for first, last in _LONG for point in range(first, last + 1)]
+        longs = [*(point for first, last in _LONG for point in range(first, last + 1)), *self._escaped]
+        controls = [(point, f"u{point:04x}") for point in longs]
         escapes = [
             literal(f"{_ESCAPE}{written}")
             for point, written in [*_SHORT.items(), *controls]
@@ -284,7 +297,7 @@ class _Writer:
             raise UnsupportedSchemaError("minProperties", shape.minimum_at, reason)
         space = self._space or NOTHING
         members = _Members(self._rules, shape, names, counted, sequence(literal(","), space), space)
-        pairs = [self._pair(_name(name), shape.property(name)) for name in names]
+        pairs = [self._pair(self._written(name), shape.property(name)) for name in names]
         content = members.write(pairs, others)
         return None if content is None else sequence(literal("{"), space, content, literal("}"))
 
@@ -326,10 +339,6 @@ class _Writer:
             rest = self._name_beside(names, depth + 1, free)
             options.append(sequence(self._characters([(point, point)], 1, 1), rest))
         return self._rules.add("name", choice(options))
-
-
-def _name(text: str) -> str:
-    return literal(json.dumps(text, ensure_ascii=False))
 
 
 class _Members:

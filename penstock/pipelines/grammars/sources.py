@@ -99,7 +99,8 @@ def _exact(part: Any, compact: bool, token_id: Callable[[str], int | None] | Non
                 f"a structural tag with style {part.get('style', 'json')!r}, any_order or excludes",
                 "JSON schemas are written as JSON, their properties in order",
             )
-        return {"type": "grammar", "grammar": schema_ebnf(part.get("json_schema"), compact=compact)}
+        ebnf = schema_ebnf(part.get("json_schema"), compact=compact, escaped=part.get("escaped", ""))
+        return {"type": "grammar", "grammar": ebnf}
     if kind == "qwen_xml_parameter":
         raise UnsupportedFeatureError(f"the structural tag format {kind!r}", "use json_schema")
     if kind == "regex":
@@ -107,8 +108,16 @@ def _exact(part: Any, compact: bool, token_id: Callable[[str], int | None] | Non
             raise InputError("a regex of a structural tag needs a pattern, a string")
         return {"type": "grammar", "grammar": _regex_ebnf(part["pattern"])}
     if kind == "token" and isinstance(part.get("token"), str) and token_id is not None:
-        found = token_id(part["token"])
-        if found is None:
-            raise InputError(f"the structural tag names a token that this model has not: {part['token']!r}")
-        return {**part, "token": found}
-    return {name: _exact(one, compact, token_id, depth + 1) for name, one in part.items()}
+        return {**part, "token": _known(part["token"], token_id)}
+    exact = {name: _exact(one, compact, token_id, depth + 1) for name, one in part.items()}
+    for name in ("trigger_tokens", "exclude_tokens"):
+        if isinstance(exact.get(name), list) and token_id is not None:
+            exact[name] = [_known(one, token_id) if isinstance(one, str) else one for one in exact[name]]
+    return exact
+
+
+def _known(token: str, token_id: Callable[[str], int | None]) -> int:
+    found = token_id(token)
+    if found is None:
+        raise InputError(f"the structural tag names a token that this model has not: {token!r}")
+    return found

@@ -87,20 +87,6 @@ def acceptable_drafts(context: TextContext, draft: list[int]) -> list[int]:
     return draft[:accepted]
 
 
-def must_end(context: TextContext, vocabulary: int) -> bool:
-    """Whether the context's grammar allows nothing but the end of the output.
-
-    Then the output ends, whatever ``min_new_tokens``, a bias or a list of tokens say.
-    """
-    matcher = context.matcher
-    if matcher is None or matcher.is_terminated() or not matcher.is_completed():
-        return False
-    mask = _new_row(vocabulary)
-    matcher.fill_next_token_bitmask(mask)
-    bits = np.unpackbits(_allowed_words(mask, vocabulary).view(np.uint8), bitorder="little")
-    return set(np.flatnonzero(bits).tolist()).issubset(matcher.stop_token_ids)
-
-
 def _new_row(vocabulary: int) -> Tensor:  # [1, ceil(V / 32)] int32
     return torch.empty((1, -(-vocabulary // 32)), dtype=torch.int32)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,14 +16,19 @@ from penstock.serve.parsers.formats import TOOL_FORMATS, ToolFormat
 from penstock.serve.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from penstock.serve.parsers.structural_tags import (
     Tag,
+    any_number,
     constant,
     either,
     grammar_of,
     optional,
+    pattern,
+    rest_of_text,
     sequence,
     spaces,
     tag_of,
     text_until,
+    triggered,
+    with_tokens,
 )
 from penstock.serve.parsers.tools import ToolChoice, Tools
 
@@ -103,6 +109,7 @@ class OutputParsers:
         tool_choice: ToolChoice = "auto",
         in_reasoning: bool = False,
         parallel: bool = True,
+        shows_special_tokens: bool = False,
         new_id: Callable[[], str] | None = None,
     ) -> OutputParser:
         """The parser of one choice.
@@ -113,11 +120,14 @@ class OutputParsers:
         Args:
             in_reasoning: the prompt ends inside of a block of reasoning.
             parallel: several calls may come out; else the answer ends with the first.
+            shows_special_tokens: special tokens that are no markup stay in the text.
             new_id: makes the ids of calls that bring none; random ones by default.
         """
         known = Tools.of(tools, tool_choice)
         calls = self.tools if known else None
-        dropped = frozenset() if self.skip_special_tokens else self.special_tokens
+        dropped = self.special_tokens
+        if self.skip_special_tokens or shows_special_tokens:
+            dropped = frozenset()
         if calls is None and self.reasoning is None and not dropped:
             return PlainParser()
         return Answer(
@@ -150,16 +160,63 @@ class OutputParsers:
         """
         if tool_choice in (None, "auto", "none"):
             return None
-        if self.tools is None:
-            raise UnsupportedFeatureError(
-                "tool_choice",
-                "the chat template shows no known format of tool calls; "
-                f"--tool-call-parser names one of {', '.join(TOOL_FORMATS)}",
-            )
         # One named function is called once, as OpenAI has it.
         parallel = parallel and tool_choice == "required"
-        tag = self.tools.grammar(Tools.of(tools, tool_choice), parallel)
+        tag = self._called("tool_choice", Tools.of(tools, tool_choice), parallel)
         return grammar_of(self._after_reasoning(tag, in_reasoning) if reasoning else tag)
+
+    def strict_grammar(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        strict: Container[str],
+        *,
+        parallel: bool = True,
+        in_reasoning: bool | None = None,
+    ) -> Grammar:
+        """For the choice "auto": any text, in which calls are of the tools, of strict ones by their schemas.
+
+        Where calls need no marker, the text begins with none of the characters that a call does.
+
+        Args:
+            strict: names of the strict tools; the arguments of others are any.
+            in_reasoning: whether the prompt ends inside of a block of reasoning; None if nobody knows.
+
+        Raises:
+            UnsupportedFeatureError: there is no format of calls, or one of which this cannot be said.
+            UnsupportedSchemaError: a schema has a keyword that cannot be honoured.
+        """
+        offered = Tools.of(tools, "auto").with_strict(strict)
+        called = self._called("strict tools", offered, parallel)
+        assert self.tools is not None
+        if self.reasoning is not None and self.reasoning.answer:
+            return grammar_of(self._turn(self.reasoning, called, in_reasoning))
+        behind = {marker: self.tools.behind(marker, offered, parallel) for marker in self.tools.markers}
+        text = self._markup(triggered(behind, parallel))
+        if not self.tools.bare:
+            return grammar_of(text)
+        marked = [self._markup(sequence(constant(marker), tag)) for marker, tag in behind.items()]
+        firsts = "".join(sorted({*self.tools.bare, *(marker[0] for marker in behind)}))
+        first = pattern(f"[^\\s{re.escape(firsts)}]")
+        tag = either([called, *marked, constant(""), sequence(first, text)])
+        return grammar_of(self._after_reasoning(tag, in_reasoning, without=self.tools.markers))
+
+    def call_or(
+        self,
+        grammar: Grammar,
+        tools: Sequence[Mapping[str, Any]],
+        strict: Container[str],
+        *,
+        parallel: bool = True,
+        in_reasoning: bool | None = None,
+    ) -> Grammar:
+        """For the choice "auto" beside a format of the text: calls alone, or text by the grammar alone.
+
+        Args and errors are those of `strict_grammar`.
+        """
+        called = self._called(
+            "a format of the text beside tools", Tools.of(tools, "auto").with_strict(strict), parallel
+        )
+        return grammar_of(self._after_reasoning(either([called, self._answer(grammar)]), in_reasoning))
 
     def after_reasoning(self, grammar: Grammar, *, in_reasoning: bool | None = None) -> Grammar:
         """The grammar for what follows the reasoning; the same one where the model has no format for it.
@@ -169,16 +226,52 @@ class OutputParsers:
         """
         if self.reasoning is None:
             return grammar
-        return grammar_of(self._after_reasoning(tag_of(grammar), in_reasoning))
+        return grammar_of(self._after_reasoning(self._answer(grammar), in_reasoning))
 
-    def _after_reasoning(self, tag: Tag, in_reasoning: bool | None) -> Tag:
+    def _called(self, what: str, tools: Tools, parallel: bool) -> Tag:
+        """Calls and nothing else."""
+        if self.tools is None:
+            raise UnsupportedFeatureError(
+                what,
+                "the chat template shows no known format of tool calls; "
+                f"--tool-call-parser names one of {', '.join(TOOL_FORMATS)}",
+            )
+        return self._markup(self.tools.grammar(tools, parallel))
+
+    def _answer(self, grammar: Grammar) -> Tag:
+        """The answer's text by a grammar, with the markup that it stands in."""
+        marker = self.reasoning.answer if self.reasoning else ""
+        return sequence(self._markup(constant(marker)), tag_of(grammar))
+
+    def _after_reasoning(self, tag: Tag, in_reasoning: bool | None, without: Sequence[str] = ()) -> Tag:
         if self.reasoning is None:
             return tag
-        rest = either([text_until(end) for end in self.reasoning.ends])
-        whole = sequence(either([constant(begin) for begin in self.reasoning.begins]), rest)
+        whole, rest = self._thoughts(self.reasoning, without)
+        between = constant("") if self.reasoning.between else spaces()
         if in_reasoning is None:
-            return sequence(optional(either([whole, rest])), spaces(), tag)
-        return sequence(rest if in_reasoning else optional(whole), spaces(), tag)
+            return sequence(optional(either([whole, rest])), between, tag)
+        return sequence(rest if in_reasoning else optional(whole), between, tag)
+
+    def _thoughts(self, reasoning: ReasoningFormat, without: Sequence[str] = ()) -> tuple[Tag, Tag]:
+        """A block of reasoning, and one whose beginning is in the prompt; both up to what follows."""
+        rest = sequence(
+            either([text_until(end, without) for end in reasoning.ends]), constant(reasoning.between)
+        )
+        whole = sequence(either([constant(begin) for begin in reasoning.begins]), rest)
+        return self._markup(whole), self._markup(rest)
+
+    def _turn(self, reasoning: ReasoningFormat, called: Tag, in_reasoning: bool | None) -> Tag:
+        """A whole answer where each of its parts has a marker: reasoning and remarks, then text or a call."""
+        whole, rest = self._thoughts(reasoning)
+        remark = self._markup(
+            sequence(constant(reasoning.remark), text_until(reasoning.ends[0]), constant(reasoning.between))
+        )
+        text = sequence(self._markup(constant(reasoning.answer)), rest_of_text())
+        turn = sequence(any_number(either([whole, remark])), either([text, called]))
+        return sequence(rest, turn) if in_reasoning else turn
+
+    def _markup(self, tag: Tag) -> Tag:
+        return with_tokens(tag, self.special_tokens)
 
     def _new_id(self) -> str:
         length = self.tools.id_length if self.tools else 0

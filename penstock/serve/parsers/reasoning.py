@@ -17,6 +17,12 @@ class ReasoningFormat:
     ends: tuple[str, ...]
     dropped: tuple[str, ...] = ()
     """Markers around the answer itself."""
+    between: str = ""
+    """Stands between the end of the reasoning and what follows."""
+    answer: str = ""
+    """Stands before the text of the answer, behind reasoning or without it."""
+    remark: str = ""
+    """Stands, where there is an ``answer``, before text that goes before it and ends like reasoning."""
     hints: tuple[str, ...] = ()
     """A chat template that has all of these is of this format."""
 
@@ -32,6 +38,21 @@ class ReasoningFormat:
 REASONING_FORMATS = {
     row.name: row
     for row in (
+        ReasoningFormat(
+            "harmony",
+            ("<|channel|>analysis<|message|>",),
+            ("<|end|>",),
+            dropped=(
+                "<|start|>assistant",
+                "<|channel|>final<|message|>",
+                "<|channel|>commentary<|message|>",
+                "<|return|>",
+            ),
+            between="<|start|>assistant",
+            answer="<|channel|>final<|message|>",
+            remark="<|channel|>commentary<|message|>",
+            hints=("<|channel|>analysis<|message|>",),
+        ),
         ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), hints=("[THINK]",)),
         ReasoningFormat(
             "cohere",

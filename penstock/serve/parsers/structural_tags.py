@@ -7,25 +7,33 @@ schema, and sequences, alternatives and repetitions of these.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from penstock.errors import UnsupportedFeatureError
 from penstock.pipelines.core import Grammar
 from penstock.serve.parsers.tools import Schema
 
 Tag = dict[str, Any]
+_MANY = 63
 
 
 def constant(text: str) -> Tag:
     return {"type": "const_string", "value": text}
 
 
-def by_schema(schema: Schema | bool, style: str = "json") -> Tag:
-    return {"type": "json_schema", "json_schema": schema, "style": style}
+def by_schema(schema: Schema | bool, escaped: str = "") -> Tag:
+    """JSON by a schema; characters in `escaped` are in its strings only as escapes."""
+    return {"type": "json_schema", "json_schema": schema, **({"escaped": escaped} if escaped else {})}
 
 
 def sequence(*parts: Tag) -> Tag:
-    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": list(parts)}
+    """One behind the other; empty constants are left out."""
+    some = [part for part in parts if part != constant("")]
+    if not some:
+        return constant("")
+    return some[0] if len(some) == 1 else {"type": "sequence", "elements": some}
 
 
 def either(parts: Sequence[Tag]) -> Tag:
@@ -38,24 +46,49 @@ def optional(part: Tag) -> Tag:
 
 def spaces(count: int = 3) -> Tag:
     """A few line ends or spaces, as models set between parts. No more, or a model might never go on."""
-    return {"type": "regex", "pattern": f"[ \\n]{{0,{count}}}"}
+    return pattern(f"[ \\n]{{0,{count}}}")
 
 
-def text_until(end: str) -> Tag:
-    """Any text up to an end marker, and the marker."""
-    return {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
+def pattern(expression: str) -> Tag:
+    """A regular expression, matched as a whole."""
+    return {"type": "regex", "pattern": expression}
+
+
+def any_number(part: Tag) -> Tag:
+    """None, one or several of `part`; bounded, as what has no bounds may stand in no content of free text."""
+    return {"type": "repeat", "min": 0, "max": _MANY, "content": part}
+
+
+def text_until(end: str, without: Sequence[str] = ()) -> Tag:
+    """Any text up to an end marker, and the marker; none of `without` in the text."""
+    content: Tag = {"type": "any_text", **({"excludes": list(without)} if without else {})}
+    return {"type": "tag", "begin": "", "content": content, "end": end}
+
+
+def rest_of_text() -> Tag:
+    """Any text to the end."""
+    return {"type": "any_text"}
+
+
+def triggered(behind: Mapping[str, Tag], parallel: bool) -> Tag:
+    """Any text; but what follows one of these markers is given, and with it the text ends unless `parallel`.
+
+    No marker begins like another one.
+    """
+    tags = [
+        {"type": "tag", "begin": marker, "content": content, "end": ""} for marker, content in behind.items()
+    ]
+    return {
+        "type": "triggered_tags",
+        "triggers": list(behind),
+        "tags": tags,
+        "stop_after_first": not parallel,
+    }
 
 
 def repeated(part: Tag, separator: str, parallel: bool) -> Tag:
     """One of `part`, or with `parallel` also several."""
-    if not parallel:
-        return part
-    return {
-        "type": "tags_with_separator",
-        "tags": [{"type": "tag", "begin": "", "content": part, "end": ""}],
-        "separator": separator,
-        "at_least_one": True,
-    }
+    return sequence(part, any_number(sequence(constant(separator), part))) if parallel else part
 
 
 def grammar_of(tag: Tag) -> Grammar:
@@ -79,3 +112,70 @@ def tag_of(grammar: Grammar) -> Tag:
         case "structural_tag":
             tag: Tag = json.loads(grammar.text)["format"]
             return tag
+
+
+def with_tokens(tag: Tag, special_tokens: Iterable[str]) -> Tag:
+    """The same markup where it is made of special tokens: these by name, as no text spells them.
+
+    Raises:
+        UnsupportedFeatureError: markers that begin calls in free text are of both kinds, or a special token
+            is only a part of one.
+    """
+    found = sorted(special_tokens, key=len, reverse=True)
+    if not found:
+        return tag
+    rewritten: Tag = _with_tokens(tag, re.compile(f"({'|'.join(map(re.escape, found))})"))
+    return rewritten
+
+
+def _with_tokens(part: Any, special: re.Pattern[str]) -> Any:
+    if isinstance(part, list):
+        return [_with_tokens(one, special) for one in part]
+    if not isinstance(part, dict):
+        return part
+    match part["type"]:
+        case "const_string":
+            return _spelled(part["value"], special)
+        case "json_schema" | "regex" | "any_text":
+            return part
+        case "tag":
+            begin, end = _spelled(part["begin"], special), _spelled(part["end"], special)
+            content = _with_tokens(part["content"], special)
+            if end["type"] == "const_string":
+                tag = {"type": "tag", "begin": "", "content": content, "end": part["end"]}
+            else:
+                assert end["type"] == "token", "free text ends with one marker"
+                tag = {"type": "tag", "begin": "", "content": content, "end": end}
+            return tag if not part["begin"] else sequence(begin, tag)
+        case "triggered_tags":
+            return _with_trigger_tokens(part, special)
+    return {name: _with_tokens(one, special) for name, one in part.items()}
+
+
+def _spelled(text: str, special: re.Pattern[str]) -> Tag:
+    pieces = [piece for piece in special.split(text) if piece]
+    parts = [{"type": "token", "token": one} if special.fullmatch(one) else constant(one) for one in pieces]
+    return sequence(*parts) if parts else constant("")
+
+
+def _with_trigger_tokens(part: Tag, special: re.Pattern[str]) -> Tag:
+    begins = [_spelled(trigger, special) for trigger in part["triggers"]]
+    contents = [_with_tokens(tag["content"], special) for tag in part["tags"]]
+    kinds = {begin["type"] for begin in begins}
+    if kinds == {"const_string"}:
+        tags = [{**tag, "content": content} for tag, content in zip(part["tags"], contents, strict=True)]
+        return {**part, "tags": tags}
+    if kinds != {"token"}:
+        raise UnsupportedFeatureError(
+            "strict tools with tool_choice 'auto'",
+            f"this model's calls begin with {' and '.join(part['triggers'])}, not each of them a token",
+        )
+    return {
+        "type": "token_triggered_tags",
+        "trigger_tokens": [begin["token"] for begin in begins],
+        "tags": [
+            {"type": "tag", "begin": begin, "content": content, "end": ""}
+            for begin, content in zip(begins, contents, strict=True)
+        ],
+        "stop_after_first": part["stop_after_first"],
+    }

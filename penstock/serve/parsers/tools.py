@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,17 @@ class Tools:
         if tool_choice == "none":
             return cls({})
         functions = [tool["function"] for tool in tools]
-        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+        schemas = {function["name"]: _of_object(function.get("parameters")) for function in functions}
         if isinstance(tool_choice, Mapping):
             name = tool_choice["function"]["name"]
             schemas = {name: schemas[name]}
-        return cls({name: {"type": "object", **schema} for name, schema in schemas.items()})
+        return cls(schemas)
+
+    def with_strict(self, names: Container[str]) -> Tools:
+        """With any arguments for those that are not among the names."""
+        return Tools(
+            {name: one if name in names else {"type": "object"} for name, one in self.schemas.items()}
+        )
 
     def __contains__(self, name: object) -> bool:
         return name in self.schemas
@@ -52,7 +58,20 @@ class Tools:
 
     def argument_types(self, name: str, argument: str) -> frozenset[str] | None:
         """JSON's types that an argument may have; None where the schema does not say."""
-        return _types(self.properties(name).get(argument), self.schemas[name], depth=0)
+        return types_of(self.properties(name).get(argument), self.schemas[name])
+
+
+def types_of(schema: object, root: Schema) -> frozenset[str] | None:
+    """JSON's types that a schema allows, as part of another; None where it does not say."""
+    return _types(schema, root, depth=0)
+
+
+def _of_object(parameters: Schema | None) -> Schema:
+    """The schema of a call's arguments; a function without parameters has none."""
+    schema = {"type": "object", **(parameters or {"properties": {}})}
+    if schema.get("properties") == {} and not {"additionalProperties", "patternProperties"} & schema.keys():
+        schema["additionalProperties"] = False
+    return schema
 
 
 def _types(schema: object, root: Schema, depth: int) -> frozenset[str] | None:

@@ -8,7 +8,6 @@ from support.grammars import EOS, context_for, new_compiler, wait
 
 from penstock.pipelines.core import TextContext
 from penstock.pipelines.structured_output import acceptable_drafts, forced_tokens, grammar_bitmask
-from penstock.pipelines.structured_output.masks import must_end
 
 VOCABULARY = EOS + 1
 
@@ -91,10 +90,3 @@ def test_acceptable_drafts() -> None:
     assert acceptable_drafts(plain(), [1, 2]) == [1, 2]
     assert context.matcher is not None
     assert context.matcher.accept_token(97)
-
-
-def test_must_end() -> None:
-    assert not must_end(plain(), VOCABULARY)
-    assert not must_end(ready("regex", "ab?"), VOCABULARY)
-    assert not must_end(ready("regex", "ab?", generated=b"a"), VOCABULARY)
-    assert must_end(ready("regex", "ab?", generated=b"ab"), VOCABULARY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.call_formats import TOOLS, Call, calls_of, parse
+from support.call_formats import ONE_CALL, TOOLS, Call, calls_of, parse
 
 from penstock.errors import InputError
 from penstock.pipelines.chat_template import ChatTemplate
@@ -65,6 +65,7 @@ CHOSEN: dict[str, tuple[str | None, str | None]] = {
     "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "mistral"),
     "mistralai-Mistral-Nemo-Instruct-2407": ("mistral_v3", None),
     "moonshotai-Kimi-K2": ("kimi_k2", None),
+    "openai-gpt-oss-120b": ("harmony", "harmony"),
     "stepfun-ai-Step-3.5-Flash": ("qwen3_coder", "think"),
     "unsloth-Apriel-1.5": ("apriel", "apriel"),
     "unsloth-mistral-Devstral-Small-2507": ("mistral", None),
@@ -129,6 +130,8 @@ def test_calls_written_by_a_template_are_read(name: str, num_calls: int) -> None
         with pytest.raises(InputError, match="single tool-calls"):
             template.render([user, answer], TOOLS)
         return
+    if num_calls > 1 and parsers.tool_format in ONE_CALL:
+        pytest.skip("an answer has one call")
     whole = template.render([user, answer], TOOLS, {"add_generation_prompt": False})
     prompt = template.render([user], TOOLS)
     start = next((at for at, (a, b) in enumerate(zip(whole, prompt, strict=False)) if a != b), len(prompt))

@@ -11,6 +11,7 @@ from penstock.serve.parsers.formats import (
     functionary,
     glm,
     granite,
+    harmony,
     hermes,
     kimi_k2,
     lfm2,
@@ -25,6 +26,7 @@ from penstock.serve.parsers.formats.tool_format import ToolFormat
 TOOL_FORMATS: dict[str, ToolFormat] = {
     tool_format.name: tool_format
     for tool_format in (
+        harmony.FORMAT,
         functionary.FORMAT,
         qwen3_coder.SEED_OSS_FORMAT,
         qwen3_coder.FORMAT,

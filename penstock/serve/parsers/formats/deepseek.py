@@ -56,6 +56,9 @@ class _DeepSeek:
         yield from read_end(answer, _END)
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
+        return sequence(constant(_BEGIN), self.behind(_BEGIN, tools, parallel))
+
+    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         def head(name: str) -> str:
             return f"function{_SEPARATOR}{name}\n```json\n" if self.fenced else f"{name}{_SEPARATOR}"
 
@@ -68,7 +71,7 @@ class _DeepSeek:
             for name, schema in tools.schemas.items()
         ]
         separator = "\n" if self.fenced else ""
-        return sequence(constant(_BEGIN), repeated(either(calls), separator, parallel), constant(_END))
+        return sequence(repeated(either(calls), separator, parallel), constant(_END))
 
 
 FORMAT = _DeepSeek("deepseek_v3", fenced=True)

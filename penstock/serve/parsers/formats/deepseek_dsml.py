@@ -7,10 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.serve.parsers.answer import Answer
+from penstock.serve.parsers.formats.arguments import TaggedArguments
 from penstock.serve.parsers.formats.json_calls import read_end
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
 from penstock.serve.parsers.stream import Markers, Steps
-from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
+from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
 
 _TOKEN = "\uff5cDSML\uff5c"
@@ -53,16 +54,23 @@ class _Dsml:
         yield from read_end(answer, f"</{_TOKEN}{self.outside}>")
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
+        [marker] = self.markers
+        return sequence(constant(marker), self.behind(marker, tools, parallel))
+
+    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         calls = [
-            sequence(
-                constant(f'{_INVOKE}{name}">\n'),
-                by_schema(schema, "deepseek_xml"),
-                constant(f"\n{_INVOKE_END}"),
-            )
+            sequence(constant(f'{_INVOKE}{name}">\n'), _ARGUMENTS.grammar(schema), constant(_INVOKE_END))
             for name, schema in tools.schemas.items()
         ]
-        begin, end = f"<{_TOKEN}{self.outside}>\n", f"\n</{_TOKEN}{self.outside}>"
-        return sequence(constant(begin), repeated(either(calls), "\n", parallel), constant(end))
+        end = constant(f"\n</{_TOKEN}{self.outside}>")
+        return sequence(constant("\n"), repeated(either(calls), "\n", parallel), end)
+
+
+def _head(name: Tag, is_string: bool) -> Tag:
+    return sequence(constant(_PARAMETER), name, constant(f'" string="{"true" if is_string else "false"}">'))
+
+
+_ARGUMENTS = TaggedArguments(_head, f"</{_TOKEN}parameter>", says_strings=True)
 
 
 FORMAT = _Dsml("deepseek_v32", "function_calls")

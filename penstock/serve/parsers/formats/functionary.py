@@ -30,11 +30,16 @@ class _Functionary:
         yield from read_end(answer, "</function>")
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        calls = [
-            sequence(constant(f"<function={name}>"), by_schema(schema), constant("</function>"))
-            for name, schema in tools.schemas.items()
-        ]
-        return repeated(either(calls), "", parallel)
+        one = sequence(constant("<function="), self.behind("<function=", tools, parallel))
+        return repeated(one, "", parallel)
+
+    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+        return either(
+            [
+                sequence(constant(f"{name}>"), by_schema(schema), constant("</function>"))
+                for name, schema in tools.schemas.items()
+            ]
+        )
 
 
 FORMAT = _Functionary()

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.serve.parsers.answer import Answer
+from penstock.serve.parsers.formats.arguments import TaggedArguments
 from penstock.serve.parsers.formats.json_calls import read_name
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
 from penstock.serve.parsers.stream import Markers, Steps
-from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
+from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
 
 _KEY_END = Markers(["</arg_key>"])
@@ -42,13 +43,23 @@ class _Glm:
         answer.settle()
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        calls = [
-            sequence(
-                constant(f"<tool_call>{name}\n"), by_schema(schema, "glm_xml"), constant("\n</tool_call>")
-            )
-            for name, schema in tools.schemas.items()
-        ]
-        return repeated(either(calls), "\n", parallel)
+        one = sequence(constant("<tool_call>"), self.behind("<tool_call>", tools, parallel))
+        return repeated(one, "\n", parallel)
+
+    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+        return either(
+            [
+                sequence(constant(f"{name}\n"), _ARGUMENTS.grammar(schema), constant("</tool_call>"))
+                for name, schema in tools.schemas.items()
+            ]
+        )
+
+
+def _head(name: Tag, is_string: bool) -> Tag:
+    return sequence(constant("<arg_key>"), name, constant("</arg_key>\n<arg_value>"))
+
+
+_ARGUMENTS = TaggedArguments(_head, "</arg_value>")
 
 
 FORMAT = _Glm()

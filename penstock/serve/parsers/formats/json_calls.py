@@ -56,13 +56,19 @@ class JsonCalls:
             yield from read_end(answer, self.end)
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        calls = either([self._call(name, schema) for name, schema in tools.schemas.items()])
+        one = sequence(constant(self.begin), self.behind(self.begin, tools, parallel))
+        return one if self.is_list else repeated(one, self.separator, parallel)
+
+    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+        calls = self.calls(tools)
         if self.is_list:
             listed = repeated(calls, ", ", parallel)
-            return sequence(constant(f"{self.begin}{self.padding}["), listed, constant(f"]{self.end}"))
-        begin, end = f"{self.begin}{self.padding}", f"{self.padding}{self.end}"
-        one = sequence(constant(begin), calls, constant(end)) if end else sequence(constant(begin), calls)
-        return repeated(one, self.separator, parallel)
+            return sequence(constant(f"{self.padding}["), listed, constant(f"]{self.end}"))
+        return sequence(constant(self.padding), calls, constant(f"{self.padding}{self.end}"))
+
+    def calls(self, tools: Tools) -> Tag:
+        """One object."""
+        return either([self._call(name, schema) for name, schema in tools.schemas.items()])
 
     def _call(self, name: str, schema: dict[str, object]) -> Tag:
         head = f'{{{self.first_keys}"{self.name_key}": {json.dumps(name)}, "{self.arguments_key}": '

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end
 from penstock.serve.parsers.stream import Markers, Steps
-from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
+from penstock.serve.parsers.structural_tags import (
+    Tag,
+    by_schema,
+    constant,
+    either,
+    pattern,
+    repeated,
+    sequence,
+)
 from penstock.serve.parsers.tools import Tools
 
 _BEGIN, _END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -39,7 +47,10 @@ class _KimiK2:
         yield from read_end(answer, _END)
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        number: Tag = {"type": "regex", "pattern": "[0-9]{1,4}"}
+        return sequence(constant(_BEGIN), self.behind(_BEGIN, tools, parallel))
+
+    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+        number = pattern("[0-9]{1,4}")
         calls = [
             sequence(
                 constant(f"{_CALL}functions.{name}:"),
@@ -50,7 +61,7 @@ class _KimiK2:
             )
             for name, schema in tools.schemas.items()
         ]
-        return sequence(constant(_BEGIN), repeated(either(calls), "", parallel), constant(_END))
+        return sequence(repeated(either(calls), "", parallel), constant(_END))
 
 
 FORMAT = _KimiK2()

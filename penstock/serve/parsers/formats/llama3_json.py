@@ -7,7 +7,7 @@ from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.json_calls import JsonCalls, read_json_call, read_name
 from penstock.serve.parsers.formats.pythonic import read_keywords
 from penstock.serve.parsers.stream import NotACallError, Steps
-from penstock.serve.parsers.structural_tags import Tag, either, repeated
+from penstock.serve.parsers.structural_tags import Tag, repeated
 from penstock.serve.parsers.tools import Tools
 
 
@@ -38,7 +38,10 @@ class _Llama3(JsonCalls):
         yield from read_keywords(answer, name.removesuffix(method))
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        return repeated(either([self._call(*tool) for tool in tools.schemas.items()]), "; ", parallel)
+        return repeated(self.calls(tools), "; ", parallel)
+
+    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+        return self.grammar(tools, parallel)
 
 
 FORMAT = _Llama3(

@@ -34,11 +34,15 @@ class _Mistral(JsonCalls):
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
         if self.is_list:
             return super().grammar(tools, parallel)
-        calls = [
-            sequence(constant(f"{self.begin}{name}[ARGS]"), by_schema(schema))
-            for name, schema in tools.schemas.items()
-        ]
-        return repeated(either(calls), "", parallel)
+        one = sequence(constant(self.begin), self.behind(self.begin, tools, parallel))
+        return repeated(one, "", parallel)
+
+    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+        if self.is_list:
+            return super().behind(marker, tools, parallel)
+        return either(
+            [sequence(constant(f"{name}[ARGS]"), by_schema(schema)) for name, schema in tools.schemas.items()]
+        )
 
 
 FORMAT = _Mistral("mistral", "[TOOL_CALLS]", hints=("[TOOL_CALLS]", "[ARGS]"), id_length=9)

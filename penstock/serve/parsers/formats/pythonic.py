@@ -7,14 +7,17 @@ import re
 from dataclasses import dataclass
 
 from penstock.serve.parsers.answer import Answer
+from penstock.serve.parsers.formats.arguments import Arguments
 from penstock.serve.parsers.python_text import PythonText
 from penstock.serve.parsers.stream import NotACallError, Steps
 from penstock.serve.parsers.structural_tags import (
     Tag,
+    any_number,
     by_schema,
     constant,
     either,
     optional,
+    pattern,
     repeated,
     sequence,
 )
@@ -64,9 +67,16 @@ class PythonicCalls:
             answer.settle()
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
+        if self.bare:
+            return self._list(tools, parallel)
+        return sequence(constant(self.begin), self.behind(self.begin, tools, parallel))
+
+    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+        return sequence(self._list(tools, parallel), constant(self.end))
+
+    def _list(self, tools: Tools, parallel: bool) -> Tag:
         calls = either([_call(name, schema) for name, schema in tools.schemas.items()])
-        begin, end = ("[", "]") if self.bare else (f"{self.begin}[", f"]{self.end}")
-        return sequence(constant(begin), repeated(calls, ", ", parallel), constant(end))
+        return sequence(constant("["), repeated(calls, ", ", parallel), constant("]"))
 
 
 def read_keywords(answer: Answer, name: str) -> Steps[None]:
@@ -113,20 +123,20 @@ def _literal(answer: Answer) -> Steps[None]:
 
 def _call(name: str, schema: Schema) -> Tag:
     """Keywords in the order of the schema, values as JSON, which `PythonText` reads as well."""
-    properties = schema.get("properties", {})
-    required = [key for key in properties if key in schema.get("required", ())]
-    definitions: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    arguments = Arguments.of(schema)
     parts = [constant(f"{name}(")]
+    if arguments.any_others:
+        anything = sequence(pattern("[A-Za-z_][A-Za-z0-9_]{0,63}"), constant("="), by_schema(True))
+        more = any_number(sequence(constant(", "), anything))
+        return sequence(*parts, optional(sequence(anything, more)), constant(")"))
+    required = [key for key in arguments.schemas if key in arguments.required]
     values = {
-        key: sequence(
-            constant(f"{key}="), by_schema({**value, **definitions} if isinstance(value, dict) else value)
-        )
-        for key, value in properties.items()
+        key: sequence(constant(f"{key}="), by_schema(value)) for key, value in arguments.schemas.items()
     }
     # Required ones first: then every optional one can bring the comma before it.
     for index, key in enumerate(required):
         parts.append(sequence(constant(", "), values[key]) if index else values[key])
-    others = [key for key in properties if key not in required]
+    others = [key for key in arguments.schemas if key not in required]
     if required:
         parts += [optional(sequence(constant(", "), values[key])) for key in others]
     elif others:

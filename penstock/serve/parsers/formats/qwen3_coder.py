@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.serve.parsers.answer import Answer
+from penstock.serve.parsers.formats.arguments import TaggedArguments
 from penstock.serve.parsers.formats.json_calls import read_end
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
 from penstock.serve.parsers.stream import Markers, Steps
-from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
+from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
 
 _TAG_END = Markers([">"])
@@ -59,16 +60,24 @@ class FunctionTags:
         answer.settle()
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        line = "\n" if self.padded else ""
-        calls = [
-            sequence(
-                constant(f"{self.begin}\n{_FUNCTION}{name}>\n"),
-                by_schema(schema, "qwen_xml"),
-                constant(f"\n</function>\n{self.end}"),
-            )
-            for name, schema in tools.schemas.items()
-        ]
-        return repeated(either(calls), line or "\n", parallel)
+        one = sequence(constant(self.begin), self.behind(self.begin, tools, parallel))
+        return repeated(one, "\n", parallel)
+
+    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+        arguments = TaggedArguments(_head, "</parameter>", line="\n" if self.padded else "")
+        begin, end = ("", "") if marker == _FUNCTION else (f"\n{_FUNCTION}", f"\n{self.end}")
+        return either(
+            [
+                sequence(
+                    constant(f"{begin}{name}>\n"), arguments.grammar(schema), constant(f"</function>{end}")
+                )
+                for name, schema in tools.schemas.items()
+            ]
+        )
+
+
+def _head(name: Tag, is_string: bool) -> Tag:
+    return sequence(constant("<parameter="), name, constant(">"))
 
 
 FORMAT = FunctionTags(

@@ -92,14 +92,14 @@ class ArgumentWriter:
         value = "".join(pieces)
         if padded:
             value = value.removeprefix("\n").removesuffix("\n")
-        self._add(_typed_json(value, types))
+        self._add(typed_json(value, types))
 
 
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _typed_json(text: str, types: frozenset[str] | None) -> str:
+def typed_json(text: str, types: frozenset[str] | None) -> str:
     """JSON of an argument's text: what it says as JSON if the schema allows that type, else a string."""
     stripped = text.strip()
     stripped = _PYTHON_NAMES.get(stripped, stripped)

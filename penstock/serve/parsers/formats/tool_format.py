@@ -27,5 +27,18 @@ class ToolFormat(CallReader, Protocol):
         ...
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        """One call of these tools, or with `parallel` also several, and nothing else."""
+        """One call of these tools, or with `parallel` also several, and nothing else.
+
+        Raises:
+            UnsupportedSchemaError: the schema of the arguments has a keyword that cannot be honoured.
+        """
+        ...
+
+    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+        """What follows a marker, and the marker that ends it: a call of these tools, or where the format has
+        several between two markers and `parallel` allows it, several.
+
+        Raises:
+            UnsupportedSchemaError: as `grammar`.
+        """
         ...

@@ -1,0 +1,114 @@
+// A message of the conversation, how a stream's chunks make one, and what it took.
+
+import { TokenGroups } from "./tokens.js";
+
+export class Message {
+  constructor(role, text = "", more = {}) {
+    this.role = role; // user, assistant, tool
+    this.text = text;
+    this.reasoning = "";
+    this.calls = []; // {id, name, arguments}
+    this.callId = null; // of a tool's message: the call it answers
+    this.tokens = new TokenGroups();
+    this.numbers = null;
+    this.error = null;
+    this.isLive = false;
+    Object.assign(this, more);
+  }
+
+  /** Whether there is nothing in it that a model could read. */
+  get isEmpty() {
+    return this.role === "assistant" && !this.text && !this.reasoning && !this.calls.length;
+  }
+
+  /** Replaces the text; what was known of the old one's tokens goes with it. */
+  edit(text) {
+    this.text = text;
+    this.tokens = new TokenGroups();
+    this.numbers = null;
+    this.error = null;
+  }
+
+  /** The message as requests have it. */
+  toRequest() {
+    if (this.role === "tool") return { role: "tool", content: this.text, tool_call_id: this.callId };
+    const message = { role: this.role, content: this.text };
+    if (this.reasoning) message.reasoning_content = this.reasoning;
+    if (this.calls.length) {
+      message.tool_calls = this.calls.map((call) => ({
+        id: call.id,
+        type: "function",
+        function: { name: call.name, arguments: call.arguments },
+      }));
+    }
+    return message;
+  }
+}
+
+/** Takes the chunks of one answer into a message, and counts. */
+export class Receiver {
+  constructor(message, clock = () => performance.now()) {
+    this._message = message;
+    this._clock = clock;
+    this._asked = clock();
+    this._first = null;
+    this._firstCount = 0;
+    this._last = null;
+    this._usage = null;
+    this._finish = null;
+  }
+
+  /** Adds a chunk. */
+  take(chunk) {
+    const usage = chunk.usage ?? null;
+    if (usage) this._usage = usage;
+    const choice = chunk.choices[0];
+    if (choice) {
+      const { delta, logprobs } = choice;
+      const message = this._message;
+      message.text += delta.content ?? "";
+      message.reasoning += delta.reasoning_content ?? delta.reasoning ?? "";
+      for (const part of delta.tool_calls ?? []) this._takeCall(part);
+      if (logprobs?.content) message.tokens.push(logprobs.content);
+      this._finish = choice.finish_reason ?? this._finish;
+      const isText = delta.content || delta.reasoning_content || delta.reasoning;
+      const isNews = isText || delta.tool_calls || logprobs?.content?.length;
+      if (isNews) {
+        this._last = this._clock();
+        if (this._first === null) {
+          this._first = this._last;
+          this._firstCount = usage?.completion_tokens ?? 0;
+        }
+      }
+    }
+    this._message.numbers = this._numbers();
+  }
+
+  /** Ends the message, with what ended it where that was not the model: "stopped", "error". */
+  end(reason = null) {
+    this._finish = reason ?? this._finish;
+    this._message.tokens.end();
+    this._message.numbers = this._numbers();
+    this._message.isLive = false;
+  }
+
+  _takeCall({ index, id, function: part }) {
+    const calls = this._message.calls;
+    calls[index] ??= { id, name: part.name ?? "", arguments: "" };
+    calls[index].arguments += part.arguments ?? "";
+  }
+
+  _numbers() {
+    const usage = this._usage;
+    const seconds = this._first === null ? 0 : (this._last - this._first) / 1000;
+    const later = (usage?.completion_tokens ?? 0) - this._firstCount;
+    return {
+      firstToken: this._first === null ? null : (this._first - this._asked) / 1000,
+      perSecond: seconds > 0 && later > 0 ? later / seconds : null,
+      prompt: usage?.prompt_tokens ?? null,
+      cached: usage?.prompt_tokens_details?.cached_tokens ?? 0,
+      completion: usage?.completion_tokens ?? null,
+      finish: this._finish,
+    };
+  }
+}

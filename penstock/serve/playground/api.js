@@ -1,0 +1,102 @@
+// HTTP as the server speaks it: the key, OpenAI's errors, server-sent events.
+
+const KEY = "penstock.api-key";
+
+/** What the server, or the way to it, said no with. */
+export class ApiError extends Error {
+  constructor(message, { status = 0, code = null, param = null, retryAfter = null, requestId = null } = {}) {
+    super(message);
+    Object.assign(this, { status, code, param, retryAfter, requestId });
+  }
+}
+
+/** The key of this tab. It lies in the session's storage, and goes with the tab. */
+export const key = {
+  get: () => sessionStorage.getItem(KEY),
+  set: (value) => sessionStorage.setItem(KEY, value),
+  forget: () => sessionStorage.removeItem(KEY),
+};
+
+/** Where a route is, also behind a proxy that serves the page under a path of its own. */
+export const urlOf = (path) => new URL(path, document.baseURI).href;
+
+/** The decoded answer to a GET. */
+export async function getJson(path) {
+  const response = await send(path, {});
+  return await decoded(response);
+}
+
+/** The data of each event that answers a POST; returns after `[DONE]`. */
+export async function* postStream(path, body, signal) {
+  const response = await send(path, {
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  });
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") return;
+    const value = JSON.parse(data);
+    if (value.error) throw errorOf(value, response);
+    yield value;
+  }
+  throw new ApiError("The stream broke off before its end.");
+}
+
+async function send(path, options) {
+  const headers = { ...options.headers };
+  if (key.get()) headers.authorization = `Bearer ${key.get()}`;
+  let response;
+  try {
+    response = await fetch(urlOf(path), { ...options, headers, credentials: "same-origin" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server cannot be reached.");
+  }
+  if (!response.ok) throw errorOf(await decoded(response), response);
+  return response;
+}
+
+async function decoded(response) {
+  try {
+    return await response.json();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(`The answer (status ${response.status}) is not JSON.`, { status: response.status });
+  }
+}
+
+function errorOf(value, response) {
+  const { message, code, param } = value.error ?? {};
+  return new ApiError(String(message ?? `status ${response.status}`), {
+    status: response.status,
+    code,
+    param,
+    retryAfter: response.headers.get("retry-after"),
+    requestId: response.headers.get("x-request-id"),
+  });
+}
+
+/** The data of each event of a stream of bytes, however they are cut. */
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const whole = (rest + value).split("\n\n");
+      rest = whole.pop();
+      for (const event of whole) {
+        const lines = event.split("\n").filter((line) => line.startsWith("data:"));
+        if (lines.length) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
+      }
+    }
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    if (error instanceof TypeError) throw new ApiError("The connection broke off.");
+    throw error;
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

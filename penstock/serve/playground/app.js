@@ -1,0 +1,306 @@
+// The page: a conversation, one answer at a time, and what is around it.
+
+import { Message, Receiver } from "./answer.js";
+import { ApiError, getJson, key, postStream, urlOf } from "./api.js";
+import { button, byId, copyText, fitHeight } from "./dom.js";
+import { MessageView } from "./messages.js";
+import { Panel } from "./panel.js";
+import { Settings, WrongSetting } from "./settings.js";
+import { curl, python } from "./snippets.js";
+import { hideAlternatives } from "./tokens.js";
+
+const EXAMPLES = ["What is a penstock?", "Tell me a story about a river.", "Write a JSON object that describes a cat."];
+const SNIPPETS = { curl, python };
+const NEAR_END = 80; // pixels: who is that near the end of the conversation follows it
+
+const log = byId("log");
+const draft = byId("draft");
+
+class App {
+  constructor() {
+    this._views = [];
+    this._running = null; // an AbortController while an answer comes
+    this._language = "curl";
+    this._settings = new Settings({ onshade: (shades) => this._shade(shades) });
+    this._listen();
+    this._panel = new Panel({ onstate: (state) => this._follow(state) });
+  }
+
+  // What can be done.
+
+  /** Sends the draft, if there is one, and has it answered. */
+  send() {
+    if (this._running) return;
+    const text = draft.value;
+    const last = this._views.at(-1)?.message;
+    if (!text.trim() && (!last || last.role === "assistant")) return;
+    if (!this._checked()) return;
+    if (text.trim()) {
+      this._add(new Message("user", text));
+      draft.value = "";
+      fitHeight(draft);
+    }
+    this._answer();
+  }
+
+  stop() {
+    this._running?.abort();
+  }
+
+  edit(message, text, andAnswer) {
+    if (andAnswer && !this._checked()) return;
+    message.edit(text);
+    this._view(message).shade(this._settings.shades);
+    if (andAnswer) {
+      this._cut(this._views.indexOf(this._view(message)) + 1);
+      this._answer();
+    }
+    this.settle();
+  }
+
+  remove(message) {
+    const view = this._view(message);
+    this._views = this._views.filter((one) => one !== view);
+    view.element.remove();
+    this.settle();
+    draft.focus();
+  }
+
+  regenerate(message) {
+    if (!this._checked()) return;
+    this._cut(this._views.indexOf(this._view(message)));
+    this._answer();
+  }
+
+  retry(message) {
+    this.regenerate(message);
+  }
+
+  sendResults(message, results) {
+    if (!this._checked()) return;
+    message.calls.forEach((call, i) => this._add(new Message("tool", results[i], { callId: call.id })));
+    this._answer();
+  }
+
+  clear() {
+    this.stop();
+    this._cut(0);
+    this.settle();
+    draft.focus();
+  }
+
+  // An answer.
+
+  async _answer() {
+    const body = {
+      ...this._request(),
+      stream: true,
+      // Told with each chunk, so that an answer that is stopped has its numbers too.
+      stream_options: { include_usage: true, continuous_usage_stats: true },
+    };
+    const message = new Message("assistant", "", { isLive: true });
+    const view = this._add(message);
+    const receiver = new Receiver(message);
+    const controller = new AbortController();
+    this._running = controller;
+    this.settle();
+    this._announce("The model answers.");
+    try {
+      for await (const chunk of postStream("v1/chat/completions", body, controller.signal)) {
+        receiver.take(chunk);
+        this._soon(view);
+      }
+      receiver.end();
+    } catch (error) {
+      if (controller.signal.aborted) receiver.end("stopped");
+      else this._fail(message, receiver, error);
+    }
+    this._running = null;
+    this._keepingUp(() => view.shade(this._settings.shades));
+    this.settle();
+    this._announceEnd(message);
+  }
+
+  _fail(message, receiver, error) {
+    receiver.end("error");
+    if (!(error instanceof ApiError)) console.error(error);
+    message.error = error;
+    if (error.status === 401) this._askForKey(error);
+    if (error.code === "model_not_found") this._loadModels();
+  }
+
+  _announceEnd({ error, numbers }) {
+    if (error) this._announce(`The answer failed: ${error.message}`);
+    else this._announce(`The answer is there, ${numbers?.completion ?? 0} tokens.`);
+  }
+
+  /** Shows a message's news with the next frame. */
+  _soon(view) {
+    if (view.isDue) return;
+    view.isDue = true;
+    requestAnimationFrame(() => {
+      view.isDue = false;
+      if (view.message.isLive) this._keepingUp(() => view.sync());
+    });
+  }
+
+  // The conversation.
+
+  /** The request for the next answer; a draft is part of what code is shown. */
+  _request(withDraft = false) {
+    const messages = this._views.map((view) => view.message).filter((message) => !message.isEmpty);
+    const sent = messages.map((message) => message.toRequest());
+    if (withDraft && (draft.value.trim() || !sent.length)) sent.push({ role: "user", content: draft.value || "Hello" });
+    return this._settings.request(sent);
+  }
+
+  /** Whether the settings make a request; otherwise the page has said what is wrong. */
+  _checked() {
+    try {
+      this._request();
+      return true;
+    } catch (error) {
+      if (!(error instanceof WrongSetting)) throw error;
+      return false;
+    }
+  }
+
+  _add(message) {
+    const view = new MessageView(message, { actions: this, shades: this._settings.shades });
+    this._views.push(view);
+    log.append(view.element);
+    log.scrollTop = log.scrollHeight;
+    this.settle();
+    return view;
+  }
+
+  _cut(from) {
+    for (const view of this._views.splice(from)) view.element.remove();
+  }
+
+  _view(message) {
+    return this._views.find((view) => view.message === message);
+  }
+
+  _shade(shades) {
+    hideAlternatives();
+    this._keepingUp(() => this._views.forEach((view) => view.shade(shades)));
+    this.settle();
+  }
+
+  /** Brings the buttons in line with what can be done now. */
+  settle() {
+    const isBusy = this._running !== null;
+    byId("empty").hidden = this._views.length > 0;
+    byId("send").hidden = isBusy;
+    byId("stop-answer").hidden = !isBusy;
+    log.setAttribute("aria-busy", String(isBusy));
+    this._views.forEach((view, i) => view.place({ isLast: i === this._views.length - 1, isBusy }));
+  }
+
+  _keepingUp(change) {
+    const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END;
+    change();
+    if (isAtEnd) log.scrollTop = log.scrollHeight;
+  }
+
+  // The server.
+
+  _follow(state) {
+    if (state === "ready") this._loadModels();
+    else if (state === "starting") this._notice("The model is being loaded; this page notices when it is there.");
+  }
+
+  async _loadModels() {
+    const select = byId("model");
+    try {
+      const { data } = await getJson("v1/models");
+      const chosen = select.value;
+      select.replaceChildren(...data.map(({ id }) => new Option(id, id)));
+      if (data.some(({ id }) => id === chosen)) select.value = chosen;
+      select.title = `at most ${data[0].max_model_len} tokens, prompt and answer together`;
+      select.disabled = false;
+      byId("key-form").hidden = true;
+      byId("forget-key").hidden = !key.get();
+      this._notice("");
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      if (error.status === 401) this._askForKey(error);
+      else this._notice(error.message);
+    }
+  }
+
+  _askForKey(error) {
+    byId("key-form").hidden = false;
+    byId("key-error").textContent = key.get() ? error.message : "";
+    byId("key").focus();
+  }
+
+  _notice(text) {
+    byId("notice").textContent = text;
+    byId("notice").hidden = !text;
+  }
+
+  _announce(text) {
+    byId("announce").textContent = text;
+  }
+
+  // What happens on the page.
+
+  _listen() {
+    byId("composer").addEventListener("submit", (event) => (event.preventDefault(), this.send()));
+    draft.addEventListener("input", () => fitHeight(draft));
+    draft.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.send();
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || byId("code").open) return;
+      if (!byId("alternatives").hidden) hideAlternatives();
+      this.stop();
+    });
+    log.addEventListener("scroll", () => hideAlternatives(), { passive: true });
+    byId("stop-answer").addEventListener("click", () => (this.stop(), draft.focus()));
+    byId("new-chat").addEventListener("click", () => this.clear());
+    byId("key-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      key.set(byId("key").value.trim());
+      byId("key").value = "";
+      this._loadModels();
+    });
+    byId("forget-key").addEventListener("click", () => (key.forget(), this._loadModels()));
+    for (const text of EXAMPLES) byId("examples").append(button(text, () => ((draft.value = text), this.send())));
+    this._listenToCode();
+  }
+
+  _listenToCode() {
+    byId("show-code").addEventListener("click", () => {
+      if (!this._checked()) return;
+      this._showCode();
+      byId("code").showModal();
+    });
+    for (const tab of document.querySelectorAll("[data-language]")) {
+      tab.addEventListener("click", () => {
+        this._language = tab.dataset.language;
+        this._showCode();
+      });
+    }
+    byId("copy-code").addEventListener("click", async () => {
+      const isCopied = await copyText(byId("snippet").textContent);
+      byId("copy-code").textContent = isCopied ? "Copied" : "Select it and copy";
+      if (!isCopied) getSelection().selectAllChildren(byId("snippet"));
+    });
+  }
+
+  _showCode() {
+    const base = urlOf("./");
+    byId("snippet").textContent = SNIPPETS[this._language](this._request(true), base);
+    byId("copy-code").textContent = "Copy";
+    for (const tab of document.querySelectorAll("[data-language]")) {
+      tab.setAttribute("aria-pressed", String(tab.dataset.language === this._language));
+    }
+  }
+}
+
+new App();

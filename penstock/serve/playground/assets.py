@@ -1,0 +1,60 @@
+"""The files of the page, as they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from importlib.resources import files
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+_FILES = (
+    "index.html",
+    "style.css",
+    "icon.svg",
+    "answer.js",
+    "api.js",
+    "app.js",
+    "dom.js",
+    "messages.js",
+    "panel.js",
+    "settings.js",
+    "snippets.js",
+    "tokens.js",
+)
+
+
+def _path_of(name: str) -> str:
+    return "/" if name == "index.html" else f"/playground/{name}"
+
+
+PATHS = frozenset(_path_of(name) for name in _FILES)
+"""Where they are served."""
+
+
+@dataclass(frozen=True)
+class Asset:
+    """A file, its media type and the tag of its content."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+@cache
+def assets() -> Mapping[str, Asset]:
+    """Path -> file; read once."""
+    folder = files(__package__)
+    return {_path_of(name): _asset(name, folder.joinpath(name).read_bytes()) for name in _FILES}
+
+
+def _asset(name: str, content: bytes) -> Asset:
+    media_type = _TYPES[name[name.rindex(".") :]]
+    return Asset(content, media_type, f'"{blake2b(content, digest_size=12).hexdigest()}"')

@@ -1,0 +1,204 @@
+// The conversation on the page: one article a message, brought up to date with it.
+
+import { button, copyText, fitHeight, make } from "./dom.js";
+import { ShadedText } from "./tokens.js";
+
+const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
+
+const FINISHES = {
+  stop: "ended by itself",
+  length: "cut at its limit",
+  tool_calls: "calls tools",
+  stopped: "stopped by you",
+  error: "broke off",
+};
+
+/** Where a text grows at its end, without what stands there being touched. */
+class GrowingText {
+  constructor(properties) {
+    this._text = document.createTextNode("");
+    this.element = make("div", properties, this._text);
+  }
+
+  show(text) {
+    if (text.startsWith(this._text.data)) this._text.appendData(text.slice(this._text.data.length));
+    else this._text.data = text;
+    this.element.hidden = !text;
+  }
+}
+
+/**
+ * A message's article.
+ *
+ * `actions`: what its buttons do, each given the message: edit(message, text, andAnswer), remove, regenerate,
+ * retry, sendResults(message, results).
+ */
+export class MessageView {
+  constructor(message, { actions, shades }) {
+    this.message = message;
+    this._actions = actions;
+    this._shades = shades;
+    this.element = make("article", { class: `message ${message.role}`, "aria-label": NAMES[message.role] });
+    this._build();
+  }
+
+  /** Shades the tokens, or does not. */
+  shade(shades) {
+    this._shades = shades;
+    this._build();
+  }
+
+  /** Shows what is new in the message. */
+  sync() {
+    const { message } = this;
+    const isShaded = this._shades && message.tokens.groups.length > 0;
+    this.element.classList.toggle("live", message.isLive);
+    this._waiting.hidden = !message.isLive || !message.isEmpty || isShaded;
+    this._thoughts.show(message.reasoning);
+    this._reasoning.hidden = isShaded || !message.reasoning;
+    this._reasoningTitle.textContent = message.isLive && !message.text ? "Reasoning …" : "Reasoning";
+    this._plain.show(message.text);
+    this._plain.element.hidden ||= isShaded;
+    this._tokens.element.hidden = !isShaded;
+    if (isShaded) this._tokens.sync();
+    this._syncCalls();
+    this._numbers.replaceChildren(...numbersOf(message.numbers));
+  }
+
+  /** Whether it is the last, whose tool calls can be answered, and whether nothing else is going on. */
+  place({ isLast, isBusy }) {
+    for (const one of this._acts.querySelectorAll("button")) one.disabled = isBusy;
+    if (this._error.firstChild) this._retry.hidden = !isLast || isBusy;
+    this._showResults(isLast && !isBusy && !this.message.isLive);
+  }
+
+  _build() {
+    const { message } = this;
+    this._waiting = make("p", { class: "waiting", "aria-hidden": "true" }, make("i"), make("i"), make("i"));
+    this._thoughts = new GrowingText({ class: "text" });
+    this._reasoningTitle = make("summary", { textContent: "Reasoning" });
+    this._reasoning = make("details", { class: "reasoning" }, this._reasoningTitle, this._thoughts.element);
+    this._plain = new GrowingText({ class: "text" });
+    this._tokens = new ShadedText(message.tokens);
+    this._calls = make("div", { class: "calls" });
+    this._callTexts = [];
+    this._results = make("form", { class: "results", hidden: true });
+    this._error = make("div", { class: "error", role: "alert" });
+    this._retry = button("Try again", () => this._actions.retry(message), { class: "quiet" });
+    this._numbers = make("p", { class: "numbers" });
+    this._acts = make("div", { class: "acts" }, ...this._buttons());
+    const name = message.role === "tool" ? `Tool · ${message.callId}` : NAMES[message.role];
+    this._body = make("div", { class: "body" });
+    this._body.append(
+      this._waiting,
+      this._reasoning,
+      this._plain.element,
+      this._tokens.element,
+      this._calls,
+      this._results,
+      this._error,
+    );
+    const head = make("header", {}, make("span", { class: "role", textContent: name }), this._acts);
+    this.element.replaceChildren(head, this._body, this._numbers);
+    this.sync();
+    this._showError();
+  }
+
+  /** Says what went wrong, in the place of the answer. */
+  _showError() {
+    const { error } = this.message;
+    this._error.replaceChildren();
+    if (!error) return;
+    const facts = [
+      error.status ? `status ${error.status}` : null,
+      error.code,
+      error.param && `field ${error.param}`,
+      error.retryAfter && `try again in ${error.retryAfter} s`,
+      error.requestId && `request ${error.requestId}`,
+    ].filter(Boolean);
+    this._error.append(make("p", { textContent: error.message }));
+    if (facts.length) this._error.append(make("p", { class: "facts", textContent: facts.join(" · ") }));
+    this._error.append(this._retry);
+  }
+
+  _buttons() {
+    const { message, _actions: actions } = this;
+    const copy = button("Copy", async () => {
+      copy.textContent = (await copyText(message.text)) ? "Copied" : "Not allowed";
+      setTimeout(() => (copy.textContent = "Copy"), 1500);
+    });
+    const regenerate = button("Regenerate", () => actions.regenerate(message));
+    return [
+      copy,
+      button("Edit", () => this._edit()),
+      ...(message.role === "assistant" ? [regenerate] : []),
+      button("Remove", () => actions.remove(message)),
+    ];
+  }
+
+  _edit() {
+    const { message, _actions: actions } = this;
+    const field = make("textarea", { value: message.text, "aria-label": `Text of ${NAMES[message.role]}` });
+    const save = (andAnswer) => actions.edit(message, field.value, andAnswer);
+    const cancel = () => (this._build(), actions.settle());
+    field.addEventListener("input", () => fitHeight(field, 400));
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") cancel();
+      else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) save(message.role !== "assistant");
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
+    });
+    const answers = button("Save and answer", () => save(true), { class: "primary" });
+    const row = make("p", { class: "row" }, button("Save", () => save(false)), button("Cancel", cancel));
+    if (message.role !== "assistant") row.prepend(answers);
+    this._body.replaceChildren(field, row);
+    this._acts.replaceChildren();
+    fitHeight(field, 400);
+    field.focus();
+  }
+
+  _syncCalls() {
+    this.message.calls.forEach((call, i) => {
+      if (!this._callTexts[i]) {
+        const text = new GrowingText({ class: "arguments" });
+        const name = make("p", { class: "call-name" }, make("code", { textContent: call.name }));
+        this._calls.append(make("section", { class: "call", "aria-label": `Call of ${call.name}` }, name, text.element));
+        this._callTexts[i] = text;
+      }
+      this._callTexts[i].show(call.arguments);
+    });
+  }
+
+  /** Fields for what the called tools say. */
+  _showResults(isOpen) {
+    const { calls } = this.message;
+    this._results.hidden = !isOpen || !calls.length;
+    if (this._results.hidden || this._results.firstChild) return;
+    const fields = calls.map((call) => make("input", { "aria-label": `Result of ${call.name}`, placeholder: `what ${call.name} returns` }));
+    const submit = make("button", { type: "submit", textContent: calls.length > 1 ? "Send results" : "Send result" });
+    this._results.append(...fields, submit);
+    this._results.onsubmit = (event) => {
+      event.preventDefault();
+      this._actions.sendResults(this.message, fields.map((field) => field.value));
+    };
+  }
+}
+
+/** What an answer took, as a line of facts. */
+function numbersOf(numbers) {
+  if (!numbers) return [];
+  const { firstToken, perSecond, prompt, cached, completion, finish } = numbers;
+  const facts = [];
+  const add = (value, label, title) => facts.push(make("span", { title }, make("b", { textContent: value }), ` ${label}`));
+  if (firstToken !== null) add(seconds(firstToken), "to first token", "From sending to the first token");
+  if (perSecond !== null) add(perSecond.toFixed(perSecond < 10 ? 1 : 0), "tokens/s", "After the first token, as they came here");
+  if (prompt !== null) add(String(prompt), cached ? `prompt (${cached} cached)` : "prompt", "Tokens of the prompt");
+  if (completion !== null) add(String(completion), "completion", "Generated tokens");
+  if (finish) facts.push(make("span", { class: "finish", title: `finish_reason: ${finish}`, textContent: FINISHES[finish] ?? finish }));
+  return facts;
+}
+
+function seconds(value) {
+  return value < 1 ? `${Math.round(1000 * value)} ms` : `${value.toFixed(2)} s`;
+}

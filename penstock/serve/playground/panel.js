@@ -1,0 +1,98 @@
+// The live numbers: asked for once a second, and only while somebody can see them.
+
+import { getJson } from "./api.js";
+import { byId } from "./dom.js";
+
+const PERIOD = 1000; // milliseconds
+const HISTORY = 60; // points of the line
+const LOW = 10; // tokens/s: the line's scale ends here at least
+
+const STATES = {
+  ready: "ready",
+  starting: "loading the model",
+  restarting: "restarting",
+  stopping: "shutting down",
+  stopped: "stopped",
+  unknown: "out of reach",
+};
+
+export class Panel {
+  /** `onstate(state)` is told when the worker's state changes. */
+  constructor({ onstate }) {
+    this._onstate = onstate;
+    this._state = null;
+    this._before = null;
+    this._rates = [];
+    this._timer = null;
+    this._isAsking = false;
+    document.addEventListener("visibilitychange", () => this._follow());
+    this._follow();
+  }
+
+  _follow() {
+    clearTimeout(this._timer);
+    this._timer = null;
+    if (document.visibilityState === "visible") this._ask();
+    else this._before = null; // the next rate would be one over the time away
+  }
+
+  async _ask() {
+    if (this._isAsking) return;
+    this._isAsking = true;
+    try {
+      this._show(await getJson("playground/stats"));
+    } catch {
+      this._before = null;
+      this._setState("unknown");
+    } finally {
+      this._isAsking = false;
+    }
+    if (document.visibilityState === "visible") this._timer = setTimeout(() => this._ask(), PERIOD);
+  }
+
+  _show(now) {
+    this._setState(now.state);
+    byId("state").title = `Penstock ${now.version}`;
+    const before = this._before;
+    this._before = now;
+    if (before && now.seconds > before.seconds) {
+      const tokens = Math.max(0, now.generated_tokens - before.generated_tokens); // a new worker counts from 0
+      this._rates = [...this._rates, tokens / (now.seconds - before.seconds)].slice(-HISTORY);
+    }
+    const rate = this._rates.at(-1);
+    byId("rate").textContent = rate === undefined ? "–" : String(Math.round(rate));
+    byId("running").textContent = String(now.running);
+    byId("waiting").textContent = String(now.waiting);
+    this._draw();
+    this._showCache(now);
+  }
+
+  _showCache({ kv_blocks: all, kv_blocks_used: used, kv_blocks_cached: cached }) {
+    const part = (count) => (all ? count / all : 0);
+    byId("kv").textContent = all ? `${(100 * part(used)).toFixed(used && part(used) < 0.1 ? 1 : 0)} %` : "–";
+    const meter = byId("kv-meter");
+    meter.style.setProperty("--used", part(used).toFixed(4));
+    meter.style.setProperty("--cached", part(cached).toFixed(4));
+    const text = all ? `${used} of ${all} blocks in use, ${cached} cached` : "no cache";
+    meter.setAttribute("aria-label", `KV cache: ${text}`);
+    byId("kv-note").textContent = text;
+  }
+
+  _draw() {
+    const most = Math.max(LOW, ...this._rates);
+    const first = HISTORY - this._rates.length;
+    const points = this._rates.map((rate, i) => `${first + i},${(23.5 - (22.5 * rate) / most).toFixed(2)}`);
+    const [polygon, polyline] = byId("spark").children;
+    polyline.setAttribute("points", points.join(" "));
+    polygon.setAttribute("points", points.length ? `${first},24 ${points.join(" ")} ${HISTORY - 1},24` : "");
+    byId("peak").textContent = this._rates.length ? `peak ${Math.round(Math.max(...this._rates))}` : "";
+  }
+
+  _setState(state) {
+    if (state === this._state) return;
+    this._state = state;
+    byId("state").dataset.state = state;
+    byId("state-text").textContent = STATES[state] ?? state;
+    this._onstate(state);
+  }
+}

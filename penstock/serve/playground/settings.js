@@ -1,0 +1,91 @@
+// The controls, and the fields of a request that they stand for. A control left empty says nothing.
+
+import { byId } from "./dom.js";
+
+const EXAMPLE = [
+  {
+    type: "function",
+    function: {
+      name: "get_weather",
+      description: "The weather of a city",
+      parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
+    },
+  },
+];
+
+/** A control whose value no request can have. */
+export class WrongSetting extends Error {}
+
+export class Settings {
+  constructor({ onshade }) {
+    this._form = byId("settings");
+    byId("logprobs").addEventListener("change", () => onshade(this.shades));
+    byId("example-tool").addEventListener("click", () => {
+      byId("tools").value = JSON.stringify(EXAMPLE, null, 2);
+      this._checkTools();
+    });
+    byId("tools").addEventListener("change", () => this._checkTools());
+    this._form.addEventListener("submit", (event) => event.preventDefault());
+    this._form.addEventListener("reset", () => setTimeout(() => (this._checkTools(), onshade(this.shades))));
+    byId("show-settings").addEventListener("click", () => this.show(!this._form.classList.contains("open")));
+  }
+
+  /** Whether tokens are shaded. */
+  get shades() {
+    return byId("logprobs").checked;
+  }
+
+  /** On a narrow page: opens or closes the controls. */
+  show(open) {
+    this._form.classList.toggle("open", open);
+    byId("show-settings").setAttribute("aria-expanded", String(open));
+  }
+
+  /** The request for an answer to some messages; throws `WrongSetting`, the control in focus. */
+  request(messages) {
+    const system = byId("system").value;
+    const body = {
+      model: byId("model").value,
+      messages: system.trim() ? [{ role: "system", content: system }, ...messages] : messages,
+    };
+    for (const field of this._form.querySelectorAll("input[type=number]")) this._check(field);
+    for (const field of this._form.querySelectorAll("[data-field]")) {
+      if (field.value !== "") body[field.dataset.field] = field.valueAsNumber;
+    }
+    const stop = byId("stop").value.split("\n").filter((line) => line !== "");
+    if (stop.length) body.stop = stop;
+    if (this.shades) Object.assign(body, { logprobs: true, top_logprobs: byId("top-logprobs").valueAsNumber });
+    const tools = this._checkTools();
+    if (tools === undefined) {
+      this.show(true);
+      byId("tools-box").open = true;
+      byId("tools").focus();
+      throw new WrongSetting("the tools are not a JSON array");
+    }
+    if (tools.length) body.tools = tools;
+    return body;
+  }
+
+  _check(field) {
+    if (field.checkValidity()) return;
+    this.show(true);
+    field.reportValidity();
+    throw new WrongSetting(field.validationMessage);
+  }
+
+  /** The tools, empty where there are none; undefined, and said so, where they cannot be read. */
+  _checkTools() {
+    const text = byId("tools").value.trim();
+    let tools;
+    let fault = "";
+    try {
+      tools = text ? JSON.parse(text) : [];
+      if (!Array.isArray(tools)) fault = "This must be an array.";
+    } catch (error) {
+      fault = error.message;
+    }
+    byId("tools-error").textContent = fault;
+    byId("tools").setAttribute("aria-invalid", String(fault !== ""));
+    return fault ? undefined : tools;
+  }
+}

@@ -1,0 +1,72 @@
+// A request as a command or a program. The key is never part of it.
+
+const STANDARD = new Set([
+  "model",
+  "messages",
+  "temperature",
+  "top_p",
+  "frequency_penalty",
+  "presence_penalty",
+  "seed",
+  "max_completion_tokens",
+  "stop",
+  "logprobs",
+  "top_logprobs",
+  "tools",
+]);
+
+/** A shell command that sends the request and prints the stream. */
+export function curl(body, base) {
+  const json = JSON.stringify({ ...body, stream: true }, null, 2);
+  return [
+    `curl -N ${quoted(`${base}v1/chat/completions`)} \\`,
+    `  -H 'Content-Type: application/json' \\`,
+    `  -H "Authorization: Bearer \${PENSTOCK_API_KEY:-none}" \\`,
+    `  -d ${quoted(json)}`,
+  ].join("\n");
+}
+
+/** A program that does the same with OpenAI's package. */
+export function python(body, base) {
+  const known = Object.entries(body).filter(([name]) => STANDARD.has(name));
+  const ours = Object.entries(body).filter(([name]) => !STANDARD.has(name));
+  const fields = known.map(([name, value]) => `    ${name}=${literal(value, 1)},`);
+  if (ours.length) fields.push(`    extra_body=${literal(Object.fromEntries(ours), 1)},`);
+  return `import os
+
+from openai import OpenAI
+
+client = OpenAI(
+    base_url=${literal(`${base}v1`)},
+    api_key=os.environ.get("PENSTOCK_API_KEY", "none"),
+)
+stream = client.chat.completions.create(
+${fields.join("\n")}
+    stream=True,
+)
+for chunk in stream:
+    if chunk.choices:
+        print(chunk.choices[0].delta.content or "", end="", flush=True)
+print()`;
+}
+
+/** A word of a shell. */
+function quoted(text) {
+  return `'${text.replaceAll("'", `'\\''`)}'`;
+}
+
+/** A value as Python writes it. */
+function literal(value, depth = 0) {
+  if (value === null) return "None";
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (typeof value !== "object") return JSON.stringify(value);
+  const [open, close] = Array.isArray(value) ? "[]" : "{}";
+  const items = Array.isArray(value)
+    ? value.map((one) => literal(one, depth + 1))
+    : Object.entries(value).map(([name, one]) => `${JSON.stringify(name)}: ${literal(one, depth + 1)}`);
+  const short = `${open}${items.join(", ")}${close}`;
+  if (short.length <= 80 && !short.includes("\n")) return short;
+  const indent = "    ".repeat(depth + 1);
+  return `${open}\n${items.map((item) => `${indent}${item},\n`).join("")}${"    ".repeat(depth)}${close}`;
+}

@@ -1,0 +1,145 @@
+// Log probabilities: tokens as spans, the less probable the stronger their shade, alternatives on demand.
+
+import { byId, make } from "./dom.js";
+
+const FULL_SHADE = Math.log(100); // of a token with 1 %
+
+/** Entries of `logprobs.content`, grouped so that each group has whole characters. */
+export class TokenGroups {
+  constructor() {
+    this.groups = []; // {text, entries}
+    this._decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+    this._pending = [];
+  }
+
+  push(entries) {
+    for (const entry of entries) {
+      this._pending.push(entry);
+      const text = entry.bytes
+        ? this._decoder.decode(new Uint8Array(entry.bytes), { stream: true })
+        : entry.token;
+      if (text || !entry.bytes?.length) this._close(text);
+    }
+  }
+
+  /** No more come: what is no whole character is shown as such. */
+  end() {
+    const text = this._decoder.decode();
+    if (this._pending.length) this._close(text);
+    else if (text) this.groups.push({ text, entries: [] });
+  }
+
+  _close(text) {
+    this.groups.push({ text, entries: this._pending });
+    this._pending = [];
+  }
+}
+
+/** The element that shows groups; `sync` adds those that are new. */
+export class ShadedText {
+  constructor(tokens) {
+    this._tokens = tokens;
+    this._shown = [];
+    this._groupOf = new WeakMap();
+    this.element = make("div", {
+      class: "text tokens",
+      role: "group",
+      "aria-label": "Tokens, shaded by probability; arrow keys go from one to the next",
+      onfocusin: (event) => this._tell(event.target),
+      onfocusout: hideAlternatives,
+      onmouseover: (event) => this._tell(event.target),
+      onmouseout: hideAlternatives,
+      onkeydown: (event) => this._move(event),
+    });
+  }
+
+  sync() {
+    const { groups } = this._tokens;
+    for (const group of groups.slice(this._shown.length)) {
+      const span = make("span", { class: "token", textContent: group.text });
+      span.tabIndex = this._shown.length ? -1 : 0;
+      const surprise = Math.max(0, ...group.entries.map((entry) => -entry.logprob));
+      span.style.setProperty("--shade", Math.min(1, surprise / FULL_SHADE).toFixed(3));
+      if (group.text.startsWith("\n")) span.classList.add("newline");
+      if (group.text === "") span.classList.add("nothing");
+      this._groupOf.set(span, group);
+      this._shown.push(span);
+      this.element.append(span);
+    }
+  }
+
+  _tell(span) {
+    const group = this._groupOf.get(span);
+    if (group?.entries.length) showAlternatives(span, group.entries);
+  }
+
+  _move(event) {
+    const at = this._shown.indexOf(document.activeElement);
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: this._shown.length - 1 }[event.key];
+    if (at < 0 || to === undefined) return;
+    event.preventDefault();
+    const span = this._shown[Math.max(0, Math.min(to, this._shown.length - 1))];
+    this._shown[at].tabIndex = -1;
+    span.tabIndex = 0;
+    span.focus();
+  }
+}
+
+/** A probability as people read it. */
+export function percent(logprob) {
+  const value = 100 * Math.exp(logprob);
+  if (value >= 99.95) return "100 %";
+  return value >= 0.1 ? `${value.toFixed(1)} %` : value >= 0.001 ? `${value.toFixed(3)} %` : "< 0.001 %";
+}
+
+/** A token so that its blanks, and bytes that are no characters, can be seen. */
+export function visible({ token, bytes }) {
+  if (token.includes("\uFFFD") && bytes) {
+    return bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("");
+  }
+  return token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll("\r", "␍").replaceAll(" ", "␣") || "(nothing)";
+}
+
+function showAlternatives(span, entries) {
+  const box = byId("alternatives");
+  box.replaceChildren(...entries.map(tableOf));
+  box.hidden = false;
+  span.setAttribute("aria-describedby", "alternatives");
+  const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
+  const { width, height } = box.getBoundingClientRect();
+  const left = Math.max(8, Math.min(at.left, document.documentElement.clientWidth - width - 8));
+  const below = at.bottom + 6;
+  const top = below + height > window.innerHeight ? Math.max(8, at.top - height - 6) : below;
+  box.style.left = `${left}px`;
+  box.style.top = `${top}px`;
+}
+
+export function hideAlternatives(event) {
+  byId("alternatives").hidden = true;
+  event?.target.removeAttribute?.("aria-describedby");
+}
+
+/** The chosen token among the most probable ones. */
+function tableOf(entry) {
+  const best = entry.top_logprobs;
+  const isChosen = (one) => one.token === entry.token && String(one.bytes) === String(entry.bytes);
+  const rows = best.some(isChosen) ? best : [...best, entry];
+  return make(
+    "table",
+    {},
+    make("caption", { class: "sr", textContent: `${visible(entry)}, ${percent(entry.logprob)}` }),
+    make("tbody", {}, ...rows.map((one) => rowOf(one, isChosen(one)))),
+  );
+}
+
+function rowOf(one, isChosen) {
+  const bar = make("span", { class: "probability" });
+  bar.style.setProperty("--part", Math.exp(one.logprob).toFixed(4));
+  return make(
+    "tr",
+    isChosen ? { class: "chosen" } : {},
+    make("th", {}, make("code", { textContent: visible(one) }), isChosen ? make("span", { class: "sr", textContent: " (chosen)" }) : null),
+    make("td", { class: "number", textContent: percent(one.logprob) }),
+    make("td", { "aria-hidden": "true" }, bar),
+  );
+}

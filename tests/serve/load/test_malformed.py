@@ -1,0 +1,347 @@
+"""Requests that nobody means, over a socket and to a real model: refused, soon, and nothing breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from support.server_process import ServerProcess, post_head, raw_exchange
+
+from penstock.serve.parameters import UNSUPPORTED
+from penstock.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+SECONDS = 30
+"""In which each must be answered, on a machine that has other things to do."""
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "/v1/chat/completions": (ChatBody, {"model": "demo", "messages": MESSAGES, "max_tokens": 2}),
+    "/v1/completions": (CompletionBody, {"model": "demo", "prompt": "Hi", "max_tokens": 2}),
+    "/v1/chat/completions/render": (ChatBody, {"model": "demo", "messages": MESSAGES}),
+    "/tokenize": (TokenizeBody, {"model": "demo", "prompt": "Hi"}),
+    "/detokenize": (DetokenizeBody, {"model": "demo", "tokens": [5]}),
+}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+WRONG: list[Any] = [
+    True, 0, -1, 1, 1.5, 2**63, 2**64, -(2**63) - 1, 10**400, 1e308, -1e308, 5e-324,
+    "", "a", "\x00", "0", "null", "\ud83d\ude00" * 50, "x" * 10_000,
+    [], [[]], [None], [0], [-1], ["a"], ["a", 1], [{}], [[[[1]]]], [2**64], ["\x00"],
+    {}, {"": {}}, {"type": None}, {"type": "x"}, {"a": {"a": {"a": {}}}}, {"content": "Hi"},
+]  # fmt: skip
+"""One of each kind; what is right for a field stays an answer."""
+
+
+def nested(depth: int, opening: str = "[", closing: str = "]") -> str:
+    return opening * depth + closing * depth
+
+
+def tools(*parameters: Any, name: Any = "f") -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name, "parameters": one}} for one in parameters]
+
+
+def schema_of(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+HOSTILE_SCHEMAS: list[Any] = [
+    {"$ref": "#"},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    {"$ref": "http://127.0.0.1:1/schema"},
+    {"$ref": "file:///etc/passwd"},
+    {"type": "string", "pattern": "(a+)+$"},
+    {"type": "string", "pattern": "("},
+    {"type": "string", "pattern": "a{1,100000}"},
+    {"type": "string", "minLength": 10**9},
+    {"type": "array", "minItems": 10**9},
+    {"type": "integer", "multipleOf": 0},
+    {"type": "integer", "minimum": 5, "maximum": 1},
+    {"enum": []},
+    {"enum": [str(number) for number in range(20_000)]},
+    {"type": "wish"},
+    {"type": ["object", 5]},
+    {"properties": []},
+    {"properties": {"a": 5}},
+    {"required": "a"},
+    {"anyOf": []},
+    {"allOf": [{"type": "string"}, {"type": "integer"}]},
+    {"not": {}},
+    False,
+    5,
+    "schema",
+    {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(100)}},
+    json.loads(nested(25, '{"items":', "}").replace(":}", ":{}}")),
+]
+LARGE_SCHEMA = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2000)}}
+
+
+def chat(**fields: Any) -> tuple[str, Any]:
+    return CHAT, ROUTES[CHAT][1] | fields
+
+
+def text(**fields: Any) -> tuple[str, Any]:
+    return TEXT, ROUTES[TEXT][1] | fields
+
+
+def both(**fields: Any) -> list[tuple[str, Any]]:
+    return [chat(**fields), text(**fields)]
+
+
+REFUSED: list[tuple[str, Any]] = [
+    (CHAT, {"messages": MESSAGES}),
+    (CHAT, {"model": "demo"}),
+    chat(messages=[]),
+    chat(model="other"),
+    chat(messages="Hi"),
+    chat(messages=[{"role": "user"}]),
+    chat(messages=[{"role": "emperor", "content": "Hi"}]),
+    chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+    chat(messages=[{"role": "user", "content": "x" * 200_000}]),
+    chat(messages=MESSAGES * 5000),
+    *both(n=10**6),
+    *both(n=0),
+    *both(max_tokens=-5),
+    *both(temperature=1e300),
+    *both(top_p=-0.1),
+    *both(stop=["x"] * 10**6),
+    *both(stop="x" * 10**6),
+    *both(stop_token_ids=[10**12]),
+    *both(logit_bias={"-1": 5}),
+    *both(logit_bias={str(number): 1 for number in range(10**5)}),
+    *both(logit_bias={"5": 10**30}),
+    *((path, body | {"x" * 10**6: 1}) for path, (_, body) in ROUTES.items()),
+    *((path, {str(number): 1 for number in range(10**5)}) for path in ROUTES),
+    chat(top_logprobs=10**9, logprobs=True),
+    chat(tool_choice="required"),
+    chat(tools=tools({}, name="")),
+    chat(tools=tools({}, name="a b\n")),
+    chat(tools=tools({}, name="f" * 10**6)),
+    chat(tools=tools({}) * 2000),
+    chat(response_format={"type": "json_schema"}),
+    chat(chat_template_kwargs={"messages": []}),
+    chat(chat_template="{% for i in range(10**9) %}x{% endfor %}"),
+    text(prompt=[5] * 10**6),
+    text(prompt=[[5]] * 10**5),
+    text(prompt=["a"] * 10**5),
+    text(prompt=[10**9]),
+    text(prompt=[-1]),
+    text(prompt=[5, "a"]),
+    text(prompt=[5.0, 6.5]),
+    text(prompt="x" * 300_000),
+    text(suffix="!"),
+    text(logprobs=10**6),
+    ("/detokenize", {"model": "demo", "tokens": [2**64]}),
+    ("/detokenize", {"model": "demo", "tokens": [-1]}),
+    ("/tokenize", {"model": "demo", "prompt": "a", "messages": MESSAGES}),
+]
+"""With what is wrong written out; all of these are the client's fault."""
+
+EITHER: list[tuple[str, Any]] = [
+    *(chat(tools=tools(one)) for one in HOSTILE_SCHEMAS),
+    *(chat(tools=tools(one), tool_choice="required") for one in HOSTILE_SCHEMAS),
+    *(chat(response_format=schema_of(one)) for one in HOSTILE_SCHEMAS),
+    text(max_tokens=10**18),
+    *(one for seed in (0, -1, 2**63 - 1, 2**64) for one in both(seed=seed)),
+    *(one for number in (2**31, -(2**63), 2**70) for one in both(priority=number)),
+    text(prompt="\x00"),
+    text(prompt="\U0010ffff\u202e\ufeff"),
+    text(prompt=""),
+    text(structured_outputs={"regex": "(a|a)*" * 50}),
+    text(structured_outputs={"grammar": "root ::= root"}),
+    chat(messages=[{"role": "user", "content": "<|im_end|>" * 100}]),
+]
+"""The server may refuse these or answer them."""
+
+HUGE: list[tuple[str, Any]] = [
+    chat(messages=[{"role": "user", "content": "x" * 20_000_000}]),
+    chat(messages=MESSAGES * 100_000),
+    chat(tools=tools({}) * 50_000),
+    text(prompt="Hi there. " * 2_000_000),
+    text(prompt=[5] * 8_000_000),
+    chat(response_format=schema_of(LARGE_SCHEMA)),
+    chat(tools=tools(LARGE_SCHEMA), tool_choice="required"),
+]
+"""All that fits into a body, and a grammar that is given up."""
+
+# fmt: off
+RAW: list[bytes] = [
+    b"", b" ", b"\x00", b"{", b"}", b"[", b"[]", b"[{}]", b"null", b"true", b"5", b'"model"', b"{}", b"\xff",
+    b"\xfe\xff", b"\xef\xbb\xbf{}", b"<xml/>", b"model=demo&prompt=Hi", b"//c\n{}", b"{'model': 'demo'}",
+    b'{"model": "demo"} trailing', b'{"model": "demo", "prompt": "Hi",}', b'{"prompt": "a\nb"}',
+    b'{"model": "demo", "model": "demo", "prompt": "Hi"}',
+    b'{"model": "demo", "prompt": "\xc3"}', b'{"model": "demo", "prompt": "\xed\xa0\x80"}',
+    b'{"model": "demo", "prompt": "\\ud800"}', b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
+    b'{"temperature": NaN}', b'{"temperature": Infinity}', b'{"temperature": -Infinity}', b'{"top_p": 1e999}',
+    b'{"seed": ' + b"9" * 100_000 + b"}", b'{"top_p": 0.' + b"1" * 100_000 + b"}",
+    b'{"n": 1.}', b'{"n": +1}', b'{"n": 0x1}', b"[" * 1_000_000,
+    nested(100).encode(), nested(100_000).encode(), nested(100_000, '{"a":', "}").encode(),
+    b'{"messages": ' + nested(60).encode() + b"}", b'{"metadata": ' + nested(500).encode() + b"}",
+]
+# fmt: on
+
+
+def wrong_fields(share: int) -> Iterator[tuple[str, Any]]:
+    """Each field of each body with wrong values: one in ``share`` of them, others for each field."""
+    for path, (kind, body) in ROUTES.items():
+        for place, name in enumerate([*kind.model_fields, *UNSUPPORTED.get(kind, {})]):
+            for value in WRONG[place % share :: share]:
+                yield path, {**body, name: value}
+
+
+@pytest.fixture(autouse=True)
+def _unharmed(server: ServerProcess) -> Iterator[None]:
+    before = server.metrics()
+    yield
+    after = server.until_idle()
+    assert after["penstock_worker_restarts_total"] == before["penstock_worker_restarts_total"]
+    assert not [name for name in after if 'status="5' in name and after[name] > before.get(name, 0)]
+    assert server.complete()["usage"]["completion_tokens"] == 5
+
+
+async def test_every_field_with_wrong_values(server: ServerProcess) -> None:
+    statuses = await post_all(server, encoded(wrong_fields(12)))
+    assert statuses.keys() <= {200, 400, 404}
+    assert statuses[400] > 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_every_field_with_every_wrong_value(server: ServerProcess) -> None:
+    statuses = await post_all(server, encoded(wrong_fields(1)))
+    assert statuses.keys() <= {200, 400, 404}
+    assert statuses[400] > 2000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_as_much_as_there_can_be(server: ServerProcess) -> None:
+    """Whoever sends it waits, and nobody else does."""
+    looks = asyncio.create_task(keep_looking(server))
+    statuses = await post_all(server, encoded(HUGE), seconds=600)
+    assert statuses.keys() == {400}
+    looks.cancel()
+    await asyncio.wait([looks])
+    assert looks.cancelled()
+
+
+async def keep_looking(server: ServerProcess) -> None:
+    """For ever: somebody else's requests, which wait for no other's prompt."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
+        while True:
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_what_is_wrong_in_words(server: ServerProcess) -> None:
+    statuses = await post_all(server, encoded(REFUSED))
+    assert statuses.keys() <= {400, 404, 413}
+
+
+async def test_what_may_be_refused_or_answered(server: ServerProcess) -> None:
+    statuses = await post_all(server, encoded(EITHER))
+    assert statuses.keys() <= {200, 400}
+
+
+async def test_what_is_no_body(server: ServerProcess) -> None:
+    statuses = await post_all(server, [(path, raw) for path in ROUTES for raw in RAW])
+    assert statuses.keys() == {400}
+
+
+def encoded(bodies: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, bytes]]:
+    return ((path, json.dumps(body).encode()) for path, body in bodies)
+
+
+async def post_all(
+    server: ServerProcess, bodies: Iterable[tuple[str, bytes]], *, seconds: float = SECONDS
+) -> dict[int, int]:
+    """How often there was which status; every error is one of OpenAI's."""
+    statuses: dict[int, int] = {}
+    waiting = iter(bodies)
+
+    async def user(client: httpx.AsyncClient) -> None:
+        for path, data in waiting:
+            try:
+                answer = await asyncio.wait_for(client.post(path, content=data), seconds)
+            except TimeoutError:
+                pytest.fail(f"no answer: {path} {data[:300]!r}")
+            status = answer.status_code
+            statuses[status] = statuses.get(status, 0) + 1
+            assert status < 500, (path, data[:300], answer.text)
+            if status != 200:
+                check_error(answer.json(), path, data)
+                assert len(answer.content) < 5000
+
+    async with httpx.AsyncClient(
+        base_url=server.url, timeout=None, headers={"content-type": "application/json"}
+    ) as client:
+        await asyncio.gather(*(user(client) for _ in range(4)))
+    return statuses
+
+
+def check_error(answer: Any, path: str, data: bytes) -> None:
+    where = (path, data[:300], answer)
+    assert answer.keys() == {"error"}, where
+    error = answer["error"]
+    assert error.keys() == {"message", "type", "param", "code"}, where
+    assert error["type"] == "invalid_request_error", where
+    assert isinstance(error["message"], str), where
+    assert error["message"], where
+    assert error["param"] is None or isinstance(error["param"], str), where
+    assert error["code"] is None or isinstance(error["code"], str), where
+
+
+GOOD = json.dumps({"model": "demo", "prompt": "Hi", "max_tokens": 2}).encode()
+
+
+def chunked(*parts: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (*parts, b""))
+
+
+TE = {"transfer-encoding": "chunked"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (post_head(TEXT, None, **TE) + chunked(GOOD[:5], GOOD[5:6], GOOD[6:]), 200),
+        (post_head(TEXT, None, **TE) + chunked(b"{"), 400),
+        (post_head(TEXT, None, **TE) + chunked(), 400),
+        (post_head(TEXT, None, **TE) + b"zz\r\n", 400),
+        (post_head(TEXT, None, **TE) + chunked(*[b"x" * 2**20] * 33), 413),
+        (post_head(TEXT, 2**40), 413),
+        (post_head(TEXT, -5) + GOOD, 400),
+        (post_head(TEXT, None, **{"content-length": "ten"}) + GOOD, 400),
+        (post_head(TEXT, 0), 400),
+        (post_head(TEXT, None), 400),
+        (post_head(TEXT, len(GOOD), **{"content-type": "text/plain"}) + GOOD, 415),
+        (post_head(TEXT, len(GOOD), **{"content-type": "multipart/form-data; boundary=x"}) + GOOD, 415),
+        (post_head(TEXT, len(GOOD), **{"content-type": "application/json; charset=utf-16"}) + GOOD, 415),
+        (post_head(TEXT, len(GOOD), **{"content-type": "application/json; charset=UTF-8"}) + GOOD, 200),
+        (post_head(TEXT, len(GOOD), **{"content-encoding": "gzip"}) + GOOD, None),
+        (post_head(TEXT, len(GOOD), **{"x-request-id": "a" * 5000}) + GOOD, 200),
+        (post_head(TEXT, len(GOOD), **{"expect": "100-continue"}) + GOOD, 200),
+        (b"POST /v1/completions HTTP/9.9\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 10, 400),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\nx" + b"y" * 100_000 + b": 1\r\n\r\n", None),
+        (b"PUT /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n", 405),
+        (b"BREW /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n", None),
+        (b"GET /v1/models/%00%ff%2f..%2f.. HTTP/1.1\r\nhost: a\r\n\r\n", 404),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nhost: a\r\n\r\n", 404),
+        (b"GET /v1/../../etc/passwd HTTP/1.1\r\nhost: a\r\n\r\n", 404),
+    ],
+    ids=lambda value: None if isinstance(value, int) else ascii(value[-40:])[2:-1] if value else "any",
+)
+async def test_below_the_body(server: ServerProcess, sent: bytes, status: int | None) -> None:
+    async with asyncio.timeout(SECONDS), raw_exchange(server.port, TEXT) as exchange:
+        exchange.send(sent)
+        found, headers = await exchange.head()
+        if found == 100:
+            found, headers = await exchange.head()
+        body = json.loads(await exchange.body(headers))
+    assert found == status or (status is None and found in (200, 400, 404, 405, 415, 431)), body
+    if found != 200:
+        assert body["error"].keys() == {"message", "type", "param", "code"}

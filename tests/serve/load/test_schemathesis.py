@@ -1,0 +1,85 @@
+"""What schemathesis makes of the server's own document: requests that fit it, and requests that do not.
+
+It brings a dozen packages, so the tests run where somebody has installed it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from support.live_server import live_server
+from support.server_process import server_process
+
+schemathesis: Any = pytest.importorskip("schemathesis", reason="needs the package schemathesis")
+
+FEW = settings(
+    max_examples=6,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+MANY = settings(FEW, max_examples=150)
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[str]:
+    with live_server(adapters=("one",)) as server:
+        yield server.url
+
+
+def test_requests_of_the_document(live: str) -> None:
+    try_all(live, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_requests_of_the_document(tmp_path: Path) -> None:
+    with server_process(tmp_path / "log", "--max-length", "64", "--enable-lora", "true") as server:
+        try_all(f"{server.url}/", MANY)
+        server.until_idle()
+        assert server.complete()["usage"]["completion_tokens"] == 5
+        assert server.metrics()["penstock_worker_restarts_total"] == 0
+
+
+def try_all(url: str, how: settings) -> None:
+    """Every operation, with bodies that the document allows and with some that it forbids."""
+    schema = schemathesis.openapi.from_url(f"{url}openapi.json")
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) >= 10
+    for operation in operations:
+        for mode in schemathesis.GenerationMode:
+            if mode is schemathesis.GenerationMode.POSITIVE or "requestBody" in operation.definition.raw:
+                try_one(operation, mode, how)
+
+
+def try_one(operation: Any, mode: Any, how: settings) -> None:
+    @how
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        response = case.call()
+        status = response.status_code
+        where = (operation.label, case.body, response.text[:500])
+        assert status < 500 or (status == 503 and "retry-after" in response.headers), where
+        assert str(status) in operation.definition.raw["responses"] or status in (404, 405), where
+        if status >= 400:
+            error = json.loads(response.text)["error"]
+            assert error.keys() == {"message", "type", "param", "code"}, where
+        elif response.headers["content-type"][0].startswith("application/json"):
+            case.validate_response(response, checks=[conforms])
+        if mode is schemathesis.GenerationMode.NEGATIVE and operation.path not in ADAPTERS:
+            assert status >= 400, where
+
+    check()
+
+
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+
+def conforms(context: Any, response: Any, case: Any) -> None:
+    """The body is what the document says of it."""
+    schemathesis.specs.openapi.checks.response_schema_conformance(context, response, case)

@@ -1,0 +1,147 @@
+"""Minutes of everything at once: nothing grows, nothing is lost, and at the end nothing is held."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.server_process import ServerProcess, raw_exchange, server_process
+
+from penstock.serve.parameters import UNSUPPORTED
+
+SECONDS = 60
+"""Of each of the parts."""
+NUM_CLIENTS = 24
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+async def test_minutes_of_everything(tmp_path: Path) -> None:
+    # A small cache, so that all of it has been touched before memory is measured.
+    flags = ("--max-length", "512", "--max-queue-size", "20", "--kv-cache-memory", str(32 * 2**20))
+    with server_process(tmp_path / "log", *flags) as server:
+        expected = server.complete(temperature=0)["choices"]
+        await soak(server, SECONDS / 2)  # caches fill, the allocator finds its size
+        before = memory(server)
+        fates = await soak(server, SECONDS)
+        assert fates["whole"] > 50
+        assert fates["streamed"] > 50
+        assert fates["left"] > 20
+        assert fates["refused"] > 10
+        assert fates["broken"] == 0
+        after = memory(server)
+        assert after[0] < before[0] + 24 * 2**20, "the server grows"
+        assert after[1] < before[1] + 64 * 2**20, "the worker grows"
+
+        killer = asyncio.create_task(keep_killing(server))
+        fates = await soak(server, SECONDS)
+        killer.cancel()
+        await asyncio.wait([killer])
+        assert killer.cancelled()
+        assert fates["broken"] > 0  # told by a 503 or in the stream
+        assert fates["whole"] > 10
+        await asyncio.to_thread(server.until_status, "/ready", 200)
+        metrics = server.until_idle()
+        assert metrics["penstock_worker_restarts_total"] >= 3
+        assert memory(server)[0] < before[0] + 48 * 2**20, "the server keeps something of dead workers"
+        assert server.complete(temperature=0)["choices"] == expected
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def memory(server: ServerProcess) -> tuple[int, int]:
+    """Of the server and its worker, with nothing running."""
+    server.until_idle()
+    assert server.worker is not None
+    return server.memory(), server.memory(server.worker)
+
+
+async def soak(server: ServerProcess, seconds: float) -> Counter[str]:
+    """How the requests of many clients ended."""
+    fates: Counter[str] = Counter()
+    end = time.monotonic() + seconds
+
+    async def client(number: int) -> None:
+        draw = random.Random(number)
+        while time.monotonic() < end:
+            fates[await asyncio.wait_for(one_request(server.port, draw), 60)] += 1
+            await asyncio.sleep(draw.random() * 0.05)
+
+    await asyncio.gather(*map(client, range(NUM_CLIENTS)))
+    return fates
+
+
+async def keep_killing(server: ServerProcess) -> None:
+    while True:
+        await asyncio.sleep(8)
+        await asyncio.to_thread(server.until_status, "/ready", 200)
+        server.kill_worker()
+
+
+async def one_request(port: int, draw: random.Random) -> str:
+    path, body = random_body(draw)
+    async with raw_exchange(port, path, body) as exchange:
+        if draw.random() < 0.1:
+            await asyncio.sleep(draw.random() / 5)
+            exchange.abort()
+            return "left"
+        status, headers = await exchange.head()
+        if status == 200 and body.get("stream") and draw.random() < 0.3:
+            for _ in range(draw.randrange(20)):
+                if await exchange.event() is None:
+                    break
+            exchange.abort()
+            return "left"
+        data = await exchange.body(headers)
+    if status == 200:
+        if not body.get("stream"):
+            assert len(json.loads(data)["choices"]) == body.get("n", 1)
+            return "whole"
+        last = [part for part in data.split(b"\n\n") if part][-1]
+        if last == b"data: [DONE]":
+            return "streamed"
+        assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "service_unavailable_error"
+        return "broken"
+    assert json.loads(data)["error"].keys() == {"message", "type", "param", "code"}
+    if status in (429, 503):
+        assert int(headers["retry-after"]) >= 1
+        return "broken" if status == 503 else "refused"
+    assert status == 400, data
+    return "refused"
+
+
+def random_body(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    words = draw.choices(["river", "stone", "Once", "upon", "a", "time", "7", "\n"], k=draw.randrange(1, 60))
+    body: dict[str, Any] = {
+        "model": "demo",
+        "max_tokens": draw.randrange(1, 120),
+        "temperature": draw.choice([0, 1]),
+        "stream": draw.random() < 0.6,
+        "ignore_eos": draw.random() < 0.5,
+    }
+    for chance, more in (
+        (0.2, {"n": 3}),
+        (0.1, {"stop": ["e", "th"]}),
+        (0.1, {"presence_penalty": 1, "seed": 5}),
+        (0.05, {"logit_bias": {"5": 3}}),
+        (0.05, {draw.choice(sorted(UNSUPPORTED_NAMES)): {"x": 1}}),
+        (0.05, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}),
+    ):
+        if draw.random() < chance:
+            body |= more
+    if draw.random() < 0.5:
+        return "/v1/completions", {**body, "prompt": " ".join(words)}
+    body |= {"tools": [TOOL]} if draw.random() < 0.2 and "response_format" not in body else {}
+    return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": " ".join(words)}]}
+
+
+UNSUPPORTED_NAMES = {name for fields in UNSUPPORTED.values() for name in fields}

@@ -1,0 +1,340 @@
+"""Grammars that hold arguments to their schemas: in free text, and where a call is forced."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from support.call_formats import BARE, RENDERERS, VALUE_ENDS, Call, calls_of, parse
+
+from penstock.errors import UnsupportedFeatureError, UnsupportedSchemaError
+from penstock.pipelines.core import Grammar
+from penstock.pipelines.grammars import grammar_source
+from penstock.serve.parsers import Content, OutputParsers, Reasoning
+from penstock.serve.parsers.formats import TOOL_FORMATS
+
+xgrammar = pytest.importorskip("xgrammar")
+
+FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
+END = 256
+SPECIAL = (
+    "<|channel|>",
+    "<|message|>",
+    "<|start|>",
+    "<|end|>",
+    "<|constrain|>",
+    "<|call|>",
+    "<|python_tag|>",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+)
+RICH: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "unit": {"enum": ["C", "F"]},
+        "day": {"$ref": "#/$defs/Day"},
+        "short": {"type": "string", "minLength": 2, "maxLength": 4},
+        "count": {"type": "integer", "minimum": 1, "maximum": 20},
+        "exact": {"type": "boolean"},
+        "who": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "some": {"type": ["string", "integer"], "description": "either"},
+        "mixed": {"enum": ["x", 1, None]},
+        "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": 3},
+        "place": {
+            "type": "object",
+            "properties": {"lat": {"type": "number"}},
+            "required": ["lat"],
+            "additionalProperties": False,
+        },
+        "anything": {},
+    },
+    "required": ["unit", "count", "who", "some", "extra"],
+    "$defs": {"Day": {"type": "string", "enum": ["Mon", "Tue"]}},
+}
+STRICT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
+    "required": ["text", "count"],
+    "additionalProperties": False,
+}
+
+
+def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("search", STRICT), tool("now", {"type": "object", "properties": {"zone": {"type": "integer"}}})]
+
+
+@cache
+def compiler() -> Any:
+    vocabulary = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+    vocabulary += [b"\xff" + token.encode() for token in SPECIAL]
+    info = xgrammar.TokenizerInfo(
+        vocabulary, xgrammar.VocabType.RAW, vocab_size=len(vocabulary), stop_token_ids=[END]
+    )
+    return xgrammar.GrammarCompiler(info, cache_enabled=False)
+
+
+@cache
+def compiled(grammar: Grammar) -> Any:
+    source = grammar_source(grammar, token_id=lambda text: END + 1 + SPECIAL.index(text))
+    return compiler().compile_structural_tag(source.text)
+
+
+def accepts(grammar: Grammar, text: str, special: tuple[str, ...] = ()) -> bool:
+    """Whether a text is what the grammar wants, these strings in it each one token."""
+    matcher = xgrammar.GrammarMatcher(compiled(grammar))
+    ids: list[int] = []
+    while text:
+        token = next((one for one in special if text.startswith(one)), None)
+        ids += [END + 1 + SPECIAL.index(token)] if token else text[0].encode()
+        text = text[len(token or "x") :]
+    return all(map(matcher.accept_token, [*ids, END]))
+
+
+def written(name: str, *calls: Call) -> str:
+    if name in ("pythonic", "lfm2"):
+        one = [
+            f"{call.name}({', '.join(f'{key}={json.dumps(value)}' for key, value in call.arguments.items())})"
+            for call in calls
+        ]
+        text = f"[{', '.join(one)}]"
+        return text if name == "pythonic" else f"<|tool_call_start|>{text}<|tool_call_end|>"
+    if name == "cohere":
+        return RENDERERS[name](calls).replace("[\n    ", "[").replace("\n]", "]")
+    return RENDERERS[name](calls)
+
+
+def strict(name: str, reasoning: str = "none", **options: Any) -> Grammar:
+    return OutputParsers.choose(None, name, reasoning).strict_grammar(TOOLS, {"search"}, **options)
+
+
+@FORMATS
+def test_free_text_with_strict_calls(name: str) -> None:
+    reasoning = "harmony" if name == "harmony" else "none"
+    grammar = strict(name, reasoning)
+    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    before = "" if name in BARE else "Well.\n"
+    if name == "harmony":
+        before = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
+    good = Call("search", {"text": "a b", "count": 3})
+    assert accepts(grammar, f"{final}Nothing to call here, 1 < 2.")
+    assert accepts(grammar, before + written(name, good))
+    assert accepts(grammar, before + written(name, Call("now", {"any": 7, "zone": 1})))
+    for wrong in ({"text": "a b", "count": "three"}, {"text": "a"}, {"text": "a", "count": 1, "more": 2}):
+        assert not accepts(grammar, before + written(name, Call("search", wrong))), wrong
+    assert not accepts(grammar, before + written(name, Call("other", {"a": 1})))
+    parser = OutputParsers.choose(None, name, reasoning).new(tools=TOOLS)
+    assert calls_of(
+        [
+            event
+            for event in parse(parser, before + written(name, good))
+            if not isinstance(event, Content | Reasoning)
+        ]
+    ) == [good]
+
+
+@FORMATS
+def test_one_call_and_no_more_text(name: str) -> None:
+    if name == "harmony":
+        return
+    one = written(name, Call("search", {"text": "a", "count": 3}))
+    assert accepts(strict(name, parallel=False), one)
+    assert not accepts(strict(name, parallel=False), f"{one} {one}")
+
+
+@FORMATS
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_forced_reads_as_valid_arguments(name: str, seed: int) -> None:
+    parsers = OutputParsers.choose(None, name)
+    tools = [tool("rich", RICH), tool("none", {})]
+    grammar = parsers.grammar(tools, {"type": "function", "function": {"name": "rich"}})
+    assert grammar is not None
+    text = walk(compiled(grammar), seed, VALUE_ENDS.get(name, ""))
+    [call] = calls_of(parse(parsers.new(tools=tools), text))
+    assert call.name == "rich"
+    jsonschema.validate(call.arguments, RICH)
+
+
+def walk(grammar: Any, seed: int, value_end: str) -> str:
+    """A random text of the grammar in ASCII where it may be, drawn to the ends of its values."""
+    choose = random.Random(seed)
+    matcher = xgrammar.GrammarMatcher(grammar)
+    mask = torch.empty((1, -(-(END + 1 + len(SPECIAL)) // 32)), dtype=torch.int32)
+    written = b""
+    while True:
+        if value_end and choose.random() < 0.1 and matcher.accept_string(value_end):
+            written += value_end.encode()
+            continue
+        matcher.fill_next_token_bitmask(mask)
+        bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits[: END + 1]).tolist()
+        shown = [token for token in allowed if token == END or 32 <= token < 127] or allowed
+        assert shown, f"a dead end behind {written!r}"
+        token = choose.choice(shown)
+        closers = [ord(letter) for letter in '"]}<' if ord(letter) in shown]
+        if closers and choose.random() < 0.3:
+            token = choose.choice(closers)
+        assert len(written) < 20000, f"no end: {written[:200]!r}"
+        assert matcher.accept_token(token)
+        if token == END:
+            return written.decode()
+        written += bytes([token])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm", "deepseek_v32"])
+def test_arguments_in_tags(name: str) -> None:
+    grammar = OutputParsers.choose(None, name).grammar([tool("rich", RICH)], "required")
+    assert grammar is not None
+    good = {"unit": "C", "count": 3, "who": None, "some": "x 1", "extra": [1]}
+    assert accepts(grammar, written(name, Call("rich", good)))
+    assert accepts(grammar, written(name, Call("rich", {"text": '"<b>\n{1}', "unit": "C", **good})))
+    for wrong in ({"unit": "K"}, {"count": 21}, {"short": "x"}, {"short": "xxxxx"}, {"mixed": "y"}):
+        both = good | wrong
+        ordered = {key: both[key] for key in [*RICH["properties"], "extra"] if key in both}
+        assert not accepts(grammar, written(name, Call("rich", ordered))), wrong
+
+
+def test_text_that_could_be_another_value() -> None:
+    either = {"type": "object", "properties": {"a": {"type": ["string", "integer"]}}, "required": ["a"]}
+    grammar = OutputParsers.choose(None, "qwen3_coder").grammar([tool("f", either)], "required")
+    assert grammar is not None
+    assert accepts(grammar, written("qwen3_coder", Call("f", {"a": "x"})))
+    assert accepts(grammar, written("qwen3_coder", Call("f", {"a": 5})))
+    assert not accepts(grammar, written("qwen3_coder", Call("f", {"a": 5.5})))
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "^a$"}}}, "pattern"),
+        ({"properties": {"a": {"type": "string", "format": "date"}}}, "format"),
+        ({"properties": {"a": {}}, "minProperties": 1}, "minProperties"),
+        ({"anyOf": [{"required": ["a"]}], "properties": {"a": {}}}, "anyOf"),
+        ({"properties": {"a": {"enum": ["1", 1]}}}, "enum"),
+    ],
+)
+def test_what_cannot_be_held_in_text_is_refused(schema: dict[str, Any], keyword: str) -> None:
+    with pytest.raises(UnsupportedSchemaError, match=keyword):
+        OutputParsers.choose(None, "qwen3_coder").grammar([tool("f", schema)], "required")
+    assert OutputParsers.choose(None, "hermes").grammar([tool("f", schema)], "required")
+
+
+SEARCH = Call("search", {"text": "a", "count": 3})
+
+
+def test_markers_that_are_special_tokens() -> None:
+    special = ("<|tool_call_start|>", "<|tool_call_end|>")
+    parsers = OutputParsers.choose(None, "lfm2", "none", SPECIAL)
+    text = f"Well. {written('lfm2', SEARCH)}"
+    grammar = parsers.strict_grammar(TOOLS, {"search"})
+    assert accepts(grammar, text, special)
+    assert accepts(grammar, "Well.")
+    assert not accepts(grammar, text.replace("3", '"3"'), special)
+    forced = parsers.grammar(TOOLS, "required")
+    assert forced is not None
+    assert accepts(forced, text.removeprefix("Well. "), special)
+    assert not accepts(forced, text.removeprefix("Well. "))  # no text spells them
+
+
+def test_a_bare_format_with_a_special_marker_and_reasoning() -> None:
+    parsers = OutputParsers.choose(None, "llama3_json", "think", SPECIAL)
+    grammar = parsers.strict_grammar(TOOLS, {"search"}, in_reasoning=False)
+    call = written("llama3_json", SEARCH)
+    marked = f"<|python_tag|>{call}"
+    for text in ("Hi {", "", call, f"<think>hm {{</think>\n\n{call}", "<think>hm</think>Hi"):
+        assert accepts(grammar, text), text
+        assert not accepts(grammar, text.replace("3", '"3"')) or "3" not in text
+    for text in (marked, f"So {marked}", f"<think>hm</think>{marked}"):
+        assert accepts(grammar, text, ("<|python_tag|>",)), text
+        assert not accepts(grammar, text.replace("3", '"3"'), ("<|python_tag|>",))
+    assert not accepts(grammar, '{"name": 1}')
+
+
+def test_markers_of_both_kinds() -> None:
+    parsers = OutputParsers.choose(None, "qwen3_coder", "none", ["<tool_call>"])
+    with pytest.raises(UnsupportedFeatureError, match="<tool_call> and <function="):
+        parsers.strict_grammar(TOOLS, {"search"})
+    with pytest.raises(UnsupportedFeatureError, match="--tool-call-parser"):
+        OutputParsers.choose(None).strict_grammar(TOOLS, {"search"})
+
+
+HARMONY = OutputParsers.choose(None, "harmony", "harmony", SPECIAL)
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+REMARK = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+CALL = written("harmony", SEARCH)
+
+
+def test_harmony_grammars() -> None:
+    grammar = HARMONY.strict_grammar(TOOLS, {"search"}, in_reasoning=False)
+    for text in (THOUGHT + FINAL + "Hi", FINAL, THOUGHT + REMARK + CALL, CALL):
+        assert accepts(grammar, text, SPECIAL), text
+    for text in (THOUGHT + CALL.replace("3", '"3"'), CALL + CALL, "Hi", FINAL + "Hi" + CALL):
+        assert not accepts(grammar, text, SPECIAL), text
+    forced = HARMONY.grammar(TOOLS, "required", reasoning=True, in_reasoning=False)
+    assert forced is not None
+    assert accepts(forced, THOUGHT + CALL, SPECIAL)
+    assert accepts(forced, CALL, SPECIAL)
+    assert not accepts(forced, THOUGHT + FINAL + "Hi", SPECIAL)
+    shaped = HARMONY.after_reasoning(Grammar("json_object"), in_reasoning=False)
+    assert accepts(shaped, THOUGHT + FINAL + '{"a": 1}', SPECIAL)
+    assert accepts(shaped, FINAL + "{}", SPECIAL)
+    assert not accepts(shaped, "{}", SPECIAL)
+    assert not accepts(shaped, THOUGHT + "{}", SPECIAL)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        (f"{THOUGHT}{FINAL}Hi <b>\n<|return|>", "Hm.", "Hi <b>\n", []),
+        (f"{FINAL}Hi", "", "Hi", []),
+        (f"{THOUGHT}{REMARK}{CALL}", "Hm.", "I look.", [SEARCH]),
+        (f"{THOUGHT}{CALL}<|call|>", "Hm.", "", [SEARCH]),
+        (
+            f"{THOUGHT[:-9]}assistant to=functions.now<|channel|>commentary json<|message|>{{}}",
+            "Hm.",
+            "",
+            [Call("now")],
+        ),
+        ("to=functions.now<|channel|>commentary <|constrain|>json<|message|>{}", "", "", [Call("now")]),
+        (f"{FINAL}to=functions.now is a text", "", "to=functions.now is a text", []),
+        (
+            f"{THOUGHT}<|channel|>commentary to=functions.other <|constrain|>json<|message|>{{}}",
+            "Hm.",
+            None,
+            [],
+        ),
+    ],
+)
+def test_harmony_is_read(
+    text: str, reasoning: str, content: str | None, calls: list[Call], size: int
+) -> None:
+    events = parse(HARMONY.new(tools=TOOLS), text, (size,))
+    assert "".join(one.text for one in events if isinstance(one, Reasoning)) == reasoning
+    if content is not None:
+        assert "".join(one.text for one in events if isinstance(one, Content)) == content
+    assert calls_of([one for one in events if not isinstance(one, Content | Reasoning)]) == calls
+
+
+def test_a_call_or_json() -> None:
+    schema = Grammar("json_schema", json.dumps(STRICT))
+    for parsers in (
+        OutputParsers.choose(None, "hermes", "think"),
+        OutputParsers.choose(None, "llama3_json", "think"),
+    ):
+        grammar = parsers.call_or(schema, TOOLS, {"search"}, in_reasoning=False)
+        call = written(parsers.tool_format or "", SEARCH)
+        for text in ('{"text": "a", "count": 1}', call, f"<think>hm</think>\n{call}"):
+            assert accepts(grammar, text), text
+        for text in ('{"text": "a"}', "Hi", call.replace("3", '"3"'), f"{call} Hi"):
+            assert not accepts(grammar, text), text
