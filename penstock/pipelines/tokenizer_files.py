@@ -15,6 +15,9 @@ from tokenizers.pre_tokenizers import Metaspace
 
 from penstock.errors import CheckpointError, MissingDependencyError
 from penstock.pipelines.chat_template import find_templates
+from penstock.pipelines.weights.checkpoint import is_gguf
+from penstock.pipelines.weights.gguf_config import gguf_config
+from penstock.pipelines.weights.gguf_tokenizer import read_gguf_tokenizer
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SLOW_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
@@ -35,12 +38,35 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(checkpoint: Path) -> TokenizerFiles:
-    """Reads the tokenizer in a checkpoint's folder.
+    """Reads the tokenizer in a checkpoint's folder, or that of a GGUF file.
+
+    A ``tokenizer.json`` beside a GGUF file, and what belongs to it, go before what the file itself holds.
 
     Raises:
         CheckpointError: there is none, or a file is damaged.
         MissingDependencyError: it must be converted from an older format, and transformers is not installed.
     """
+    return _read_gguf(checkpoint) if is_gguf(checkpoint) else _read_folder(checkpoint)
+
+
+def _read_gguf(path: Path) -> TokenizerFiles:
+    beside = _read_folder(path.parent) if (path.parent / "tokenizer.json").is_file() else None
+    own = read_gguf_tokenizer(path, beside.tokenizer if beside else None)
+    config = gguf_config(path)
+    own.tokenizer.no_truncation()
+    own.tokenizer.no_padding()
+    return TokenizerFiles(
+        origin=path,
+        tokenizer=own.tokenizer,
+        special_tokens=own.special_tokens | (beside.special_tokens if beside else {}),
+        templates=own.templates | (beside.templates if beside else {}),
+        eos_token_ids=tuple(dict.fromkeys((*(beside.eos_token_ids if beside else ()), *own.eos_token_ids))),
+        vocab_size=config["vocab_size"],
+        max_length=config.get("max_position_embeddings", config.get("n_positions")),
+    )
+
+
+def _read_folder(checkpoint: Path) -> TokenizerFiles:
     settings = _read_object(checkpoint / "tokenizer_config.json")
     settings = {**settings, **_read_object(checkpoint / "special_tokens_map.json")}
     model = _read_object(checkpoint / "config.json")

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CheckpointError
+from penstock.pipelines.weights.checkpoint import is_gguf
+from penstock.pipelines.weights.gguf_config import gguf_config
 from penstock.pipelines.weights.json_files import read_json_object
 
 _LARGEST_COUNT = 2**31 - 1
@@ -33,11 +35,13 @@ class HuggingFaceConfig(Mapping[str, Any]):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Path) -> HuggingFaceConfig:
-        """Reads the ``config.json`` in a checkpoint's folder.
+        """Reads the ``config.json`` in a checkpoint's folder, or what a GGUF file holds in place of one.
 
         Raises:
-            CheckpointError: it is not there, or not a JSON object.
+            CheckpointError: it is not there, or not a JSON object; the GGUF file is damaged.
         """
+        if is_gguf(checkpoint):
+            return cls(gguf_config(checkpoint), str(checkpoint))
         path = checkpoint / "config.json"
         return cls(read_json_object(path), str(path))
 

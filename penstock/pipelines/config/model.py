@@ -11,9 +11,11 @@ from penstock.driver import DeviceSpec
 from penstock.errors import ConfigError
 from penstock.pipelines.config.huggingface import HuggingFaceConfig
 from penstock.pipelines.config.settings import COUNT, TEXT, Rule, check_fields, setting
+from penstock.pipelines.weights.checkpoint import is_gguf, read_tensor_headers
+from penstock.pipelines.weights.gguf_config import gguf_generation_config
 from penstock.pipelines.weights.hub import resolve_checkpoint
 from penstock.pipelines.weights.json_files import read_json_object
-from penstock.pipelines.weights.safetensors import TensorHeader, read_checkpoint_headers
+from penstock.pipelines.weights.safetensors import TensorHeader
 
 FLOAT_ENCODINGS = ("float32", "bfloat16", "float16")
 """The encodings that are element types: a checkpoint may be stored in one of them."""
@@ -62,9 +64,14 @@ class ModelConfig:
     model_path: str = setting(
         "demo",
         TEXT,
-        "A checkpoint's folder, a model's id on the Hugging Face hub, or demo for the embedded one.",
+        "A checkpoint's folder, a GGUF file, an id on the Hugging Face hub, or demo for the embedded model.",
     )
     revision: str = setting("main", TEXT, "Branch, tag or commit of a model from the hub.")
+    gguf_file: str | None = setting(
+        None,
+        TEXT,
+        "Which GGUF file of a folder or hub model to load: its name or a part of it, such as Q4_K_M.",
+    )
     quantization_encoding: str | None = setting(
         None,
         Rule("the name of an encoding", _is_encoding),
@@ -90,16 +97,16 @@ class ModelConfig:
 
     @cached_property
     def checkpoint(self) -> Path:
-        """The checkpoint's folder, found or downloaded on first use.
+        """The checkpoint's folder, or its GGUF file, found or downloaded on first use.
 
         Raises:
             CheckpointError: there is none, or it cannot be loaded.
         """
-        return resolve_checkpoint(self.model_path, self.revision)
+        return resolve_checkpoint(self.model_path, self.revision, self.gguf_file)
 
     @cached_property
     def huggingface_config(self) -> HuggingFaceConfig:
-        """The checkpoint's ``config.json``.
+        """The checkpoint's ``config.json``, or what stands in a GGUF file in place of it.
 
         Raises:
             CheckpointError: it is missing or malformed.
@@ -108,11 +115,13 @@ class ModelConfig:
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """The checkpoint's ``generation_config.json``, empty where it has none.
+        """The checkpoint's ``generation_config.json``, empty where it has none; of a GGUF file its own.
 
         Raises:
             CheckpointError: it is malformed.
         """
+        if is_gguf(self.checkpoint):
+            return gguf_generation_config(self.checkpoint)
         path = self.checkpoint / "generation_config.json"
         return read_json_object(path) if path.exists() else {}
 
@@ -140,14 +149,15 @@ class ModelConfig:
         Raises:
             WeightsError: its files are missing or damaged.
         """
-        return read_checkpoint_headers(self.checkpoint)
+        return read_tensor_headers(self.checkpoint)
 
     def _stored_type(self) -> str:
         config = self.huggingface_config
         declared = config.get("dtype") or config.section("text_config").get("dtype")
         if declared:
             return str(declared).removeprefix("torch.")
-        headers = self.tensor_headers.values()
+        # Bytes are packed numbers of some kind: the type of the others is what the model computes in.
+        headers = [header for header in self.tensor_headers.values() if header.type_name != "U8"]
         largest = max(headers, key=lambda header: header.num_bytes, default=None)
         if largest is None:
             return "no tensors"

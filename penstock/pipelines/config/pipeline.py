@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from penstock.pipelines.core import SamplingParams
 
 
+DETERMINISTIC_ENCODINGS = ("float32", "bfloat16")
+"""The encodings in which a row's bits can be made to depend on the row alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig:
     """How keys and values of past tokens are kept.
@@ -113,7 +117,10 @@ class PipelineConfig:
         1, COUNT, "Most tokens that a request gains before the scheduler looks again."
     )
     deterministic: bool = setting(
-        False, FLAG, "Bit-equal results alone, batched, chunked and cached; float32 and slower."
+        False,
+        FLAG,
+        "Bit-equal results alone, batched, chunked and cached, in float32 and bfloat16; long prompts take a "
+        "little longer.",
     )
     num_threads: int | None = setting(
         None, THREADS, "Threads that compute on the CPU; by default one a core."
@@ -123,10 +130,20 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        encoding = self.model.quantization_encoding
-        if self.deterministic and encoding != "float32":
-            given = f"was {encoding!r}" if encoding else "was not given"
-            raise ConfigError("deterministic", f"needs quantization_encoding float32, which {given}")
+        if self.model.quantization_encoding is not None:
+            self.check_determinism()
+
+    def check_determinism(self) -> None:
+        """Refuses to be deterministic in an encoding that has no such kernels.
+
+        Raises:
+            ConfigError: lists those that have. Where no encoding is given, the checkpoint's is looked up.
+        """
+        if self.deterministic and self.model.encoding not in DETERMINISTIC_ENCODINGS:
+            known = " or ".join(DETERMINISTIC_ENCODINGS)
+            raise ConfigError(
+                "deterministic", f"needs quantization_encoding {known}, which is {self.model.encoding!r}"
+            )
 
     @classmethod
     def from_flat(
@@ -160,8 +177,6 @@ class PipelineConfig:
             ConfigError: two values do not go together.
         """
         given = {one.name: given[one.name] for one in config_fields() if one.name in given}
-        if given.get("deterministic", (False,))[0] and "quantization_encoding" not in given:
-            given["quantization_encoding"] = ("float32", "deterministic")
         sections: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in _SECTIONS}}
         for one in config_fields():
             if one.name in given:
@@ -196,7 +211,8 @@ class PipelineConfig:
 
         if not self.sampling.use_generation_config:
             return complete_sampling_params(given, {}, Path())
-        path = self.model.checkpoint / "generation_config.json"
+        path = self.model.checkpoint  # a GGUF file, which says it itself, or a folder
+        path = path / "generation_config.json" if path.is_dir() else path
         return complete_sampling_params(given, self.model.generation_config, path)
 
 

@@ -29,7 +29,7 @@ class StructuredOutputConfig:
         flat="grammar_compile_timeout",
     )
     max_size: int = setting(
-        131072, COUNT, "Most characters that the text of a grammar may have.", flat="max_grammar_size"
+        1 << 20, COUNT, "Most characters that the text of a grammar may have.", flat="max_grammar_size"
     )
     cache_size: int = setting(
         256 << 20,

@@ -1,4 +1,7 @@
-"""The named tensors of a checkpoint, memory-mapped, with all faults of a load told at once."""
+"""The named tensors of a checkpoint, memory-mapped, with all faults of a load told at once.
+
+Names are plain ones (see `names.plain_names`), whatever the files call them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from torch import Tensor
 
 from penstock.dtype import DType
 from penstock.errors import WeightsError
-from penstock.pipelines.weights.safetensors import TensorHeader, read_checkpoint_headers
+from penstock.pipelines.weights.checkpoint import read_tensor_headers
+from penstock.pipelines.weights.gguf_names import GGUFTensor
+from penstock.pipelines.weights.gguf_tensors import gguf_tensor, map_file
+from penstock.pipelines.weights.safetensors import TensorHeader
 
 NUM_NAMES_SHOWN = 8
 """How many tensors of a kind an error lists before it only counts."""
@@ -41,15 +47,23 @@ class Weights:
         self._files = files
         self._faults = _Faults()
         self._read: set[str] = set()
+        self.on_read: Callable[[int], None] | None = None
+        """Called with the bytes of each tensor that is asked for: how far a load has come."""
 
     @classmethod
-    def open(cls, path: Path) -> Weights:
-        """Opens a safetensors file, or a folder with one or with shards and their index.
+    def open(cls, path: Path, *, shapes_only: bool = False) -> Weights:
+        """Opens a safetensors or GGUF file, or a folder with safetensors.
+
+        Args:
+            path: the file or the folder.
+            shapes_only: tensors are those of torch's device ``meta``, without numbers: enough to see whether
+                a model finds all that it needs.
 
         Raises:
             WeightsError: there is none, a shard is missing, or a file is damaged.
+            UnknownArchitectureError: it is a GGUF file of a family that nothing is known of.
         """
-        files = _Files(read_checkpoint_headers(path))
+        files = _Files(read_tensor_headers(path), shapes_only)
         return cls(path, {name: name for name in files.headers}, files)
 
     @property
@@ -88,21 +102,26 @@ class Weights:
         Raises:
             WeightsError: the file cannot be read, or there are more faults than any near miss has.
         """
-        stored = self._names.get(name)
-        if stored is None:
-            self._faults.missing.append(name)
-            return self._zeros(shape)
-        self._read.add(name)
-        header = self._files.headers[stored]
-        if not header.is_float:
+        header = self._asked_for(name)
+        if header is not None and not header.is_float:
             self._faults.unreadable.append(f"{self._label(name)} of type {header.type_name}")
-        elif header.shape != shape:
-            self._faults.misshapen.append(
-                f"{self._label(name)} is {list(header.shape)} where the model needs {list(shape)}"
-            )
-        else:
-            return self._files.tensor(stored)
+        elif header is not None and self._fits(name, header, shape):
+            return self._files.tensor(self._names[name])
         return self._zeros(shape)
+
+    def bytes_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Tensor ``name`` of bytes, uint8: numbers that are packed in a way that the caller knows.
+
+        Faults are told as `tensor` tells them, and zeros stand in.
+        """
+        header = self._asked_for(name)
+        if header is not None and header.type_name != "U8":
+            self._faults.misshapen.append(
+                f"{self._label(name)} is of type {header.type_name} where the model needs bytes, U8"
+            )
+        elif header is not None and self._fits(name, header, shape):
+            return self._files.tensor(self._names[name])
+        return self._zeros(shape).byte()
 
     def renamed(self, adapter: Callable[[str], str | None]) -> Weights:
         """The same tensors under other names; ``adapter`` maps a stored name to one, or to None to drop it.
@@ -150,6 +169,25 @@ class Weights:
         """How many bytes the tensors take as they are stored."""
         return sum(self._files.headers[stored].num_bytes for stored in self._names.values())
 
+    def _asked_for(self, name: str) -> TensorHeader | None:
+        """Marks a tensor as read; None, and a fault, if there is none of this name."""
+        stored = self._names.get(name)
+        if stored is None:
+            self._faults.missing.append(name)
+            return None
+        self._read.add(name)
+        if self.on_read is not None:
+            self.on_read(self._files.headers[stored].num_bytes)
+        return self._files.headers[stored]
+
+    def _fits(self, name: str, header: TensorHeader, shape: tuple[int, ...]) -> bool:
+        if header.shape == shape:
+            return True
+        self._faults.misshapen.append(
+            f"{self._label(name)} is {list(header.shape)} where the model needs {list(shape)}"
+        )
+        return False
+
     def _header(self, name: str) -> TensorHeader:
         try:
             return self._files.headers[self._names[name]]
@@ -160,26 +198,35 @@ class Weights:
         self._faults.num_zeros += prod(shape)
         if len(self._faults.missing) > _MOST_FAULTS or self._faults.num_zeros > _MOST_ZEROS:
             raise WeightsError(self._path, self._faults.report([]))
-        return torch.zeros(shape)
+        return torch.zeros(shape, device="meta" if self._files.shapes_only else None)
 
     def _label(self, name: str) -> str:
-        stored = self._names[name]
+        stored = self._files.headers[self._names[name]].stored_name
         return name if name == stored else f"{name} ({stored} in the file)"
 
 
 class _Files:
     """The open files of a checkpoint; views under other names share them."""
 
-    def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
+    def __init__(self, headers: Mapping[str, TensorHeader], shapes_only: bool) -> None:
         self.headers = headers
+        self.shapes_only = shapes_only
         self._open: dict[Path, Any] = {}
 
     def tensor(self, name: str) -> Tensor:
-        file = self.headers[name].file
+        header = self.headers[name]
+        file = header.file
+        if self.shapes_only:
+            assert header.dtype is not None
+            return torch.empty(header.shape, dtype=header.dtype.to_torch(), device="meta")
+        if isinstance(header, GGUFTensor):
+            if file not in self._open:
+                self._open[file] = map_file(file)
+            return gguf_tensor(self._open[file], header)
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            tensor = self._open[file].get_tensor(name)
+            tensor = self._open[file].get_tensor(header.stored_name)
         except (SafetensorError, OSError) as problem:
             raise WeightsError(file, f"{name} cannot be read: {problem}") from problem
         assert isinstance(tensor, Tensor)

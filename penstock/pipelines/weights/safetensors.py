@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from penstock.dtype import DType
 from penstock.errors import WeightsError
 from penstock.pipelines.weights.json_files import read_json_object
+from penstock.pipelines.weights.names import plain_names
 
 SINGLE_FILE = "model.safetensors"
 SHARD_INDEX = "model.safetensors.index.json"
@@ -24,12 +25,13 @@ SHARD_INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor of a safetensors file, before it is read."""
+    """One tensor of a file, before it is read."""
 
     file: Path
     type_name: str  # as the format spells it: F32, BF16, F8_E4M3
     shape: tuple[int, ...]
     num_bytes: int
+    stored_name: str  # in the file
 
     @property
     def dtype(self) -> DType | None:
@@ -48,7 +50,7 @@ class TensorHeader:
 
 
 def read_checkpoint_headers(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of a checkpoint by name.
+    """The tensors of a checkpoint by their plain names (see `plain_names`).
 
     Args:
         path: a safetensors file, or a folder with one, or with shards and their index.
@@ -56,6 +58,14 @@ def read_checkpoint_headers(path: Path) -> dict[str, TensorHeader]:
     Raises:
         WeightsError: there are none, a shard is missing, or a file is damaged.
     """
+    headers = _read_files(path)
+    names = plain_names(headers)
+    if len(set(names.values())) < len(names):  # rather two names than a tensor that nobody sees
+        return headers
+    return {names[name]: header for name, header in headers.items()}
+
+
+def _read_files(path: Path) -> dict[str, TensorHeader]:
     if path.is_file():
         return read_header(path)
     if (path / SINGLE_FILE).is_file():
@@ -100,8 +110,14 @@ def _refuse_length(file: Path, length: int, size: int) -> NoReturn:
 def _parse_header(file: Path, text: bytes, data_size: int) -> dict[str, TensorHeader]:
     try:
         entries = json.loads(text)
-        entries.pop("__metadata__", None)
-        headers = {name: _tensor_header(file, entry) for name, entry in entries.items()}
+        metadata = entries.pop("__metadata__", None) or {}
+        headers = {name: _tensor_header(file, name, entry) for name, entry in entries.items()}
+        # Where tensors share their numbers some writers keep one, and tell here whose names are left out.
+        headers |= {
+            name: headers[kept]
+            for name, kept in metadata.items()
+            if name not in headers and isinstance(kept, str) and kept in headers
+        }
         ranges = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
         raise WeightsError(file, "is not a safetensors file: its header is damaged") from problem
@@ -113,10 +129,10 @@ def _parse_header(file: Path, text: bytes, data_size: int) -> dict[str, TensorHe
     return headers
 
 
-def _tensor_header(file: Path, entry: Mapping[str, Any]) -> TensorHeader:
+def _tensor_header(file: Path, name: str, entry: Mapping[str, Any]) -> TensorHeader:
     shape = tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    header = TensorHeader(file, entry["dtype"], shape, end - begin)
+    header = TensorHeader(file, entry["dtype"], shape, end - begin, name)
     if not all(isinstance(size, int) and size >= 0 for size in (*shape, begin, end - begin)):
         raise ValueError("a shape or a byte range is no count")
     if header.dtype and header.num_elements * header.dtype.size_in_bytes != header.num_bytes:

@@ -132,6 +132,12 @@ class TestScores:
         assert self.tokens(tmp_path, "abc", add_space_prefix=False) == ["<s>", "abc"]
         assert self.tokens(tmp_path, " a", add_space_prefix=False) == ["<s>", "▁a"]
 
+    def test_special_tokens_are_found_in_a_text(self, tmp_path: Path) -> None:
+        metadata = sentencepiece_metadata(PIECES)
+        own = read_gguf_tokenizer(write(tmp_path, metadata)).tokenizer
+        assert own.encode("<unk></s>").tokens == ["<s>", "<unk>", "</s>"]
+        assert own.decode([1, 0, 2]) == ""
+
     def test_unknown_letters_are_bytes(self, tmp_path: Path) -> None:
         assert self.tokens(tmp_path, "é") == ["<s>", "▁", "<0xC3>", "<0xA9>"]
 

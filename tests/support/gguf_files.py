@@ -1,0 +1,318 @@
+"""GGUF files made of the checkpoints that the other tests read, the way that the format documents.
+
+A second implementation of everything that reading has to undo: names, order of rows, norms, tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, TokenType
+from safetensors.torch import load_file
+from torch import Tensor
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "olmo2": "olmo2",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "phi3": "phi3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "gpt2": "gpt2",
+}
+"""``model_type`` -> what the format calls the family."""
+
+_PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+_EXPERTS = {
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps",
+    "w3": "ffn_up_exps",
+    "w2": "ffn_down_exps",
+}
+_AROUND = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_WHOLE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+}
+
+
+def write_gguf(
+    checkpoint: Path,
+    file: Path,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    more: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes the model of a checkpoint's folder into one GGUF file.
+
+    Args:
+        checkpoint: with config.json and model.safetensors.
+        file: what to write.
+        kind: of all matrices whose rows are whole blocks, F16 of others; vectors are F32.
+        more: tokens and other metadata, by key; see `add_metadata`.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    writer = GGUFWriter(file, ARCHITECTURES[config["model_type"]])
+    add_config(writer, config)
+    add_metadata(writer, more or {})
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name, tensor in converted(tensors, config).items():
+        wanted = GGMLQuantizationType.F32 if tensor.dim() == 1 else kind
+        if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0]:
+            wanted = GGMLQuantizationType.F16
+        writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), wanted), raw_dtype=wanted)
+    finish(writer)
+    return file
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Writes what a writer was given, and closes its file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_metadata(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """Adds values under their full keys, each as the type that converters give it."""
+    for key, value in metadata.items():
+        kind = {
+            bool: GGUFValueType.BOOL,
+            int: GGUFValueType.UINT32,
+            float: GGUFValueType.FLOAT32,
+            str: GGUFValueType.STRING,
+            list: GGUFValueType.ARRAY,
+        }[type(value)]
+        writer.add_key_value(key, value, kind)
+
+
+def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Adds what the files of a family say about its sizes."""
+    if config["model_type"] == "gpt2":
+        sizes = ("n_positions", "n_embd", "n_layer", "n_head")
+        positions, hidden, layers, heads = (config[name] for name in sizes)
+        writer.add_feed_forward_length(config.get("n_inner") or 4 * hidden)
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    else:
+        sizes = ("max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        positions, hidden, layers, heads = (config[name] for name in sizes)
+        head_dim = config.get("head_dim") or hidden // heads
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(head_dim)
+        _add_rope(writer, config)
+    writer.add_context_length(positions)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_head_count(heads)
+    _add_ways(writer, config)
+
+
+def _add_rope(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    if theta := full.get("rope_theta", config.get("rope_theta")):
+        writer.add_rope_freq_base(theta)
+    if "sliding_attention" in rope:
+        key = f"{ARCHITECTURES[config['model_type']]}.rope.freq_base_swa"
+        writer.add_key_value(key, rope["sliding_attention"]["rope_theta"], GGUFValueType.FLOAT32)
+    if full.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        writer.add_rope_scaling_factor(full["factor"])
+    if full.get("rope_type") == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+
+
+def _add_ways(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+    family = config["model_type"]
+    if config.get("sliding_window") and family not in ("qwen2", "qwen3", "qwen3_moe"):
+        writer.add_sliding_window(config["sliding_window"])
+    if config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if family == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if family.startswith("gemma"):
+        writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
+    if family in ("mixtral", "qwen3_moe"):
+        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if family == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint as GGUF files have them."""
+    family = config["model_type"]
+    parts = _PARTS | (_AROUND if family in ("gemma2", "gemma3_text", "olmo2") else {})
+    result: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+            continue  # some save it all the same
+        stem, _, kind = name.rpartition(".")
+        if stem in _WHOLE:
+            result[f"{_WHOLE[stem]}.{kind}"] = _shifted(stem, tensor, family)
+            continue
+        match = re.fullmatch(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.*)", stem)
+        assert match, name
+        layer, part = match[1], match[2]
+        if ".experts." in part:
+            _, number, matrix = part.rsplit(".", 2)
+            experts.setdefault(f"blk.{layer}.{_EXPERTS[matrix]}.weight", {})[int(number)] = tensor
+            continue
+        tensor = _shifted(part, tensor, family)
+        if family in ("llama", "mistral", "mixtral", "granite", "smollm3"):
+            heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
+            if part in heads:
+                tensor = _paired(tensor, config[heads[part]])
+        if family == "gpt2" and tensor.dim() == 2:
+            tensor = tensor.T.contiguous()
+        result[f"blk.{layer}.{parts[part]}.{kind}"] = tensor
+    for name, matrices in experts.items():
+        result[name] = torch.stack([matrices[number] for number in range(len(matrices))])
+    return result
+
+
+def _shifted(part: str, tensor: Tensor, family: str) -> Tensor:
+    return tensor + 1 if family.startswith("gemma") and part.endswith("norm") else tensor
+
+
+def _paired(rows: Tensor, heads: int) -> Tensor:
+    """What the specification calls permute: the first half of a head's rows between those of the second."""
+    order = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2)
+    return order.reshape(rows.shape).contiguous()
+
+
+def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, *, size: int | None = None) -> dict[str, Any]:
+    """The keys that describe a byte-level BPE tokenizer.
+
+    Args:
+        tokenizer: the contents of a tokenizer.json.
+        pre: what the format calls its way of splitting.
+        size: of the model's table, up to which tokens are filled up.
+    """
+    added = {token["id"]: token for token in tokenizer["added_tokens"]}
+    texts = {i: text for text, i in tokenizer["model"]["vocab"].items()}
+    texts |= {i: token["content"] for i, token in added.items()}
+    count = size or max(texts) + 1
+    merges = tokenizer["model"]["merges"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in range(count)],
+        "tokenizer.ggml.token_type": [int(_type_of(added.get(i), i in texts)) for i in range(count)],
+    }
+    if merges:
+        texts_of = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+        metadata["tokenizer.ggml.merges"] = texts_of
+    return metadata
+
+
+def _type_of(added: Mapping[str, Any] | None, is_there: bool) -> TokenType:
+    if added is not None:
+        return TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+    return TokenType.NORMAL if is_there else TokenType.UNUSED
+
+
+def sentencepiece_metadata(pieces: list[tuple[str, float]]) -> dict[str, Any]:
+    """The keys that describe a SentencePiece tokenizer, whose first pieces are <unk>, <s> and </s>."""
+    types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
+    types += [
+        TokenType.BYTE if re.fullmatch("<0x[0-9A-F]{2}>", piece) else TokenType.NORMAL
+        for piece, _ in pieces[3:]
+    ]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [piece for piece, _ in pieces],
+        "tokenizer.ggml.scores": [float(score) for _, score in pieces],
+        "tokenizer.ggml.token_type": [int(kind) for kind in types],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def pieces_of(model: Path) -> list[tuple[str, float]]:
+    """The pieces of a SentencePiece model and their scores, from its protocol buffer."""
+    data = model.read_bytes()
+
+    def fields(start: int, end: int) -> Iterator[tuple[int, int, int]]:  # number, start and end of its bytes
+        def varint(at: int) -> tuple[int, int]:
+            value, shift = 0, 0
+            while True:
+                value |= (data[at] & 127) << shift
+                shift, at = shift + 7, at + 1
+                if data[at - 1] < 128:
+                    return value, at
+
+        while start < end:
+            tag, start = varint(start)
+            if tag & 7 == 0:
+                stop = varint(start)[1]
+            elif tag & 7 == 2:
+                length, start = varint(start)
+                stop = start + length
+            else:
+                stop = start + {1: 8, 5: 4}[tag & 7]
+            yield tag >> 3, start, stop
+            start = stop
+
+    pieces = []
+    for number, start, stop in fields(0, len(data)):
+        if number == 1:
+            parts = {part: data[begin:end] for part, begin, end in fields(start, stop)}
+            pieces.append((parts[1].decode(), struct.unpack("<f", parts.get(2, bytes(4)))[0]))
+    return pieces
