@@ -31,15 +31,10 @@ import torch
 
 import penstock
 from penstock import LLM, SamplingParams
+from penstock.benchmarking.random_weights import SHAPES, write_random_checkpoint
 from penstock.kernels import cpu
 
-SHAPES = {
-    "l110m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
-              "num_attention_heads": 12, "num_key_value_heads": 12},
-    "l1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
-            "num_attention_heads": 32, "num_key_value_heads": 4},
-}  # fmt: skip
-VOCABULARY = 32000
+VOCABULARY = SHAPES["l110m"]["vocab_size"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), options.shape)
+        write_random_checkpoint(Path(folder), SHAPES[options.shape])
         ours, theirs = open_penstock(folder), open_transformers(folder)
         rows = [compare(work, ours, theirs, options.pairs) for work in WORKS if work.name in options.works]
     report = {"machine": machine(), "shape": options.shape, "pairs": options.pairs, "rows": rows}
@@ -143,18 +138,6 @@ def open_transformers(folder: str) -> Engine:
 def prompts_of(work: Work, seed: int) -> list[list[int]]:
     tokens = np.random.default_rng(seed).integers(3, VOCABULARY, (work.prompts, work.length))
     return [[int(token) for token in row] for row in tokens]
-
-
-def write_checkpoint(folder: Path, shape: str) -> None:
-    """Random weights: speed does not depend on their values. The tokenizer is there to be loaded only."""
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=2048, **SHAPES[shape])
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
-    Tokenizer(models.WordLevel(vocabulary, unk_token="t0")).save(str(folder / "tokenizer.json"))
 
 
 def timed(action: Callable[[], Any]) -> float:

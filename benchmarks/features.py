@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from against_transformers import SHAPES, VOCABULARY, machine, timed, write_checkpoint
+from against_transformers import VOCABULARY, machine, timed
 from safetensors.numpy import save_file
 
 from penstock import LLM, SamplingParams
+from penstock.benchmarking.random_weights import SHAPES, write_random_checkpoint
 from penstock.pipelines.core import Grammar
 
 LENGTH, NEW, RANK, COPIES = 128, 64, 16, 4
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), options.shape)
+        write_random_checkpoint(Path(folder), SHAPES[options.shape])
         write_tokenizer(Path(folder))
         rows = [
             compare(name, folder, options.shape, batch, options.pairs)

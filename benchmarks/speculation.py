@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from against_transformers import SHAPES, machine, timed, write_checkpoint
+from against_transformers import machine, timed
 
 from penstock import LLM, SamplingParams
+from penstock.benchmarking.random_weights import SHAPES, write_random_checkpoint
 from penstock.pipelines import TextTokenizer
 from penstock.pipelines.speculative import AdaptiveWidth, FixedWidth, NGramProposer, SpeculationStats
 from penstock.pipelines.weights.hub import resolve_checkpoint
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), options.shape)
+        write_random_checkpoint(Path(folder), SHAPES[options.shape])
         llm = LLM(folder, enable_prefix_caching=False, speculative_method="ngram")
         rows = [
             compare(llm, work, batch, options.new, options.pairs)

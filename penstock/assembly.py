@@ -52,6 +52,35 @@ def load_pipeline(config: PipelineConfig, tokenizer: TextTokenizer) -> TextGener
     return pipeline
 
 
+def check_checkpoint(config: PipelineConfig) -> TextTokenizer:
+    """Sees that the configured model can be loaded, without reading its weights: its architecture, its
+    encoding, its tokenizer, and every tensor's name and shape.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        CheckpointError: it cannot be loaded; of tensors, lists all that are at fault.
+        ConfigError: it cannot run in its encoding, or the chat template that is configured is none.
+    """
+    import torch
+
+    from penstock.nn import Loader
+    from penstock.pipelines.decoder import DecoderModel
+    from penstock.pipelines.weights import Weights
+
+    tokenizer = load_tokenizer(config)
+    model = _load_model(config)
+    assert issubclass(model, DecoderModel)
+    weights = Weights.open(config.model.checkpoint, shapes_only=True)
+    length = model.calculate_max_seq_len(config, config.model.huggingface_config)
+    with torch.no_grad():
+        loader = Loader(weights, config.model.encoding, torch.device("meta"))
+        model.build(loader, config.model.huggingface_config, length)
+    weights.finish(model.ignored_weights)
+    return tokenizer
+
+
 def _load_model(config: PipelineConfig) -> type[PipelineModel[Any]]:
     """The class of the configured model."""
     from penstock.pipelines.registry import PIPELINE_REGISTRY

@@ -94,6 +94,8 @@ class _Continuation:
 class _Prompt:
     """The search of one prompt."""
 
+    asked: TextContext
+    first: TextContext  # what computes its prompt
     ends: frozenset[int]
     max_new_tokens: int
     beams: list[_Beam]
@@ -192,7 +194,9 @@ class BeamSearch:
             self._move(prompt, chosen)
 
     def close(self) -> None:
-        """Gives all blocks back; twice is once."""
+        """Gives all blocks back, and tells each prompt what was cached of it; twice is once."""
+        for prompt in self._prompts:
+            prompt.asked.num_cached_tokens = prompt.first.num_cached_tokens
         for context in self._open.values():
             self._pipeline.release(context)
         self._open.clear()
@@ -253,7 +257,7 @@ class BeamSearch:
         max_new_tokens = prompt.max_length - prompt.current_length
         first = self._context_of(prompt, prompt.all_tokens.tolist(), prompt.max_length + 1, ends)
         beams = [_Beam(first, [], [], 0.0)] if max_new_tokens else []
-        return _Prompt(ends, max_new_tokens, beams)
+        return _Prompt(prompt, first, ends, max_new_tokens, beams)
 
     def _context_of(
         self, like: TextContext, tokens: list[int], max_length: int, ends: frozenset[int]

@@ -32,13 +32,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    # A Buffer *is* a torch.Tensor; resolved on first use so that importing this module loads no torch.
-    if name in ("Buffer", "Tensor"):
-        import torch
+if not TYPE_CHECKING:  # who checks types is to notice names that are not there
 
-        return torch.Tensor
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        # A Buffer *is* a torch.Tensor; resolved on first use so that importing this module loads no torch.
+        if name in ("Buffer", "Tensor"):
+            import torch
+
+            return torch.Tensor
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True, slots=True)

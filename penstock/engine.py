@@ -18,7 +18,7 @@ class InferenceSession:
 
     Args:
         devices: the devices to run on; the host's processor if not given.
-        deterministic: run the reference kernels, whose results do not depend on the batch.
+        deterministic: use only kernels whose results for a row depend on no other row.
         num_threads: threads of the one OpenMP team of this process; as many as torch chooses if not given.
     """
 
@@ -51,10 +51,10 @@ class InferenceSession:
         """The kernels that models of this session run on."""
         from penstock.kernels.reference import ReferenceOps
 
-        if not self.deterministic and self.devices[0].is_host:
+        if self.devices[0].is_host:
             from penstock.kernels import cpu
 
-            compiled = cpu.load()
+            compiled = cpu.load(deterministic=self.deterministic)
             if compiled is not None:
                 return compiled
         return ReferenceOps()

@@ -1,4 +1,4 @@
-"""The progress bar of a batch, on standard error, where that is a terminal."""
+"""Progress bars of a load and of a batch, on standard error, where that is a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,53 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+_SMALLEST_LOAD = 256 << 20  # bytes; what is less is there before a bar is read
+
+
+class LoadingProgress:
+    """Counts the bytes of a checkpoint as they are read and packed, or checked. In the end it vanishes.
+
+    Args:
+        num_bytes: how many there are.
+        title: what is done with them.
+    """
+
+    def __init__(self, num_bytes: int, *, title: str = "loading") -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=num_bytes < _SMALLEST_LOAD or not _is_terminal(),
+        )
+        self._task = self._bar.add_task(title, total=num_bytes)
+
+    def advance(self, num_bytes: int) -> None:
+        """Adds the bytes of one tensor, or of a part of a file."""
+        if not self._bar.disable:
+            self._bar.update(self._task, advance=num_bytes)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
 
 
 class GenerationProgress:
@@ -29,7 +75,7 @@ class GenerationProgress:
             TextColumn("{task.fields[speed]}"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
-            disable=not shown or sys.stderr is None or not sys.stderr.isatty(),
+            disable=not shown or not _is_terminal(),
         )
         self._task = self._bar.add_task("prompts", total=num_prompts, speed="")
 
@@ -49,3 +95,7 @@ class GenerationProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()

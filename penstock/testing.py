@@ -114,7 +114,7 @@ class FakePipeline:
 
         def choose(context: TextContext) -> int:
             prompt = bytes(token for token in context.prompt_tokens.tolist() if token < FakeTokenizer.EOS)
-            tokens = [*answer(prompt.decode(errors="replace")).encode(), FakeTokenizer.EOS]
+            tokens: list[int] = [*answer(prompt.decode(errors="replace")).encode(), FakeTokenizer.EOS]
             return tokens[min(len(context.generated_tokens), len(tokens) - 1)]
 
         return cls(choose, kv=kv)

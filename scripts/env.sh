@@ -1,7 +1,9 @@
 # Sourced by the other scripts: goes to the project's root and sees to .venv, with Penstock installed in it.
-# PYTHON names another Python than the first one found. What pip prints goes to .venv/install.log.
+# PYTHON names another Python than the first one found; a torch that it has is used, and none installed.
+# What pip prints goes to .venv/install.log.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+source scripts/share_torch.sh
 
 say() { printf 'penstock: %s\n' "$*" >&2; }
 
@@ -32,6 +34,7 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
   python=$(find_python)
   say "making .venv with $("$python" --version)"
   "$python" -m venv --clear .venv
+  share_torch "$python" .venv
 fi
 
 now=$(fingerprint)
@@ -40,7 +43,7 @@ if [ "$(cat .venv/installed 2>/dev/null || true)" != "$now" ]; then
   library=penstock/kernels/cpu/libpenstock_cpu.so
   rm -f "$library" # a build that fails must not leave the last one's behind
   if ! .venv/bin/python -m pip install -v --disable-pip-version-check --no-input \
-    -c constraints.txt -e '.[dev]' >.venv/install.log 2>&1; then
+    -c "$(constraints_of .venv)" -e '.[dev]' >.venv/install.log 2>&1; then
     tail -n 25 .venv/install.log >&2
     say "error: the install failed; all of what pip said is in $PWD/.venv/install.log"
     exit 1

@@ -61,13 +61,30 @@ TABLE = {
     "pipelines.core": Row("numpy msgspec", typing="torch xgrammar"),
     "pipelines.config": Row(
         "msgspec .driver .dtype .pipelines.core .pipelines.weights.hub .pipelines.weights.json_files"
-        " .pipelines.weights.safetensors",
+        " .pipelines.weights.safetensors .pipelines.weights.checkpoint .pipelines.weights.gguf_config",
         lazily=".kernels",
     ),
     "pipelines.weights": Row("torch numpy safetensors .kernels .dtype", lazily="huggingface_hub"),
-    "pipelines.weights.hub": Row("", lazily="huggingface_hub"),
+    "pipelines.weights.hub": Row(
+        ".pipelines.weights.gguf .pipelines.weights.json_files .pipelines.weights.safetensors",
+        lazily="huggingface_hub",
+    ),
+    "pipelines.weights.checkpoint": Row(
+        ".pipelines.weights.gguf .pipelines.weights.gguf_names .pipelines.weights.safetensors"
+    ),
+    "pipelines.weights.checksums": Row(".progress"),
+    "pipelines.weights.gguf": Row(""),
+    "pipelines.weights.gguf_blocks": Row("torch"),
+    "pipelines.weights.gguf_config": Row(".pipelines.weights.gguf .pipelines.weights.gguf_names"),
+    "pipelines.weights.gguf_names": Row(".dtype .pipelines.weights.gguf .pipelines.weights.safetensors"),
+    "pipelines.weights.gguf_tensors": Row(
+        "torch .pipelines.weights.gguf .pipelines.weights.gguf_blocks .pipelines.weights.gguf_names"
+    ),
+    "pipelines.weights.gguf_tokenizer": Row("tokenizers .pipelines.weights.gguf"),
+    "pipelines.weights.names": Row(""),
     "pipelines.weights.json_files": Row(""),
-    "pipelines.weights.safetensors": Row(".dtype .pipelines.weights.json_files"),
+    "pipelines.weights.mxfp4": Row("", typing="torch .pipelines.weights.safetensors", lazily="torch"),
+    "pipelines.weights.safetensors": Row(".dtype .pipelines.weights.json_files .pipelines.weights.names"),
     "pipelines.kv_cache": Row("torch numpy .kernels .driver .dtype .pipelines.core"),
     "pipelines.kv_cache.interface": Row("numpy .pipelines.core"),
     "pipelines.kv_cache.block_pool": Row(""),
@@ -112,7 +129,8 @@ TABLE = {
     "pipelines.log_probabilities": Row("torch numpy .kernels .pipelines.core .pipelines.model"),
     "pipelines.decoder": Row(
         "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.kv_cache"
-        " .pipelines.log_probabilities .pipelines.lora .pipelines.memory .pipelines.model .pipelines.weights",
+        " .pipelines.log_probabilities .pipelines.lora .pipelines.memory .pipelines.model .pipelines.weights"
+        " .progress",
         typing=".engine",
     ),
     "pipelines.transformer": Row(".nn .pipelines.config .pipelines.decoder .pipelines.kv_cache"),
@@ -127,7 +145,11 @@ TABLE = {
         " .pipelines.structured_output .pipelines.weights"
     ),
     "pipelines.chat_template": Row("jinja2 .pipelines.core"),
-    "pipelines.tokenizer_files": Row("tokenizers .pipelines.chat_template", lazily="transformers"),
+    "pipelines.tokenizer_files": Row(
+        "tokenizers .pipelines.chat_template .pipelines.weights.checkpoint"
+        " .pipelines.weights.gguf_config .pipelines.weights.gguf_tokenizer",
+        lazily="transformers",
+    ),
     "pipelines.tokenizer": Row(
         "numpy tokenizers .pipelines.core .pipelines.chat_template .pipelines.tokenizer_files"
     ),
@@ -135,6 +157,19 @@ TABLE = {
     "scheduler": Row("numpy .pipelines.core .pipelines.kv_cache.interface"),
     "scheduler.messages": Row("msgspec .pipelines.core .scheduler.isolation"),
     "scheduler.worker": Row("msgspec zmq .pipelines.core .scheduler.messages .scheduler.scheduler"),
+    "benchmarking": Row("msgspec numpy rich", lazily="matplotlib"),
+    "benchmarking.http_client": Row("msgspec"),
+    "benchmarking.outcome": Row("msgspec .benchmarking.http_client"),
+    "benchmarking.prompts": Row("msgspec .benchmarking.http_client"),
+    "benchmarking.load": Row(".benchmarking.http_client .benchmarking.outcome"),
+    "benchmarking.summary": Row("msgspec numpy .benchmarking.load"),
+    "benchmarking.report": Row("rich .benchmarking.load .benchmarking.summary", lazily="matplotlib"),
+    "benchmarking.random_weights": Row(
+        "torch .dtype .nn .pipelines.config .pipelines.registry .pipelines.weights", lazily="tokenizers"
+    ),
+    "benchmarking.works": Row("numpy .benchmarking.random_weights .llm .pipelines.config .pipelines.core"),
+    "benchmarking.works_report": Row("rich .benchmarking.works", lazily="matplotlib"),
+    "benchmarking.cold_start": Row(".LLM .SamplingParams"),
     "serve.parsers": Row("msgspec .pipelines.core"),
     "serve.config": Row(".pipelines.config"),
     "serve.gate": Row(""),
@@ -164,7 +199,8 @@ TABLE = {
     "serve.worker_link": Row("zmq .scheduler.messages .scheduler.worker"),
     "serve.worker_results": Row(".pipelines.core .scheduler.messages"),
     "serve.output_format": Row(
-        ".pipelines.core .pipelines.schema_keywords .serve.parameters .serve.problems .serve.schemas .serve.services"
+        ".pipelines.core .pipelines.schema_keywords .serve.parameters .serve.problems .serve.schemas"
+        " .serve.services"
     ),
     "serve": Row(
         "fastapi starlette pydantic pydantic_core msgspec .__version__ .pipelines.core .pipelines.choices"

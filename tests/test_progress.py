@@ -1,13 +1,17 @@
-"""The progress bar: drawn on a terminal only, and never on standard output."""
+"""The progress bars: drawn on a terminal only, and never on standard output."""
 
 from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
+from support.tiny_llm import write_tiny_llm
 
-from penstock.progress import GenerationProgress
+from penstock import LLM, progress
+from penstock.pipelines.weights import Weights
+from penstock.progress import GenerationProgress, LoadingProgress
 
 
 class Terminal(io.StringIO):
@@ -39,3 +43,46 @@ def test_it_is_drawn_on_a_terminal_only(
     assert ("3/3" in text and "tokens/s" in text) == drawn
     assert bool(text) == drawn
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("stream", "num_bytes", "drawn"),
+    [(Terminal, 1 << 30, True), (Terminal, 1 << 20, False), (io.StringIO, 1 << 30, False)],
+    ids=["terminal", "small", "file"],
+)
+def test_loading_is_drawn_on_a_terminal_where_it_takes_time(
+    stream: type[io.StringIO],
+    num_bytes: int,
+    drawn: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream())
+    monkeypatch.setenv("TERM", "xterm")
+    with LoadingProgress(num_bytes) as loading:
+        loading.advance(num_bytes // 2)
+        loading.advance(num_bytes // 2)
+    text = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert ("loading" in text and "1.0/1.0 GiB" in text) == drawn
+    assert bool(text) == drawn
+    assert capsys.readouterr().out == ""
+
+
+def test_a_load_counts_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_llm(tmp_path / "tiny")
+    monkeypatch.setattr(progress, "_SMALLEST_LOAD", 0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    counted: list[int] = []
+    monkeypatch.setattr(LoadingProgress, "advance", lambda self, num_bytes: counted.append(num_bytes))
+    LLM(str(folder)).close()
+    assert sum(counted) == Weights.open(folder).num_bytes
+    assert len(counted) == len(Weights.open(folder).names)
+    assert "loading" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_no_terminal_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with LoadingProgress(1 << 30) as loading, GenerationProgress(1) as generating:
+        loading.advance(1)
+        generating.advance(num_tokens=1, num_prompts=1)

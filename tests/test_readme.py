@@ -17,7 +17,8 @@ BLOCKS = [
     for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     if URL not in code  # those of a client run in tests/docs/test_code.py
 ]
-COMMANDS = re.findall(r"(?:^|\| )\$? ?penstock (generate .*|serve .*|env.*)$", README, flags=re.MULTILINE)
+NAMES = "generate |serve |bench |list|warm-cache |env"
+COMMANDS = re.findall(rf"(?:^|\| )\$? ?penstock ((?:{NAMES}).*)$", README, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("code", BLOCKS)

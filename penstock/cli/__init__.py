@@ -20,9 +20,12 @@ from penstock.errors import PenstockError
 _COMMANDS = {
     "generate": "Generate text from a prompt, as it comes.",
     "serve": "Serve a model to OpenAI's clients.",
+    "bench": "Measure a model, or a server.",
+    "list": "List architectures, encodings, tasks and formats.",
+    "warm-cache": "Download a model and check it, ahead of its use.",
     "env": "Show what Penstock runs on: versions, processor, devices, kernels.",
 }
-"""Name -> short help; the command is ``command`` in the module of that name."""
+"""Name -> short help; the command is ``command`` in the module of that name, with ``_`` for ``-``."""
 
 
 _LONGEST_MESSAGE = 2000
@@ -37,7 +40,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command = import_module(f"penstock.cli.{cmd_name}").command
+        command = import_module(f"penstock.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
 
@@ -76,7 +79,11 @@ class _Commands(click.Group):
 @click.version_option(penstock.__version__, prog_name="penstock", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """LLM inference, from the prompt to the turbine and back."""
+    """LLM inference, from the prompt to the turbine and back.
+
+    Completion in a shell: put eval "$(_PENSTOCK_COMPLETE=bash_source penstock)" into ~/.bashrc; for other
+    shells write zsh_source or fish_source.
+    """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

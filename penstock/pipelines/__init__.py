@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         ModelConfig,
         PipelineConfig,
         SamplingConfig,
+        SpeculativeConfig,
         upper_bounded_default,
     )
     from penstock.pipelines.decoder import DecoderModel
@@ -34,6 +35,7 @@ __all__ = [
     "PipelineConfig",
     "PipelineModel",
     "SamplingConfig",
+    "SpeculativeConfig",
     "SupportedArchitecture",
     "TextGenerationPipeline",
     "TextTokenizer",
@@ -41,7 +43,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "config": ("KVCacheConfig", "ModelConfig", "PipelineConfig", "SamplingConfig", "upper_bounded_default"),
+    "config": (
+        "KVCacheConfig",
+        "ModelConfig",
+        "PipelineConfig",
+        "SamplingConfig",
+        "SpeculativeConfig",
+        "upper_bounded_default",
+    ),
     "decoder": ("DecoderModel",),
     "detokenizer": ("Detokenizer",),
     "memory": ("MemoryPlan",),
@@ -52,11 +61,13 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # who checks types is to notice names that are not there
+
+    def __getattr__(name: str) -> object:
+        for module, names in _HOMES.items():
+            if name in names:
+                return getattr(import_module(f"{__name__}.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

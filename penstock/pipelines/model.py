@@ -20,7 +20,12 @@ from penstock.dtype import DType
 from penstock.kernels import KVCacheInputs, LoRAInputs, encoding_named
 from penstock.nn import ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import InputContext, LogProbabilities
-from penstock.pipelines.memory import MemoryPlan, estimate_weights_size, plan_memory
+from penstock.pipelines.memory import (
+    MemoryPlan,
+    estimate_adapters_size,
+    estimate_weights_size,
+    plan_memory,
+)
 from penstock.pipelines.weights import Weights
 
 if TYPE_CHECKING:
@@ -128,6 +133,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     ) -> None:
         if kv_cache_config is not None:  # the plan, the cache and its element type all follow the one given
             pipeline_config = replace(pipeline_config, kv_cache=kv_cache_config)
+        pipeline_config.check_determinism()
         self.pipeline_config = pipeline_config
         self.session = session
         self.devices = list(session.devices if devices is None else devices)
@@ -203,7 +209,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def estimate_memory_footprint(self) -> int:
         """Bytes that are left for the KV cache beside weights and activations."""
         plan = self.memory_plan
-        return plan.available_memory - plan.weights_size - plan.activation_size
+        return plan.available_memory - plan.weights_size - plan.adapters_size - plan.activation_size
 
     @abstractmethod
     def execute(self, model_inputs: Any) -> ModelOutputs:
@@ -266,6 +272,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
             weights_size=self.estimate_weights_size(config),
             activation_size=self.estimate_activation_memory(config, huggingface_config),
             free_memory=sum(device.stats["free_memory"] for device in self.devices),
+            adapters_size=estimate_adapters_size(config),
         )
         if plan.is_shortened:
             logging.getLogger(__name__).warning(

@@ -281,10 +281,14 @@ class TextGenerationPipeline:
             try:
                 if one.fault is not None:
                     raise FloatingPointError(one.fault)
+                _check_rules(context, one.tokens)
                 _advance(context, one)
                 self._jump_ahead(context)
                 self.kv.commit(context)
                 responses[request_id] = _response(context)
+            except InputError as error:
+                context.update_status(TextGenerationStatus.CANCELLED)
+                self.failures[request_id] = error
             except Exception as fault:
                 _logger.exception("request %s ended because of a fault", request_id)
                 context.update_status(TextGenerationStatus.CANCELLED)
@@ -297,10 +301,13 @@ class TextGenerationPipeline:
     def _jump_ahead(self, context: TextContext) -> None:
         """Appends the tokens that the grammar forces, to be computed together with the one before them.
 
-        Not where each token must be looked at (log probabilities, sequences that end the output): there they
-        are drafts, and never rejected.
+        Not where each token must be looked at (log probabilities, sequences that end the output, tokens that
+        are forbidden): there they are drafts, and never rejected.
         """
         if context.matcher is None or context.log_probabilities or context.eos_sequences:
+            return
+        params = context.sampling_params
+        if params.allowed_token_ids is not None or params.banned_token_ids:
             return
         is_over = _status(context).is_done or context.active_idx < context.end_idx
         if is_over or not self._forwards.vocabulary:
@@ -330,6 +337,26 @@ class TextGenerationPipeline:
         for observer in (self.proposer, self.widths):
             if observer is not None:
                 observer.observe(contexts, drafts, accepted)
+
+
+def _check_rules(context: TextContext, tokens: Sequence[int]) -> None:
+    """A grammar's masks come last, so what the grammar forces may be a token that the request forbids.
+
+    What ends the output is never forbidden here: it ends where its grammar does.
+
+    Raises:
+        InputError: it is one.
+    """
+    rules = context.logit_rules
+    if context.matcher is None or rules is None:
+        return
+    for token in tokens:
+        is_allowed = rules.allowed is None or token in rules.allowed
+        if (not is_allowed or token in rules.banned) and token not in context.eos_token_ids:
+            raise InputError(
+                f"behind {len(context.generated_tokens)} tokens the grammar allows none of those that "
+                "allowed_token_ids and banned_token_ids leave: change one or the other"
+            )
 
 
 def _advance(context: TextContext, sampled: Sampled) -> None:

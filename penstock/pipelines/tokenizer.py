@@ -168,7 +168,7 @@ class TextTokenizer:
             grammar=grammar,
             adapter=request.adapter,
             cache_salt=request.cache_salt,
-            priority=request.priority,
+            priority=_checked_priority(request),
         )
 
     def encode_text(self, text: str, add_special_tokens: bool = True, *, limited: bool = True) -> TokenIds:
@@ -287,7 +287,10 @@ class TextTokenizer:
         return self._chat_template
 
     def _tokens_of(self, text: str, add_special_tokens: bool) -> TokenIds:
-        encoding = self._local.tokenizer.encode(_valid_unicode(text), add_special_tokens=add_special_tokens)
+        # A batch of one lets other threads run meanwhile, which `encode` does not; it is faster, too.
+        [encoding] = self._local.tokenizer.encode_batch_fast(
+            [_valid_unicode(text)], add_special_tokens=add_special_tokens
+        )
         return self._checked_ids(encoding.ids)
 
     def _checked_ids(self, ids: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
@@ -418,6 +421,8 @@ def _with_stops_of(request: TokenGeneratorRequest) -> SamplingParams:
 
 def _output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar | None]:
     """(JSON schema, grammar) of the output; the schema fills the context's grammar by itself."""
+    if request.grammar is not None and not isinstance(request.grammar, Grammar):
+        raise InputError(f"grammar must be a Grammar, was {request.grammar!r}")
     form = request.response_format
     kind = "text" if form is None else form.get("type")
     if kind == "text":
@@ -429,11 +434,20 @@ def _output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar 
     if kind != "json_schema" or form is None:
         raise InputError(f"response_format has type {kind!r}: it can be text, json_object or json_schema")
     schema = form.get("json_schema")
-    if isinstance(schema, dict) and isinstance(schema.get("schema"), dict) and "name" in schema:
+    if isinstance(schema, dict) and "schema" in schema:  # which is no keyword of schemas
         schema = schema["schema"]  # OpenAI's envelope
     if not isinstance(schema, dict):
         raise InputError(f"response_format needs a json_schema, an object; it has {schema!r}")
-    return json.dumps(schema), None
+    try:
+        return json.dumps(schema), None
+    except (TypeError, ValueError) as error:
+        raise InputError(f"response_format has a json_schema that is not JSON: {error}") from None
+
+
+def _checked_priority(request: TokenGeneratorRequest) -> int:
+    if type(request.priority) is not int:
+        raise InputError(f"priority must be an integer, was {request.priority!r}")
+    return request.priority
 
 
 def _checked_logprobs(request: TokenGeneratorRequest) -> int:

@@ -48,7 +48,7 @@ async def load_adapter(request: Request) -> str:
             param="lora_name",
             code="name_in_use",
         )
-    path = await in_pool(services, lambda: _allowed_path(services, body.lora_path))
+    path = await in_pool(request, lambda: _allowed_path(services, body.lora_path))
     await services.worker.load_adapter(name, path)
     services.log.info("the adapter %s was %s from %s", name, "reloaded" if is_there else "loaded", path)
     return f"The adapter {name!r} is {'reloaded' if is_there else 'loaded'}."

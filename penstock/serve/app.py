@@ -30,6 +30,7 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
         summary="An OpenAI-compatible server for one language model",
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # it would send clients to whatever their Host header names
         middleware=_middleware(services),
         exception_handlers={
             PenstockError: problems.handle,

@@ -60,7 +60,8 @@ class JsonRequest(Request):
         body = await self.body()
         if len(body) <= _LARGE:
             return decode_json(body)
-        return await asyncio.get_running_loop().run_in_executor(Services.of(self).pool, decode_json, body)
+        pool = Services.of(self).pool_for(len(body))
+        return await asyncio.get_running_loop().run_in_executor(pool, decode_json, body)
 
     def _check_media_type(self) -> None:
         given = self.headers.get("content-type", "application/json")

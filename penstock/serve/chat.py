@@ -45,7 +45,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    chat = await in_pool(services, lambda: _Chat.of(services, raw))
+    chat = await in_pool(request, lambda: _Chat.of(services, raw))
     note(chat.body, record, chat.context)
     body = chat.body
     answer = ChatAnswer(
@@ -71,7 +71,7 @@ async def render_chat_completion(request: Request) -> Response:
     """
     services = Services.of(request)
     raw = await request.json()
-    chat = await in_pool(services, lambda: _Chat.of(services, raw))
+    chat = await in_pool(request, lambda: _Chat.of(services, raw))
     ids = chat.context.prompt_tokens.tolist()
     prompt = {
         "object": "chat.completion.prompt",
@@ -181,7 +181,7 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
     parallel = body.parallel_tool_calls is not False
     asked = output_grammar(body)
     if use.is_forced:  # then a format of the text says nothing: there will be none
-        check_enabled(services, "tool_choice")
+        check_enabled(services, body, "tool_choice")
         check_tools(body, use.called)
         with blaming("tool_choice"):
             forced = parsers.grammar(
@@ -191,7 +191,7 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
     if asked is None and not use.strict:
         return None
     grammar, param = asked or (None, "tools")
-    check_enabled(services, param)
+    check_enabled(services, body, param)
     check_tools(body, use.strict)
     with blaming(param):
         if grammar is None:

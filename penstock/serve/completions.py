@@ -39,7 +39,7 @@ async def create_completion(request: Request) -> Response:
     """Goes on with each of the prompts."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
-    completion = await in_pool(services, lambda: _Completion.of(services, raw))
+    completion = await in_pool(request, lambda: _Completion.of(services, raw))
     body, work = completion.body, completion.work
     note(body, record, work.contexts[0])
     answer = CompletionAnswer(
@@ -86,7 +86,7 @@ class _Completion:
         adapter = adapter_named(services, body.model)
         asked = output_grammar(body)
         if asked is not None:
-            check_enabled(services, asked[1])
+            check_enabled(services, body, asked[1])
         prompts, name = _prompts(body.prompt), f"cmpl-{uuid4().hex}"
         n = body.n or 1
         room = services.worker.max_outstanding

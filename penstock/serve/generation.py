@@ -228,9 +228,10 @@ def _joined(parts: Sequence[Piece]) -> Piece:
     )
 
 
-async def in_pool(services: Services, function: Callable[[], T]) -> T:
-    """Runs what would hold the event loop up: templates, tokenising, schemas."""
-    return await asyncio.get_running_loop().run_in_executor(services.pool, function)
+async def in_pool(request: Request, function: Callable[[], T]) -> T:
+    """Runs what would hold the event loop up: templates, tokenising, schemas. The body has been read."""
+    pool = Services.of(request).pool_for(len(await request.body()))
+    return await asyncio.get_running_loop().run_in_executor(pool, function)
 
 
 async def unless_client_leaves(request: Request, run: Run, answer: Callable[[], Any]) -> Any:

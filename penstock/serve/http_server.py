@@ -75,15 +75,33 @@ class _Protocol(_UvicornProtocol):
     """One connection."""
 
     seconds_to_begin: float
+    _begins: asyncio.TimerHandle | None = None
+    """Closes the connection unless a request begins before."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        asyncio.get_running_loop().call_later(self.seconds_to_begin, self._close_if_silent)
+        self._wait_for_request()
 
-    def _close_if_silent(self) -> None:
-        cycle: object = self.cycle  # whatever uvicorn's annotation says, None at first
-        if cycle is None:  # not one request has come, or the first is never at its end
-            self.transport.close()
+    def data_received(self, data: bytes) -> None:
+        cycle: Any = self.cycle  # the last request that has begun; whatever uvicorn says, None at first
+        super().data_received(data)
+        if self.cycle is not cycle:
+            self._stop_waiting()
+        elif self._begins is None and cycle.response_complete:  # a part of the next one's headers
+            self._wait_for_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()  # or the timer would hold what is gone
+        super().connection_lost(exc)
+
+    def _wait_for_request(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._begins = loop.call_later(self.seconds_to_begin, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._begins is not None:
+            self._begins.cancel()
+            self._begins = None
 
     def send_400_response(self, msg: str) -> None:
         """The answer to what is no HTTP, in the shape of all other errors."""

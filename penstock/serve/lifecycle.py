@@ -207,7 +207,8 @@ class Server:
             log_event(_log, logging.WARNING, "requests are cut off", requests=gate.num_inside)
         await self._worker.stop(0)
         await gate.emptied(_FAREWELL)
-        services.pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (services.pool, services.long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
         if services.tracing is not None:
             await asyncio.to_thread(services.tracing.close)
         log_event(_log, logging.INFO, "stopped", clean=is_clean)

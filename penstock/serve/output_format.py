@@ -33,8 +33,8 @@ def output_grammar(body: GenerationBody) -> tuple[Grammar, str] | None:
     return asked[0] if asked else None
 
 
-def check_enabled(services: Services, param: str) -> None:
-    """Refuses what needs a grammar where the worker can make none.
+def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
+    """Refuses what needs a grammar where the worker can make none, or the output could not end.
 
     Raises:
         RequestProblem: 400 that names the field.
@@ -45,6 +45,12 @@ def check_enabled(services: Services, param: str) -> None:
             f"{param} needs grammars, which this server has not: pip install 'penstock[grammar]'",
             param=param,
             code="unsupported_parameter",
+        )
+    if body.ignore_eos and not body.stop_token_ids:
+        raise RequestProblem(
+            400,
+            f"with {param} the text ends where its format does: leave out ignore_eos, or give stop_token_ids",
+            param="ignore_eos",
         )
 
 
@@ -94,7 +100,8 @@ def _of_format(form: ResponseFormat) -> Grammar:
             "response_format of type json_schema needs a json_schema",
             param="response_format.json_schema",
         )
-    schema = form.json_schema.get("schema", None if "name" in form.json_schema else form.json_schema)
+    given = form.json_schema
+    schema = given.model_dump(exclude_unset=True, by_alias=True) if given.is_bare else given.schema_
     return _of_schema({} if schema is None else schema, "response_format.json_schema")
 
 

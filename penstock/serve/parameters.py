@@ -26,6 +26,7 @@ from penstock.serve.schemas import (
     CompletionBody,
     ContentPart,
     GenerationBody,
+    JsonSchema,
     RequestBody,
     StreamOptions,
     ToolCall,
@@ -145,7 +146,8 @@ class UnknownFields:
 
     def _unknown(self, body: RequestBody, name: str, param: str) -> None:
         name, param = name[:_LONGEST_NAME], param[: 2 * _LONGEST_NAME]
-        known = [*type(body).model_fields, *UNSUPPORTED.get(type(body), {})]
+        fields = type(body).model_fields.items()
+        known = [*(field.alias or own for own, field in fields), *UNSUPPORTED.get(type(body), {})]
         nearest = get_close_matches(name, known, n=1, cutoff=0.7)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         if self.refuse:
@@ -159,6 +161,8 @@ def _is_open(body: RequestBody) -> bool:
     """Bodies whose other fields are looked at by whoever reads them."""
     if isinstance(body, ContentPart):
         return body.type not in ("text", "refusal")  # refused by its type
+    if isinstance(body, JsonSchema):
+        return body.is_bare
     return getattr(body, "type", None) == "structural_tag"
 
 

@@ -22,7 +22,12 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 2048
 """Of all stop strings together: each new token is held against each beginning of each of them."""
+MAX_LABEL = 512
+"""Characters of what goes to the log, so that no line of it is a body long; as OpenAI bounds ``metadata``."""
+MAX_METADATA = 16
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Label = Annotated[str, Field(max_length=MAX_LABEL)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -138,11 +143,26 @@ class AllowedTools(RequestBody):
     allowed_tools: AllowedToolList
 
 
+class JsonSchema(RequestBody):
+    """A JSON schema under ``schema``, with a name; without both, the object is the schema itself."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+    """Schemas are kept to in any case."""
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is the schema itself."""
+        return self.name is None and self.schema_ is None
+
+
 class ResponseFormat(RequestBody):
     """What the answer has to look like; a ``structural_tag`` has fields of its own."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(RequestBody):
@@ -173,8 +193,8 @@ class GenerationBody(RequestBody):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     """Token id, as text, to what is added to its logit."""
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     """OpenAI's is a field of chats alone; clients that measure servers send it to both."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
@@ -186,10 +206,10 @@ class GenerationBody(RequestBody):
     response_format: ResponseFormat | None = None
 
     # Our own.
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Count | None = None
     stop_token_ids: TokenIds | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     ignore_eos: bool | None = None
@@ -200,10 +220,10 @@ class GenerationBody(RequestBody):
     cache_salt: str | None = None
 
     # For the log alone.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: Label | None = None
+    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
 
     @property
     def shows_special_tokens(self) -> bool:
@@ -245,7 +265,7 @@ class ChatBody(GenerationBody):
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[Count, Field(ge=1)] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from penstock.serve.worker_client import WorkerClient
 
 
+LONG_BODY = 512 * 1024
+"""Bytes; a body above that has more text than nearly every model's prompts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Services:
     """Made once at start; nobody replaces a part of it later."""
@@ -32,11 +36,19 @@ class Services:
     metrics: Metrics
     pool: ThreadPoolExecutor
     """Where tokenising, templates and schema work run: never on the event loop."""
+    long_pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
+    )
+    """Where they run for long bodies, which take many seconds: the others do not wait behind those."""
     parsers: OutputParsers
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("penstock.serve"))
     gate: Gate = field(default_factory=Gate)
     """Whether requests are let in, and how many are inside."""
     tracing: Tracing | None = None
+
+    def pool_for(self, num_bytes: int) -> ThreadPoolExecutor:
+        """Where the work on a body of some length belongs."""
+        return self.long_pool if num_bytes > LONG_BODY else self.pool
 
     @classmethod
     def of(cls, request: Request) -> Services:

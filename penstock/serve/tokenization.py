@@ -57,7 +57,7 @@ async def detokenize(request: Request) -> Text:
 async def _in_pool(request: Request, work: Callable[[Services, Any], T]) -> T:
     services = Services.of(request)
     raw = await request.json()
-    return await in_pool(services, lambda: work(services, raw))
+    return await in_pool(request, lambda: work(services, raw))
 
 
 def _tokenize(services: Services, raw: Any) -> Tokens:

@@ -295,8 +295,14 @@ class WorkerClient:
         """Returns when the worker has ended, or says nothing for too long: whether it has ever answered."""
         link, self._has_answered = self._link, False
         assert link is not None
+        was_suspended = False
         while not link.ended.is_set():
             link.drain()
+            is_suspended = link.is_suspended
+            if is_suspended and was_suspended:  # a server that was suspended with it sees that once
+                _LOG.error("the worker was suspended by a signal, and nobody wakes it")
+                break
+            was_suspended = is_suspended
             if self._pinged_at is None:
                 self._pinged_at = self._now()
                 link.send(Ping())

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import zmq
@@ -43,6 +44,9 @@ class _Body(Protocol):
     sentinel: int
     """A file descriptor that reads as ended when the worker has."""
 
+    def is_suspended(self) -> bool:
+        """Whether it was told to stand still (SIGSTOP), and will not move by itself."""
+
     def end(self) -> str:
         """Makes sure that it has ended, if that can be done, and says how it did."""
 
@@ -65,6 +69,13 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):  # the sentinel tells
             self._process.stdin.write(launch)
             self._process.stdin.flush()
+
+    def is_suspended(self) -> bool:
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text()
+        except OSError:
+            return False  # it has ended, or the system does not say
+        return stat.rpartition(")")[2].split()[0] == "T"
 
     def end(self) -> str:
         self._process.kill()
@@ -93,6 +104,9 @@ class _Thread:
             self._end = f"{type(error).__name__}: {error}"
         finally:
             os.close(self._held)
+
+    def is_suspended(self) -> bool:
+        return False
 
     def end(self) -> str:
         self._thread.join(timeout=0.2)
@@ -153,6 +167,11 @@ class WorkerLink:
             if isinstance(report, Started):
                 self._commands.connect(self._endpoint.commands)
             self._hear(report)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the worker's process stands still, by a signal."""
+        return self._body.is_suspended()
 
     def close(self) -> str:
         """Ends the worker, by force where it has not ended, and says how it did."""

@@ -84,9 +84,9 @@ FLAGS = {
     "no threads": (["generate", *PROMPT, "--num-threads", "0"], "num_threads: must be"),
     "a crowd of threads": (["generate", *PROMPT, "--num-threads", "100000"], "num_threads: must be"),
     "negative threads": (["generate", *PROMPT, "--num-threads", "-1"], "num_threads: must be"),
-    "deterministic in bfloat16": (
-        ["generate", *PROMPT, "--deterministic", "--quantization-encoding", "bfloat16"],
-        "deterministic: needs quantization_encoding float32",
+    "deterministic in float16": (
+        ["generate", *PROMPT, "--deterministic", "--quantization-encoding", "float16"],
+        "deterministic: needs quantization_encoding float32 or bfloat16",
     ),
     "missing configuration": (["generate", *PROMPT, "--config-file", "none.json"], "none.json"),
     "configuration of no kind": (["generate", *PROMPT, "--config-file", "a.ini"], ".json or .toml"),

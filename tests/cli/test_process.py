@@ -38,6 +38,35 @@ def test_help_is_quick_and_loads_no_torch(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["pen", "warm"], ["warm-cache"]),
+        (["penstock", "bench", ""], ["run", "serve"]),
+        (["penstock", "bench", "run", "--sh"], ["--shape"]),
+        (["penstock", "bench", "run", "--work", "de"], ["decode"]),
+        (["penstock", "serve", "--shutdown"], ["--shutdown-grace"]),
+    ],
+)
+def test_shells_complete(words: list[str], found: list[str]) -> None:
+    variables = {
+        "_PENSTOCK_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(words),
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    code = (
+        "import sys; from penstock.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert [line.partition(",")[2] for line in run.stdout.splitlines()] == found, run.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["generate", "--model", "./nothing", "--prompt", "Hello"], "no such folder"),

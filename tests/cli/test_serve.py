@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from click.testing import CliRunner
 from support.tiny_llm import write_tiny_llm
 
+from penstock import LLM, SamplingParams
 from penstock.cli import cli
 
 SERVE = [sys.executable, "-m", "penstock", "serve"]
@@ -90,6 +92,31 @@ def _worker_of(process: subprocess.Popen[bytes]) -> int:
 def _wait_for(client: httpx.Client, path: str, status: int) -> None:
     while client.get(path).status_code != status:
         time.sleep(0.02)
+
+
+def test_speculation_by_flags(tmp_path: Path) -> None:
+    """The answers are those that come without it, and drafts were accepted on the way."""
+    deterministic = {"deterministic": True, "quantization_encoding": "float32", "max_length": 512}
+    story = "Once upon a time there was a dragon. Once upon a time there was a"
+    samplings: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 3, "top_p": 1.0, "top_k": -1},
+    ]
+    flags = ["--deterministic", "--quantization-encoding", "float32", "--max-length", "512"]
+    flags += ["--speculative-method", "ngram", "--no-adaptive-speculation"]
+    with serving(*flags, log=tmp_path / "log") as (_, client):
+        bodies = [{"model": "demo", "prompt": story, "max_tokens": 60, **sampling} for sampling in samplings]
+        replies = [client.post("/v1/completions", json=body).json() for body in bodies]
+        metrics = client.get("/metrics").text
+    accepted = re.search(r"^penstock_draft_tokens_accepted_total (\S+)", metrics, re.MULTILINE)
+    assert accepted
+    assert float(accepted[1]) > 0
+    llm = LLM("demo", **deterministic)
+    for sampling, reply in zip(samplings, replies, strict=True):
+        params = SamplingParams(max_new_tokens=60, **sampling)
+        [answer] = llm.generate([story], params)
+        assert reply["choices"][0]["text"] == answer.text
+    assert "lora" in refusal("--lora", "nonsense")
 
 
 def test_the_server_loads_no_torch() -> None:

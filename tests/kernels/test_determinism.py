@@ -310,9 +310,9 @@ def attend(
     rows = [end - begin for _, begin, end in texts]
     offsets = torch.tensor([0, *rows]).cumsum(0).int()
     lengths = torch.tensor([end for _, _, end in texts]).int()
-    kv = LayerKV(cache, tables, torch.empty(0, dtype=torch.int64), window)  # type: ignore[arg-type]
+    kv = LayerKV(cache, tables, torch.empty(0, dtype=torch.int64), window)
     q = torch.cat([text.q[begin:end] for text, begin, end in texts])
-    return list(ops.attention(q, kv, offsets, lengths, scale=dim**-0.5, **options).split(rows))  # type: ignore[arg-type]
+    return list(ops.attention(q, kv, offsets, lengths, scale=dim**-0.5, **options).split(rows))
 
 
 LENGTH = 1150
@@ -393,7 +393,7 @@ class KeysByCount(ReferenceOps):
     def attention(
         self, q: Tensor, kv: LayerKV, row_offsets: Tensor, lengths: Tensor, **options: object
     ) -> Tensor:
-        whole = super().attention(q, kv, row_offsets, lengths, **options)  # type: ignore[arg-type]
+        whole = super().attention(q, kv, row_offsets, lengths, **options)
         out = torch.empty_like(whole)
         for b, (begin, end) in enumerate(pairwise(row_offsets.tolist())):
             share = 1 / (1 + float(lengths[b] // 2))  # a rounding that hangs on the length

@@ -48,6 +48,13 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "max_loras": st.integers(1, 100),
     "max_loaded_loras": st.integers(1, 1000),
     "max_lora_rank": st.integers(1, 1024),
+    "speculative_method": st.sampled_from([None, "ngram"]),
+    "draft_model_path": st.none(),  # for another method, which needs it
+    "draft_quantization_encoding": st.none(),
+    "num_speculative_tokens": st.integers(1, 64),
+    "adaptive_speculation": st.booleans(),
+    "ngram_min": st.integers(1, 3),
+    "ngram_max": st.integers(3, 9),
     "enable_structured_output": st.booleans(),
     "grammar_compile_timeout": st.floats(0.01, 1000),
     "max_grammar_size": st.integers(1, 2**30),
@@ -255,9 +262,8 @@ def test_deterministic_runs_in_float32_and_bfloat16() -> None:
     for encoding in ("float32", "bfloat16"):
         PipelineConfig.from_flat({"deterministic": True, "quantization_encoding": encoding})
     PipelineConfig.from_flat({"quantization_encoding": "float16"})
-    with pytest.raises(
-        ConfigError, match="deterministic: needs quantization_encoding float32 or bfloat16, which is 'float16'"
-    ):
+    refusal = "deterministic: needs quantization_encoding float32 or bfloat16, which is 'float16'"
+    with pytest.raises(ConfigError, match=refusal):
         PipelineConfig.from_flat({"deterministic": True, "quantization_encoding": "float16"})
 
 

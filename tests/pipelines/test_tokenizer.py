@@ -367,10 +367,10 @@ class TestOtherFields:
         with pytest.raises(InputError, match="logprobs must be an integer of at least 0"):
             FAKE.build_context(request("x", logprobs=wrong))
 
-    @pytest.mark.parametrize("envelope", [False, True])
-    def test_a_json_schema(self, envelope: bool) -> None:
+    @pytest.mark.parametrize("envelope", [None, {}, {"name": "answer", "strict": True}])
+    def test_a_json_schema(self, envelope: dict[str, Any] | None) -> None:
         schema = {"type": "object", "properties": {"é": {"type": "string"}}}
-        given = {"name": "answer", "strict": True, "schema": schema} if envelope else schema
+        given = schema if envelope is None else {**envelope, "schema": schema}
         context = FAKE.build_context(
             request("x", response_format={"type": "json_schema", "json_schema": given})
         )
@@ -394,7 +394,14 @@ class TestOtherFields:
             ),
             ({"response_format": {"type": "json_schema"}}, "needs a json_schema"),
             ({"response_format": {"type": "json_schema", "json_schema": "{}"}}, "needs a json_schema"),
+            (
+                {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
+                "needs a json_schema",
+            ),
+            ({"response_format": {"type": "json_schema", "json_schema": {"type": {1}}}}, "is not JSON"),
             ({"response_format": {"type": "json_object"}, "grammar": Grammar("regex", "a")}, "not both"),
+            ({"grammar": "[a-z]"}, "must be a Grammar"),
+            ({"priority": "high"}, "priority must be an integer"),
         ],
     )
     def test_formats_that_cannot_be(self, fields: dict[str, Any], message: str) -> None:

@@ -269,6 +269,13 @@ async def test_pages_of_other_origins() -> None:
     assert "access-control-allow-origin" not in other.headers
 
 
+async def test_no_answer_sends_the_client_to_the_host_that_it_named() -> None:
+    async with client_of(make_services(StubWorker())) as client:
+        answer = await client.get("/health/", headers={"host": "elsewhere.example"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "not_found"
+
+
 async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
     """Each is a `JsonRoute`: nothing else has a limit, a time-out and strict JSON."""
     async with client_of(make_services(max_body_size=10)) as client:

@@ -12,8 +12,8 @@ from support.asgi import Exchange, eventually
 from support.chatting import Chatting, chatting, events_of, user
 
 from penstock.errors import RequestFailedError
-from penstock.pipelines.core import TextContext
-from penstock.testing import FakePipeline
+from penstock.pipelines.core import TextContext, TokenGeneratorRequest
+from penstock.testing import FakePipeline, FakeTokenizer
 
 CHAT = ("/v1/chat/completions", {"model": "demo", "messages": [user("Hi")]})
 COMPLETION = ("/v1/completions", {"model": "demo", "prompt": "Hi", "max_tokens": 1500})
@@ -203,6 +203,28 @@ async def test_too_many_at_once() -> None:
         for exchange in exchanges:
             exchange.leave()
             await exchange.ended()
+
+
+async def test_short_prompts_do_not_wait_behind_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    build, go_on = FakeTokenizer.build_context, threading.Event()
+
+    def slowly(self: FakeTokenizer, request: TokenGeneratorRequest) -> TextContext:
+        assert len(request.prompt or "") < 1000 or go_on.wait(60)
+        return build(self, request)
+
+    monkeypatch.setattr(FakeTokenizer, "build_context", slowly)
+    async with chatting() as server:
+        what = {"path": "/v1/completions", "prompt": "a" * 600_000}
+        long = [asyncio.ensure_future(server.post(**what)) for _ in range(4)]
+        try:
+            await asyncio.sleep(0.2)
+            async with asyncio.timeout(30):
+                assert (await server.complete())["choices"][0]["text"] == "Hello!"
+            assert not any(one.done() for one in long)
+        finally:
+            go_on.set()
+            answers = await asyncio.gather(*long)
+        assert [answer.json()["error"]["code"] for answer in answers] == ["context_length_exceeded"] * 4
 
 
 async def test_a_hundred_streams_of_which_half_leave() -> None:

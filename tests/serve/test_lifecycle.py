@@ -344,6 +344,31 @@ def test_who_never_begins_is_not_waited_for(running: Running, sent: bytes) -> No
     assert running.serve(act, body_timeout=0.2) == (0, b"")
 
 
+def test_who_begins_again_and_never_ends_is_not_waited_for(running: Running) -> None:
+    whole = b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n"
+
+    def answer_to(raw: socket.socket, *parts: bytes) -> bytes:
+        for part in parts:
+            raw.sendall(part)
+            time.sleep(0.1)
+        answer = b""
+        while not answer.endswith(b"}") and (more := raw.recv(4096)):
+            answer += more
+        return answer
+
+    def act(http: httpx.Client) -> list[bytes]:
+        with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=30) as raw:
+            answers = [answer_to(raw, whole), answer_to(raw, whole[:10], whole[10:])]
+            time.sleep(0.6)  # an idle connection may be kept for longer than a request may take to begin
+            answers += [answer_to(raw, whole), answer_to(raw, whole[:10])]
+        send(signal.SIGTERM)
+        return answers
+
+    status, answers = running.serve(act, body_timeout=0.5)
+    assert status == 0
+    assert [answer[:12] for answer in answers] == [b"HTTP/1.1 200"] * 3 + [b""]
+
+
 def test_a_body_that_is_too_long_is_answered_and_not_read_to_its_end(running: Running) -> None:
     def act(http: httpx.Client) -> httpx.Response:
         answer = http.post("/v1/completions", content=b"[" + b"1," * 2_000_000 + b"1]")

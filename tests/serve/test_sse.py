@@ -136,3 +136,15 @@ async def test_a_broken_connection_is_somebody_who_left() -> None:
     stream = peer.stream(pieces())
     await asyncio.wait_for(stream({"type": "http"}, peer._receive, send), 5)
     assert peer.noted == ["left"]
+
+
+async def test_a_connection_that_is_broken_from_the_beginning() -> None:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield event("never asked for")
+
+    async def send(message: Any) -> None:
+        raise OSError("broken pipe")
+
+    peer = Peer()
+    await asyncio.wait_for(peer.stream(pieces())({"type": "http"}, peer._receive, send), 5)
+    assert peer.noted == ["left"]

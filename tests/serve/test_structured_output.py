@@ -206,6 +206,12 @@ async def check_refusals(server: Chatting) -> None:
         (json_schema(bad), "response_format.json_schema", "uniqueItems"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "regular expression"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+        (json_schema() | {"ignore_eos": True}, "ignore_eos", "stop_token_ids"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schem": {}}}},
+            "response_format.json_schema.schem",
+            "did you mean schema?",
+        ),
     ]
     for form, param, words in refused:
         for stream in (False, True):

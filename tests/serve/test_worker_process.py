@@ -20,6 +20,7 @@ from penstock.assembly import load_tokenizer, load_work
 from penstock.errors import CheckpointNotFoundError, UnavailableError
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
+from penstock.serve import worker_client
 from penstock.serve.worker_client import WorkerClient
 
 pytestmark = pytest.mark.timeout(60)
@@ -133,6 +134,36 @@ async def test_a_process_that_is_stopped_is_taken_for_hung() -> None:
             await read(client.submit(request("a")))
         await until(lambda: client.state == "ready")
         assert text(await read(client.submit(request("a")))) == "Hello!"
+    finally:
+        await client.stop(1)
+
+
+async def test_a_process_that_is_suspended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "_PING", 0.2)
+    client = WorkerClient(workers.saying_hello)  # one step may take ten minutes
+    await client.start()
+    try:
+        first = client.info.pid
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(UnavailableError, match="has died"):
+            await read(client.submit(request("a")))
+        await until(lambda: client.state == "ready")
+        assert client.info.pid != first
+        assert text(await read(client.submit(request("a")))) == "Hello!"
+    finally:
+        await client.stop(1)
+
+
+async def test_a_process_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "_PING", 0.5)
+    client = WorkerClient(workers.saying_hello)
+    await client.start()
+    try:
+        os.kill(client.info.pid, signal.SIGSTOP)
+        os.kill(client.info.pid, signal.SIGCONT)
+        await asyncio.sleep(1.2)
+        assert text(await read(client.submit(request("a")))) == "Hello!"
+        assert client.num_restarts == 0
     finally:
         await client.stop(1)
 

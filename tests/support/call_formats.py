@@ -167,10 +167,13 @@ RENDERERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "deepseek_v32": dsml("function_calls"),
     "deepseek_v4": dsml("tool_calls"),
     "kimi_k2": kimi_k2,
+    "harmony": each("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"),
     "functionary": each("<function=NAME>ARGUMENTS</function>"),
 }
 BARE = ("llama3_json", "pythonic")
 """Formats whose calls stand at an answer's beginning only."""
+ONE_CALL = ("harmony",)
+"""Formats whose answers end with their first call."""
 
 VALUE_ENDS = {
     "qwen3_coder": "</parameter>",

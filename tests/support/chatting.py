@@ -93,6 +93,7 @@ async def chatting(
     max_batch_size: int = 8,
     grammars_enabled: bool = False,
     adapters: tuple[str, ...] = (),
+    in_thread: bool = True,
     **config: Any,
 ) -> AsyncIterator[Chatting]:
     """A server of a model that says ``Hello!``, or what a pipeline says; ``config`` is for `ServeConfig`."""
@@ -113,7 +114,7 @@ async def chatting(
         )
         return Work(Scheduler(chosen, max_batch_size=max_batch_size), info)
 
-    worker = WorkerClient(work or make_work, in_thread=True, max_queue_size=config.get("max_queue_size"))
+    worker = WorkerClient(work or make_work, in_thread=in_thread, max_queue_size=config.get("max_queue_size"))
     await worker.start()
     services = Services(
         config=ServeConfig(**config),
@@ -132,3 +133,4 @@ async def chatting(
     finally:
         await worker.stop(0)
         services.pool.shutdown()
+        services.long_pool.shutdown()

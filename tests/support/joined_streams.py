@@ -87,7 +87,7 @@ def _add_to_chat(choices: dict[int, dict[str, Any]], part: dict[str, Any]) -> No
     choice = choices[index]
     message = choice["message"]
     assert "finish_reason" not in choice, "a chunk after the last"
-    for key in ("content", "reasoning_content"):
+    for key in ("content", "reasoning", "reasoning_content"):
         if key in delta:
             message[key] = message.get(key, "") + delta[key]
     for call in delta.get("tool_calls", []):

@@ -9,15 +9,27 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.kernels.reference import ReferenceOps
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.pipelines.kv_cache import KVCacheManager
 
 
 def open_pipeline(
-    checkpoint: Path | str, *, members: Mapping[str, Any] | None = None, **config: Any
+    checkpoint: Path | str,
+    *,
+    members: Mapping[str, Any] | None = None,
+    kernels: str = "best",
+    **config: Any,
 ) -> TextGenerationPipeline:
-    """The pipeline of a checkpoint, in float32 unless told otherwise; ``members`` replace its model's."""
+    """The pipeline of a checkpoint, in float32 unless told otherwise.
+
+    Args:
+        checkpoint: its folder.
+        members: of the model, in place of its own.
+        kernels: ``reference`` for those, also where there are others.
+        config: of the pipeline, under flat names.
+    """
     flat = {"model_path": str(checkpoint), "quantization_encoding": "float32", "max_batch_size": 8}
     pipeline_config = PipelineConfig.from_flat(flat | config)
     model = pipeline_config.model
@@ -25,7 +37,10 @@ def open_pipeline(
     pipeline_model = architecture.load_pipeline_model()
     if members is not None:
         pipeline_model = type(f"Altered{pipeline_model.__name__}", (pipeline_model,), dict(members))
-    return TextGenerationPipeline(pipeline_config, pipeline_model, -1)
+    pipeline = TextGenerationPipeline(pipeline_config, pipeline_model, -1)
+    if kernels == "reference":
+        vars(pipeline.session)["ops"] = ReferenceOps()  # before the session has chosen
+    return pipeline
 
 
 def context_of(tokens: Sequence[int], max_new: int = 100, **fields: Any) -> TextContext:
@@ -64,6 +79,23 @@ def feed(pipeline: TextGenerationPipeline, context: TextContext, token: int) -> 
     """Hands a context its next token, as a sampler would, and commits what was computed."""
     context.update(token)
     pipeline.kv.commit(context)
+
+
+def logits_of_tokens(
+    pipeline: TextGenerationPipeline, context: TextContext, chunks: Sequence[int], others: Sequence[int] = ()
+) -> torch.Tensor:  # [T, V]
+    """Logits behind each prompt token ``[T, V]``, computed in chunks beside new contexts of these lengths."""
+    rows = []
+    for number, chunk in enumerate(chunks):
+        context.set_token_indices(active_idx=context.start_idx + chunk)
+        neighbours = [context_of(random_tokens(n, 130, seed=n + number)) for n in others]
+        logits = step_logits(pipeline, [*neighbours, context])
+        rows.append(logits[-1])
+        feed(pipeline, context, 0)
+        for neighbour in neighbours:
+            pipeline.release(neighbour)
+    pipeline.release(context)
+    return torch.cat(rows)
 
 
 def generate(

@@ -87,6 +87,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
                 f"min_tokens ({self.min_tokens}) + prompt_len ({self._prompt_len}) must be less than or "
                 f"equal to max_length ({self.max_length})"
             )
+        if self.log_probabilities is not None and self.log_probabilities < 0:
+            raise InputError(f"log_probabilities must be at least 0, was {self.log_probabilities}")
         if not isinstance(self.prompt, str):
             self.prompt = [int(token) for token in self.prompt]
         self.eos_token_ids = set(self.eos_token_ids)  # the tokenizer's own set stays its own

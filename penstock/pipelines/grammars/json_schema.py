@@ -304,11 +304,12 @@ class _Writer:
     def _pair(self, name: str, value: Conjunction) -> str:
         return sequence(name, literal(":"), self._space or NOTHING, self._value(value))
 
-    def _other(self, shape: Object) -> str:
-        """A property that the schema does not name."""
+    def _other(self, shape: Object) -> str | None:
+        """A property that the schema does not name; None where no name is one."""
         if shape.names is not None:
-            name = self._text(shape.names)
-            assert name is not None
+            name = self._text(shape.names) if _is_possible(shape.names) else None
+            if name is None:
+                return None
         else:
             name = sequence(literal('"'), self._new_name(sorted({*shape.properties, *shape.required})))
         return self._pair(name, shape.others)

@@ -11,6 +11,7 @@ from penstock.pipelines.grammars.ebnf import NOTHING, choice, literal, repeated,
 _DIGIT = "[0-9]"
 _FRACTION = 17  # digits behind the point where bounds are given: as many as a float has
 _EXACT = 15  # decimal digits that a float always keeps apart
+_FAR, _NEAR = Decimal(10**14), Decimal(10**9)
 
 ANY_INTEGER = '"-"? ("0" | [1-9] [0-9]*)'
 ANY_NUMBER = f'{ANY_INTEGER} ("." [0-9]+)? ([eE] [+\\-]? ([0-9] | [1-9] [0-9] | [12] [0-9] [0-9]))?'
@@ -79,15 +80,25 @@ def integers_between(low: int | None, high: int | None) -> str | None:
 
 
 def numbers_between(bounds: Bounds) -> str | None:
-    """The decimal numbers in an interval, without exponents; None where there are none."""
+    """The decimal numbers in an interval, without exponents; None where there are none.
+
+    Beside bounds of 15 digits and more those with a fraction stay small.
+    """
     if bounds.low is None and bounds.high is None:
         return ANY_NUMBER
+    if any(bound is not None and bound.copy_abs() >= _FAR for bound in (bounds.low, bounds.high)):
+        # Read as a float, a number with a fraction could be rounded past such a bound; an integer is not.
+        close = bounds.both(Bounds(-_NEAR, _NEAR))
+        near = None if close.is_empty else numbers_between(close)
+        parts = [part for part in (integers_between(*bounds.integers()), near) if part is not None]
+        return choice(parts) if parts else None
     options: list[str] = []
     if bounds.low is None or bounds.low < 0 or (bounds.low == 0 and not bounds.without_low):
         if bounds.low is None or bounds.low < 0:
             mirrored = Bounds(
-                Decimal(0) if bounds.high is None or bounds.high > 0 else -bounds.high,
-                None if bounds.low is None else -bounds.low,
+                # copy_negate is exact, where a minus sign rounds to 28 digits.
+                Decimal(0) if bounds.high is None or bounds.high > 0 else bounds.high.copy_negate(),
+                None if bounds.low is None else bounds.low.copy_negate(),
                 bounds.high is not None and bounds.high <= 0 and bounds.without_high,
                 bounds.without_low,
             )

@@ -100,6 +100,8 @@ def parse_regex(pattern: str, *, search: bool) -> Node:
         InputError: it is not valid, or uses what no grammar can be made of (the message names it).
     """
     parser = _Parser(pattern)
+    if any("\ud800" <= sign <= "\udfff" for sign in pattern):
+        raise parser.error("a surrogate, which no text can have,")
     tree = parser.alternatives(0)
     if parser.rest:
         raise parser.error("an unmatched )")

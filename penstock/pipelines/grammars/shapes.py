@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any, TypeAlias
@@ -21,6 +21,7 @@ from penstock.pipelines.grammars.numbers import NO_BOUNDS, Bounds
 
 MAX_SHAPES = 1000
 _MAX_DEPTH = 64
+_LARGEST_COUNT = 1_000_000_000
 
 REFUSED = {
     "not": "what is left out cannot be told from what is let in, token by token",
@@ -180,6 +181,9 @@ class Reader:
         return self._one_of(node, found) if "oneOf" in schema else found
 
     def _enumerations(self, node: Node) -> Iterator[list[Any]]:
+        for keyword in ("const", "enum"):
+            if keyword in node.schema and not _is_finite(node.schema[keyword]):
+                raise _wrong(node, keyword, "without infinities and NaN, which JSON cannot write")
         if "const" in node.schema:
             yield [node.schema["const"]]
         if "enum" in node.schema:
@@ -234,7 +238,7 @@ class Reader:
         for part in unquote(target).split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
             try:
-                found = found[int(name)] if isinstance(found, list) else found[name]
+                found = found[_index(name)] if isinstance(found, list) else found[name]
             except (KeyError, IndexError, ValueError, TypeError):
                 message = f"the JSON schema's $ref {target!r} (at {node.where}) leads nowhere"
                 raise InputError(message) from None
@@ -296,11 +300,13 @@ class Reader:
             except InputError as error:
                 raise UnsupportedSchemaError("pattern", node.where, str(error)) from None
             text = self._meet_text(text, Text(tree=tree, said_by=node, keyword="pattern"))
-        name = node.schema.get("format")
+        name = node.schema.get("format", "")
+        if not isinstance(name, str):
+            raise _wrong(node, "format", "a string")
         if name in formats.UNSUPPORTED:
             known = ", ".join(formats.SUPPORTED)
             raise UnsupportedSchemaError("format", node.where, f"{name!r} is not among {known}")
-        if isinstance(name, str) and name in formats.SUPPORTED:
+        if name in formats.SUPPORTED:
             tree = regex.parse_regex(formats.SUPPORTED[name], search=False)
             text = self._meet_text(text, Text(tree=tree, said_by=node, keyword="format"))
         return text
@@ -312,6 +318,9 @@ class Reader:
                 "uniqueItems", node.where, "all items before would have to be remembered"
             )
         least, most = _counts(node, "minItems", "maxItems")
+        if "prefixItems" in schema and self._is_of_older_draft():
+            reason = "the draft that $schema names does not know it: name draft 2020-12"
+            raise UnsupportedSchemaError("prefixItems", node.where, reason)
         given = schema.get("prefixItems", [])
         if not isinstance(given, list):
             raise _wrong(node, "prefixItems", "an array")
@@ -325,6 +334,11 @@ class Reader:
         elif self._closes(node, "unevaluatedItems"):
             items = NEVER
         return Array(prefix, items, least, most)
+
+    def _is_of_older_draft(self) -> bool:
+        """Whether the document says that ``items`` is for all items."""
+        name = self._document.get("$schema") if isinstance(self._document, dict) else None
+        return isinstance(name, str) and ("/draft-0" in name or "/draft/2019-09/" in name)
 
     def _object(self, node: Node) -> Object:
         schema = node.schema
@@ -373,7 +387,11 @@ class Reader:
             if self._has(names, name):
                 raise refuse(f"the property {name!r} matches the pattern {pattern!r} too")
         others = (Node(one, f"{node.where}/patternProperties/{_escaped(pattern)}"),)
-        return replace(result, others=others, says_others=True, names=names)
+        properties = result.properties
+        if not result.says_others:  # then names beside the pattern are free, and required ones are written
+            unnamed = sorted(result.required - properties.keys())
+            properties = properties | dict.fromkeys(unnamed, ANYTHING)
+        return replace(result, properties=properties, others=others, says_others=True, names=names)
 
     def _with_names(self, node: Node, result: Object) -> Object:
         if "propertyNames" not in node.schema:
@@ -405,10 +423,19 @@ class Reader:
 
     def _meet_all(self, first: Sequence[Shape], second: Sequence[Shape], node: Node) -> list[Shape]:
         """What is in one of the first and in one of the second."""
-        met = (self._meet(a, b) for a in first for b in second)
-        return self._union([[shape] for shape in met if shape is not None], node)
+        return self._union([self._met(first, second)], node)
 
-    def _union(self, options: Sequence[Sequence[Shape]], node: Node) -> list[Shape]:
+    def _met(self, first: Sequence[Shape], second: Sequence[Shape]) -> Iterator[Shape]:
+        listed = {_identity(b.value) for b in second if isinstance(b, Literal)}
+        wide = [b for b in second if not isinstance(b, Literal)]
+        for a in first:
+            if isinstance(a, Literal):  # of long lists not each with each
+                if _identity(a.value) in listed or any(self._has(b, a.value) for b in wide):
+                    yield a
+            else:
+                yield from (met for b in second if (met := self._meet(a, b)) is not None)
+
+    def _union(self, options: Sequence[Iterable[Shape]], node: Node) -> list[Shape]:
         result: list[Shape] = []
         literals: set[Any] = set()
         for shape in (shape for option in options for shape in option):
@@ -530,11 +557,27 @@ class Reader:
         """The shape without what its rivals match too."""
         for other, rival in rivals:
             if other != index and not self._are_apart(shape, rival):
-                narrowed = _without(shape, rival)
+                narrowed = self._without(shape, rival)
                 if narrowed is None:
                     raise _overlap(node, min(index, other), max(index, other))
                 shape = narrowed
         return shape
+
+    def _without(self, shape: Shape, rival: Shape) -> Shape | None:
+        """Of an object's shape what the rival does not match: it lacks a property that this requires."""
+        if not isinstance(shape, Object) or not isinstance(rival, Object):
+            return None
+        # A name that the shape's pattern matches would be written all the same.
+        missing = [
+            name
+            for name in sorted(rival.required - shape.required)
+            if name in shape.properties or shape.names is None or not self._has(shape.names, name)
+        ]
+        if not missing:
+            return None
+        # One that the shape does not name anyway costs it least.
+        name = min(missing, key=lambda name: name in shape.properties)
+        return replace(shape, properties={**shape.properties, name: NEVER})
 
     def _is_never(self, conjunction: Conjunction) -> bool:
         return any(node.schema is False for node in conjunction)
@@ -569,18 +612,6 @@ class Reader:
         )
 
 
-def _without(shape: Shape, rival: Shape) -> Shape | None:
-    """Of an object's shape what the rival surely does not match: it lacks a property that this requires."""
-    if not isinstance(shape, Object) or not isinstance(rival, Object):
-        return None
-    missing = sorted(rival.required - shape.required)
-    if not missing:
-        return None
-    # One that the shape does not name anyway costs it least.
-    name = min(missing, key=lambda name: name in shape.properties)
-    return replace(shape, properties={**shape.properties, name: NEVER})
-
-
 def _overlap(node: Node, first: int, second: int) -> UnsupportedSchemaError:
     reason = (
         f"its branches {first} and {second} may both match: use anyOf, or give each a required property "
@@ -609,9 +640,8 @@ def both(a: Conjunction, b: Conjunction) -> Conjunction:
 def _fits(shape: Numeric, value: Decimal) -> bool:
     if not shape.bounds.contains(value):
         return False
-    return (not shape.is_integer or value == int(value)) and (
-        shape.multiple_of == 1 or value % shape.multiple_of == 0
-    )
+    whole = int(value)  # Decimal's own % knows 28 digits
+    return not shape.is_integer or (value == whole and whole % shape.multiple_of == 0)
 
 
 def _identity(value: Any) -> Any:
@@ -621,6 +651,15 @@ def _identity(value: Any) -> Any:
     if isinstance(value, list):
         return ("array", tuple(map(_identity, value)))
     return (bool if isinstance(value, bool) else None, value)
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a value has no float that JSON cannot write."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -635,7 +674,7 @@ def _number(node: Node, keyword: str) -> Decimal | None:
     value = node.schema.get(keyword)
     if value is None and keyword not in node.schema:
         return None
-    if not _is_number(value) or not math.isfinite(value):
+    if not _is_number(value) or not _is_finite(value):
         raise _wrong(node, keyword, "a number")
     number = _decimal(value)
     if len(number.as_tuple().digits) > 40 or abs(number.adjusted()) > 40:
@@ -652,9 +691,12 @@ def _count(node: Node, keyword: str) -> int | None:
     value = node.schema.get(keyword)
     if keyword not in node.schema:
         return None
-    if not _is_number(value) or value != int(value) or value < 0:
+    if not _is_number(value) or not _is_finite(value) or value != int(value) or value < 0:
         raise _wrong(node, keyword, "a whole number of at least 0")
-    return int(value)
+    count = int(value)
+    if count > _LARGEST_COUNT and keyword.startswith("min"):
+        raise UnsupportedSchemaError(keyword, node.where, f"{count} is more than {_LARGEST_COUNT}")
+    return min(count, _LARGEST_COUNT)  # no output is as long as that
 
 
 def _mapping(node: Node, keyword: str) -> dict[str, Any]:
@@ -678,6 +720,13 @@ def _wrong(node: Node, keyword: str, legal: str) -> InputError:
 
 def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
+
+
+def _index(name: str) -> int:
+    """A part of a pointer as the index of an array: no sign, no leading zeros (RFC 6901)."""
+    if name != "0" and not (name.isascii() and name.isdigit() and name[0] != "0"):
+        raise IndexError(name)
+    return int(name)
 
 
 def _smaller(a: int | None, b: int | None) -> int | None:

@@ -99,6 +99,10 @@ def _exact(part: Any, compact: bool, token_id: Callable[[str], int | None] | Non
                 f"a structural tag with style {part.get('style', 'json')!r}, any_order or excludes",
                 "JSON schemas are written as JSON, their properties in order",
             )
+        if part.get("max_whitespace_cnt") is not None:
+            raise UnsupportedFeatureError(
+                "a structural tag with max_whitespace_cnt", "--json-whitespace says how JSON is written"
+            )
         ebnf = schema_ebnf(part.get("json_schema"), compact=compact, escaped=part.get("escaped", ""))
         return {"type": "grammar", "grammar": ebnf}
     if kind == "qwen_xml_parameter":

@@ -247,7 +247,7 @@ def draft_config(config: PipelineConfig) -> PipelineConfig:
     """The configuration of the draft model that a configuration names, before memory is shared out."""
     path = config.speculative.draft_model_path
     assert path is not None
-    encoding = "float32" if config.deterministic else config.speculative.draft_quantization_encoding
+    encoding = config.speculative.draft_quantization_encoding
     model = ModelConfig(model_path=path, quantization_encoding=encoding, devices=config.model.devices)
     return replace(config, model=model, speculative=SpeculativeConfig(), lora=LoRAConfig())
 

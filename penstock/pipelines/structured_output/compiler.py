@@ -32,15 +32,17 @@ if TYPE_CHECKING:
     import xgrammar as xgr
 
 _NICENESS = 5  # low, but not so low that a model on all cores starves it
-_MAX_STUCK = 2  # threads beyond their time that are let go on; each may hold a core and memory
+_TURN = 1.0  # seconds that a grammar keeps the others waiting
+_MOST_THREADS = 3  # those beyond their time, which nothing can stop, counted; each holds a core and memory
 
 
 class GrammarCompiler:
     """Makes the matchers of contexts with a grammar; never in the way of the thread that runs the model.
 
-    One low-priority thread compiles, one grammar at a time. One that is not done in time is refused, and its
-    thread, which nothing can stop, is left to itself while a new one goes on with the others. Compiled
-    grammars, and refusals, are kept, the last used ones longest.
+    Low-priority threads compile, one grammar after the other as long as each is quick: a slow one goes on
+    beside the next, so that a large schema does not hold up small ones. One that is not done in time is
+    refused, and its thread, which nothing can stop, is left to itself. Compiled grammars, and refusals, are
+    kept, the last used ones longest.
 
     All methods are called by one thread, the one that runs the model.
 
@@ -58,8 +60,8 @@ class GrammarCompiler:
         self._kept: OrderedDict[Grammar, xgr.CompiledGrammar | PenstockError] = OrderedDict()
         self._kept_bytes = 0
         self._waiting: OrderedDict[Grammar, None] = OrderedDict()
-        self._job: _Job | None = None
-        self._stuck: list[_Job] = []
+        self._jobs: list[_Job] = []  # in time
+        self._stuck: list[_Job] = []  # beyond it
 
     @property
     def is_available(self) -> bool:
@@ -121,51 +123,51 @@ class GrammarCompiler:
                 f"the grammar has {size} characters, more than the {self.config.max_size} that are allowed: "
                 "make it smaller, or raise --max-grammar-size"
             )
-        self._look_at_job()
+        self._look_at_jobs()
         kept = self._kept.get(grammar)
         if kept is not None:
             self._kept.move_to_end(grammar)
             if isinstance(kept, PenstockError):
                 raise kept.with_traceback(None)
             return kept
-        if self._job is None or self._job.grammar != grammar:
+        if all(job.grammar != grammar for job in self._jobs):
             self._waiting.setdefault(grammar)
         self._begin_next()
         return None
 
-    def _look_at_job(self) -> None:
+    def _look_at_jobs(self) -> None:
         self._stuck = [job for job in self._stuck if not job.is_done.is_set()]
-        job = self._job
-        if job is None:
-            return
-        if job.is_done.is_set():
-            assert job.result is not None
-            self._keep(job.grammar, job.result)
-            self._job = None
-        elif job.started is not None and time.monotonic() - job.started > self.config.compile_timeout:
-            self._stuck.append(job)
-            self._job = None
-            self._keep(
-                job.grammar,
-                InputError(
-                    f"the grammar was not compiled within {self.config.compile_timeout:g} s: make it "
-                    "smaller or less nested, or raise --grammar-compile-timeout"
-                ),
-            )
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            if job.is_done.is_set():
+                assert job.result is not None
+                self._keep(job.grammar, job.result)
+            elif job.seconds > self.config.compile_timeout:
+                self._stuck.append(job)
+                self._keep(
+                    job.grammar,
+                    InputError(
+                        f"the grammar was not compiled within {self.config.compile_timeout:g} s: make it "
+                        "smaller or less nested, or raise --grammar-compile-timeout"
+                    ),
+                )
+            else:
+                self._jobs.append(job)
         self._begin_next()
 
     def _begin_next(self) -> None:
-        if self._job is not None or not self._waiting:
+        if not self._waiting or any(job.seconds <= _TURN for job in self._jobs):
             return
-        if len(self._stuck) >= _MAX_STUCK:
+        if len(self._stuck) >= _MOST_THREADS:
             self._waiting.clear()  # whose contexts come back for the error
             raise UnavailableError(
                 f"{len(self._stuck)} grammars are still being compiled beyond their time: try again later",
                 retry_after=30,
             )
-        grammar, _ = self._waiting.popitem(last=False)
-        self._job = _Job(grammar, self._vocabulary)
-        threading.Thread(target=self._job.run, name="penstock-grammar", daemon=True).start()
+        if len(self._jobs) + len(self._stuck) < _MOST_THREADS:
+            grammar, _ = self._waiting.popitem(last=False)
+            self._jobs.append(job := _Job(grammar, self._vocabulary))
+            threading.Thread(target=job.run, name="penstock-grammar", daemon=True).start()
 
     def _keep(self, grammar: Grammar, result: xgr.CompiledGrammar | PenstockError) -> None:
         self._kept[grammar] = result
@@ -208,6 +210,11 @@ class _Job:
     started: float | None = None  # not before the tokenizer is there, which is no fault of the grammar
     result: xgr.CompiledGrammar | PenstockError | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def seconds(self) -> float:
+        """How long the grammar has had."""
+        return 0.0 if self.started is None else time.monotonic() - self.started
 
     def run(self) -> None:
         _lower_priority()

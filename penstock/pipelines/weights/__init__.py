@@ -10,10 +10,12 @@ if TYPE_CHECKING:
 __all__ = ["Weights"]
 
 
-def __getattr__(name: str) -> object:
-    # Reading a header or finding a checkpoint needs no torch; `Weights` does.
-    if name == "Weights":
-        from penstock.pipelines.weights.loading import Weights
+if not TYPE_CHECKING:  # who checks types is to notice names that are not there
 
-        return Weights
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        # Reading a header or finding a checkpoint needs no torch; `Weights` does.
+        if name == "Weights":
+            from penstock.pipelines.weights.loading import Weights
+
+            return Weights
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -287,6 +287,11 @@ def test_a_prompt_as_long_as_the_maximum_is_allowed() -> None:
     assert context_of(5, 5).max_length == 5
 
 
+def test_fewer_log_probabilities_than_none_are_refused() -> None:
+    with pytest.raises(InputError, match="log_probabilities must be at least 0, was -1"):
+        context_of(1, 5, log_probabilities=-1)
+
+
 @pytest.mark.parametrize(("length", "min_new"), [(6, 0), (4, 2)])
 def test_a_prompt_without_room_is_refused(length: int, min_new: int) -> None:
     message = (

@@ -132,6 +132,24 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     ),
     ({"type": "string", "format": "int32", "title": "x", "x-order": 3}, ['"a"'], ["1"]),
     ({"type": "object", "properties": {"a": False, "b": INTEGER}}, ['{"b":1}'], ['{"a":1}']),
+    (
+        {"type": "object", "propertyNames": {"minLength": 5, "maxLength": 2}},  # no name can be so
+        ["{}"],
+        ['{"ab":1}', '{"abcde":1}'],
+    ),
+    ({"type": "object", "propertyNames": {"pattern": "^abc$", "maxLength": 1}}, ["{}"], ['{"abc":1}']),
+    (
+        {"type": "object", "required": ["id"], "patternProperties": {"^x": INTEGER}},
+        ['{"id":"a"}', '{"id":1,"xa":2}'],
+        ["{}", '{"id":1,"xa":"b"}', '{"id":1,"y":1}'],
+    ),
+    ({"enum": [1e40, 10**30, 7], "multipleOf": 7}, ["7"], ["1e+40", str(10**30)]),
+    ({"type": "number", "minimum": -(10**35) - 7, "maximum": -(10**35) - 7}, [str(-(10**35) - 7)], ["-1"]),
+    # Read as a float, a fraction there would be rounded past the bound.
+    ({"type": "number", "exclusiveMinimum": 1e21}, [str(10**21 + 1)], ["1000000000000000000000.1"]),
+    ({"minimum": -(2**53) + 1, "exclusiveMaximum": 2**53 - 1}, ["0.5", "-7"], ["9007199254740990.9"]),
+    ({"type": "string", "maxLength": 10**30}, ['"a"'], ["1"]),
+    ({"type": "array", "maxItems": 10**12}, ["[1]"], ["1"]),
 ]
 
 
@@ -185,6 +203,24 @@ def test_compact_has_no_white_space() -> None:
         ({"properties": {"a": {"$id": "http://x"}}}, "$id", "#/properties/a"),
         ({"allOf": [{}], "unevaluatedProperties": False}, "unevaluatedProperties", "#"),
         ({"dependencies": {"a": ["b"]}}, "dependencies", "#"),
+        (
+            {"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [STRING], "items": INTEGER},
+            "prefixItems",
+            "#",
+        ),
+        ({"maximum": 10**400}, "maximum", "#"),
+        ({"minItems": 10**10}, "minItems", "#"),
+        ({"pattern": "\ud800"}, "pattern", "#"),
+        (
+            {  # a name that the first branch's pattern writes all the same cannot be left to the second
+                "oneOf": [
+                    {"properties": {"y": {}}, "required": ["y"], "patternProperties": {"^x": {}}},
+                    {"type": "object", "required": ["xa"]},
+                ]
+            },
+            "oneOf",
+            "#",
+        ),
     ],
 )
 def test_refuses_by_name_what_it_cannot_honour(schema: Any, keyword: str, where: str) -> None:
@@ -212,12 +248,24 @@ def test_refuses_by_name_what_it_cannot_honour(schema: Any, keyword: str, where:
         {"$ref": "#/$defs/none"},
         {"properties": []},
         {"const": "\ud800"},
+        {"const": [float("inf")]},
+        {"type": "number", "enum": [float("nan"), 1]},
+        {"minLength": float("inf")},
+        {"minimum": float("inf")},
+        {"format": ["date"]},
+        {"anyOf": [INTEGER, {"$ref": "#/anyOf/-2"}]},
     ],
     ids=str,
 )
 def test_refuses_what_is_no_schema_or_holds_for_nothing(schema: Any) -> None:
     with pytest.raises(InputError):
         schema_ebnf(schema)
+
+
+def test_long_lists_are_not_compared_each_with_each() -> None:
+    values = [str(number) for number in range(15_000)]  # which would take minutes
+    ebnf = schema_ebnf({"allOf": [{"enum": values}, {"enum": values[::-1]}], "maxLength": 1})
+    assert ebnf.count("|") == 9
 
 
 # -- Random schemas -------------------------------------------------------------------------------------
@@ -241,7 +289,7 @@ def _typed(name: str | list[str], **keywords: st.SearchStrategy[Any]) -> st.Sear
 _BOUND = st.integers(-120, 120) | st.sampled_from([0.5, -1.25, 99.75, -0.001])
 _NUMERIC = {"minimum": _BOUND, "maximum": _BOUND, "exclusiveMinimum": _BOUND, "exclusiveMaximum": _BOUND}
 _COUNT = st.integers(0, 3)
-_PATTERN = st.sampled_from(["^a", "b$", "^[a-z]{1,3}$", "é|\\d+", "^(?:x|yz)*$", "[^a-z]", "^\\S\\s?$"])
+_PATTERN = st.sampled_from(["^a", "[a-z]$", "^[a-z]{1,3}$", "é|\\d+", "^(?:x|yz)*$", "[^a-z]", "^\\S\\s?$"])
 _LEAVES = st.one_of(
     st.booleans(),
     _typed("null"),

@@ -182,6 +182,17 @@ def test_every_grammar_gets_an_answer(kind: str, text: Any) -> None:
         assert context.matcher is not None
 
 
+@pytest.mark.parametrize(
+    "wish",
+    [{"style": "qwen_xml"}, {"any_order": True}, {"excludes": ["a"]}, {"max_whitespace_cnt": 1}],
+    ids=str,
+)
+def test_a_schema_of_a_tag_that_wants_another_spelling_is_refused(wish: dict[str, Any]) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}, **wish}}
+    with pytest.raises(UnsupportedFeatureError, match=next(iter(wish))):
+        wait(new_compiler(), context_for("structural_tag", tag))
+
+
 def test_one_that_takes_too_long_is_refused_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     going_on = threading.Event()
     original = compiler.grammar_source
@@ -200,7 +211,9 @@ def test_one_that_takes_too_long_is_refused_and_holds_nobody_up(monkeypatch: pyt
             grammars.ready(context_for("regex", "slow"))  # remembered
         with pytest.raises(InputError, match="not compiled"):
             wait(grammars, context_for("regex", "slow 2"))
-        with pytest.raises(UnavailableError, match="2 grammars"):
+        with pytest.raises(InputError, match="not compiled"):
+            wait(grammars, context_for("regex", "slow 3"))
+        with pytest.raises(UnavailableError, match="3 grammars"):
             wait(grammars, context_for("regex", "other"))
         wait(grammars, context_for("regex", "quick"))  # was kept
     finally:
@@ -213,6 +226,27 @@ def test_one_that_takes_too_long_is_refused_and_holds_nobody_up(monkeypatch: pyt
         except UnavailableError:
             assert time.monotonic() < end
             time.sleep(0.01)
+
+
+def test_a_slow_one_goes_on_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on = threading.Event()
+    original = compiler.grammar_source
+
+    def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+        if grammar.text == "slow":
+            going_on.wait(60)
+        return original(grammar, **options)
+
+    monkeypatch.setattr(compiler, "grammar_source", slow)
+    monkeypatch.setattr(compiler, "_TURN", 0.05)
+    grammars = new_compiler(compile_timeout=60)
+    try:
+        assert not grammars.ready(context_for("regex", "slow"))
+        wait(grammars, context_for("regex", "quick"))
+        assert not grammars.ready(context_for("regex", "slow")), "it is in time still"
+    finally:
+        going_on.set()
+    wait(grammars, context_for("regex", "slow"))
 
 
 def test_what_is_too_large_is_refused_at_once() -> None:

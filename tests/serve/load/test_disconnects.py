@@ -105,3 +105,20 @@ async def test_whole_answers_that_nobody_waits_for(server: ServerProcess) -> Non
     generated = "penstock_generated_tokens_total"
     assert after[generated] - before[generated] < 40 * 2 * 400 / 2
     assert server.complete()["usage"]["completion_tokens"] == 5
+
+
+async def test_connections_that_have_ended_leave_nothing(server: ServerProcess) -> None:
+    async def client() -> None:
+        async with raw_exchange(server.port, "/v1/completions", {"model": "other"}) as exchange:
+            status, headers = await exchange.head()
+            await exchange.body(headers)
+            assert status == 400
+
+    async def many(count: int) -> None:
+        for _ in range(count):
+            await asyncio.gather(*(client() for _ in range(20)))
+
+    await many(10)
+    before = server.memory()
+    await many(100)
+    assert server.memory() - before < 10 * 2**20

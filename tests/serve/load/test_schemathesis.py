@@ -18,7 +18,7 @@ from support.server_process import server_process
 schemathesis: Any = pytest.importorskip("schemathesis", reason="needs the package schemathesis")
 
 FEW = settings(
-    max_examples=6,
+    max_examples=5,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),

@@ -1,0 +1,195 @@
+"""The same work through HTTP and through `LLM`, in turn: A B C A B C, medians and ratios.
+
+    python benchmarks/serve_against_llm.py                      # the embedded model, whole and streamed
+    python benchmarks/serve_against_llm.py --shape l1b --pairs 3 --prompts 32 --new 32 --json out.json
+
+32 requests at a time, prompts of fresh random tokens, greedy, end of sequence ignored. The server is one
+process and its worker another, on this machine; the client is in this process, and takes its share too.
+
+A ratio is the throughput through HTTP over that of `LLM` just before. Besides it the processor's time for
+a token: where others load the machine, they tell more than the clock.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "100")  # as in the server's worker, and read when torch is imported
+
+import argparse
+import asyncio
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from against_transformers import VOCABULARY, machine
+
+from penstock import LLM, SamplingParams
+from penstock.benchmarking.http_client import HttpClient
+from penstock.benchmarking.load import Load, measure
+from penstock.benchmarking.prompts import Asking
+from penstock.benchmarking.random_weights import SHAPES, write_random_checkpoint
+
+CONCURRENCY = 32
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine's turn."""
+
+    seconds: float
+    tokens: int
+    processor_seconds: list[float]
+    """Of this process, the server's and its worker's."""
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def costs(self) -> list[float]:
+        """The processor's milliseconds for a token, of each process."""
+        return [1000 * seconds / self.tokens for seconds in self.processor_seconds]
+
+
+def main() -> None:
+    """Runs what the command line asks for and prints a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=["demo", *SHAPES], default="demo")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--endpoint", choices=["completions", "chat"], default="completions")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model, vocabulary = "demo", 400
+        if options.shape != "demo":
+            write_random_checkpoint(Path(folder), SHAPES[options.shape])
+            model, vocabulary = folder, VOCABULARY
+        rows = compare(options, model, vocabulary)
+    report = {"machine": machine(), "options": {**vars(options), "json": None}, "rows": rows}
+    print(f"{report['machine']}\n{options.shape}, {options.prompts} prompts of {options.length}, "
+          f"{options.new} more each, {options.pairs} rounds")  # fmt: skip
+    for row in rows:
+        spread = f"{row['ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})"
+        client, *rest = row["costs"]
+        shares = f"{client:.3f} here, {rest[0]:.3f} server, {rest[1]:.3f} worker"
+        print(f"{row['how']:10}{row['speed']:8.0f} tokens/s, ratio {spread}; processor, ms a token: {shares}")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2))
+
+
+def compare(options: argparse.Namespace, model: str, vocabulary: int) -> list[dict[str, Any]]:
+    """All ways in turn, after a round that does not count."""
+    llm = LLM(model, max_batch_size=CONCURRENCY)
+    with server(model) as (url, server_pid):
+        client = HttpClient(url)
+        loop = asyncio.new_event_loop()
+
+        def through_llm(prompts: list[list[int]]) -> int:
+            params = SamplingParams(max_new_tokens=options.new, temperature=0.0, ignore_eos=True)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return sum(len(output.token_ids) for output in outputs)
+
+        def through_http(prompts: list[list[int]], *, stream: bool) -> int:
+            asking = Asking(endpoint=options.endpoint, model="demo", output_length=options.new, stream=stream)
+            given = prompts if options.endpoint == "completions" else [f"{one}" for one in prompts]
+            bodies = [asking.body(index, prompt) for index, prompt in enumerate(given)]
+            found = loop.run_until_complete(
+                measure(client, asking.path, bodies, Load(concurrency=CONCURRENCY))
+            )
+            errors = {one.error for one in found.outcomes} - {None}
+            assert not errors, errors
+            return sum(one.completion_tokens for one in found.outcomes)
+
+        ways: dict[str, Callable[[list[list[int]]], int]] = {
+            "LLM": through_llm,
+            "whole": lambda prompts: through_http(prompts, stream=False),
+            "streamed": lambda prompts: through_http(prompts, stream=True),
+        }
+        pids = [os.getpid(), server_pid, *children_of(server_pid)]
+        rounds = []
+        for number in range(options.pairs + 1):
+            turn = {}
+            for place, (name, way) in enumerate(ways.items()):
+                draw = np.random.default_rng(100 * number + place)
+                prompts = draw.integers(3, vocabulary, (options.prompts, options.length)).tolist()
+                turn[name] = timed(way, prompts, pids)
+            rounds.append(turn)
+        client.close()
+    return [row_of(name, rounds[1:]) for name in ways]
+
+
+def row_of(name: str, rounds: list[dict[str, Run]]) -> dict[str, Any]:
+    """One way's figures."""
+    ratios = [turn[name].speed / turn["LLM"].speed for turn in rounds]
+    return {
+        "how": name,
+        "speed": statistics.median(turn[name].speed for turn in rounds),
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "costs": [
+            statistics.median(costs) for costs in zip(*(turn[name].costs for turn in rounds), strict=True)
+        ],
+    }
+
+
+def timed(way: Callable[[list[list[int]]], int], prompts: list[list[int]], pids: list[int]) -> Run:
+    """One turn by the clock, and by the processor's clock of some processes."""
+    before, start = [processor_seconds(pid) for pid in pids], time.perf_counter()
+    tokens = way(prompts)
+    seconds = time.perf_counter() - start
+    spent = [processor_seconds(pid) - earlier for pid, earlier in zip(pids, before, strict=True)]
+    return Run(seconds, tokens, spent)
+
+
+def processor_seconds(pid: int) -> float:
+    """User and system time of a process, so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started: of the server, its worker."""
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@contextmanager
+def server(model: str) -> Iterator[tuple[str, int]]:
+    """A server in a process of its own: its address and process."""
+    command = [sys.executable, "-m", "penstock", "serve", "--model", model, "--served-model-name", "demo",
+               "--port", "0", "--max-batch-size", str(CONCURRENCY), "--no-access-log"]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            said = []
+            for line in process.stderr:
+                said.append(line)
+                if found := re.search(r"serving .* at (http://\S+)", line):
+                    break
+            else:
+                sys.exit("the server did not start:\n" + "".join(said))
+            yield found[1], process.pid
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+if __name__ == "__main__":
+    main()

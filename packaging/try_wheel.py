@@ -1,0 +1,60 @@
+"""Tries an installed wheel: ``python packaging/try_wheel.py WHEEL ISAS``, in the environment it is in.
+
+Standard library only; ``scripts/wheel`` runs it away from the sources.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+PARTS = (
+    "penstock/py.typed",
+    "penstock/demo/model.safetensors",
+    "penstock/demo/tokenizer.json",
+    "penstock/serve/playground/index.html",
+)
+FOREIGN = re.compile(r"^(tests|docs|benchmarks|examples|tools|scripts)/|\.(cpp|inl|h|pyc)$|CMakeLists")
+
+
+def main() -> None:
+    """Raises AssertionError at the first thing that is not as it should be."""
+    wheel, isas = Path(sys.argv[1]), sys.argv[2].split()
+    version, tag = re.fullmatch(r"penstock-([^-]+)-(.+)\.whl", wheel.name).groups()  # type: ignore[union-attr]
+    assert tag.startswith("py3-none-"), f"{tag} is not for every Python"
+    names = zipfile.ZipFile(wheel).namelist()
+    missing = [part for part in PARTS if part not in names]
+    assert not missing, f"missing: {missing}"
+    assert not [name for name in names if FOREIGN.search(name)], "sources are in the wheel"
+    for name in ("LICENSE", "NOTICE"):
+        assert any(part.endswith(f"/licenses/{name}") for part in names), f"no {name}"
+
+    assert run("penstock", "--version") == f"penstock {version}"
+    heavy = "import sys, penstock.cli; print({'torch', 'transformers', 'fastapi'} & {*sys.modules})"
+    assert run(sys.executable, "-c", heavy) == "set()"
+    origin = Path(run(sys.executable, "-c", "import penstock; print(penstock.__file__)"))
+    assert Path(sys.prefix) in origin.parents, f"{origin} is not of this environment"
+    found = json.loads(run("penstock", "env", "--json"))["isa"]
+    assert found in isas, f"kernels {found}, not {isas}"
+    assert (found == "none") == tag.endswith("-any") or found != "none", f"a wheel for {tag} without kernels"
+    assert len(json.loads(run("penstock", "list", "--json"))["architectures"]) > 1
+    run("penstock", "warm-cache")
+    flags = ("--chat", "--prompt", "What is Penstock?", "--temperature", "0", "--json")
+    answer = json.loads(run("penstock", "generate", *flags))
+    assert "inference" in answer["text"], answer["text"]
+    print(f"{wheel.name}: kernels {found}: {answer['text']!r}")
+
+
+def run(*command: str) -> str:
+    """What a command prints."""
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, f"{command}: {child.stderr}"
+    return child.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

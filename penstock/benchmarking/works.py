@@ -1,0 +1,219 @@
+"""What a model does in this process, measured: decoding, prefill, batches, start-up, Python's share.
+
+Each figure is the median of several runs, after one that does not count, with prompts that no run before has
+had. The machine should be idle.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from penstock.benchmarking.random_weights import narrow_config, write_random_checkpoint
+from penstock.errors import ConfigError, PenstockError
+from penstock.llm import LLM
+from penstock.pipelines.config import ModelConfig, PipelineConfig, SpeculativeConfig
+from penstock.pipelines.core import SamplingParams
+
+T = TypeVar("T")
+
+WORKS = {
+    "decode": "one prompt: tokens a second after the first",
+    "prefill": "one prompt: its tokens a second",
+    "batch": "several prompts at once: output tokens a second over the whole run",
+    "start": "a fresh process, its files read before: from its start to the first token",
+    "step": "of decoding; Python's part is that of a model of the same layers with next to nothing in them",
+}
+"""Name -> what is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is done in each work; tokens but for ``batch`` and ``repeats``."""
+
+    prompt_length: int = 128
+    prefill_length: int = 1024
+    new_tokens: int = 64
+    batch: int = 32
+    repeats: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What one work gave."""
+
+    work: str
+    of: str
+    """Which part of it, where it has several."""
+    unit: str
+    runs: list[float]
+    """One value a run, in their order."""
+
+    @property
+    def median(self) -> float:
+        """The figure."""
+        return statistics.median(self.runs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figure for ``json``."""
+        spread = {"median": self.median, "lowest": min(self.runs), "highest": max(self.runs)}
+        return {"work": self.work, "of": self.of, "unit": self.unit, **spread, "runs": self.runs}
+
+
+class Bench:
+    """One model, loaded once, and its works.
+
+    Args:
+        config: of the model; prompts are fresh in each run, so its prefix cache is switched off.
+        sizes: how much is done.
+
+    Raises:
+        PenstockError: the model cannot be loaded, or the works do not fit its longest text.
+    """
+
+    def __init__(self, config: PipelineConfig, sizes: Sizes) -> None:
+        self.config = replace(config, kv_cache=replace(config.kv_cache, enable_prefix_caching=False))
+        self.sizes = sizes
+        self._random = np.random.default_rng(0)
+        self._llm = LLM.from_config(self.config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._llm.close()
+
+    @property
+    def kernels(self) -> str:
+        """What the model computes with."""
+        return self._llm.pipeline.session.kernels
+
+    def check(self, works: Sequence[str]) -> None:
+        """Refuses works that the model cannot do.
+
+        Raises:
+            ConfigError: names the length that is too long.
+        """
+        sizes, most = self.sizes, self._llm.pipeline.memory_plan.max_length
+        needed = {
+            "decode": sizes.prompt_length + sizes.new_tokens,
+            "batch": sizes.prompt_length + sizes.new_tokens,
+            "prefill": sizes.prefill_length + 1,
+            "step": sizes.prompt_length + sizes.new_tokens,
+        }
+        for work in works:
+            if needed.get(work, 0) > most:
+                raise ConfigError(
+                    work, f"takes {needed[work]} tokens, but the longest text is {most}: ask for shorter ones"
+                )
+
+    def measure(self, work: str) -> list[Figure]:
+        """The figures of one of `WORKS`."""
+        figures: dict[str, Callable[[], list[Figure]]] = {
+            "decode": self._decode,
+            "prefill": self._prefill,
+            "batch": self._batch,
+            "start": self._start,
+            "step": self._step,
+        }
+        return figures[work]()
+
+    def _decode(self) -> list[Figure]:
+        seconds = self._repeated(lambda: self._seconds_of_step(self._llm))
+        return [Figure("decode", "1 prompt", "tokens/s", [1 / one for one in seconds])]
+
+    def _prefill(self) -> list[Figure]:
+        length = self.sizes.prefill_length
+        seconds = self._repeated(lambda: self._timed(self._llm, 1, length, 1))
+        return [Figure("prefill", f"{length} tokens", "tokens/s", [length / one for one in seconds])]
+
+    def _batch(self) -> list[Figure]:
+        sizes = self.sizes
+        seconds = self._repeated(
+            lambda: self._timed(self._llm, sizes.batch, sizes.prompt_length, sizes.new_tokens)
+        )
+        tokens = sizes.batch * sizes.new_tokens
+        return [Figure("batch", f"{sizes.batch} prompts", "tokens/s", [tokens / one for one in seconds])]
+
+    def _start(self) -> list[Figure]:
+        phases = self._repeated(lambda: cold_start(self.config))
+        return [Figure("start", name, "s", [one[name] for one in phases]) for name in phases[0]]
+
+    def _step(self) -> list[Figure]:
+        whole = self._repeated(lambda: self._seconds_of_step(self._llm))
+        with TemporaryDirectory(prefix="penstock-") as folder:
+            length = self.sizes.prompt_length + self.sizes.new_tokens
+            whole_config = self.config.model.huggingface_config.to_dict()
+            narrow = narrow_config(whole_config, max_length=length)
+            narrow["dtype"] = self._llm.pipeline.model.dtype.value
+            write_random_checkpoint(Path(folder), narrow)
+            model = ModelConfig(model_path=folder, devices=self.config.model.devices)
+            config = replace(self.config, model=model, speculative=SpeculativeConfig())
+            with LLM.from_config(config) as llm:
+                python = self._repeated(lambda: self._seconds_of_step(llm))
+        return [
+            Figure("step", "all", "ms", [1000 * one for one in whole]),
+            Figure("step", "Python", "ms", [1000 * one for one in python]),
+        ]
+
+    def _repeated(self, run: Callable[[], T]) -> list[T]:
+        run()
+        return [run() for _ in range(self.sizes.repeats)]
+
+    def _seconds_of_step(self, llm: LLM) -> float:
+        """Of one token of one context: the same prompt's first token is taken off the time of all."""
+        sizes = self.sizes
+        prompts = self._prompts(llm, 1, sizes.prompt_length)
+        first = _seconds(llm, prompts, 1)
+        return max(_seconds(llm, prompts, sizes.new_tokens) - first, 1e-9) / (sizes.new_tokens - 1)
+
+    def _timed(self, llm: LLM, count: int, length: int, new_tokens: int) -> float:
+        return _seconds(llm, self._prompts(llm, count, length), new_tokens)
+
+    def _prompts(self, llm: LLM, count: int, length: int) -> list[list[int]]:
+        tokens = self._random.integers(0, llm.tokenizer.vocab_size, (count, length))
+        return [[int(token) for token in row] for row in tokens]
+
+
+def cold_start(config: PipelineConfig) -> dict[str, float]:
+    """Seconds of a fresh process to its first token, and of what they were for.
+
+    Raises:
+        PenstockError: the process failed; says with what.
+    """
+    started = perf_counter()
+    child = subprocess.run(
+        [sys.executable, "-m", "penstock.benchmarking.cold_start"],
+        input=pickle.dumps(config),
+        capture_output=True,
+        check=False,
+    )
+    if child.returncode:
+        lines = child.stderr.decode(errors="replace").strip().splitlines() or ["nothing was said"]
+        raise PenstockError(f"a fresh process failed: {lines[-1]}")
+    phases: dict[str, float] = json.loads(child.stdout)
+    ended = phases.pop("ended")
+    return {
+        "imports": phases["began"] - started + phases["imports"],
+        "model": phases["model"],
+        "first token": phases["first"],
+        "all": ended - started,
+    }
+
+
+def _seconds(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    start = perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return perf_counter() - start

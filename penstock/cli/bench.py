@@ -1,0 +1,188 @@
+"""``penstock bench``: measurements."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from contextlib import closing
+from pathlib import Path
+from socket import gaierror
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.bench_run import command as run
+from penstock.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from penstock.benchmarking.http_client import HttpClient
+    from penstock.benchmarking.prompts import Prompt
+
+
+@click.group("bench")
+def command() -> None:
+    """Measure a model in this process, or a server."""
+
+
+command.add_command(run)
+
+
+@command.command("serve")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server.")
+@click.option("--api-key", envvar="PENSTOCK_API_KEY", help="Key that is sent along.")
+@click.option("--model", help="Model to ask; by default the first that the server names.")
+@click.option("--endpoint", type=click.Choice(["chat", "completions"]), default="chat", show_default=True)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1),
+    help="Requests at a time: the next is sent when one ends. With --rate, most at a time.  [default: 8]",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    help="Requests a second, at random times, however long answers take; latencies count from when each "
+    "was due.",
+)
+@click.option("--requests", "num_requests", type=click.IntRange(1), default=64, show_default=True)
+@click.option(
+    "--input-length",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Tokens of a random prompt.",
+)
+@click.option(
+    "--output-length", type=click.IntRange(1), default=64, show_default=True, help="Tokens of an answer."
+)
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File of prompts, instead of random ones: a line each, or .jsonl of prompt or messages.",
+)
+@click.option("--stream/--no-stream", default=True, show_default=True)
+@click.option(
+    "--ignore-eos/--no-ignore-eos",
+    default=True,
+    show_default=True,
+    help="Answers have exactly their length; not every server knows the field.",
+)
+@click.option("--temperature", type=float, default=0.0, show_default=True)
+@click.option("--extra-body", metavar="JSON", help="Object of further fields of every request.")
+@click.option(
+    "--warmup",
+    type=click.IntRange(0),
+    default=4,
+    show_default=True,
+    help="Requests before, that do not count.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of prompts, times and sampling.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds until a request is given up.",
+)
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures."
+)
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="File for a PNG.")
+def serve(**options: Any) -> int:
+    """Measure a server that speaks OpenAI's HTTP interface: throughput and latencies under load.
+
+    Exit status 0 where every request succeeded, 1 where one failed, 130 where Ctrl-C ended it; the figures
+    of all that had been sent by then are printed and written all the same.
+    """
+    if options["plot_path"] is not None:
+        check_plot()
+    for path in (options["json_path"], options["plot_path"]):
+        if path is not None:
+            path.touch()  # better now than after the measurement
+    return asyncio.run(_serve(options))
+
+
+async def _serve(options: dict[str, Any]) -> int:
+    from penstock.benchmarking.http_client import HttpClient
+
+    key = options["api_key"]
+    headers = {"Authorization": f"Bearer {key}"} if key else None
+    with closing(HttpClient(options["url"], headers)) as client:
+        return await _measure(client, options)
+
+
+async def _measure(client: HttpClient, options: dict[str, Any]) -> int:
+    from rich.console import Console
+
+    from penstock.benchmarking.load import Load, measure
+    from penstock.benchmarking.prompts import Asking, fields_of
+    from penstock.benchmarking.report import plot, print_summary
+    from penstock.benchmarking.summary import Summary, report_of
+
+    count, endpoint = options["num_requests"], options["endpoint"]
+    more = fields_of(options["extra_body"]) if options["extra_body"] else {}
+    model, prompts = await _model_and_prompts(client, options)
+    asking = Asking(
+        endpoint=endpoint,
+        model=model,
+        output_length=options["output_length"],
+        stream=options["stream"],
+        ignore_eos=options["ignore_eos"],
+        temperature=options["temperature"],
+        seed=options["seed"],
+        more=more,
+    )
+    bodies = [asking.body(index, prompt) for index, prompt in enumerate(prompts)]
+    concurrency = options["concurrency"] or (None if options["rate"] else 8)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    if bodies[count:]:
+        first = await measure(client, asking.path, bodies[count:], Load(concurrency=8), stop=stop)
+        failed = [one for one in first.outcomes if one.error is not None]
+        if failed and len(failed) == len(first.outcomes) and not stop.is_set():
+            raise InputError(
+                f"every request before the measurement failed: {failed[0].error}: {failed[0].detail}"
+            )
+    load = Load(
+        concurrency=concurrency, rate=options["rate"], timeout=options["timeout"], seed=options["seed"]
+    )
+    found = await measure(client, asking.path, bodies[:count], load, stop=stop)
+    summary = Summary.of(found)
+    print_summary(summary, Console())
+    settings = {name: value for name, value in options.items() if name not in ("api_key", "extra_body")}
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    if options["json_path"] is not None:
+        report = report_of(found, settings | {"model": model, "extra_body": more, "concurrency": concurrency})
+        options["json_path"].write_text(json.dumps(report, indent=2))
+    if options["plot_path"] is not None:
+        how = f"{options['rate']:g} requests/s" if options["rate"] else f"{concurrency} at a time"
+        plot(found, f"{model}, {endpoint}, {how}", options["plot_path"])
+    if found.is_interrupted:
+        return 130
+    return 1 if summary.errors else 0
+
+
+async def _model_and_prompts(client: HttpClient, options: dict[str, Any]) -> tuple[str, list[Prompt]]:
+    """The model to ask, and a prompt for each request: first those that count."""
+    from penstock.benchmarking.http_client import BrokenAnswerError
+    from penstock.benchmarking.prompts import chosen, prompts_of_file, random_prompts, served_model
+
+    count = options["num_requests"] + options["warmup"]
+    try:
+        model = options["model"] or await served_model(client)
+        if options["prompts"] is not None:
+            return model, chosen(prompts_of_file(options["prompts"]), count)
+        length, seed = options["input_length"], options["seed"]
+        return model, await random_prompts(client, model, options["endpoint"], count, length, seed)
+    except (ConnectionError, BrokenAnswerError, TimeoutError, gaierror) as error:
+        raise ConfigError("url", f"{options['url']} does not answer: {error}") from None
+
+
+def check_plot() -> None:
+    """Refuses ``--plot`` before anything is measured, where nothing can draw."""
+    from importlib.util import find_spec
+
+    from penstock.errors import MissingDependencyError
+
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError("matplotlib", "bench", "--plot")

@@ -1,0 +1,138 @@
+"""``penstock bench run``: what a model does in this process, measured."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.options import config_from_flags, config_options, print_settings
+
+if TYPE_CHECKING:
+    from penstock.benchmarking.works import Figure, Sizes
+    from penstock.pipelines.config import PipelineConfig
+
+_WORKS = ("decode", "prefill", "batch", "start", "step")
+
+
+@click.command("run")
+@click.option(
+    "--work",
+    "works",
+    type=click.Choice(_WORKS),
+    multiple=True,
+    help="What to measure; may be given several times.  [default: all]",
+)
+@click.option(
+    "--shape", help="Random weights of a shape, in place of --model: l110m, l1b or the path of a config.json."
+)
+@click.option(
+    "--prompt-length", type=click.IntRange(1), default=128, show_default=True, help="Of decode, batch, step."
+)
+@click.option("--prefill-length", type=click.IntRange(1), default=1024, show_default=True)
+@click.option(
+    "--new-tokens", type=click.IntRange(2), default=64, show_default=True, help="Of decode, batch and step."
+)
+@click.option("--batch", type=click.IntRange(1), default=32, show_default=True, help="Prompts at once.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Runs that count; one is before."
+)
+@click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for all runs."
+)
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="File for a PNG.")
+@config_options
+def command(
+    works: tuple[str, ...],
+    shape: str | None,
+    prompt_length: int,
+    prefill_length: int,
+    new_tokens: int,
+    batch: int,
+    repeats: int,
+    json_path: Path | None,
+    plot_path: Path | None,
+    print_config: bool,
+    **flags: Any,
+) -> None:
+    """Measure a model in this process: decode, prefill, batch, start and step.
+
+    Figures are medians of runs with fresh prompts, after one that does not count; the table has the lowest
+    and highest too. The machine should be idle.
+    """
+    config = config_from_flags(flags)
+    if print_config:
+        print_settings(config.describe())
+        return
+    if shape is not None and "model_path" in config.sources:
+        raise click.UsageError("--shape and --model exclude each other: a shape has weights of its own")
+    if plot_path is not None:
+        from penstock.cli.bench import check_plot
+
+        check_plot()
+    for path in (json_path, plot_path):
+        if path is not None:
+            path.touch()  # better now than after the measurement
+    from penstock.benchmarking.works import Sizes
+
+    sizes = Sizes(prompt_length, prefill_length, new_tokens, batch, repeats)
+    chosen = [work for work in _WORKS if not works or work in works]
+    with TemporaryDirectory(prefix="penstock-") if shape else nullcontext() as folder:
+        if shape is not None:
+            assert folder is not None
+            config = _with_random_weights(config, shape, Path(folder))
+        figures, kernels = _measured(config, sizes, chosen)
+    _report(figures, shape or config.model.model_path, kernels, sizes, json_path, plot_path)
+
+
+def _with_random_weights(config: PipelineConfig, shape: str, folder: Path) -> PipelineConfig:
+    from penstock.benchmarking.random_weights import config_of_shape, write_random_checkpoint
+
+    write_random_checkpoint(folder, config_of_shape(shape))
+    return replace(config, model=replace(config.model, model_path=str(folder)))
+
+
+def _measured(config: PipelineConfig, sizes: Sizes, works: list[str]) -> tuple[list[Figure], str]:
+    from penstock.benchmarking.works import Bench
+
+    figures: list[Figure] = []
+    with Bench(config, sizes) as bench:
+        bench.check(works)
+        for work in works:
+            click.echo(f"penstock: measuring {work}", err=True)
+            figures += bench.measure(work)
+        return figures, bench.kernels
+
+
+def _report(
+    figures: list[Figure],
+    model: str,
+    kernels: str,
+    sizes: Sizes,
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    from rich.console import Console
+
+    from penstock.benchmarking.works_report import plot_figures, print_figures
+    from penstock.environment import describe_environment
+
+    found = describe_environment()
+    title = f"{model}, kernels {kernels}, {found.threads} threads, {found.processor}"
+    print_figures(figures, title, Console())
+    if json_path is not None:
+        report = {
+            "model": model,
+            "kernels": kernels,
+            "sizes": asdict(sizes),
+            "environment": found.as_dict(),
+            "figures": [figure.as_dict() for figure in figures],
+        }
+        json_path.write_text(json.dumps(report, indent=2))
+    if plot_path is not None:
+        plot_figures(figures, title, plot_path)

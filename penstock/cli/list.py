@@ -1,0 +1,63 @@
+"""``penstock list``: what Penstock knows to run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+
+@click.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(as_json: bool) -> None:
+    """List architectures with their tasks and encodings, formats of output, types of GGUF blocks."""
+    found = describe()
+    if as_json:
+        click.echo(json.dumps(found, ensure_ascii=False))
+        return
+    rows = [
+        [one["name"], one["task"], _joined(one["encodings"]), _joined(one["examples"])]
+        for one in found["architectures"]
+    ]
+    _print_table(["architecture", "task", "encodings", "known to work"], rows)
+    for title, key in (
+        ("tool calls", "tool_call_parsers"),
+        ("reasoning", "reasoning_parsers"),
+        ("GGUF blocks", "gguf_types"),
+    ):
+        click.echo(f"\n{title}: {_joined(found[key])}")
+
+
+def describe() -> dict[str, Any]:
+    """What there is, found in the folders and tables that run it; loads no torch."""
+    from penstock.pipelines.registry import PIPELINE_REGISTRY
+    from penstock.pipelines.weights.gguf_names import READABLE_BLOCKS
+    from penstock.serve.parsers.formats import TOOL_FORMATS
+    from penstock.serve.parsers.reasoning import REASONING_FORMATS
+
+    return {
+        "architectures": [
+            {
+                "name": one.name,
+                "task": one.task.value,
+                "encodings": list(one.supported_encodings),
+                "quantizations": list(one.supported_quantizations),
+                "examples": list(one.example_repo_ids),
+            }
+            for one in PIPELINE_REGISTRY.architectures
+        ],
+        "tool_call_parsers": sorted(TOOL_FORMATS),
+        "reasoning_parsers": sorted(REASONING_FORMATS),
+        "gguf_types": list(READABLE_BLOCKS),
+    }
+
+
+def _joined(names: list[str]) -> str:
+    return ", ".join(names) or "-"
+
+
+def _print_table(head: list[str], rows: list[list[str]]) -> None:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    for row in [head, *rows]:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,81 @@
+"""``penstock warm-cache``: what a server or a batch will need, downloaded and checked ahead."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.options import config_from_flags, config_options, print_settings
+
+if TYPE_CHECKING:
+    from penstock.pipelines.config import PipelineConfig
+
+
+@click.command("warm-cache")
+@click.option(
+    "--checksums", is_flag=True, help="Read every file of a model from the hub, and compare its checksum."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@config_options
+def command(checksums: bool, as_json: bool, print_config: bool, **flags: Any) -> None:
+    """Download a model and check it, ahead of its use: with its draft model and adapters, if it has any.
+
+    Checked is that the architecture is known and can run in the encoding, that the files are whole and have
+    every tensor in its shape and no other, and that the tokenizer loads. The weights are not loaded.
+    """
+    config = config_from_flags(flags)
+    if print_config:
+        print_settings(config.describe())
+        return
+    models = [_checked(config, checksums)]
+    if config.speculative.method == "draft_model":
+        from penstock.pipelines.speculative.draft_model import draft_config
+
+        models.append(_checked(draft_config(config), checksums))
+    adapters = _checked_adapters(config)
+    if as_json:
+        click.echo(json.dumps({"models": models, "adapters": adapters}, ensure_ascii=False))
+        return
+    for model in models:
+        click.echo(f"{model['model']}: {model['checkpoint']}")
+        click.echo(f"  architecture  {model['architecture']}, {model['encoding']}")
+        click.echo(f"  weights       {model['num_tensors']:,} tensors, {model['num_bytes'] / 2**20:,.1f} MiB")
+        template = "with" if model["has_chat_template"] else "without"
+        click.echo(f"  tokenizer     {model['vocab_size']:,} tokens, {template} a chat template")
+        if checksums:
+            click.echo(f"  checksums     {model['num_checksums']} files are as the hub has them")
+    for name, path in adapters.items():
+        click.echo(f"adapter {name}: {path}")
+
+
+def _checked(config: PipelineConfig, checksums: bool) -> dict[str, Any]:
+    from penstock.assembly import check_checkpoint
+    from penstock.pipelines.weights.checksums import check_checksums
+
+    model = config.model
+    num_checksums = check_checksums(model.checkpoint) if checksums else None
+    tokenizer = check_checkpoint(config)
+    headers = model.tensor_headers
+    return {
+        "model": model.model_path,
+        "checkpoint": str(model.checkpoint),
+        "architecture": str(model.huggingface_config.model_type),
+        "encoding": model.encoding,
+        "num_tensors": len(headers),
+        "num_bytes": sum(header.num_bytes for header in headers.values()),
+        "vocab_size": tokenizer.vocab_size,
+        "has_chat_template": tokenizer.has_chat_template,
+        **({} if num_checksums is None else {"num_checksums": num_checksums}),
+    }
+
+
+def _checked_adapters(config: PipelineConfig) -> dict[str, str]:
+    from pathlib import Path
+
+    from penstock.pipelines.lora.adapter_config import AdapterConfig
+
+    for _, path in config.lora.adapters:
+        AdapterConfig.read(Path(path).expanduser())
+    return dict(config.lora.adapters)

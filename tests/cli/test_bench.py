@@ -1,0 +1,150 @@
+"""``penstock bench serve``, against a live server of a fake model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from support.live_server import LiveServer, live_server
+
+from penstock.cli import cli
+from penstock.testing import FakePipeline
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    pipeline = FakePipeline(lambda context: 97 + len(context.generated_tokens) % 20)
+    with live_server(pipeline=pipeline) as running:
+        yield running
+
+
+def bench(server: LiveServer | str, *flags: str) -> Result:
+    url = server if isinstance(server, str) else server.url
+    return CliRunner().invoke(
+        cli, ["bench", "serve", "--url", url, "--requests", "6", "--warmup", "1", *flags]
+    )
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@pytest.mark.parametrize("how", [["--concurrency", "3"], ["--rate", "200"], ["--no-stream"]])
+def test_a_measurement(server: LiveServer, endpoint: str, how: list[str], tmp_path: Path) -> None:
+    file, picture = tmp_path / "a.json", tmp_path / "a.png"
+    flags = ["--endpoint", endpoint, "--input-length", "20", "--output-length", "9", *how]
+    result = bench(server, *flags, "--json", str(file), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    assert "6 of 6 requests" in result.stdout
+    assert "end to end" in result.stdout
+    report = json.loads(file.read_text())
+    summary: dict[str, Any] = report["summary"]
+    assert (summary["completed"], summary["completion_tokens"], summary["errors"]) == (6, 54, {})
+    template = len("user: \nassistant:") if endpoint == "chat" else 0
+    assert {one["prompt_tokens"] for one in report["requests"]} == {20 + template}
+    assert (summary["time_to_first_token"] is None) == ("--no-stream" in how)
+    assert report["settings"]["model"] == "demo"
+    assert "api_key" not in report["settings"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_of_a_file(server: LiveServer, tmp_path: Path) -> None:
+    lines, report = tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    lines.write_text('{"prompt": "Hello"}\n\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    result = bench(server, "--prompts", str(lines), "--output-length", "2", "--json", str(report))
+    assert result.exit_code == 0, result.output
+    found = [one["prompt_tokens"] for one in json.loads(report.read_text())["requests"]]
+    assert sorted(found) == [19, 19, 19, 22, 22, 22]
+    plain = tmp_path / "prompts.txt"
+    plain.write_text("one\ntwo\n")
+    result = bench(server, "--prompts", str(plain), "--endpoint", "completions", "--json", str(report))
+    assert {one["prompt_tokens"] for one in json.loads(report.read_text())["requests"]} == {3}
+
+
+def test_errors_are_told_and_make_the_exit_status(server: LiveServer) -> None:
+    result = bench(server, "--extra-body", '{"max_tokens": -1}', "--warmup", "0")
+    assert result.exit_code == 1
+    assert "0 of 6 requests" in result.stdout
+    assert "6 x HTTP 400 (invalid_request_error): max_tokens" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "other"], "every request before the measurement failed: HTTP 404"),
+        (["--extra-body", "[]"], "extra_body"),
+        (["--prompts", "EMPTY"], "has no prompts"),
+        (["--prompts", "WRONG.jsonl"], "line 1"),
+    ],
+)
+def test_mistakes(server: LiveServer, flags: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "EMPTY").write_text("\n")
+    (tmp_path / "WRONG.jsonl").write_text('{"text": "a"}\n')
+    given = [str(tmp_path / flag) if flag.isupper() or "WRONG" in flag else flag for flag in flags]
+    if flags[0] == "--model":
+        given += ["--prompts", str(tmp_path / "WRONG.jsonl")]
+        (tmp_path / "WRONG.jsonl").write_text('{"prompt": "a"}\n')
+    result = bench(server, *given)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_nobody_there() -> None:
+    result = bench("http://127.0.0.1:9")
+    assert result.exit_code == 2
+    assert "http://127.0.0.1:9 does not answer" in result.stderr
+
+
+def test_control_c_writes_what_there_is(server: LiveServer, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "bench",
+        "serve",
+        "--url",
+        server.url,
+        "--requests",
+        "100000",
+    ]
+    before = server.chatting.services.metrics.render()
+    with subprocess.Popen(
+        [
+            *command,
+            "--json",
+            str(report),
+            "--endpoint",
+            "completions",
+            "--warmup",
+            "0",
+            "--prompts",
+            __file__,
+        ],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "200"},
+    ) as process:
+        server.wait_until(lambda: num_answered(server, before) > 20)
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130
+    assert output.startswith("interrupted: ")
+    summary = json.loads(report.read_text())["summary"]
+    assert summary["is_interrupted"]
+    assert summary["completed"] > 0
+    assert summary["completed"] + summary["errors"].get("interrupted", 0) == summary["requests"]
+
+
+def num_answered(server: LiveServer, before: bytes) -> float:
+    name = b'penstock_requests_total{method="POST",route="/v1/completions",status="200"}'
+
+    def count(text: bytes) -> float:
+        rows = [line.split()[-1] for line in text.splitlines() if line.startswith(name)]
+        return float(rows[0]) if rows else 0.0
+
+    return count(server.chatting.services.metrics.render()) - count(before)

@@ -1,0 +1,89 @@
+"""``penstock bench run``: every work, on a small model and on random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from support.tiny_llm import CONFIG, write_tiny_llm
+
+from penstock.benchmarking.works import WORKS
+from penstock.cli import cli
+from penstock.cli.bench_run import command
+
+SMALL = ("--prompt-length", "8", "--prefill-length", "20", "--new-tokens", "4", "--batch", "3")
+
+
+def bench(*flags: object) -> Result:
+    return CliRunner().invoke(cli, ["bench", "run", *SMALL, "--repeats", "2", *map(str, flags)])
+
+
+def figures(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(one["work"], one["of"]): one for one in json.loads(file.read_text())["figures"]}
+
+
+def test_every_work(tmp_path: Path) -> None:
+    model = write_tiny_llm(tmp_path / "tiny")
+    file, picture = tmp_path / "a.json", tmp_path / "a.png"
+    result = bench("--model", model, "--json", file, "--plot", picture)
+    assert result.exit_code == 0, result.output
+    found = figures(file)
+    assert [work for work, _ in found] == [
+        *("decode", "prefill", "batch"),
+        *("start", "start", "start", "start", "step", "step"),
+    ]
+    assert {one["work"] for one in found.values()} == set(WORKS)
+    for one in found.values():
+        assert len(one["runs"]) == 2
+        assert 0 < one["lowest"] <= one["median"] <= one["highest"]
+        assert one["median"] == sum(one["runs"]) / 2
+    assert [of for work, of in found if work == "batch"] == ["3 prompts"]
+    parts = ("imports", "model", "first token")
+    for run in range(2):
+        assert sum(found["start", part]["runs"][run] for part in parts) <= found["start", "all"]["runs"][run]
+    for work, meaning in WORKS.items():
+        assert f"{work}: {meaning[:30]}" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(file.read_text())
+    assert report["sizes"]["prefill_length"] == 20
+    assert report["environment"]["threads"] == 1
+
+
+def test_random_weights_of_a_shape(tmp_path: Path) -> None:
+    shape, file = tmp_path / "config.json", tmp_path / "a.json"
+    shape.write_text(json.dumps(CONFIG | {"hidden_size": 64, "dtype": "bfloat16"}))
+    result = bench("--shape", shape, "--work", "prefill", "--work", "decode", "--json", file)
+    assert result.exit_code == 0, result.output
+    assert [work for work, _ in figures(file)] == ["decode", "prefill"]
+    assert json.loads(file.read_text())["model"] == str(shape)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--shape", "l2m"), "there is no shape 'l2m': give l110m, l1b, or the path of a config.json"),
+        (("--shape", "l110m", "--model", "demo"), "--shape and --model exclude each other"),
+        (("--work", "prefill", "--prefill-length", "5000"), "prefill: takes 5001 tokens, but the longest"),
+        (("--work", "decode", "--new-tokens", "1"), "'--new-tokens'"),
+        (("--json", "/nowhere/a.json"), "/nowhere/a.json"),
+        (("--max-length", "none"), "max_length"),
+    ],
+)
+def test_what_cannot_be_measured(flags: tuple[str, ...], words: str) -> None:
+    result = bench(*flags)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_print_config() -> None:
+    result = bench("--print-config", "--max-length", "99")
+    assert result.exit_code == 0
+    assert "99" in result.stdout
+
+
+def test_the_choices_are_the_works() -> None:
+    (option,) = (one for one in command.params if one.name == "works")
+    assert tuple(option.type.choices) == tuple(WORKS)  # type: ignore[attr-defined]

@@ -1,0 +1,37 @@
+"""``penstock list``."""
+
+from __future__ import annotations
+
+import json
+
+from click.testing import CliRunner
+
+from penstock.cli import cli
+from penstock.pipelines.registry import PIPELINE_REGISTRY
+from penstock.pipelines.weights.gguf_names import READABLE_BLOCKS
+from penstock.serve.parsers.formats import TOOL_FORMATS
+from penstock.serve.parsers.reasoning import REASONING_FORMATS
+
+
+def test_the_table_has_a_row_an_architecture() -> None:
+    result = CliRunner().invoke(cli, ["list"])
+    assert result.exit_code == 0
+    rows = [line.split() for line in result.stdout.split("\n\n")[0].splitlines()[1:]]
+    assert [row[0] for row in rows] == [one.name for one in PIPELINE_REGISTRY.architectures]
+    assert all(row[1] == "text_generation" and row[2] == "float32," for row in rows)
+    assert "hermes" in result.stdout
+    assert "Q4_K" in result.stdout
+
+
+def test_json_has_it_all() -> None:
+    found = json.loads(CliRunner().invoke(cli, ["list", "--json"]).stdout)
+    by_name = {one["name"]: one for one in found["architectures"]}
+    for architecture in PIPELINE_REGISTRY.architectures:
+        told = by_name.pop(architecture.name)
+        assert tuple(told["encodings"]) == architecture.supported_encodings
+        assert tuple(told["quantizations"]) == architecture.supported_quantizations
+        assert tuple(told["examples"]) == architecture.example_repo_ids
+    assert not by_name
+    assert set(found["tool_call_parsers"]) == set(TOOL_FORMATS)
+    assert set(found["reasoning_parsers"]) == set(REASONING_FORMATS)
+    assert found["gguf_types"] == list(READABLE_BLOCKS)

@@ -1,0 +1,187 @@
+"""``penstock warm-cache``: what is whole passes, and what is not is named before it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.numpy import load_file, save_file
+from support.checkpoints import write_checkpoint
+from support.gguf_files import GGMLQuantizationType, tokenizer_metadata, write_gguf
+from support.tiny_llm import write_tiny_llm
+
+from penstock.cli import cli
+from penstock.pipelines.registry import PIPELINE_REGISTRY
+from penstock.pipelines.weights import loading
+
+
+def warm(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["warm-cache", *map(str, arguments)])
+
+
+def told(*arguments: object) -> dict[str, Any]:
+    result = warm(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def refused(words: str, *arguments: object) -> None:
+    """The command ends with one line, which ``words`` are found in."""
+    result = warm(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("penstock: error: ")
+    assert result.stderr.count("\n") == 1
+    assert re.search(words, result.stderr), result.stderr
+
+
+def change(folder: Path, *dropped: str, **added: Any) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: one for name, one in tensors.items() if name not in dropped} | added, file)
+
+
+def test_the_embedded_model() -> None:
+    result = warm()
+    assert result.exit_code == 0, result.stderr
+    assert "llama, bfloat16" in result.stdout
+    assert "2,048 tokens, with a chat template" in result.stdout
+    assert "checksums" not in result.stdout
+
+
+def test_json(tmp_path: Path) -> None:
+    folder = write_tiny_llm(tmp_path / "tiny", chat=False)
+    (model,) = told("--model", folder)["models"]
+    assert model["architecture"] == "llama"
+    assert model["encoding"] == "float32"
+    assert not model["has_chat_template"]
+    assert model["num_tensors"] == len(load_file(folder / "model.safetensors"))
+    assert model["num_bytes"] == sum(one.nbytes for one in load_file(folder / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("name", [one.name for one in PIPELINE_REGISTRY.architectures])
+def test_every_architecture_can_be_checked(name: str, tmp_path: Path) -> None:
+    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
+    assert architecture.tiny_config is not None
+    folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), architecture.tiny_config())
+    (model,) = told("--model", folder)["models"]
+    assert model["architecture"] == name
+
+
+def test_tensors_at_fault_are_all_named(tmp_path: Path) -> None:
+    folder = write_tiny_llm(tmp_path / "tiny")
+    tensors = load_file(folder / "model.safetensors")
+    change(folder, "model.norm.weight", surplus=tensors["model.norm.weight"])
+    change(folder, "lm_head.weight", **{"lm_head.weight": tensors["lm_head.weight"][:-1]})
+    refused(r"1 missing: model.norm.weight; 1 misshapen: lm_head.*surplus", "--model", folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 9000), "cut short"),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "mamba"}'),
+            "architecture 'mamba' is not known",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded(spoil: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+    folder = write_tiny_llm(tmp_path / "tiny")
+    spoil(folder)
+    refused(words, "--model", folder)
+
+
+def test_an_encoding_that_does_not_go() -> None:
+    refused("int7", "--quantization-encoding", "int7")
+
+
+def test_the_draft_model_and_the_adapters_too(tmp_path: Path) -> None:
+    draft = write_tiny_llm(tmp_path / "draft", num_hidden_layers=1)
+    target = write_tiny_llm(tmp_path / "tiny")
+    flags = ("--model", target, "--draft-model-path", draft)
+    assert [one["model"] for one in told(*flags)["models"]] == [str(target), str(draft)]
+    (draft / "tokenizer.json").unlink()
+    refused("draft", *flags)
+    refused("no such folder", "--model", target, "--lora", f"tone={tmp_path / 'nowhere'}")
+
+
+def test_checksums_of_a_snapshot(tmp_path: Path) -> None:
+    """As the hub's cache has it: links to blobs that are called by their content."""
+    folder = write_tiny_llm(tmp_path / "snapshots" / "main")
+    weights = folder / "model.safetensors"
+    blob = tmp_path / "blobs" / hashlib.sha256(weights.read_bytes()).hexdigest()
+    blob.parent.mkdir()
+    weights.rename(blob)
+    weights.symlink_to(blob)
+    small = tmp_path / "blobs" / ("0" * 40)
+    (folder / "config.json").rename(small)
+    (folder / "config.json").symlink_to(small)
+    assert told("--model", folder, "--checksums")["models"][0]["num_checksums"] == 1
+    assert "1 files are as the hub has them" in warm("--model", folder, "--checksums").stdout
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
+    assert warm("--model", folder).exit_code == 0, "the shapes are still right"
+    refused("is damaged: its SHA-256", "--model", folder, "--checksums")
+
+
+def test_print_config(tmp_path: Path) -> None:
+    result = warm("--print-config", "--max-length", "77", "--model", tmp_path / "nowhere")
+    assert result.exit_code == 0
+    assert [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("max_length")] == [
+        ["77", "flag"]
+    ]
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    checkpoint = write_tiny_llm(tmp_path / "tiny")
+    tokens = tokenizer_metadata(json.loads((checkpoint / "tokenizer.json").read_text()), "gpt-2")
+    file = write_gguf(checkpoint, tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0, tokens)
+    (model,) = told("--model", file)["models"]
+    assert model["checkpoint"] == str(file)
+    assert model["num_tensors"] == len(load_file(checkpoint / "model.safetensors"))
+    config = json.loads((checkpoint / "config.json").read_text()) | {"intermediate_size": 32}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    write_gguf(checkpoint, file, GGMLQuantizationType.Q8_0, tokens)
+    refused("misshapen: .*ffn_", "--model", file)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Bytes that are numbers only once they are read."""
+    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == "gpt_oss")
+    assert architecture.tiny_config is not None
+    folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), architecture.tiny_config())
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    packed = {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        packed[f"{name}_blocks"] = np.zeros((experts, outputs, inputs // 32, 16), np.uint8)
+        packed[f"{name}_scales"] = np.zeros((experts, outputs, inputs // 32), np.uint8)
+    assert packed
+    save_file(tensors | packed, file)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert told("--model", folder)["models"][0]["num_tensors"] == len(tensors) + len(packed)
+    save_file(tensors | {name: one[:, 1:] for name, one in packed.items()}, file)
+    refused("misshapen", "--model", folder)
+
+
+def test_no_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_llm(tmp_path / "tiny")
+    monkeypatch.setattr(loading, "safe_open", lambda *_, **__: pytest.fail("a tensor was read"))
+    told("--model", folder)
+    norm = loading.Weights.open(folder, shapes_only=True).tensor("model.norm.weight", (32,))
+    assert norm.is_meta

@@ -1,0 +1,66 @@
+"""A whole server on a socket, in a thread of its own: for clients that block, or are no Python."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from support.asgi import eventually
+from support.chatting import Chatting, chatting
+
+from penstock.serve.http_server import HttpServer
+
+
+@dataclass
+class LiveServer:
+    """The server, seen from another thread."""
+
+    url: str
+    """Ends in a slash."""
+    chatting: Chatting
+    loop: asyncio.AbstractEventLoop
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits, for some seconds at most, until something holds of the server."""
+        asyncio.run_coroutine_threadsafe(eventually(condition), self.loop).result(30)
+
+
+@contextmanager
+def live_server(**options: Any) -> Iterator[LiveServer]:
+    """A server as `chatting` makes it with these options."""
+    started: Future[LiveServer] = Future()
+    thread = threading.Thread(target=lambda: asyncio.run(_serve(started, options)), name="live server")
+    thread.start()
+    server = started.result(60)
+    try:
+        yield server
+    finally:
+        server.loop.call_soon_threadsafe(server.chatting.services.gate.close)
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+async def _serve(started: Future[LiveServer], options: dict[str, Any]) -> None:
+    """Serves until the gate is closed."""
+    try:
+        async with chatting(**options) as inside:
+            app = inside.http._transport.app  # type: ignore[attr-defined]
+            inside.services.tokenizer.max_length = inside.services.worker.info.max_length
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", 0))
+                listener.listen(128)
+                async with HttpServer(app, inside.services.config).listening(listener):
+                    url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+                    started.set_result(LiveServer(url, inside, asyncio.get_running_loop()))
+                    while not inside.services.gate.reason:
+                        await asyncio.sleep(0.02)
+    except BaseException as error:
+        if not started.done():
+            started.set_exception(error)
+        raise

@@ -1,0 +1,167 @@
+"""``penstock serve`` as a process of its own, and what it says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+
+@dataclass
+class ServerProcess:
+    """A server of the embedded model."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def worker(self) -> int | None:
+        """The process that runs the model; None between two of them."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0]) if children else None
+
+    def kill_worker(self) -> int:
+        """At once; the process that it was."""
+        worker = self.worker
+        assert worker is not None
+        os.kill(worker, signal.SIGKILL)
+        return worker
+
+    def memory(self, pid: int | None = None) -> int:
+        """Resident bytes of a process, by default the server's own, without what it maps of files."""
+        status = Path(f"/proc/{pid or self.process.pid}/status").read_text()
+        found = re.search(r"RssAnon:\s+(\d+) kB", status)
+        assert found is not None
+        return 1024 * int(found[1])
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of ``/metrics``, by name and labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
+        rows = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+        return {name: float(value) for name, value in rows}
+
+    def until_idle(self) -> dict[str, float]:
+        """Waits until nothing is served and every block is free: the metrics then."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            metrics = self.metrics()
+            if not any(metrics[name] for name in BUSY):
+                return metrics
+            time.sleep(0.05)
+        raise AssertionError({name: metrics[name] for name in BUSY})
+
+    def until_status(self, path: str, status: int) -> None:
+        """Waits until a path is answered so."""
+        deadline = time.monotonic() + 60
+        while (found := httpx.get(self.url + path, timeout=30).status_code) != status:
+            assert time.monotonic() < deadline, (path, found)
+            time.sleep(0.02)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """The answer to a completion that is served."""
+        body = {"model": "demo", "prompt": "Once", "max_tokens": 5, "ignore_eos": True, **body}
+        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+BUSY = (
+    "penstock_requests_in_progress",
+    "penstock_requests_outstanding",
+    "penstock_requests_running",
+    "penstock_requests_waiting",
+    "penstock_kv_blocks_used",
+)
+
+
+@contextmanager
+def server_process(log: Path, *flags: str) -> Iterator[ServerProcess]:
+    """A server on a free port, until the block ends."""
+    command = [sys.executable, "-m", "penstock", "serve", "--model", "demo", "--port", "0", *flags]
+    with log.open("wb") as errors, subprocess.Popen(command, stderr=errors) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while (found := re.search(r"serving \S+ at (http://\S+) ", log.read_text())) is None:
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.02)
+            yield ServerProcess(process, found[1], log)
+        finally:
+            process.kill()
+
+
+@dataclass
+class RawExchange:
+    """A connection on which a request was sent, byte by byte as a test wants it."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def head(self) -> tuple[int, dict[str, str]]:
+        """Status and headers of the answer."""
+        first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines if line)
+        return int(first.split()[1]), headers
+
+    async def event(self) -> bytes | None:
+        """The next block of a stream; None at its end."""
+        size = int(await self.reader.readuntil(b"\r\n"), 16)
+        data = await self.reader.readexactly(size + 2)
+        return data[:-2] if size else None
+
+    async def body(self, headers: Mapping[str, str]) -> bytes:
+        """The whole body, however it is framed."""
+        if "content-length" in headers:
+            return await self.reader.readexactly(int(headers["content-length"]))
+        blocks = []
+        while (block := await self.event()) is not None:
+            blocks.append(block)
+        return b"".join(blocks)
+
+    def abort(self) -> None:
+        """Leaves without a word: a reset rather than an end."""
+        self.writer.transport.abort()
+
+
+def post_head(path: str, length: int | None, **headers: str) -> bytes:
+    """The head of a request."""
+    lines = {"host": "server", "content-type": "application/json", **headers}
+    if length is not None:
+        lines["content-length"] = str(length)
+    rows = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in lines.items())]
+    return "\r\n".join([*rows, "", ""]).encode()
+
+
+@asynccontextmanager
+async def raw_exchange(port: int, path: str, body: Any = None) -> AsyncIterator[RawExchange]:
+    """A connection of its own, with a request sent where there is a body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    exchange = RawExchange(reader, writer)
+    try:
+        if body is not None:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            exchange.send(post_head(path, len(data)) + data)
+        yield exchange
+    finally:
+        writer.close()
