@@ -179,10 +179,10 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
     """
     parsers = services.parsers
     parallel = body.parallel_tool_calls is not False
-    asked = output_grammar(body)
+    asked = output_grammar(services, body)
     if use.is_forced:  # then a format of the text says nothing: there will be none
         check_enabled(services, body, "tool_choice")
-        check_tools(body, use.called)
+        check_tools(services, body, use.called)
         with blaming("tool_choice"):
             forced = parsers.grammar(
                 use.tools, use.choice, parallel=parallel, reasoning=True, in_reasoning=opens_reasoning
@@ -192,7 +192,7 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
         return None
     grammar, param = asked or (None, "tools")
     check_enabled(services, body, param)
-    check_tools(body, use.strict)
+    check_tools(services, body, use.strict)
     with blaming(param):
         if grammar is None:
             made = parsers.strict_grammar(

@@ -84,7 +84,7 @@ class _Completion:
         """
         body = checked_body(services, CompletionBody, raw)
         adapter = adapter_named(services, body.model)
-        asked = output_grammar(body)
+        asked = output_grammar(services, body)
         if asked is not None:
             check_enabled(services, body, asked[1])
         prompts, name = _prompts(body.prompt), f"cmpl-{uuid4().hex}"

@@ -63,7 +63,7 @@ class ServeConfig:
         "An origin whose pages may call the server, * any; may be given several times. By default none may.",
         parse=_split,
     )
-    max_body_size: int = setting(32 * 2**20, NUM_BYTES, "Longest body of a request, in bytes.")
+    max_body_size: int = setting(8 * 2**20, NUM_BYTES, "Longest body of a request, in bytes.")
     body_timeout: float = setting(60.0, _SECONDS, "Seconds in which the body of a request must arrive.")
     max_queue_size: int | None = setting(
         None, COUNT, "Most requests that wait for a place in the batch; by default 4 batches, at least 64."

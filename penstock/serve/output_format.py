@@ -14,7 +14,7 @@ from penstock.serve.schemas import ChatBody, GenerationBody, ResponseFormat, Str
 from penstock.serve.services import Services
 
 
-def output_grammar(body: GenerationBody) -> tuple[Grammar, str] | None:
+def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, str] | None:
     """The grammar that a request asks for and the field that does; None where any text will do.
 
     Raises:
@@ -23,14 +23,16 @@ def output_grammar(body: GenerationBody) -> tuple[Grammar, str] | None:
     """
     asked = []
     if body.response_format is not None and body.response_format.type != "text":
-        asked.append((_of_format(body.response_format), "response_format"))
+        asked.append(("response_format", *_of_format(body.response_format)))
     if body.structured_outputs is not None:
-        asked.append((_of_outputs(body.structured_outputs), "structured_outputs"))
+        asked.append(("structured_outputs", *_of_outputs(body.structured_outputs)))
     if len(asked) > 1:
         raise RequestProblem(
-            400, "response_format and structured_outputs both ask for a format: send one", param=asked[1][1]
+            400, "response_format and structured_outputs both ask for a format: send one", param=asked[1][0]
         )
-    return asked[0] if asked else None
+    for param, grammar, place in asked:
+        return _checked(services, grammar, place), param
+    return None
 
 
 def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
@@ -54,7 +56,7 @@ def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
         )
 
 
-def check_tools(body: ChatBody, names: Container[str]) -> None:
+def check_tools(services: Services, body: ChatBody, names: Container[str]) -> None:
     """Refuses tools whose parameters no grammar can be made of.
 
     Args:
@@ -65,7 +67,9 @@ def check_tools(body: ChatBody, names: Container[str]) -> None:
     """
     for index, tool in enumerate(body.tools or ()):
         if tool.function.name in names and tool.function.parameters is not None:
-            with blaming(f"tools[{index}].function.parameters"):
+            place = f"tools[{index}].function.parameters"
+            _check_size(services, len(json.dumps(tool.function.parameters, ensure_ascii=False)), place)
+            with blaming(place):
                 check_json_schema(tool.function.parameters)
 
 
@@ -75,25 +79,16 @@ def checked_grammar(services: Services, grammar: Grammar | None, place: str) -> 
     Raises:
         RequestProblem: 400; together they are too much, or refer to something outside of them.
     """
-    if grammar is None:
-        return None
-    most = services.pipeline_config.structured_output.max_size
-    if len(grammar.text) > most:
-        raise RequestProblem(
-            400,
-            f"the grammar of {place} has {len(grammar.text)} characters, {most} are the most: "
-            "make it smaller, or raise --max-grammar-size",
-            param=place,
-        )
-    return _checked(grammar, place)
+    return None if grammar is None else _checked(services, grammar, place)
 
 
-def _of_format(form: ResponseFormat) -> Grammar:
+def _of_format(form: ResponseFormat) -> tuple[Grammar, str]:
+    """The grammar, not looked at yet, and the field that holds its text."""
     if form.type == "json_object":
-        return Grammar("json_object")
+        return Grammar("json_object"), "response_format"
     if form.type == "structural_tag":
         tag = {"type": "structural_tag", **(form.model_extra or {})}
-        return _checked(Grammar("structural_tag", json.dumps(tag, ensure_ascii=False)), "response_format")
+        return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False)), "response_format"
     if form.json_schema is None:
         raise RequestProblem(
             400,
@@ -102,10 +97,11 @@ def _of_format(form: ResponseFormat) -> Grammar:
         )
     given = form.json_schema
     schema = given.model_dump(exclude_unset=True, by_alias=True) if given.is_bare else given.schema_
-    return _of_schema({} if schema is None else schema, "response_format.json_schema")
+    place = "response_format.json_schema"
+    return _of_schema({} if schema is None else schema, place), place
 
 
-def _of_outputs(outputs: StructuredOutputs) -> Grammar:
+def _of_outputs(outputs: StructuredOutputs) -> tuple[Grammar, str]:
     given = {name: value for name, value in _ways(outputs).items() if value is not None}
     if len(given) != 1:
         raise RequestProblem(
@@ -118,7 +114,7 @@ def _of_outputs(outputs: StructuredOutputs) -> Grammar:
     place = f"structured_outputs.{name}"
     match name:
         case "json":
-            return _of_schema(_loaded(value, place), place)
+            grammar = _of_schema(_loaded(value, place), place)
         case "choice":
             grammar = Grammar("choice", json.dumps(value, ensure_ascii=False))
         case "structural_tag":
@@ -127,7 +123,7 @@ def _of_outputs(outputs: StructuredOutputs) -> Grammar:
             grammar = Grammar("ebnf", value)
         case _:
             grammar = Grammar("regex", value)
-    return _checked(grammar, place)
+    return grammar, place
 
 
 def _ways(outputs: StructuredOutputs) -> dict[str, Any]:
@@ -152,10 +148,23 @@ def _loaded(value: Any, place: str) -> Any:
 def _of_schema(schema: Any, place: str) -> Grammar:
     if not isinstance(schema, dict | bool):
         raise RequestProblem(400, f"{place} must be a JSON schema, an object", param=place)
-    return _checked(Grammar("json_schema", json.dumps(schema, ensure_ascii=False)), place)
+    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
 
 
-def _checked(grammar: Grammar, place: str) -> Grammar:
+def _checked(services: Services, grammar: Grammar, place: str) -> Grammar:
+    _check_size(services, len(grammar.text), place)
     with blaming(place):
         check_grammar(grammar)
     return grammar
+
+
+def _check_size(services: Services, size: int, place: str) -> None:
+    """Before anything is read of it: that takes a while, too."""
+    most = services.pipeline_config.structured_output.max_size
+    if size > most:
+        raise RequestProblem(
+            400,
+            f"{place} makes a grammar of {size} characters, {most} are the most: "
+            "make it smaller, or raise --max-grammar-size",
+            param=place,
+        )

@@ -289,6 +289,12 @@ async def test_limits_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
         long = {"structured_outputs": {"choice": ["a" * 3000]}}
         error = await server.refusal(CHAT, messages=PARIS, **long)
         assert "1500 are the most" in error["message"]
+        assert error["param"] == "structured_outputs.choice"
+        wide = {"type": "object", "properties": {"x": {"enum": ["a" * 3000]}}}
+        function = {"name": "f", "parameters": wide, "strict": True}
+        error = await server.refusal(CHAT, messages=PARIS, tools=[{"type": "function", "function": function}])
+        assert error["param"] == "tools[0].function.parameters", "before it is read"
+        assert "1500 are the most" in error["message"]
         tools = [{**STRICT, "function": {**STRICT["function"], "name": f"f{index}"}} for index in range(6)]
         error = await server.refusal(CHAT, messages=PARIS, tools=tools, tool_choice="required")
         assert error["param"] == "tools"
