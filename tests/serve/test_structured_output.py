@@ -290,7 +290,7 @@ async def test_limits_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
         error = await server.refusal(CHAT, messages=PARIS, **long)
         assert "1500 are the most" in error["message"]
         assert error["param"] == "structured_outputs.choice"
-        wide = {"type": "object", "properties": {"x": {"enum": ["a" * 3000]}}}
+        wide = {"type": "object", "properties": {"x": {"enum": ["the " * 400]}}}
         function = {"name": "f", "parameters": wide, "strict": True}
         error = await server.refusal(CHAT, messages=PARIS, tools=[{"type": "function", "function": function}])
         assert error["param"] == "tools[0].function.parameters", "before it is read"
