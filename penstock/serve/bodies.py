@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from penstock.serve.problems import RequestProblem
-from penstock.serve.services import Services
+from penstock.serve.services import LONG_BODY, Services
 
 MAX_DEPTH = 64
 """Objects and arrays inside each other; deeper ones exhaust the stack of whoever walks over them."""
@@ -30,12 +30,14 @@ class JsonRequest(Request):
     """A request whose body is read within the server's limits and decoded strictly."""
 
     _read_body: bytes | None = None
+    _is_long = False
 
     async def body(self) -> bytes:
         """The whole body.
 
         Raises:
             RequestProblem: 413 too long, counted as it arrives; 408 too slow; 415 not said to be JSON.
+            OverloadedError: 429 it is long, and so are as many others as are held at once.
         """
         if self._read_body is None:
             self._check_media_type()
@@ -88,9 +90,18 @@ class JsonRequest(Request):
             size += len(part)
             if size > limit:
                 _too_long(limit)
+            if size > LONG_BODY and not self._is_long:
+                Services.of(self).long_bodies.enter()
+                self._is_long = True
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+    def let_go(self) -> None:
+        """Nobody reads the body any more."""
+        if self._is_long:
+            self._is_long = False
+            Services.of(self).long_bodies.leave()
 
 
 class JsonRoute(APIRoute):
@@ -101,7 +112,11 @@ class JsonRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(JsonRequest(request.scope, request.receive, request._send))
+            json_request = JsonRequest(request.scope, request.receive, request._send)
+            try:
+                return await handler(json_request)
+            finally:
+                json_request.let_go()
 
         return handle
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import Request
 
+from penstock.errors import OverloadedError
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.serve.config import ServeConfig
@@ -23,6 +24,36 @@ if TYPE_CHECKING:
 
 LONG_BODY = 512 * 1024
 """Bytes; a body above that has more text than nearly every model's prompts."""
+
+
+_MOST_LONG_BODIES = 8
+
+
+class LongBodies:
+    """How many long bodies are read and worked on: they wait in memory for one thread, so they are few."""
+
+    def __init__(self, most: int = _MOST_LONG_BODIES) -> None:
+        self._most = most
+        self.num_inside = 0
+
+    def enter(self) -> None:
+        """Lets one in.
+
+        Raises:
+            OverloadedError: as many as may are inside.
+        """
+        if self.num_inside >= self._most:
+            raise OverloadedError(
+                f"{self.num_inside} requests with bodies of more than {LONG_BODY // 1024} KiB are being read "
+                "already: try again later",
+                retry_after=5,
+            )
+        self.num_inside += 1
+
+    def leave(self) -> None:
+        """One that was let in is done with."""
+        assert self.num_inside > 0
+        self.num_inside -= 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +71,7 @@ class Services:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
     """Where they run for long bodies, which take many seconds: the others do not wait behind those."""
+    long_bodies: LongBodies = field(default_factory=LongBodies)
     parsers: OutputParsers
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("penstock.serve"))
     gate: Gate = field(default_factory=Gate)

@@ -116,6 +116,23 @@ async def test_a_body_may_be_as_long_as_the_limit() -> None:
     assert str(len(body) - 1) in refused.json()["error"]["message"]
 
 
+async def test_long_bodies_are_few_at_a_time() -> None:
+    services = make_services()
+    services.long_bodies.enter()
+    long = json.dumps({"a": "b" * 600_000}).encode()
+    async with client_of(services, echo()) as client:
+        assert (await post(client, long, path="/raw")).status_code == 200
+        while services.long_bodies.num_inside < 8:
+            services.long_bodies.enter()
+        refused = await post(client, long, path="/raw")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        assert (await post(client, b"{}", path="/raw")).status_code == 200, "short ones are let in"
+        services.long_bodies.leave()
+        assert (await post(client, long, path="/raw")).status_code == 200
+        assert (await post(client, b"[" + long, path="/raw")).status_code == 400
+        assert services.long_bodies.num_inside == 7, "each leaves, refused ones too"
+
+
 async def test_bytes_are_counted_as_they_come() -> None:
     """Without Content-Length, and whatever the client says: it ends long before the body does."""
     sent = 0
