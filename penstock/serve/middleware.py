@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
 from collections.abc import MutableMapping
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -27,6 +29,9 @@ PROBES = frozenset({"/health", "/ready", "/version", "/metrics", "/playground/st
 
 PUBLIC = PROBES | {"/openapi.json"}
 """Paths that need no key and are served while the model is being loaded: they tell nothing of anybody."""
+
+_MOST_TO_TAKE_IN = 64 * 1024  # bytes
+_SECONDS_TO_TAKE_IN = 1.0
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -138,6 +143,7 @@ class Admit:
             record: RequestRecord = scope["state"]["record"]
             problem = problem_of(error)
             record.failed(problem.code, problem.status)
+            await _take_in(receive)
             await send_problem(problem, scope, receive, send)
             return
         with self._gate.inside():
@@ -147,6 +153,20 @@ class Admit:
 async def send_problem(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers a request with a problem."""
     await problem.response()(scope, receive, send)
+
+
+async def _take_in(receive: Receive) -> None:
+    """Reads what a refused request still sends, if it is short.
+
+    A connection that is closed with bytes unread is reset, and the client may never see the answer.
+    """
+    size, more = 0, True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_SECONDS_TO_TAKE_IN):
+            while more and size <= _MOST_TO_TAKE_IN:
+                message = await receive()
+                size += len(message.get("body", b""))
+                more = message.get("more_body", False)
 
 
 def _request_id(scope: Scope) -> str:

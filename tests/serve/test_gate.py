@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from support.serving import client_of, make_services
 
 from penstock.serve.gate import Gate
 
@@ -30,3 +34,23 @@ async def test_once_closed_it_stays_closed() -> None:
     gate.close()
     gate.open()
     assert "shutting down" in gate.reason
+
+
+@pytest.mark.parametrize(("length", "is_taken_in"), [(20_000, True), (10_000_000, False)])
+async def test_a_short_body_is_read_before_its_request_is_refused(length: int, is_taken_in: bool) -> None:
+    """Or the connection, closed with bytes unread, might be reset and the answer be lost."""
+    sent = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while sent < length:
+            sent += 1000
+            yield b" " * 1000
+
+    services = make_services()
+    services.gate.close()
+    async with client_of(services) as client:
+        response = await client.post("/v1/completions", content=chunks())
+    assert (response.status_code, response.headers["connection"]) == (503, "close")
+    assert (sent == length) is is_taken_in
+    assert sent <= 70_000
