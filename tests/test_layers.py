@@ -118,7 +118,7 @@ TABLE = {
     "pipelines.speculative": Row("numpy .pipelines.core"),
     "pipelines.speculative.draft_model": Row(
         "torch numpy .dtype .pipelines.config .pipelines.core .pipelines.kv_cache .pipelines.memory"
-        " .pipelines.model .pipelines.sampling",
+        " .pipelines.model .pipelines.sampling .pipelines.structured_output",
         typing=".engine",
     ),
     "pipelines.model": Row(
