@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="l110m")
     parser.add_argument("--works", nargs="+", choices=list(texts()), default=list(texts()))
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
-    parser.add_argument("--new", type=int, default=LONGEST_ANSWER, help="tokens of an answer at most")
+    parser.add_argument("--new", type=int, default=200, help="tokens of an answer at most")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

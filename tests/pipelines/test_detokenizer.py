@@ -280,6 +280,19 @@ def test_a_character_begun_by_the_prompt_is_the_answers(shared_data: Path) -> No
         assert detokenizer.stop_match is None  # a part of it is the prompt's
 
 
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_prompt_of_characters_in_bytes_may_be_cut_anywhere(shared_data: Path, count: int) -> None:
+    tokenizer = real_tokenizer(shared_data / "models/stories260K")
+    byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
+    character = [byte[one] for one in "漢".encode()]
+    for begun in range(3):
+        prompt = character * count + character[:begun]
+        assert text_behind(tokenizer, prompt, character[begun:] + character) == "漢漢"
+        detokenizer = Detokenizer(tokenizer, ["漢漢"], prompt=prompt)
+        detokenizer.append(character[begun:] + character)
+        assert (detokenizer.stop_match, detokenizer.num_tokens) == ("漢漢", 6 - begun)
+
+
 def test_a_long_prompt_is_not_read_whole(shared_data: Path) -> None:
     tokenizer = CountingDecoder(real_tokenizer(shared_data / "models/stories260K"))
     detokenizer = Detokenizer(tokenizer, prompt=[400] * 100_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from penstock.errors import ConfigError, InsufficientMemoryError
 from penstock.pipelines import PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.architectures.llama import tiny_config
 from penstock.pipelines.core import Grammar, SamplingParams
+from penstock.pipelines.speculative import SpeculationStats
 from penstock.pipelines.speculative.draft_model import DraftModelProposer
 
 Open = Callable[..., tuple[TextGenerationPipeline, DraftModelProposer]]
@@ -286,28 +288,28 @@ def test_drafts_keep_to_the_grammar(shared_data: Path, name: str, monkeypatch: p
     models = shared_data / "models"
     params = [
         SamplingParams(max_new_tokens=60, temperature=temperature, top_k=-1, seed=seed)
-        for seed, temperature in enumerate((0.0, 0.8, 1.0, 1.2))
+        for seed, temperature in enumerate((0.0, 0.7, 1.0, 0.0))
     ]
     grammars = [
-        Grammar("regex", "( (THE|A) [A-Z]{3,9}){2,5}!"),
-        Grammar("regex", " [b-y]+( [b-y]+){2,9}\\."),
+        Grammar("regex", "( [a-su-z]{1,9}){10}\\."),
+        Grammar("regex", " [b-y]+( [b-y]+){9}\\."),
         Grammar("json_schema", '{"type": "array", "items": {"type": "string"}, "minItems": 3}'),
         None,
     ]
     prompts = ["Once upon a time", "One day, a little dog", "Lily said", "Tom went to the park"]
 
-    def run(**config: Any) -> tuple[list[list[int]], float]:
-        with LLM(
-            str(models / "stories260K"), deterministic=True, adaptive_speculation=False, **config
-        ) as llm:
+    def run(**config: Any) -> tuple[list[tuple[list[int], str]], SpeculationStats]:
+        config |= {"deterministic": True, "adaptive_speculation": False}
+        with LLM(str(models / "stories260K"), **config) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False, grammar=grammars)
-            return [output.token_ids for output in outputs], llm.pipeline.speculation_stats.acceptance_rate
+            return [(output.token_ids, output.text) for output in outputs], llm.pipeline.speculation_stats
 
     texts, _ = run()
-    within, rate = run(draft_model_path=str(models / name))
+    assert re.fullmatch(grammars[0].text, texts[0][1]), "its first space too"  # type: ignore[union-attr]
+    within, stats = run(draft_model_path=str(models / name))
     with monkeypatch.context() as patch:
         patch.setattr("penstock.pipelines.speculative.draft_model.grammar_bitmask", lambda *_: None)
-        without, rate_without = run(draft_model_path=str(models / name))
+        without, stats_without = run(draft_model_path=str(models / name))
     assert texts == within == without
-    assert rate > rate_without + 0.05
-    assert rate == 1 or name != "stories260K", "the model itself would be right each time"
+    assert stats.num_accepted > 1.1 * stats_without.num_accepted
+    assert stats.acceptance_rate == 1 or name != "stories260K", "the model itself is right each time"
