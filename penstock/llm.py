@@ -283,7 +283,7 @@ class LLM:
         with self._driving(), GenerationProgress(len(contexts), shown=use_tqdm) as progress:
             for context, beams in search(self.pipeline, contexts, options, *limits):
                 for index, beam in enumerate(beams):
-                    outputs.append(GenerationOutput.of_beam(context, index, beam, self.tokenizer.decode_ids))
+                    outputs.append(GenerationOutput.of_beam(context, index, beam, self.tokenizer))
                 progress.advance(num_tokens=sum(len(beam.token_ids) for beam in beams), num_prompts=1)
         return outputs
 
@@ -416,7 +416,11 @@ class LLM:
             context.log_probabilities_echo = False
         stop = contexts[0].sampling_params.stop
         if contexts[0].sampling_params.detokenize:
-            return [Answer(context, Detokenizer(self.tokenizer, stop or ())) for context in contexts]
+            prompt = contexts[0].prompt_tokens
+            return [
+                Answer(context, Detokenizer(self.tokenizer, stop or (), prompt=prompt))
+                for context in contexts
+            ]
         if stop:
             raise InputError("stop strings are matched on text: they need detokenize=True")
         return [Answer(context, None) for context in contexts]

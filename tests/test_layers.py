@@ -118,7 +118,7 @@ TABLE = {
     "pipelines.speculative": Row("numpy .pipelines.core"),
     "pipelines.speculative.draft_model": Row(
         "torch numpy .dtype .pipelines.config .pipelines.core .pipelines.kv_cache .pipelines.memory"
-        " .pipelines.model .pipelines.sampling",
+        " .pipelines.model .pipelines.sampling .pipelines.structured_output",
         typing=".engine",
     ),
     "pipelines.model": Row(
@@ -153,7 +153,7 @@ TABLE = {
     "pipelines.tokenizer": Row(
         "numpy tokenizers .pipelines.core .pipelines.chat_template .pipelines.tokenizer_files"
     ),
-    "pipelines.detokenizer": Row(".pipelines.core .pipelines.tokenizer"),
+    "pipelines.detokenizer": Row("numpy .pipelines.core .pipelines.tokenizer"),
     "scheduler": Row("numpy .pipelines.core .pipelines.kv_cache.interface"),
     "scheduler.messages": Row("msgspec .pipelines.core .scheduler.isolation"),
     "scheduler.worker": Row("msgspec zmq .pipelines.core .scheduler.messages .scheduler.scheduler"),

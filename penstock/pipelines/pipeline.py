@@ -227,7 +227,8 @@ class TextGenerationPipeline:
         rooms = self._rooms(contexts)
         vocabulary = self._forwards.vocabulary or 0  # unknown before the first forward
         for place, (context, room) in enumerate(zip(contexts, rooms, strict=True)):
-            if context.matcher is not None and vocabulary:
+            has_jumped = _jumps(context) and len(context.generated_tokens)  # then nothing is forced here
+            if context.matcher is not None and vocabulary and not has_jumped:
                 drafts[place] = forced_tokens(context, min(room, _LONGEST_JUMP), vocabulary)
         is_forced = [bool(draft) for draft in drafts]
         if self.proposer is None:
@@ -299,18 +300,9 @@ class TextGenerationPipeline:
         return responses
 
     def _jump_ahead(self, context: TextContext) -> None:
-        """Appends the tokens that the grammar forces, to be computed together with the one before them.
-
-        Not where each token must be looked at (log probabilities, sequences that end the output, tokens that
-        are forbidden): there they are drafts, and never rejected.
-        """
-        if context.matcher is None or context.log_probabilities or context.eos_sequences:
-            return
-        params = context.sampling_params
-        if params.allowed_token_ids is not None or params.banned_token_ids:
-            return
+        """Appends the tokens that the grammar forces, to be computed together with the one before them."""
         is_over = _status(context).is_done or context.active_idx < context.end_idx
-        if is_over or not self._forwards.vocabulary:
+        if not _jumps(context) or is_over or not self._forwards.vocabulary:
             return
         room = self._room(context) - 1  # the token that reaches the maximum length is sampled
         for token in forced_tokens(context, min(room, _LONGEST_JUMP), self._forwards.vocabulary):
@@ -378,6 +370,17 @@ def _response(context: TextContext) -> TextGenerationResponse:
 def _status(context: TextContext) -> TextGenerationStatus:
     """How far the language model has come, which for speech is not how far the audio has."""
     return context.speech_token_status if isinstance(context, TTSContext) else context.status
+
+
+def _jumps(context: TextContext) -> bool:
+    """Whether tokens that the grammar forces are appended at once.
+
+    Not where each token must be looked at (log probabilities, sequences that end the output, tokens that are
+    forbidden): there they are drafts, and never rejected.
+    """
+    params = context.sampling_params
+    is_looked_at = context.log_probabilities or context.eos_sequences or params.banned_token_ids
+    return context.matcher is not None and not is_looked_at and params.allowed_token_ids is None
 
 
 def _needs_each_token(context: TextContext) -> bool:
