@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.dtype import DType
 from penstock.errors import ConfigError
+from penstock.kernels.panels import from_panels
+
+Layout = Literal["rows", "panels"]
+"""How a packed weight lies in memory: as its encoding defines it, or as `kernels.panels` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class LinearSlice:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear layer ready to be multiplied by `Ops.linear`."""
+    """A linear layer ready to be multiplied by the `Ops` that packed it."""
 
     encoding: str
     tensors: Mapping[str, Tensor]
@@ -36,6 +40,7 @@ class PackedLinear:
     out_features: int
     bias: Tensor | None = None  # [out]
     slices: tuple[LinearSlice, ...] = ()
+    layout: Layout = "rows"
 
 
 class LinearEncoding(Protocol):
@@ -114,7 +119,7 @@ def pack_linear(
     bias: Tensor | None = None,  # [out]
     slices: Sequence[LinearSlice] = (),
 ) -> PackedLinear:
-    """Packs a weight for `Ops.linear`, in the encoding named.
+    """Packs a weight in the encoding named, in the layout that the encoding defines.
 
     Raises:
         ConfigError: the encoding is unknown.
@@ -126,3 +131,11 @@ def pack_linear(
         if bias is not None:
             bias = bias.to(kind.compute_dtype.to_torch())
     return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices))
+
+
+def unpack_linear(packed: PackedLinear) -> Tensor:
+    """The weight ``[out, in]`` that a packed linear stands for, whatever its layout."""
+    tensors = packed.tensors
+    if packed.layout == "panels":
+        tensors = from_panels(packed.encoding, tensors, packed.out_features, packed.in_features)
+    return encoding_named(packed.encoding).unpack(tensors)
