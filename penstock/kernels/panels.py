@@ -84,7 +84,9 @@ def _int4_to_panels(rows: Mapping[str, Tensor]) -> Tensors:
     weight, scales = rows["weight"], rows["scales"]
     missing = -weight.shape[0] % PANEL
     integers = F.pad(weight.short() + 8, (0, -weight.shape[1] % GROUP, 0, missing), value=8)
-    steps = integers.view(-1, PANEL, scales.shape[1], 4, 2, 4).permute(0, 2, 3, 1, 5, 4)  # [P, G, 4, 64, 4, 2]
+    steps = integers.view(-1, PANEL, scales.shape[1], 4, 2, 4).permute(
+        0, 2, 3, 1, 5, 4
+    )  # [P, G, 4, 64, 4, 2]
     halves = (steps[..., 0] | steps[..., 1] << 4).to(torch.uint8).flatten(2)  # [P, G, 1024]
     columns = F.pad(scales, (0, 0, 0, missing)).view(-1, PANEL, scales.shape[1]).transpose(1, 2)
     return {"panels": torch.cat([halves, columns.contiguous().view(torch.uint8)], dim=2)}
