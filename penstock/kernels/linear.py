@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,11 @@ from torch import Tensor
 
 from penstock.dtype import DType
 from penstock.errors import ConfigError
+from penstock.kernels.panels import from_panels
 from penstock.kernels.quantized import Int4Encoding, Int8Encoding
+
+Layout = Literal["rows", "panels"]
+"""How a packed weight lies in memory: as its encoding defines it, or as `kernels.panels` does."""
 
 ROW_TILE = 8
 """A multiple of this many rows goes into every product of torch's, which picks another inner kernel for a
@@ -34,7 +38,7 @@ class LinearSlice:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear layer ready to be multiplied by `Ops.linear`."""
+    """A linear layer ready to be multiplied by the `Ops` that packed it."""
 
     encoding: str
     tensors: Mapping[str, Tensor]
@@ -42,6 +46,7 @@ class PackedLinear:
     out_features: int
     bias: Tensor | None = None  # [out]
     slices: tuple[LinearSlice, ...] = ()
+    layout: Layout = "rows"
 
 
 class LinearEncoding(Protocol):
@@ -143,7 +148,7 @@ def pack_linear(
     bias: Tensor | None = None,  # [out]
     slices: Sequence[LinearSlice] = (),
 ) -> PackedLinear:
-    """Packs a weight for `Ops.linear`, in the encoding named.
+    """Packs a weight in the encoding named, in the layout that the encoding defines.
 
     Raises:
         ConfigError: the encoding is unknown.
@@ -155,3 +160,15 @@ def pack_linear(
         if bias is not None:
             bias = bias.to(kind.compute_dtype.to_torch())
     return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices))
+
+
+def tensors_in_rows(packed: PackedLinear) -> Mapping[str, Tensor]:
+    """The tensors of a packed linear as its encoding defines them, whatever its layout."""
+    if packed.layout == "rows":
+        return packed.tensors
+    return from_panels(packed.encoding, packed.tensors, packed.out_features, packed.in_features)
+
+
+def unpack_linear(packed: PackedLinear) -> Tensor:
+    """The weight ``[out, in]`` that a packed linear stands for, whatever its layout."""
+    return encoding_named(packed.encoding).unpack(tensors_in_rows(packed))

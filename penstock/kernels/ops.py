@@ -8,13 +8,14 @@ is correct; other back ends inherit from it and override what they do faster.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
 
 from penstock.kernels.experts import ClampedSwish, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
-from penstock.kernels.linear import PackedLinear
+from penstock.kernels.linear import LinearSlice, PackedLinear, pack_linear
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Gating = Activation | ClampedSwish
@@ -50,6 +51,21 @@ class Ops(ABC):
 
     name: str
     """What ``penstock env`` calls the back end."""
+
+    def pack_linear(
+        self,
+        weight: Tensor,  # [out, in]
+        encoding: str,
+        *,
+        bias: Tensor | None = None,  # [out]
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        """Packs a weight for `linear`, in the encoding named and the layout that this back end reads fastest.
+
+        Raises:
+            ConfigError: the encoding is unknown.
+        """
+        return pack_linear(weight, encoding, bias=bias, slices=slices)
 
     @abstractmethod
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -23,13 +23,26 @@ class TensorSource(Protocol):
         ...
 
 
+class PackLinear(Protocol):
+    """What packs a weight: `penstock.kernels.pack_linear`, or the method of a back end."""
+
+    def __call__(
+        self, weight: Tensor, encoding: str, *, bias: Tensor | None, slices: Sequence[LinearSlice]
+    ) -> PackedLinear:
+        """Packs ``weight [out, in]`` and ``bias [out]`` in the encoding named."""
+        ...
+
+
 class Loader:
     """Reads layers by their checkpoint names and packs each once, in one encoding, on one device."""
 
-    def __init__(self, source: TensorSource, encoding: str, device: torch.device) -> None:
+    def __init__(
+        self, source: TensorSource, encoding: str, device: torch.device, pack: PackLinear = pack_linear
+    ) -> None:
         self.source = source
         self.encoding = encoding
         self.device = device
+        self._pack_linear = pack
         self.dtype = encoding_named(encoding).compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
         self.linears: dict[str, PackedLinear] = {}
@@ -83,7 +96,7 @@ class Loader:
         for name, size in parts.items():
             slices.append(LinearSlice(name, start, start + size))
             start += size
-        packed = pack_linear(
+        packed = self._pack_linear(
             weight.to(self.device),
             str(self.dtype).removeprefix("torch.") if plain else self.encoding,
             bias=None if bias is None else bias.to(self.device),
