@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -22,14 +22,53 @@ class TensorSource(Protocol):
         """The tensor called ``name``, which must have this shape."""
         ...
 
+    def release(self, name: str) -> None:
+        """The tensor has been packed: what memory its file's pages take may go."""
+        ...
+
+
+class PackLinear(Protocol):
+    """What packs a weight: `penstock.kernels.pack_linear`, or the method of a back end."""
+
+    def __call__(
+        self, weight: Tensor, encoding: str, *, bias: Tensor | None, slices: Sequence[LinearSlice]
+    ) -> PackedLinear:
+        """Packs ``weight [out, in]`` and ``bias [out]`` in the encoding named."""
+        ...
+
+
+SMALLEST_INT4 = 64
+"""Inputs, and outputs, below which a layer gains nothing from 4 bits and is packed in 8."""
+
+
+def encoding_of_linear(encoding: str, out_features: int, in_features: int) -> str:
+    """The encoding of a linear layer of this shape in a model of ``encoding``."""
+    is_small = min(out_features, in_features) < SMALLEST_INT4
+    return "int8" if encoding == "int4" and is_small else encoding
+
+
+def encoding_of_head(encoding: str) -> str:
+    """The encoding of the output head: quality hangs on it most, and 8 bits are the fewest it has."""
+    return "int8" if encoding == "int4" else encoding
+
 
 class Loader:
-    """Reads layers by their checkpoint names and packs each once, in one encoding, on one device."""
+    """Reads layers by their checkpoint names and packs each once, on one device.
 
-    def __init__(self, source: TensorSource, encoding: str, device: torch.device) -> None:
+    Args:
+        source: where from.
+        encoding: that of linear layers, as far as it suits them: see `encoding_of_linear`, `encoding_of_head`.
+        device: where to.
+        pack: how they are packed there; in rows if not given.
+    """
+
+    def __init__(
+        self, source: TensorSource, encoding: str, device: torch.device, pack: PackLinear = pack_linear
+    ) -> None:
         self.source = source
         self.encoding = encoding
         self.device = device
+        self._pack_linear = pack
         self.dtype = encoding_named(encoding).compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
         self.linears: dict[str, PackedLinear] = {}
@@ -61,12 +100,14 @@ class Loader:
         return self._pack({f"{prefix}.{part}": size for part, size in parts.items()}, in_features, bias)
 
     def head(self, name: str, vocabulary: int, hidden: int, *, tied_to: Tensor | None = None) -> Linear:
-        """The output head, its own or the embedding table ``[V, E]`` once more.
-
-        It stays in the activations' type: of all layers it is the one that quality hangs on most.
-        """
-        weight = self.tensor(f"{name}.weight", vocabulary, hidden) if tied_to is None else tied_to
-        return self.pack(weight, {name: vocabulary}, plain=True)
+        """The output head, its own or the embedding table ``[V, E]`` once more."""
+        encoding = encoding_of_head(self.encoding)
+        if tied_to is not None:
+            return self._packed([tied_to], {name: vocabulary}, None, encoding)
+        weight = self.source.tensor(f"{name}.weight", (vocabulary, hidden))
+        head = self._packed([weight], {name: vocabulary}, None, encoding)
+        self.source.release(f"{name}.weight")
+        return head
 
     def pack(
         self, weight: Tensor, parts: Mapping[str, int], *, bias: Tensor | None = None, plain: bool = False
@@ -79,18 +120,8 @@ class Loader:
             bias: ``[out]``.
             plain: whether it stays in the activations' type, whatever the encoding.
         """
-        slices, start = [], 0
-        for name, size in parts.items():
-            slices.append(LinearSlice(name, start, start + size))
-            start += size
-        packed = pack_linear(
-            weight.to(self.device),
-            str(self.dtype).removeprefix("torch.") if plain else self.encoding,
-            bias=None if bias is None else bias.to(self.device),
-            slices=slices,
-        )
-        self.linears |= {part.name: packed for part in slices}
-        return Linear(packed)
+        encoding = str(self.dtype).removeprefix("torch.") if plain else None
+        return self._packed([weight], parts, bias, encoding)
 
     def _pack(
         self, parts: Mapping[str, int], in_features: int, bias: bool, *, transposed: bool = False
@@ -102,5 +133,28 @@ class Loader:
             for name, size in parts.items()
         ]
         biases = [self.source.tensor(f"{name}.bias", (size,)) for name, size in parts.items()] if bias else []
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return self.pack(weight, parts, bias=torch.cat(biases) if biases else None)
+        linear = self._packed(weights, parts, torch.cat(biases) if biases else None)
+        for name in parts:
+            self.source.release(f"{name}.weight")
+        return linear
+
+    def _packed(
+        self,
+        weights: Sequence[Tensor],
+        parts: Mapping[str, int],
+        bias: Tensor | None,
+        encoding: str | None = None,
+    ) -> Linear:
+        slices, start = [], 0
+        for name, size in parts.items():
+            slices.append(LinearSlice(name, start, start + size))
+            start += size
+        weight = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
+        packed = self._pack_linear(
+            weight.to(self.device),
+            encoding or encoding_of_linear(self.encoding, *weight.shape),
+            bias=None if bias is None else bias.to(self.device),
+            slices=slices,
+        )
+        self.linears |= {part.name: packed for part in slices}
+        return Linear(packed)
