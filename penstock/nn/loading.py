@@ -22,6 +22,15 @@ class TensorSource(Protocol):
         """The tensor called ``name``, which must have this shape."""
         ...
 
+    def quantized_rows(
+        self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
+    ) -> Mapping[str, Tensor] | None:
+        """A linear layer's weight as ``encoding`` stores it in rows, where the source holds just that.
+
+        ``shape`` is ``(out, in)``, also where the source's own is ``transposed``.
+        """
+        ...
+
     def release(self, name: str) -> None:
         """The tensor has been packed: what memory its file's pages take may go."""
         ...
