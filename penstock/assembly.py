@@ -76,7 +76,9 @@ def check_checkpoint(config: PipelineConfig) -> TextTokenizer:
     weights = Weights.open(config.model.checkpoint, shapes_only=True)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
     with torch.no_grad():
-        floats = encoding_named(config.model.encoding).compute_dtype.value  # shapes are to be seen, not packed
+        floats = encoding_named(
+            config.model.encoding
+        ).compute_dtype.value  # shapes are to be seen, not packed
         loader = Loader(weights, floats, torch.device("meta"))
         model.build(loader, config.model.huggingface_config, length)
     weights.finish(model.ignored_weights)

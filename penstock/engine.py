@@ -18,7 +18,6 @@ class InferenceSession:
 
     Args:
         devices: the devices to run on; the host's processor if not given.
-        deterministic: use only kernels whose results for a row depend on no other row.
         num_threads: threads of the one OpenMP team of this process; as many as torch chooses if not given.
     """
 
@@ -26,13 +25,11 @@ class InferenceSession:
         self,
         devices: Sequence[Device] | None = None,
         *,
-        deterministic: bool = False,
         num_threads: int | None = None,
     ) -> None:
         self.devices = list(devices or [CPU()])
         if len(self.devices) > 1:
             raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
-        self.deterministic = deterministic
         if num_threads is not None:
             import torch
 
@@ -54,7 +51,7 @@ class InferenceSession:
         if self.devices[0].is_host:
             from penstock.kernels import cpu
 
-            compiled = cpu.load(deterministic=self.deterministic)
+            compiled = cpu.load()
             if compiled is not None:
                 return compiled
         return ReferenceOps()

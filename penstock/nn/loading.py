@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.kernels import LinearSlice, PackedLinear, encoding_named, pack_linear
+from penstock.kernels import LinearSlice, PackedLinear, encoding_named
+from penstock.kernels.reference import ReferenceOps
 from penstock.nn.linear import Linear
 from penstock.nn.norm import LayerNorm, RMSNorm
 
@@ -36,13 +37,24 @@ class TensorSource(Protocol):
         ...
 
 
-class PackLinear(Protocol):
-    """What packs a weight: `penstock.kernels.pack_linear`, or the method of a back end."""
+class Packer(Protocol):
+    """What packs weights: a back end, `penstock.kernels.Ops`."""
 
-    def __call__(
+    def pack_linear(
         self, weight: Tensor, encoding: str, *, bias: Tensor | None, slices: Sequence[LinearSlice]
     ) -> PackedLinear:
         """Packs ``weight [out, in]`` and ``bias [out]`` in the encoding named."""
+        ...
+
+    def pack_quantized(
+        self,
+        rows: Mapping[str, Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+    ) -> PackedLinear:
+        """Packs a weight that is in the form of the encoding already."""
         ...
 
 
@@ -68,16 +80,16 @@ class Loader:
         source: where from.
         encoding: that of linear layers, as far as it suits them: see `encoding_of_linear`, `encoding_of_head`.
         device: where to.
-        pack: how they are packed there; in rows if not given.
+        packer: what packs them there; the reference back end if not given.
     """
 
     def __init__(
-        self, source: TensorSource, encoding: str, device: torch.device, pack: PackLinear = pack_linear
+        self, source: TensorSource, encoding: str, device: torch.device, packer: Packer | None = None
     ) -> None:
         self.source = source
         self.encoding = encoding
         self.device = device
-        self._pack_linear = pack
+        self._packer = packer or ReferenceOps()
         self.dtype = encoding_named(encoding).compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
         self.linears: dict[str, PackedLinear] = {}
@@ -112,9 +124,9 @@ class Loader:
         """The output head, its own or the embedding table ``[V, E]`` once more."""
         encoding = encoding_of_head(self.encoding)
         if tied_to is not None:
-            return self._packed([tied_to], {name: vocabulary}, None, encoding)
+            return self._packed(tied_to, {name: vocabulary}, None, encoding)
         weight = self.source.tensor(f"{name}.weight", (vocabulary, hidden))
-        head = self._packed([weight], {name: vocabulary}, None, encoding)
+        head = self._packed(weight, {name: vocabulary}, None, encoding)
         self.source.release(f"{name}.weight")
         return head
 
@@ -129,41 +141,71 @@ class Loader:
             bias: ``[out]``.
             plain: whether it stays in the activations' type, whatever the encoding.
         """
-        encoding = str(self.dtype).removeprefix("torch.") if plain else None
-        return self._packed([weight], parts, bias, encoding)
+        if plain:
+            encoding = str(self.dtype).removeprefix("torch.")
+        else:
+            encoding = encoding_of_linear(self.encoding, *weight.shape)
+        return self._packed(weight, parts, bias, encoding)
 
     def _pack(
         self, parts: Mapping[str, int], in_features: int, bias: bool, *, transposed: bool = False
     ) -> Linear:
-        weights = [
-            self.source.tensor(f"{name}.weight", (in_features, size)).T
-            if transposed
-            else self.source.tensor(f"{name}.weight", (size, in_features))
-            for name, size in parts.items()
-        ]
         biases = [self.source.tensor(f"{name}.bias", (size,)) for name, size in parts.items()] if bias else []
-        linear = self._packed(weights, parts, torch.cat(biases) if biases else None)
+        offset = torch.cat(biases) if biases else None
+        encoding = encoding_of_linear(self.encoding, sum(parts.values()), in_features)
+        rows = self._quantized(parts, in_features, encoding, transposed)
+        if rows is not None:
+            linear = self._packed(rows, parts, offset, encoding)
+        else:
+            weights = [self._weight(name, size, in_features, transposed) for name, size in parts.items()]
+            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            linear = self._packed(weight, parts, offset, encoding)
         for name in parts:
             self.source.release(f"{name}.weight")
         return linear
 
+    def _weight(self, name: str, out_features: int, in_features: int, transposed: bool) -> Tensor:
+        if transposed:
+            return self.source.tensor(f"{name}.weight", (in_features, out_features)).T
+        return self.source.tensor(f"{name}.weight", (out_features, in_features))
+
+    def _quantized(
+        self, parts: Mapping[str, int], in_features: int, encoding: str, transposed: bool
+    ) -> Mapping[str, Tensor] | None:
+        """The rows of all parts as the encoding stores them, if the source holds any of them so; others are
+        quantised."""
+        found = {
+            name: self.source.quantized_rows(
+                f"{name}.weight", encoding, (size, in_features), transposed=transposed
+            )
+            for name, size in parts.items()
+        }
+        if not any(found.values()):
+            return None
+        pack = encoding_named(encoding).pack
+        whole = [
+            rows or pack(self._weight(name, parts[name], in_features, transposed))
+            for name, rows in found.items()
+        ]
+        return {key: torch.cat([rows[key] for rows in whole]) for key in whole[0]}
+
     def _packed(
         self,
-        weights: Sequence[Tensor],
+        weight: Tensor | Mapping[str, Tensor],  # [out, in], or the rows of the encoding
         parts: Mapping[str, int],
         bias: Tensor | None,
-        encoding: str | None = None,
+        encoding: str,
     ) -> Linear:
         slices, start = [], 0
         for name, size in parts.items():
             slices.append(LinearSlice(name, start, start + size))
             start += size
-        weight = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
-        packed = self._pack_linear(
-            weight.to(self.device),
-            encoding or encoding_of_linear(self.encoding, *weight.shape),
-            bias=None if bias is None else bias.to(self.device),
-            slices=slices,
-        )
+        if bias is not None:
+            bias = bias.to(self.device)
+        if isinstance(weight, Tensor):
+            packed = self._packer.pack_linear(weight.to(self.device), encoding, bias=bias, slices=slices)
+        else:
+            rows = {name: tensor.to(self.device) for name, tensor in weight.items()}
+            packed = self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
         self.linears |= {part.name: packed for part in slices}
         return Linear(packed)

@@ -84,7 +84,6 @@ class TextGenerationPipeline:
         answered a request takes it out (``pop``) and releases its context."""
         self.session = InferenceSession(
             load_devices(pipeline_config.model.devices),
-            deterministic=pipeline_config.deterministic,
             num_threads=pipeline_config.num_threads,
         )
         self.model = pipeline_model(pipeline_config, self.session)

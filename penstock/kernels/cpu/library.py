@@ -31,7 +31,7 @@ _ARGUMENTS = {
     "store_kv": "2q 4P 9q",
     "gated_activation": "2q 2P 3q",
     "take_rows": "3P 4q",
-    "linear": "2q P q 3P 3q",
+    "linear": "2q P q 4P 4q",
     "lora": "q P q 3P q 3P 4q",
     "attention": "2q 7P 10q 2d",
     "sample": "q P 3q 6P q P",

@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from penstock.kernels.cpu.library import Kernels
-from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
-from penstock.kernels.linear import PackedLinear
+from penstock.kernels.cpu.linear import LONG, TYPES, CpuLinear
+from penstock.kernels.inputs import LayerKV, SamplingInputs
 from penstock.kernels.ops import Activation
-from penstock.kernels.reference import ReferenceOps
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_FLOAT_ENCODINGS = ("float32", "bfloat16")
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
-_SMALL_ROWS = {torch.float32: 64, torch.bfloat16: 32}
-"""Rows up to which our `linear` is faster than torch's (`benchmarks/cpu_kernels.py linear`)."""
 
-_LONG = 1 << 27
-"""Multiplications from which a kernel takes long enough to release the GIL: some milliseconds."""
-
-
-class CpuOps(ReferenceOps):
+class CpuOps(CpuLinear):
     """C++ kernels for float32 and bfloat16 activations.
 
-    A row's bits depend on nothing but the row: not on its batch, its place there, or the threads. Only
-    products of more rows than ours are fastest for are left to torch, whose sums hang on their number.
+    A row's bits depend on nothing but the row: not on its batch, its place there, or the threads.
 
     Args:
         kernels: those of one instruction set.
-        deterministic: leave no product to torch.
     """
-
-    name = "cpu"
-
-    def __init__(self, kernels: Kernels, *, deterministic: bool = False) -> None:
-        self._kernels = kernels
-        self.deterministic = deterministic
 
     @property
     def isa(self) -> str:
@@ -48,69 +29,8 @@ class CpuOps(ReferenceOps):
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
         return self.take_rows(table, tokens)
 
-    def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
-        if packed.encoding not in _FLOAT_ENCODINGS or packed.tensors["weight"].dtype != x.dtype:
-            return super().linear(x, packed, lora=lora)
-        y = self._multiply(x, packed.tensors["weight"], packed.bias)
-        return y if lora is None else self._add_lora(y, x, packed, lora)
-
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        dtype, (rows, inputs), outputs = x.dtype, x.shape, weight.shape[0]
-        kind, row_stride, stride = _TYPES.get(dtype), *x.stride()
-        fits = stride == 1 and weight.is_contiguous() and (bias is None or bias.dtype == dtype)
-        if kind is None or not fits:
-            return super()._multiply(x, weight, bias)
-        if rows > _SMALL_ROWS[dtype] and not self.deterministic:
-            return F.linear(x, weight, bias)
-        y = x.new_empty(rows, outputs)
-        long = rows * inputs * outputs > _LONG
-        (self._kernels.long_linear if long else self._kernels.linear)(
-            kind,
-            kind,
-            x.data_ptr(),
-            row_stride,
-            weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            rows,
-            outputs,
-            inputs,
-        )
-        return y
-
-    def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
-        kind = _TYPES.get(x.dtype)
-        parts = [part for part in packed.slices if part.name in lora.matrices]
-        fits = kind is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
-        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in parts):
-            return super()._add_lora(y, x, packed, lora)
-        order, segments = lora.order, lora.segments
-        for part in parts:
-            down, up = lora.matrices[part.name]
-            ranks = lora.ranks.get(part.name)
-            _, rank, in_features = down.shape
-            width = part.stop - part.start
-            long = len(order) * rank * (in_features + width) > _LONG
-            (self._kernels.long_lora if long else self._kernels.lora)(
-                kind,
-                x.data_ptr(),
-                x.stride(0),
-                down.data_ptr(),
-                up.data_ptr(),
-                y.data_ptr() + part.start * y.element_size(),
-                y.stride(0),
-                order.data_ptr(),
-                segments.data_ptr(),
-                0 if ranks is None else ranks.data_ptr(),
-                len(segments),
-                rank,
-                width,
-                in_features,
-            )
-        return y
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        kind, weight_kind, strides = _TYPES.get(x.dtype), _TYPES.get(weight.dtype), x.stride()
+        kind, weight_kind, strides = TYPES.get(x.dtype), TYPES.get(weight.dtype), x.stride()
         if kind is None or weight_kind is None or len(strides) not in (2, 3) or strides[-1] != 1:
             return super().rms_norm(x, weight, eps)
         out = _new_like(x)
@@ -131,7 +51,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        kind, weight_kind = _TYPES.get(x.dtype), _TYPES.get(weight.dtype)
+        kind, weight_kind = TYPES.get(x.dtype), TYPES.get(weight.dtype)
         strides, residual_strides = x.stride(), residual.stride()
         fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
         if kind is None or weight_kind is None or not fits:
@@ -155,7 +75,7 @@ class CpuOps(ReferenceOps):
         return normed, total
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        kind, q_strides, k_strides = _TYPES.get(q.dtype), q.stride(), k.stride()
+        kind, q_strides, k_strides = TYPES.get(q.dtype), q.stride(), k.stride()
         tables = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         if kind is None or q_strides[2] != 1 or k_strides[2] != 1 or k.dtype != q.dtype or not tables:
             return super().rotary(q, k, cos, sin)
@@ -182,9 +102,9 @@ class CpuOps(ReferenceOps):
         return q_out, k_out
 
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
-        kind, k_strides, v_strides = _TYPES.get(k.dtype), k.stride(), v.stride()
+        kind, k_strides, v_strides = TYPES.get(k.dtype), k.stride(), v.stride()
         cache, slots = kv.cache, kv.slots
-        cache_kind = _TYPES.get(cache.dtype)
+        cache_kind = TYPES.get(cache.dtype)
         rows_fit = k_strides[2] == v_strides[2] == 1 and k.dtype == v.dtype
         if kind is None or cache_kind is None or not rows_fit or not cache.is_contiguous():
             super().store_kv(k, v, kv)
@@ -218,7 +138,7 @@ class CpuOps(ReferenceOps):
         sinks: Tensor | None = None,
     ) -> Tensor:
         cache, tables, strides = kv.cache, kv.block_tables, q.stride()
-        kind, cache_kind = _TYPES.get(q.dtype), _TYPES.get(cache.dtype)
+        kind, cache_kind = TYPES.get(q.dtype), TYPES.get(cache.dtype)
         _, num_blocks, kv_heads, block_size, dim = cache.shape
         blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
         rows_fit = dim % 8 == 0 and strides[2] == 1 and tables.stride(1) == 1
@@ -229,7 +149,7 @@ class CpuOps(ReferenceOps):
             sinks = sinks.float().contiguous()
         out = _new_like(q)
         rows, heads, _ = q.shape
-        long = rows * tables.shape[1] * block_size * heads * dim > _LONG
+        long = rows * tables.shape[1] * block_size * heads * dim > LONG
         (self._kernels.long_attention if long else self._kernels.attention)(
             kind,
             cache_kind,
@@ -256,7 +176,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
-        kind, strides = _TYPES.get(x.dtype), x.stride()
+        kind, strides = TYPES.get(x.dtype), x.stride()
         if kind is None or len(strides) != 2 or strides[1] != 1:
             return super().gated_activation(x, activation)
         rows, width = x.shape
@@ -295,7 +215,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
-        kind, strides = _TYPES.get(logits.dtype), logits.stride()
+        kind, strides = TYPES.get(logits.dtype), logits.stride()
         masks_fit = bitmask is None or bitmask.is_contiguous()
         if kind is None or strides[1] != 1 or not masks_fit or not _fits(sampling):
             return super().sample(logits, sampling, bitmask)
@@ -323,11 +243,6 @@ class CpuOps(ReferenceOps):
 def _new_like(x: Tensor) -> Tensor:
     """An empty contiguous tensor of x's type and shape."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _are_stacked(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
-    """Whether A ``[n, R, in]`` and B, a view of ``[n, R, out]``, lie in memory as the kernel reads them."""
-    return down.dtype == up.dtype == dtype and down.is_contiguous() and up.transpose(1, 2).is_contiguous()
 
 
 def _fits(sampling: SamplingInputs) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError, UnsupportedFeatureError, WeightsError
-from penstock.kernels import ENCODINGS, PackedLinear
+from penstock.kernels import PackedLinear, unpack_linear
 from penstock.pipelines.lora.adapter_config import AdapterConfig
 from penstock.pipelines.weights import Weights
 
@@ -205,8 +205,7 @@ def layer_shape(layers: Layers, layer: str) -> tuple[int, int]:
 
 
 def _unpacked(layers: Layers, layer: str) -> Tensor:  # [out, in]
-    packed = layers[layer]
-    return ENCODINGS[packed.encoding].unpack(packed.tensors)[_part(layers, layer)].cpu()
+    return unpack_linear(layers[layer])[_part(layers, layer)].cpu()
 
 
 def _as_packed(weight: Tensor, packed: PackedLinear) -> Tensor:  # [out, in], of either

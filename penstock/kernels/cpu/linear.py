@@ -1,0 +1,142 @@
+"""Linear layers: packed in panels, and multiplied by one family of kernels for any number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.library import Kernels
+from penstock.kernels.cpu.memory import WeightMemory
+from penstock.kernels.inputs import LoRAInputs
+from penstock.kernels.linear import LinearSlice, PackedLinear, bias_of_encoding, encoding_named
+from penstock.kernels.panels import to_panels
+from penstock.kernels.reference import ReferenceOps
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Types of activations that the kernels take, as csrc numbers them."""
+
+LONG = 1 << 27
+"""Multiplications from which a kernel takes long enough to release the GIL: some milliseconds."""
+
+_ENCODINGS = {"float32": 0, "bfloat16": 1}
+
+
+class CpuLinear(ReferenceOps):
+    """Linear layers and adapters, for float32 and bfloat16 activations.
+
+    Args:
+        kernels: those of one instruction set.
+    """
+
+    name = "cpu"
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._weights = WeightMemory()
+
+    def pack_linear(
+        self,
+        weight: Tensor,
+        encoding: str,
+        *,
+        bias: Tensor | None = None,
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        if encoding not in _ENCODINGS:
+            return super().pack_linear(weight, encoding, bias=bias, slices=slices)
+        kind = encoding_named(encoding)
+        out_features, in_features = weight.shape
+        tensors = {}
+        with torch.no_grad():
+            for name, tensor in to_panels(encoding, kind.pack(weight)).items():
+                tensors[name] = self._weights.empty(tensor.shape, tensor.dtype).copy_(tensor)
+            if bias is not None:
+                bias = bias.to(kind.compute_dtype.to_torch()).contiguous()
+        return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
+
+    def pack_quantized(
+        self,
+        rows: Mapping[str, Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None = None,
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        if encoding not in _ENCODINGS:
+            return super().pack_quantized(rows, encoding, bias=bias, slices=slices)
+        out_features, in_features = rows["weight"].shape
+        bias = bias_of_encoding(bias, encoding)
+        tensors = {
+            name: self._weights.empty(tensor.shape, tensor.dtype).copy_(tensor)
+            for name, tensor in to_panels(encoding, rows).items()
+        }
+        return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
+
+    def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
+        bias, kind = packed.bias, TYPES.get(x.dtype)
+        row_stride, stride = x.stride()
+        fits = packed.layout == "panels" and stride == 1 and (bias is None or bias.dtype == x.dtype)
+        if kind is None or not fits or _computes_in(packed.encoding) != x.dtype:
+            return super().linear(x, packed, lora=lora)
+        rows, in_features, out_features = x.shape[0], packed.in_features, packed.out_features
+        assert x.shape[1] == in_features, "a layer of another width"
+        y = x.new_empty(rows, out_features)
+        scales = packed.tensors.get("scales")
+        long = rows * in_features * out_features > LONG
+        (self._kernels.long_linear if long else self._kernels.linear)(
+            _ENCODINGS[packed.encoding],
+            kind,
+            x.data_ptr(),
+            row_stride,
+            packed.tensors["panels"].data_ptr(),
+            0 if scales is None else scales.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            out_features,
+            rows,
+            out_features,
+            in_features,
+        )
+        return y if lora is None else self._add_lora(y, x, packed, lora)
+
+    def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
+        kind = TYPES.get(x.dtype)
+        parts = [part for part in packed.slices if part.name in lora.matrices]
+        fits = kind is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
+        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in parts):
+            return super()._add_lora(y, x, packed, lora)
+        order, segments = lora.order, lora.segments
+        for part in parts:
+            down, up = lora.matrices[part.name]
+            ranks = lora.ranks.get(part.name)
+            _, rank, in_features = down.shape
+            width = part.stop - part.start
+            long = len(order) * rank * (in_features + width) > LONG
+            (self._kernels.long_lora if long else self._kernels.lora)(
+                kind,
+                x.data_ptr(),
+                x.stride(0),
+                down.data_ptr(),
+                up.data_ptr(),
+                y.data_ptr() + part.start * y.element_size(),
+                y.stride(0),
+                order.data_ptr(),
+                segments.data_ptr(),
+                0 if ranks is None else ranks.data_ptr(),
+                len(segments),
+                rank,
+                width,
+                in_features,
+            )
+        return y
+
+
+def _computes_in(encoding: str) -> torch.dtype:
+    return encoding_named(encoding).compute_dtype.to_torch()
+
+
+def _are_stacked(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
+    """Whether A ``[n, R, in]`` and B, a view of ``[n, R, out]``, lie in memory as the kernel reads them."""
+    return down.dtype == up.dtype == dtype and down.is_contiguous() and up.transpose(1, 2).is_contiguous()
