@@ -76,10 +76,8 @@ def check_checkpoint(config: PipelineConfig) -> TextTokenizer:
     weights = Weights.open(config.model.checkpoint, shapes_only=True)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
     with torch.no_grad():
-        floats = encoding_named(
-            config.model.encoding
-        ).compute_dtype.value  # shapes are to be seen, not packed
-        loader = Loader(weights, floats, torch.device("meta"))
+        kind = encoding_named(config.model.encoding)
+        loader = Loader(weights, kind.compute_dtype.value, torch.device("meta"))  # nothing is to be quantised
         model.build(loader, config.model.huggingface_config, length)
     weights.finish(model.ignored_weights)
     return tokenizer

@@ -75,8 +75,8 @@ class Ops(ABC):
         bias: Tensor | None = None,  # [out]
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        """Packs for `linear` a weight that is stored as its encoding defines, by nobody's rounding but that of
-        whoever stored it: ``weight [out, in]`` and what goes with it.
+        """Packs for `linear` a weight that is in the form of its encoding already: ``weight [out, in]`` and
+        what goes with it.
 
         Raises:
             ConfigError: the encoding is unknown.

@@ -78,7 +78,7 @@ class Loader:
 
     Args:
         source: where from.
-        encoding: that of linear layers, as far as it suits them: see `encoding_of_linear`, `encoding_of_head`.
+        encoding: that of linear layers, where it suits them: see `encoding_of_linear`, `encoding_of_head`.
         device: where to.
         packer: what packs them there; the reference back end if not given.
     """

@@ -86,9 +86,9 @@ class SupportedArchitecture:
             known = ", ".join(("plain floats", *self.supported_quantizations))
             raise ConfigError(
                 "quantization_config.quant_method",
-                f"{self.name} does not read checkpoints of {method!r}: give one of {known}, such as the model "
-                "that this one was made from, and have it quantised as it is loaded: "
-                "--quantization-encoding int8 or int4",
+                f"{self.name} does not read checkpoints of {method!r}: give one of {known}, as the model "
+                "that this one was made from, and --quantization-encoding int8 or int4 to have it quantised "
+                "as it is loaded",
             )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError, UnsupportedFeatureError, WeightsError
-from penstock.kernels import PackedLinear, unpack_linear
+from penstock.kernels import PackedLinear, encoding_named, unpack_linear
 from penstock.pipelines.lora.adapter_config import AdapterConfig
 from penstock.pipelines.weights import Weights
 
@@ -210,7 +210,7 @@ def _unpacked(layers: Layers, layer: str) -> Tensor:  # [out, in]
 
 def _as_packed(weight: Tensor, packed: PackedLinear) -> Tensor:  # [out, in], of either
     """What would be left of a weight, had it been packed in the encoding of another."""
-    encoding = ENCODINGS[packed.encoding]
+    encoding = encoding_named(packed.encoding)
     return encoding.unpack(encoding.pack(weight.to(encoding.compute_dtype.to_torch())))
 
 

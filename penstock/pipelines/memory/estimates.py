@@ -23,7 +23,7 @@ _ROUTERS = ("*.gate.weight", "*.router.weight")
 
 
 def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
-    """Bytes that the weights take once loaded, in the encoding that they will have, and at most a little less.
+    """Bytes that the weights take once loaded, in the encoding that they will have: not less, hardly more.
 
     Linear layers and the output head count as packed, those that are fused one by one; embedding tables,
     norms and biases in the type of the activations. An output head that is tied to the embedding is packed
