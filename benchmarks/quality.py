@@ -5,38 +5,30 @@
     python benchmarks/quality.py /models/one-billion --tokens 8192
 
 On two kinds of text: sampled from the model in float32 at temperature 1 with fixed seeds, through `LLM`; and,
-for the embedded model, documents that its training held out. Each encoding is held against float32 and against
-bfloat16. Beside them stands "4 bits, plain": every linear layer but the head rounded to 4 bits in groups of 32
-by the group's largest weight, activations left in bfloat16: what int4 has to be no worse than.
+for the embedded model, documents that its training held out. Each encoding is held against float32 and
+against bfloat16. Beside them stands "4 bits, plain": every linear layer but the head rounded to 4 bits in
+groups of 32 by the group's largest weight, activations left in bfloat16: what int4 must be no worse than.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from against_transformers import machine
-from safetensors.torch import save_file
-from torch import Tensor
 
 from penstock import LLM
-from penstock.benchmarking.quality import Quality, compare, sample_texts
-from penstock.pipelines.weights import Weights
+from penstock.benchmarking.quality import Quality, compare, sample_texts, write_rounded
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))  # where the demo's text is made
 
 ENCODINGS = ("float32", "bfloat16", "int8", "int4")
 PLAIN = "4 bits, plain"
-GROUP = 32
-OTHERS = ("embed", "lm_head", ".gate.", ".router.")
-"""Parts of the names of matrices that keep their digits."""
 LENGTH = 512
 HELD_OUT_SEED = 1_000_004  # that of the figures in the model's card
 
@@ -79,7 +71,7 @@ def measure(model: str, tokens: int, seed: int, threads: int | None) -> list[dic
     with tempfile.TemporaryDirectory() as folder:
         for encoding in (*ENCODINGS, PLAIN):
             if encoding == PLAIN:
-                write_rounded(exact, Path(folder))
+                write_rounded(exact.config.model.checkpoint, Path(folder))
                 found = open_model(folder, "bfloat16", threads)
             else:
                 found = open_model(model, encoding, threads)
@@ -119,28 +111,6 @@ def held_out_texts(llm: LLM, tokens: int) -> list[list[int]]:
     return [[int(token) for token in packer.row(LENGTH - 1)[0]] for _ in range(-(-tokens // LENGTH))]
 
 
-def write_rounded(llm: LLM, folder: Path) -> None:
-    """The same checkpoint with the weights of its linear layers rounded to 4 bits."""
-    source = llm.config.model.checkpoint
-    weights = Weights.open(source)
-    tensors = {}
-    for name in weights.names:
-        tensor = weights.tensor(name, weights.shape(name))
-        is_linear = tensor.dim() == 2 and not any(part in name for part in OTHERS)
-        tensors[name] = round_plainly(tensor.float()) if is_linear else tensor.clone()
-    for file in source.glob("*.json"):
-        shutil.copy(file, folder)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def round_plainly(weight: Tensor) -> Tensor:
-    """``weight [out, in]`` in steps of a seventh of the largest magnitude of each 32 inputs."""
-    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % GROUP))
-    groups = padded.view(len(weight), -1, GROUP)
-    scales = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
-    return ((groups / scales).round() * scales).flatten(1)[:, : weight.shape[1]].contiguous()
-
-
 def print_tables(model: str, rows: list[dict[str, Any]]) -> None:
     kinds = list(dict.fromkeys(row["text"] for row in rows))
     for kind in kinds:
@@ -150,9 +120,10 @@ def print_tables(model: str, rows: list[dict[str, Any]]) -> None:
         print("encoding         perplexity  of bf16   KL float32    KL bf16   top-1 float32   bf16")
         for row in own:
             exact, rounded = Quality(**row["float32"]), Quality(**row["bfloat16"])
+            more = 100 * (exact.perplexity / base - 1)
             print(
-                f"{row['encoding']:15} {exact.perplexity:11.4f} {100 * (exact.perplexity / base - 1):+7.2f} % "
-                f"{exact.divergence:11.6f} {rounded.divergence:10.6f} {100 * exact.agreement:13.2f} % "
+                f"{row['encoding']:15} {exact.perplexity:11.4f} {more:+7.2f} % {exact.divergence:11.6f} "
+                f"{rounded.divergence:10.6f} {100 * exact.agreement:13.2f} % "
                 f"{100 * rounded.agreement:6.2f} %",
                 flush=True,
             )

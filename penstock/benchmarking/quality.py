@@ -10,15 +10,21 @@ texts that it was not trained on.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from penstock.llm import LLM
 from penstock.pipelines.core import SamplingParams, TextContext
+from penstock.pipelines.weights import Weights
+from penstock.pipelines.weights.safetensors import SINGLE_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +95,32 @@ def compare(expected: LLM, found: LLM, texts: Sequence[Sequence[int]]) -> Qualit
         agreeing += int((right.argmax(-1) == own.argmax(-1)).sum())
         count += len(targets)
     return Quality(math.exp(loss / count), divergence / count, agreeing / count, count)
+
+
+def write_rounded(checkpoint: Path, folder: Path) -> None:
+    """Writes a folder with safetensors again, with the weights of its linear layers ``[out, in]`` rounded to
+    4 bits plainly: in groups of 32 inputs, to steps of a seventh of the largest magnitude.
+
+    Head, embedding and routers keep their digits, as does whatever is computed with the weights: this is what
+    any encoding of 4 bits has to be held against.
+    """
+    weights = Weights.open(checkpoint)
+    tensors = {}
+    for name in weights.names:
+        tensor = weights.tensor(name, weights.shape(name))
+        is_linear = tensor.dim() == 2 and not any(part in name for part in _NOT_ROUNDED)
+        tensors[name] = _rounded(tensor.float()) if is_linear else tensor.clone()
+    for file in checkpoint.glob("*.json"):
+        shutil.copy(file, folder)
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+_GROUP = 32
+_NOT_ROUNDED = ("embed", "lm_head", ".gate.", ".router.")
+
+
+def _rounded(weight: Tensor) -> Tensor:
+    padded = F.pad(weight, (0, -weight.shape[1] % _GROUP))
+    groups = padded.view(len(weight), -1, _GROUP)
+    scales = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
+    return ((groups / scales).round() * scales).flatten(1)[:, : weight.shape[1]].contiguous()
