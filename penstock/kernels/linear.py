@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.dtype import DType
 from penstock.errors import ConfigError
-from penstock.kernels.panels import from_panels
+from penstock.kernels.panels import PANEL, from_panels
 from penstock.kernels.quantized import Int4Encoding, Int8Encoding
 
 Layout = Literal["rows", "panels"]
@@ -63,7 +63,7 @@ class LinearEncoding(Protocol):
         ...
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Bytes that a packed weight of this shape takes."""
+        """Bytes that a packed weight of this shape takes in panels, which is no less than in rows."""
         ...
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
@@ -97,7 +97,9 @@ class FloatEncoding:
         return self.dtype
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        return out_features * in_features * self.dtype.size_in_bytes
+        pairs = 2 if self.dtype is DType.bfloat16 else 1
+        filled = -(-out_features // PANEL) * PANEL * -(-in_features // pairs) * pairs
+        return filled * self.dtype.size_in_bytes
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         return {"weight": weight.to(self.dtype.to_torch()).contiguous()}
