@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock import kernels
-from penstock.kernels import LayerKV, LoRAInputs, Ops, PackedLinear, SamplingInputs, pack_linear
+from penstock.kernels import LayerKV, LoRAInputs, Ops, PackedLinear, SamplingInputs
 from penstock.kernels.linear import LinearSlice
 from penstock.kernels.reference import ReferenceOps
 
@@ -170,8 +170,8 @@ def test_row_lookups(ops: Ops, dtype: torch.dtype) -> None:
 def test_linear(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
     for packed in (
-        pack_linear(weight, str(dtype).removeprefix("torch.")),
-        pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias),
+        ops.pack_linear(weight, str(dtype).removeprefix("torch.")),
+        ops.pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias),
     ):
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 33):
             x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs]
@@ -182,14 +182,14 @@ def test_linear(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None
 
 
 def adapted(
-    rows: Tensor, rank: int, inputs: int, dtype: torch.dtype, *, ragged: bool = False
+    ops: Ops, rows: Tensor, rank: int, inputs: int, dtype: torch.dtype, *, ragged: bool = False
 ) -> tuple[PackedLinear, LoRAInputs]:
     """A fused linear of which all but the middle slice have adapters; NaN is what lies beyond a rank."""
     sizes = {"q": 37, "k": 8, "v": 24}
     stops = [37, 45, 69]
     parts = [LinearSlice(n, end - size, end) for (n, size), end in zip(sizes.items(), stops, strict=True)]
     weight = torch.randn(stops[-1], inputs) / inputs**0.5
-    packed = pack_linear(weight, str(dtype).removeprefix("torch."), slices=parts)
+    packed = ops.pack_linear(weight, str(dtype).removeprefix("torch."), slices=parts)
     count = max(int(rows.max()) + 1, 1)
     matrices, ranks = {}, {}
     for name in ("q", "v"):
@@ -221,7 +221,7 @@ def test_linear_with_adapters(ops: Ops, dtype: torch.dtype, mix: str, rank: int,
     rows = torch.tensor(ROW_MIXES[mix])
     x = torch.randn(len(rows), 2 * inputs).to(dtype)[:, :inputs]
     for ragged in (False, True):
-        packed, lora = adapted(rows, rank, inputs, dtype, ragged=ragged)
+        packed, lora = adapted(ops, rows, rank, inputs, dtype, ragged=ragged)
         same(lambda o, p=packed, a=lora: o.linear(x, p, lora=a), ops)
         got, plain = ops.linear(x, packed, lora=lora), ops.linear(x, packed)
         assert torch.equal(got[rows < 0], plain[rows < 0]), "to the bit"
@@ -230,7 +230,7 @@ def test_linear_with_adapters(ops: Ops, dtype: torch.dtype, mix: str, rank: int,
 
 
 def test_adapters_whose_matrices_lie_otherwise(ops: Ops) -> None:
-    packed, lora = adapted(torch.tensor([0, 1, -1]), 5, 24, torch.float32)
+    packed, lora = adapted(ops, torch.tensor([0, 1, -1]), 5, 24, torch.float32)
     x = torch.randn(3, 24)
     copied = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}
     same(lambda o: o.linear(x, packed, lora=LoRAInputs(lora.rows, copied)), ops)
@@ -242,8 +242,8 @@ def test_adapters_whose_matrices_lie_otherwise(ops: Ops) -> None:
 def test_bits_of_adapters_alone(ops: Ops, dtype: torch.dtype) -> None:
     """A base of zeros, so that the adapters' own sums are seen: they hang on the row alone."""
     rows = torch.randint(-1, 4, (60,))
-    packed, lora = adapted(rows, 12, 40, dtype, ragged=True)
-    zeros = pack_linear(torch.zeros(69, 40), packed.encoding, slices=packed.slices)
+    packed, lora = adapted(ops, rows, 12, 40, dtype, ragged=True)
+    zeros = ops.pack_linear(torch.zeros(69, 40), packed.encoding, slices=packed.slices)
     x = torch.randn(60, 40).to(dtype)
     whole = ops.linear(x, zeros, lora=lora)
     for some in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(60)):
@@ -266,7 +266,7 @@ LORA_FAULTS: dict[str, Callable[[LoRAInputs], LoRAInputs]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", LORA_FAULTS)
 def test_the_comparison_sees_a_wrong_adapter(ops: Ops, dtype: torch.dtype, fault: str) -> None:
-    packed, lora = adapted(torch.tensor([0, 3, -1, 1, 2]), 4, 16, dtype)
+    packed, lora = adapted(ops, torch.tensor([0, 3, -1, 1, 2]), 4, 16, dtype)
     x = torch.randn(5, 16).to(dtype)
     expected = REFERENCE.linear(x, packed, lora=lora)
     assert agree(ops.linear(x, packed, lora=lora), expected)

@@ -18,7 +18,7 @@ _LINE = 64
 
 
 class WeightMemory:
-    """Hands out tensors from chunks of memory, one behind the other; a chunk is freed with its last tensor."""
+    """Hands out tensors, one behind the other in chunks of memory; a chunk goes with its last tensor."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)  # what is left of it

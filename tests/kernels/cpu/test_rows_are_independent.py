@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import LayerKV, pack_linear
+from penstock.kernels import LayerKV
 from penstock.kernels.cpu import CpuOps, variants
 
 LENGTH, HEADS, KV_HEADS, DIM = 1200, 4, 2, 32  # more keys than two chunks of the kernel
@@ -84,13 +84,16 @@ def test_attention_on_one_thread_and_on_several(ops: CpuOps, dtype: torch.dtype,
 
 
 @pytest.mark.usefixtures("_threads")
-def test_linear_alone_and_in_a_batch(ops: CpuOps, dtype: torch.dtype) -> None:
-    packed = pack_linear(torch.randn(1030, 520), str(dtype).removeprefix("torch."))
-    x = torch.randn(32, 520).to(dtype)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1030, 520), (64, 2051), (7, 3)])
+def test_linear_alone_and_in_a_batch(ops: CpuOps, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+    packed = ops.pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias)
+    x = torch.randn(600, inputs + 3).to(dtype)[:, 1:-2]
     together = ops.linear(x, packed)
     torch.set_num_threads(2)
-    for rows in (1, 2, 5, 8, 17):
+    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 24, 31, 32, 33, 100, 253):
         assert torch.equal(ops.linear(x[:rows], packed), together[:rows])
+        assert torch.equal(ops.linear(x[-rows:], packed), together[-rows:])
 
 
 @pytest.mark.usefixtures("_threads")
