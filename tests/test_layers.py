@@ -88,7 +88,7 @@ TABLE = {
     "pipelines.kv_cache": Row("torch numpy .kernels .driver .dtype .pipelines.core"),
     "pipelines.kv_cache.interface": Row("numpy .pipelines.core"),
     "pipelines.kv_cache.block_pool": Row(""),
-    "pipelines.registry": Row(".pipelines.core", typing=".pipelines.config"),
+    "pipelines.registry": Row(".dtype .pipelines.core", typing=".pipelines.config"),
     "pipelines.architectures": Row(
         "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.decoder"
         " .pipelines.kv_cache .pipelines.model .pipelines.pipeline .pipelines.registry"
@@ -97,7 +97,8 @@ TABLE = {
     ),
     "pipelines.memory": Row(
         "rich .kernels .driver .dtype .pipelines.core .pipelines.config .pipelines.kv_cache.spec"
-        " .pipelines.weights"
+        " .pipelines.weights",
+        lazily=".nn",
     ),
     "pipelines.lora": Row("torch numpy .kernels .pipelines.core .pipelines.config .pipelines.weights"),
     "pipelines.lora.adapter_config": Row(".pipelines.weights.json_files"),
@@ -169,6 +170,7 @@ TABLE = {
     ),
     "benchmarking.works": Row("numpy .benchmarking.random_weights .llm .pipelines.config .pipelines.core"),
     "benchmarking.works_report": Row("rich .benchmarking.works", lazily="matplotlib"),
+    "benchmarking.quality": Row("numpy safetensors torch .llm .pipelines.core .pipelines.weights"),
     "benchmarking.cold_start": Row(".LLM .SamplingParams"),
     "serve.parsers": Row("msgspec .pipelines.core"),
     "serve.config": Row(".pipelines.config"),

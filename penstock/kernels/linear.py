@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.dtype import DType
 from penstock.errors import ConfigError
-from penstock.kernels.panels import from_panels
+from penstock.kernels.panels import PANEL, from_panels
 from penstock.kernels.quantized import Int4Encoding, Int8Encoding
 
 Layout = Literal["rows", "panels"]
@@ -63,7 +63,7 @@ class LinearEncoding(Protocol):
         ...
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Bytes that a packed weight of this shape takes."""
+        """Bytes that a packed weight of this shape takes in panels, which is no less than in rows."""
         ...
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
@@ -97,7 +97,9 @@ class FloatEncoding:
         return self.dtype
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        return out_features * in_features * self.dtype.size_in_bytes
+        pairs = 2 if self.dtype is DType.bfloat16 else 1
+        filled = -(-out_features // PANEL) * PANEL * -(-in_features // pairs) * pairs
+        return filled * self.dtype.size_in_bytes
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         return {"weight": weight.to(self.dtype.to_torch()).contiguous()}
@@ -153,13 +155,33 @@ def pack_linear(
     Raises:
         ConfigError: the encoding is unknown.
     """
-    kind = encoding_named(encoding)
-    out_features, in_features = weight.shape
     with torch.no_grad():
-        tensors = kind.pack(weight)
-        if bias is not None:
-            bias = bias.to(kind.compute_dtype.to_torch())
-    return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices))
+        rows = encoding_named(encoding).pack(weight)
+    out_features, in_features = weight.shape
+    bias = bias_of_encoding(bias, encoding)
+    return PackedLinear(encoding, rows, in_features, out_features, bias, tuple(slices))
+
+
+def pack_quantized(
+    rows: Mapping[str, Tensor],
+    encoding: str,
+    *,
+    bias: Tensor | None = None,  # [out]
+    slices: Sequence[LinearSlice] = (),
+) -> PackedLinear:
+    """A weight that is in the form of its encoding, ``weight [out, in]`` and what goes with it, as it is.
+
+    Raises:
+        ConfigError: the encoding is unknown.
+    """
+    out_features, in_features = rows["weight"].shape
+    bias = bias_of_encoding(bias, encoding)
+    return PackedLinear(encoding, rows, in_features, out_features, bias, tuple(slices))
+
+
+def bias_of_encoding(bias: Tensor | None, encoding: str) -> Tensor | None:
+    """A bias ``[out]`` in the type of the activations that go with an encoding."""
+    return None if bias is None else bias.detach().to(encoding_named(encoding).compute_dtype.to_torch())
 
 
 def tensors_in_rows(packed: PackedLinear) -> Mapping[str, Tensor]:

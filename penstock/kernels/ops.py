@@ -8,14 +8,14 @@ is correct; other back ends inherit from it and override what they do faster.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
 
 from penstock.kernels.experts import ClampedSwish, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
-from penstock.kernels.linear import LinearSlice, PackedLinear, pack_linear
+from penstock.kernels.linear import LinearSlice, PackedLinear, pack_linear, pack_quantized
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Gating = Activation | ClampedSwish
@@ -66,6 +66,22 @@ class Ops(ABC):
             ConfigError: the encoding is unknown.
         """
         return pack_linear(weight, encoding, bias=bias, slices=slices)
+
+    def pack_quantized(
+        self,
+        rows: Mapping[str, Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None = None,  # [out]
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        """Packs for `linear` a weight that is in the form of its encoding already: ``weight [out, in]`` and
+        what goes with it.
+
+        Raises:
+            ConfigError: the encoding is unknown.
+        """
+        return pack_quantized(rows, encoding, bias=bias, slices=slices)
 
     @abstractmethod
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:

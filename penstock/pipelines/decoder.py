@@ -67,8 +67,8 @@ class DecoderModel(PipelineModel[TextContext]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.torch_device = self.devices[0].torch_device
-        encoding, pack = self.pipeline_config.model.encoding, self.session.ops.pack_linear
-        loader = Loader(self.weights, encoding, self.torch_device, pack)
+        encoding = self.pipeline_config.model.encoding
+        loader = Loader(self.weights, encoding, self.torch_device, self.session.ops)
         with torch.no_grad(), LoadingProgress(self.weights.num_bytes) as progress:
             self.weights.on_read = progress.advance
             self.network = self.build(loader, self.huggingface_config, self.max_seq_len)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.memory import WeightMemory
 from penstock.kernels.inputs import LoRAInputs
-from penstock.kernels.linear import LinearSlice, PackedLinear, encoding_named
+from penstock.kernels.linear import LinearSlice, PackedLinear, bias_of_encoding, encoding_named
 from penstock.kernels.panels import to_panels
 from penstock.kernels.reference import ReferenceOps
 
@@ -54,6 +54,24 @@ class CpuLinear(ReferenceOps):
                 tensors[name] = self._weights.empty(tensor.shape, tensor.dtype).copy_(tensor)
             if bias is not None:
                 bias = bias.to(kind.compute_dtype.to_torch()).contiguous()
+        return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
+
+    def pack_quantized(
+        self,
+        rows: Mapping[str, Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None = None,
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        if encoding not in _ENCODINGS:
+            return super().pack_quantized(rows, encoding, bias=bias, slices=slices)
+        out_features, in_features = rows["weight"].shape
+        bias = bias_of_encoding(bias, encoding)
+        tensors = {
+            name: self._weights.empty(tensor.shape, tensor.dtype).copy_(tensor)
+            for name, tensor in to_panels(encoding, rows).items()
+        }
         return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
