@@ -11,6 +11,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.kernels import Ops
+    from penstock.kernels.cpu import StepPlans
 
 
 class InferenceSession:
@@ -55,3 +56,17 @@ class InferenceSession:
             if compiled is not None:
                 return compiled
         return ReferenceOps()
+
+    @cached_property
+    def plans(self) -> StepPlans | None:
+        """The compiled steps of this session's models; None where operations run one by one."""
+        from penstock.kernels import cpu
+
+        return cpu.StepPlans(self.ops) if type(self.ops) is cpu.CpuOps else None
+
+    @property
+    def plan_status(self) -> str:
+        """How the last step ran: ``planned``, as one call, or ``eager``, and why."""
+        if self.plans is None:
+            return f"eager: there are no plans for {self.ops.name} kernels"
+        return self.plans.status or "no step yet"

@@ -130,10 +130,11 @@ TABLE = {
     "pipelines.log_probabilities": Row("torch numpy .kernels .pipelines.core .pipelines.model"),
     "pipelines.decoder": Row(
         "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.kv_cache"
-        " .pipelines.log_probabilities .pipelines.lora .pipelines.memory .pipelines.model .pipelines.weights"
-        " .progress",
+        " .pipelines.log_probabilities .pipelines.lora .pipelines.memory .pipelines.model"
+        " .pipelines.step_tensors .pipelines.weights .progress",
         typing=".engine",
     ),
+    "pipelines.step_tensors": Row("torch .pipelines.model"),
     "pipelines.transformer": Row(".nn .pipelines.config .pipelines.decoder .pipelines.kv_cache"),
     "pipelines.step": Row(
         "torch numpy .engine .pipelines.core .pipelines.kv_cache .pipelines.model .pipelines.sampling"

@@ -17,7 +17,7 @@ replays steps of exactly the shapes that it was recorded with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -57,6 +57,10 @@ class Record:
     arguments: Mapping[str, Any]
     results: tuple[TensorRef, ...]
 
+    def resolved(self, resolve: Callable[[TensorRef], Tensor]) -> dict[str, Any]:
+        """The arguments with tensors in place of the references."""
+        return {name: _map(value, TensorRef, resolve) for name, value in self.arguments.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -80,23 +84,32 @@ class Plan:
             The tensors that `record` was told are the results.
         """
         arena = torch.empty(self.arena_bytes, dtype=torch.uint8)
-        given = [inputs[name] for name in self.inputs]
+        resolve = self.resolver(arena, [inputs[name] for name in self.inputs])
+        for record in self.records:
+            arguments = record.resolved(resolve)
+            results = getattr(ops, record.operation)(**arguments)
+            for ref, result in zip(record.results, tensors_of(results), strict=True):
+                resolve(ref).copy_(result)
+        return tuple(resolve(ref).clone() for ref in self.results)
+
+    def resolver(self, arena: Tensor, inputs: Sequence[Tensor]) -> Callable[[TensorRef], Tensor]:
+        """What gives the tensor that a reference stands for.
+
+        Args:
+            arena: at least ``arena_bytes`` bytes, aligned to `ALIGNMENT`.
+            inputs: in the order of ``self.inputs``.
+        """
 
         def resolve(ref: TensorRef) -> Tensor:
             if ref.home == "arena":
                 memory = arena[self.arena_offsets[ref.index] :]
                 home = memory[: len(memory) // ref.dtype.itemsize * ref.dtype.itemsize].view(ref.dtype)
             else:
-                home = (self.weights if ref.home == "weight" else given)[ref.index]
+                home = (self.weights if ref.home == "weight" else inputs)[ref.index]
                 home = torch.as_strided(home, (home.untyped_storage().nbytes() // home.itemsize,), (1,), 0)
             return torch.as_strided(home, ref.shape, ref.strides, home.storage_offset() + ref.offset)
 
-        for record in self.records:
-            arguments = {name: _map(value, TensorRef, resolve) for name, value in record.arguments.items()}
-            results = getattr(ops, record.operation)(**arguments)
-            for ref, result in zip(record.results, _tensors(results), strict=True):
-                resolve(ref).copy_(result)
-        return tuple(resolve(ref).clone() for ref in self.results)
+        return resolve
 
 
 def record(ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterable[Tensor]]) -> Plan:
@@ -138,7 +151,7 @@ class _Recorder:
 
     def add(self, operation: str, arguments: dict[str, Any], results: Any) -> None:
         """Appends a record; its results become known."""
-        refs = tuple(self._result(tensor) for tensor in _tensors(results))
+        refs = tuple(self._result(tensor) for tensor in tensors_of(results))
         self.records.append(Record(operation, arguments, refs))
 
     def activation(self, tensor: Tensor) -> TensorRef:
@@ -322,7 +335,8 @@ def _refs_of(value: Any) -> list[TensorRef]:
     return found
 
 
-def _tensors(results: Any) -> tuple[Tensor, ...]:
+def tensors_of(results: Any) -> tuple[Tensor, ...]:
+    """What an operation returned, as a tuple."""
     if results is None:
         return ()
     return results if isinstance(results, tuple) else (results,)

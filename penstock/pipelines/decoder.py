@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.dtype import DType
 from penstock.errors import UnsupportedFeatureError
-from penstock.kernels import KVCacheInputs, StepInputs, encoding_named
+from penstock.kernels import KVCacheInputs, Ops, StepInputs, encoding_named
 from penstock.nn import Loader, ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
 from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
@@ -25,6 +25,7 @@ from penstock.pipelines.log_probabilities import compute_log_probabilities
 from penstock.pipelines.lora import LoRAManager
 from penstock.pipelines.memory import estimate_activation_memory, estimate_kv_cache_size, plan_memory
 from penstock.pipelines.model import ModelInputs, ModelOutputs, PipelineModel
+from penstock.pipelines.step_tensors import shape_of, tensors_of_step, why_eager, with_tensors
 from penstock.progress import LoadingProgress
 
 if TYPE_CHECKING:
@@ -179,26 +180,54 @@ class DecoderModel(PipelineModel[TextContext]):
         )
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
+        results = self._replayed(model_inputs)
+        if results is None:
+            with torch.inference_mode():
+                results = self._computed(model_inputs, self.session.ops)
+        logits, *states = results
+        return ModelOutputs(
+            next_token_logits=logits if len(logits) == len(model_inputs.row_offsets) - 1 else None,
+            logits=logits,
+            logit_offsets=model_inputs.logit_offsets,
+            hidden_states=self._wanted_rows(states[0], model_inputs.row_offsets) if states else None,
+        )
+
+    def _replayed(self, model_inputs: ModelInputs) -> tuple[Tensor, ...] | None:
+        """What `_computed` gives, in one call of the kernels; None where the step is to run eagerly."""
+        plans = self.session.plans
+        if plans is None:
+            return None
+        reason = why_eager(model_inputs, plans.most_rows)
+        if reason is not None:
+            plans.skip(reason)
+            return None
+        key = (id(self.network), self.return_hidden_states, shape_of(model_inputs, plans.columns))
+        return plans.run(
+            key,
+            tensors_of_step(model_inputs),
+            lambda ops, tensors: self._computed(with_tensors(model_inputs, tensors), ops),
+        )
+
+    def _computed(self, model_inputs: ModelInputs, ops: Ops) -> tuple[Tensor, ...]:
+        """Logits, and the hidden states of all rows where some are wanted."""
         lora, rows = model_inputs.lora, model_inputs.logit_rows
         step = StepInputs(
-            self.session.ops,
+            ops,
             model_inputs.positions,
             model_inputs.row_offsets,
             model_inputs.kv,
             lora,
             model_inputs.text_lengths,
         )
-        with torch.inference_mode():
-            hidden, normed = self.network(model_inputs.tokens, step, model_inputs.input_embeds)
-            if lora is not None and len(rows) < len(normed):
-                step = replace(step, lora=lora.take(rows))
-            logits = self.network.head(step.ops.take_rows(normed, rows), step)
-        return ModelOutputs(
-            next_token_logits=logits if len(logits) == len(model_inputs.row_offsets) - 1 else None,
-            logits=logits,
-            logit_offsets=model_inputs.logit_offsets,
-            hidden_states=self._wanted_hidden_states(hidden, normed, model_inputs.row_offsets),
-        )
+        hidden, normed = self.network(model_inputs.tokens, step, model_inputs.input_embeds)
+        if lora is not None and len(rows) < len(normed):
+            step = replace(step, lora=lora.take(rows))
+        logits = self.network.head(ops.take_rows(normed, rows), step)
+        wanted = self.return_hidden_states
+        if wanted is ReturnHiddenStates.NONE:
+            return (logits,)
+        normalized = wanted in (ReturnHiddenStates.LAST_NORMALIZED, ReturnHiddenStates.ALL_NORMALIZED)
+        return logits, normed if normalized else hidden
 
     def compute_log_probabilities(
         self,
@@ -256,14 +285,10 @@ class DecoderModel(PipelineModel[TextContext]):
         prompts = np.array([len(context.prompt_tokens) for context in contexts]).repeat(counts)
         return self._to_device(np.maximum(prompts, positions + 1), np.int64)
 
-    def _wanted_hidden_states(self, hidden: Tensor, normed: Tensor, row_offsets: Tensor) -> Tensor | None:
-        wanted = self.return_hidden_states
-        if wanted is ReturnHiddenStates.NONE:
-            return None
-        normalized = wanted in (ReturnHiddenStates.LAST_NORMALIZED, ReturnHiddenStates.ALL_NORMALIZED)
-        rows = normed if normalized else hidden
-        every = wanted in (ReturnHiddenStates.ALL, ReturnHiddenStates.ALL_NORMALIZED)
-        return rows if every else rows[row_offsets[1:].long() - 1]
+    def _wanted_rows(self, states: Tensor, row_offsets: Tensor) -> Tensor:
+        """Of the hidden states of all rows: all, or the last of each sequence."""
+        every = self.return_hidden_states in (ReturnHiddenStates.ALL, ReturnHiddenStates.ALL_NORMALIZED)
+        return states if every else states[row_offsets[1:].long() - 1]
 
     def _to_device(self, values: np.ndarray, dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=dtype)).to(self.torch_device)

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock import kernels
-from penstock.kernels import LayerKV, LoRAInputs, Ops, PackedLinear, SamplingInputs
+from penstock.kernels import (
+    ClampedSwish,
+    LayerKV,
+    LoRAInputs,
+    Ops,
+    PackedLinear,
+    Routing,
+    SamplingInputs,
+)
 from penstock.kernels.linear import LinearSlice
 from penstock.kernels.reference import ReferenceOps
 
@@ -145,6 +153,38 @@ def test_gated_activation(ops: Ops, dtype: torch.dtype, activation: str, rows: i
     same(lambda o: o.gated_activation(x, activation), ops)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
+def test_clamped_swish(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+    x = (5 * torch.randn(rows, 3 * width)).to(dtype)[:, : 2 * width]
+    same(lambda o: o.clamped_swish(x, ClampedSwish(1.702, 7.0)), ops)
+    far = ops.clamped_swish(100 * x, ClampedSwish(1.702, 7.0)).float()
+    assert (far.abs() <= 56).all()
+    assert (far > 55.9).any() or rows == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("routing", ["all", "all_normed", "chosen"])
+@pytest.mark.parametrize(("rows", "experts", "top"), [(1, 1, 1), (5, 8, 2), (33, 60, 7), (70, 128, 128)])
+def test_route(ops: Ops, dtype: torch.dtype, routing: Routing, rows: int, experts: int, top: int) -> None:
+    spread = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8  # no two alike, in bfloat16 too
+    logits = torch.cat([spread, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
+    (shares, chosen), (expected, numbers) = (o.route(logits, top, routing) for o in (ops, REFERENCE))
+    assert torch.equal(chosen, numbers)
+    assert agree(shares, expected)
+    same(lambda o: o.route(100 * logits, top, routing), ops)
+
+
+def test_route_of_equal_and_of_no_numbers(ops: Ops) -> None:
+    _, chosen = ops.route(torch.zeros(2, 40), 3, "chosen")
+    assert chosen.tolist() == [[0, 1, 2]] * 2
+    logits = torch.full((1, 9), torch.nan)
+    logits[0, 1], logits[0, 5] = 1, -torch.inf
+    _, chosen = ops.route(logits, 4, "all_normed")
+    assert chosen[0, 0] == 1
+    assert len(set(chosen[0].tolist())) == 4
+
+
 def test_gated_activation_far_out(ops: Ops) -> None:
     gates = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 1e-30, 88.0, 200.0, 1e30])
     x = torch.cat([gates, torch.ones_like(gates)])[None]
@@ -158,11 +198,24 @@ def test_row_lookups(ops: Ops, dtype: torch.dtype) -> None:
     rows = torch.tensor([0, 10, 3, 3])
     assert torch.equal(ops.embedding(rows, table), table[rows])
     assert torch.equal(ops.take_rows(table[:, 4:9], rows), table[rows, 4:9])
-    values = torch.zeros(2, 40).to(dtype)
+    values = torch.zeros(2, 80).to(dtype)[:, :40]
     assert torch.equal(ops.put_rows(table, rows[:2], values), REFERENCE.put_rows(table, rows[:2], values))
+    part = table[:, 3:8]
+    put = ops.put_rows(part, rows[:2], values[:, :5])
+    assert torch.equal(put, REFERENCE.put_rows(part, rows[:2], values[:, :5]))
     for outside in (11, -12):
         with pytest.raises(IndexError):
             ops.embedding(torch.tensor([1, outside]), table)
+        with pytest.raises(IndexError):
+            ops.put_rows(table, torch.tensor([1, outside]), values)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 3000])
+def test_rope_rows(ops: Ops, rows: int) -> None:
+    cos, sin = torch.randn(2, 50, 33)
+    positions = torch.randint(0, 50, (rows,))
+    for got, table in zip(ops.rope_rows(positions, cos, sin), (cos, sin), strict=True):
+        assert torch.equal(got, table[positions])
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])

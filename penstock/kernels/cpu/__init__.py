@@ -16,8 +16,17 @@ from penstock.kernels.cpu.library import (
     open_kernels,
 )
 from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.cpu.step_plans import StepPlans
 
-__all__ = ["CpuOps", "available_isas", "cpu_features", "isa", "load", "variants"]
+__all__ = [
+    "CpuOps",
+    "StepPlans",
+    "available_isas",
+    "cpu_features",
+    "isa",
+    "load",
+    "variants",
+]
 
 
 def load() -> CpuOps | None:

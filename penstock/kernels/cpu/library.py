@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch  # noqa: F401  # first: the library shares the copy of libgomp.so.1 that torch brings
 
@@ -19,10 +20,11 @@ ISAS = ("generic", "avx2", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 3
+ABI = 4
 """The layout of the kernels' arguments; ``penstock_abi`` in csrc/host.cpp says which one a library has."""
 
-Kernel = Callable[..., int | None]
+Kernel = Callable[..., int]
+"""Gives -1, or where an argument is bad."""
 
 _ARGUMENTS = {
     "rms_norm": "2q 3P 5q d",
@@ -30,7 +32,13 @@ _ARGUMENTS = {
     "rotary": "q 6P 9q",
     "store_kv": "2q 4P 9q",
     "gated_activation": "2q 2P 3q",
+    "layer_norm": "2q 4P 5q d",
+    "add": "q 3P 4q",
+    "change": "2q 2P 3q d",
+    "clamped_swish": "q 2P 3q 2d",
+    "route": "2q 3P 4q",
     "take_rows": "3P 4q",
+    "put_rows": "4P 5q",
     "linear": "2q P q 4P 4q",
     "lora": "q P q 3P q 3P 4q",
     "attention": "2q 7P 10q 2d",
@@ -49,7 +57,13 @@ class Kernels:
     rotary: Kernel
     store_kv: Kernel
     gated_activation: Kernel
+    layer_norm: Kernel
+    add: Kernel
+    change: Kernel
+    clamped_swish: Kernel
+    route: Kernel
     take_rows: Kernel
+    put_rows: Kernel
     linear: Kernel
     lora: Kernel
     attention: Kernel
@@ -62,14 +76,81 @@ class Kernels:
     what takes less keeps it."""
 
 
+_LONG_ONES = ("linear", "lora", "attention", "sample")
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A call of a kernel that was not made."""
+
+    name: str
+    arguments: bytes
+
+
 @cache
 def open_kernels(isa: str) -> Kernels:
     """The kernels compiled for ``isa``; the library must be there."""
     held, released = ctypes.PyDLL(str(PATH)), ctypes.CDLL(str(PATH))
     functions = {name: _function(held, name, isa) for name in _ARGUMENTS}
-    for name in ("linear", "lora", "attention", "sample"):
+    for name in _LONG_ONES:
         functions[f"long_{name}"] = _function(released, name, isa)
     return Kernels(isa, **functions)
+
+
+def capturing_kernels(isa: str, captured: list[Capture]) -> Kernels:
+    """Kernels that compute nothing: they append what they were called with."""
+
+    def capture(name: str) -> Kernel:
+        pack = struct.Struct(_ARGUMENTS[name]).pack
+
+        def kernel(*arguments: Any) -> int:
+            captured.append(Capture(name, pack(*arguments)))
+            return -1
+
+        return kernel
+
+    functions = {name: capture(name) for name in _ARGUMENTS}
+    return Kernels(isa, **functions, **{f"long_{name}": functions[name] for name in _LONG_ONES})
+
+
+class CompiledSteps:
+    """Captured calls that run in their order as one call: one parallel region of the threads.
+
+    Args:
+        isa: the instruction set of the kernels.
+        captured: the calls; what their pointers point to must outlive this.
+        long: release the GIL while they run.
+    """
+
+    def __init__(self, isa: str, captured: Sequence[Capture], *, long: bool) -> None:
+        library = (ctypes.CDLL if long else ctypes.PyDLL)(str(PATH))
+        self._names = [one.name for one in captured]
+        packed = b"".join(one.arguments for one in captured)
+        self._arguments = ctypes.create_string_buffer(packed, len(packed))
+        places, place = [], ctypes.addressof(self._arguments)
+        for one in captured:
+            places.append(place)
+            place += len(one.arguments)
+        operations = {
+            name: ctypes.addressof(ctypes.c_char.in_dll(library, f"penstock_{name}_operation_{isa}"))
+            for name in set(self._names)
+        }
+        steps = [
+            number for name, at in zip(self._names, places, strict=True) for number in (operations[name], at)
+        ]
+        self._steps = (ctypes.c_void_p * len(steps))(*steps)
+        self._function = library[f"penstock_run_plan_{isa}"]
+        self._function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._function.restype = ctypes.c_int64
+        self._where = (ctypes.addressof(self._steps), len(captured))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __call__(self) -> str | None:
+        """Runs them all; the name of the first kernel with a bad argument, None where all was well."""
+        failed = self._function(*self._where)
+        return None if failed < 0 else self._names[failed]
 
 
 def is_usable() -> bool:
@@ -117,6 +198,6 @@ def _function(library: ctypes.CDLL, name: str, isa: str) -> Kernel:
     function = library[f"penstock_{name}_{isa}"]
     # One argument, packed here: ctypes takes 1.1 us to convert eleven, this 0.25 us.
     function.argtypes = [ctypes.c_char_p]
-    function.restype = ctypes.c_int64 if name == "take_rows" else None
+    function.restype = ctypes.c_int64
     pack = struct.Struct(_ARGUMENTS[name]).pack
     return lambda *arguments: function(pack(*arguments))

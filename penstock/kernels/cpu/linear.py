@@ -82,7 +82,7 @@ class CpuLinear(ReferenceOps):
             return super().linear(x, packed, lora=lora)
         rows, in_features, out_features = x.shape[0], packed.in_features, packed.out_features
         assert x.shape[1] == in_features, "a layer of another width"
-        y = x.new_empty(rows, out_features)
+        y = self._empty((rows, out_features), x.dtype)
         scales = packed.tensors.get("scales")
         long = rows * in_features * out_features > LONG
         (self._kernels.long_linear if long else self._kernels.linear)(
@@ -131,6 +131,14 @@ class CpuLinear(ReferenceOps):
                 in_features,
             )
         return y
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Where a kernel writes a result: contiguous, what is in it undefined."""
+        return torch.empty(shape, dtype=dtype)
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """A tensor made of weights alone, which a kernel reads."""
+        return tensor
 
 
 def _computes_in(encoding: str) -> torch.dtype:

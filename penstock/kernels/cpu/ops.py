@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.linear import LONG, TYPES, CpuLinear
+from penstock.kernels.experts import ClampedSwish
 from penstock.kernels.inputs import LayerKV, SamplingInputs
-from penstock.kernels.ops import Activation
+from penstock.kernels.ops import Activation, Routing
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_SCALE, _SOFT_CAP = 4, 5  # functions beside the activations
+_ROUTINGS = {"all": 0, "all_normed": 1, "chosen": 2}
 
 
 class CpuOps(CpuLinear):
@@ -33,7 +36,7 @@ class CpuOps(CpuLinear):
         kind, weight_kind, strides = TYPES.get(x.dtype), TYPES.get(weight.dtype), x.stride()
         if kind is None or weight_kind is None or len(strides) not in (2, 3) or strides[-1] != 1:
             return super().rms_norm(x, weight, eps)
-        out = _new_like(x)
+        out = self._empty(x.shape, x.dtype)
         *outer, inner, width = x.shape
         self._kernels.rms_norm(
             kind,
@@ -56,7 +59,7 @@ class CpuOps(CpuLinear):
         fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
         if kind is None or weight_kind is None or not fits:
             return super().add_rms_norm(x, residual, weight, eps)
-        normed, total = _new_like(x), _new_like(x)
+        normed, total = self._empty(x.shape, x.dtype), self._empty(x.shape, x.dtype)
         rows, width = x.shape
         self._kernels.add_rms_norm(
             kind,
@@ -79,7 +82,7 @@ class CpuOps(CpuLinear):
         tables = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         if kind is None or q_strides[2] != 1 or k_strides[2] != 1 or k.dtype != q.dtype or not tables:
             return super().rotary(q, k, cos, sin)
-        q_out, k_out = _new_like(q), _new_like(k)
+        q_out, k_out = self._empty(q.shape, q.dtype), self._empty(k.shape, k.dtype)
         rows, heads, dim = q.shape
         self._kernels.rotary(
             kind,
@@ -146,8 +149,8 @@ class CpuOps(CpuLinear):
             return super().attention(q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks)
         assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
         if sinks is not None:
-            sinks = sinks.float().contiguous()
-        out = _new_like(q)
+            sinks = self._kept(sinks.float().contiguous())
+        out = self._empty(q.shape, q.dtype)
         rows, heads, _ = q.shape
         long = rows * tables.shape[1] * block_size * heads * dim > LONG
         (self._kernels.long_attention if long else self._kernels.attention)(
@@ -180,7 +183,7 @@ class CpuOps(CpuLinear):
         if kind is None or len(strides) != 2 or strides[1] != 1:
             return super().gated_activation(x, activation)
         rows, width = x.shape
-        out = x.new_empty(rows, width // 2)
+        out = self._empty((rows, width // 2), x.dtype)
         self._kernels.gated_activation(
             kind,
             _ACTIVATIONS[activation],
@@ -193,14 +196,104 @@ class CpuOps(CpuLinear):
         return out
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        return self.gated_activation(torch.cat([x, torch.ones_like(x)], dim=1), activation)  # exact: times 1
+        out = self._change(x, _ACTIVATIONS[activation], 0.0)
+        return super().activation(x, activation) if out is None else out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        out = self._change(x, _SCALE, factor)
+        return super().scale(x, factor) if out is None else out
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        out = self._change(x, _SOFT_CAP, cap)
+        return super().soft_cap(x, cap) if out is None else out
+
+    def _change(self, x: Tensor, function: int, factor: float) -> Tensor | None:
+        """Each number of ``x [T, F]`` changed by itself; None for what is not the kernel's type or layout."""
+        kind, strides = TYPES.get(x.dtype), x.stride()
+        if kind is None or len(strides) != 2 or strides[1] != 1:
+            return None
+        out = self._empty(x.shape, x.dtype)
+        self._kernels.change(kind, function, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], factor)
+        return out
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        kind, x_strides, y_strides = TYPES.get(x.dtype), x.stride(), y.stride()
+        rows_fit = len(x_strides) == 2 and x_strides[1] == 1 and y_strides[-1] == 1
+        if kind is None or not rows_fit or x.dtype != y.dtype or x.shape != y.shape:
+            return super().add(x, y)
+        out = self._empty(x.shape, x.dtype)
+        pointers = (x.data_ptr(), y.data_ptr(), out.data_ptr())
+        self._kernels.add(kind, *pointers, *x.shape, x_strides[0], y_strides[0])
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        kind, weight_kind, strides = TYPES.get(x.dtype), TYPES.get(weight.dtype), x.stride()
+        weights_fit = weight_kind is not None and bias.dtype == weight.dtype
+        weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
+        if kind is None or not weights_fit or len(strides) not in (2, 3) or strides[-1] != 1:
+            return super().layer_norm(x, weight, bias, eps)
+        out = self._empty(x.shape, x.dtype)
+        *outer, inner, width = x.shape
+        self._kernels.layer_norm(
+            kind,
+            weight_kind,
+            x.data_ptr(),
+            weight.data_ptr(),
+            bias.data_ptr(),
+            out.data_ptr(),
+            outer[0] if outer else 1,
+            inner,
+            strides[0],
+            strides[-2],
+            width,
+            eps,
+        )
+        return out
+
+    def clamped_swish(self, x: Tensor, gate: ClampedSwish) -> Tensor:
+        kind, strides = TYPES.get(x.dtype), x.stride()
+        if kind is None or len(strides) != 2 or strides[1] != 1:
+            return super().clamped_swish(x, gate)
+        rows, width = x.shape[0], x.shape[1] // 2
+        out = self._empty((rows, width), x.dtype)
+        pointers = (x.data_ptr(), out.data_ptr())
+        self._kernels.clamped_swish(kind, *pointers, rows, width, strides[0], gate.alpha, gate.limit)
+        return out
+
+    def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
+        kind, strides = TYPES.get(logits.dtype), logits.stride()
+        rows, experts = logits.shape
+        if kind is None or strides[1] != 1 or not 0 < top <= experts:
+            return super().route(logits, top, routing)
+        shares, chosen = self._empty((rows, top), torch.float32), self._empty((rows, top), torch.int64)
+        pointers = (logits.data_ptr(), shares.data_ptr(), chosen.data_ptr())
+        self._kernels.route(kind, _ROUTINGS[routing], *pointers, rows, experts, top, strides[0])
+        return shares, chosen
+
+    def rope_rows(self, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return self.take_rows(cos, positions), self.take_rows(sin, positions)
+
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+        x_strides, strides = x.stride(), values.stride()
+        rows_fit = rows.dtype == torch.int64 and rows.is_contiguous()
+        fits = (
+            rows_fit and len(x_strides) == 2 and x_strides[1] == strides[1] == 1 and x.dtype == values.dtype
+        )
+        if not fits:
+            return super().put_rows(x, rows, values)
+        (count, width), size = x.shape, x.element_size()
+        out = self._empty(x.shape, x.dtype)
+        pointers = (x.data_ptr(), values.data_ptr(), rows.data_ptr(), out.data_ptr())
+        lengths = (count, rows.shape[0], width * size, x_strides[0] * size, strides[0] * size)
+        self._check(self._kernels.put_rows(*pointers, *lengths), rows, count)
+        return out
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         strides = x.stride()
         if len(strides) != 2 or strides[1] != 1 or rows.dtype != torch.int64 or not rows.is_contiguous():
             return super().take_rows(x, rows)
         count, (table_rows, width), size = rows.shape[0], x.shape, x.element_size()
-        out = x.new_empty(count, width)
+        out = self._empty((count, width), x.dtype)
         bad = self._kernels.take_rows(
             x.data_ptr(),
             rows.data_ptr(),
@@ -210,8 +303,7 @@ class CpuOps(CpuLinear):
             width * size,
             strides[0] * size,
         )
-        if bad != -1:
-            raise IndexError(f"row {int(rows[bad])} of a table with {table_rows} rows")
+        self._check(bad, rows, table_rows)
         return out
 
     def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
@@ -220,7 +312,7 @@ class CpuOps(CpuLinear):
         if kind is None or strides[1] != 1 or not masks_fit or not _fits(sampling):
             return super().sample(logits, sampling, bitmask)
         rows, vocabulary = logits.shape
-        tokens = torch.empty(rows, dtype=torch.int64)
+        tokens = self._empty((rows,), torch.int64)
         long = rows * vocabulary > 1 << 20
         (self._kernels.long_sample if long else self._kernels.sample)(
             kind,
@@ -239,10 +331,14 @@ class CpuOps(CpuLinear):
         )
         return tokens
 
+    def _check(self, bad: int, rows: Tensor, count: int) -> None:
+        """Refuses the row at place ``bad``, where there is one.
 
-def _new_like(x: Tensor) -> Tensor:
-    """An empty contiguous tensor of x's type and shape."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+        Raises:
+            IndexError: it is none of ``count``.
+        """
+        if bad != -1:
+            raise IndexError(f"row {int(rows[bad])} of a table with {count} rows")
 
 
 def _fits(sampling: SamplingInputs) -> bool:

@@ -1,4 +1,4 @@
-// Operations a row at a time: norms, rotary embedding, cache writes, activations, row lookups.
+// Operations a row at a time: norms, rotary embedding, cache writes, activations, sums, row lookups, routing.
 
 template <class T, class TW>
 INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps) {
@@ -192,3 +192,199 @@ static void run(const TakeRows& a, const Team& team) {
   });
 }
 KERNEL(take_rows, TakeRows)
+
+struct PutRows {  // out [n, bytes] = x with values [count, bytes] at rows indices [count]; strides in bytes
+  const char *x, *values;
+  const int64_t* indices;
+  char* out;
+  int64_t n, count, bytes, x_stride, values_stride;
+};
+
+static int64_t work(const PutRows& a) { return ELEMENT * a.n * a.bytes; }
+// Fails with the place of an index outside 0:n, whose values go nowhere.
+static void run(const PutRows& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) __builtin_memcpy(a.out + i * a.bytes, a.x + i * a.x_stride, a.bytes);
+    for (int64_t i = 0; i < a.count; i++) {
+      const int64_t row = a.indices[i];
+      if (row < 0 || row >= a.n) team.fail(i);
+      else if (row >= begin && row < end)
+        __builtin_memcpy(a.out + row * a.bytes, a.values + i * a.values_stride, a.bytes);
+    }
+  });
+}
+KERNEL(put_rows, PutRows)
+
+struct LayerNorm {  // x [n0, n1, E] with strides; out the same, contiguous; weight, bias [E] of one type
+  int64_t type, weight_type;
+  const void *x, *weight, *bias;
+  void* out;
+  int64_t n0, n1, s0, s1, E;
+  double eps;
+};
+
+template <class T, class TW> static void layer_norm(const LayerNorm& a, const Team& team) {
+  over_rows(team, a.n0 * a.n1, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T* x = (const T*)a.x + row / a.n1 * a.s0 + row % a.n1 * a.s1;
+      const TW *weight = (const TW*)a.weight, *bias = (const TW*)a.bias;
+      T* out = (T*)a.out + row * a.E;
+      vf total = {}, squares = {};
+      for_vectors(a.E, EACH_VECTOR { total += load(x + i, lanes); });
+      const vf mean = all(sum(total) / (float)a.E);
+      for_vectors(a.E, EACH_VECTOR {
+        vf distance = filled(load(x + i, lanes) - mean, 0, lanes);
+        squares = fma(distance, distance, squares);
+      });
+      const vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)a.E + (float)a.eps));
+      for_vectors(a.E, EACH_VECTOR {
+        vf normed = (load(x + i, lanes) - mean) * factor;
+        store(out + i, fma(normed, load(weight + i, lanes), load(bias + i, lanes)), lanes);
+      });
+    }
+  });
+}
+
+static int64_t work(const LayerNorm& a) { return 2 * ELEMENT * a.n0 * a.n1 * a.E; }
+static void run(const LayerNorm& a, const Team& team) {
+  WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, layer_norm<T, TW>(a, team)));
+}
+KERNEL(layer_norm, LayerNorm)
+
+struct Add {  // x, y [n, F], rows strided; out [n, F]
+  int64_t type;
+  const void *x, *y;
+  void* out;
+  int64_t n, F, x_stride, y_stride;
+};
+
+template <class T> static void add(const Add& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T *x = (const T*)a.x + row * a.x_stride, *y = (const T*)a.y + row * a.y_stride;
+      T* out = (T*)a.out + row * a.F;
+      for_vectors(a.F, EACH_VECTOR { store(out + i, load(x + i, lanes) + load(y + i, lanes), lanes); });
+    }
+  });
+}
+
+static int64_t work(const Add& a) { return ELEMENT * a.n * a.F; }
+static void run(const Add& a, const Team& team) { WITH_TYPE(a.type, T, add<T>(a, team)); }
+KERNEL(add, Add)
+
+struct Change {  // x [n, F], rows strided; out [n, F]: each number by itself
+  int64_t type, function;  // 0 to 3: the activations; 4: times factor; 5: factor * tanh(x / factor)
+  const void* x;
+  void* out;
+  int64_t n, F, stride;
+  double factor;
+};
+
+template <class T, class Function> INLINE void change(const Change& a, const Team& team, Function function) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T* x = (const T*)a.x + row * a.stride;
+      T* out = (T*)a.out + row * a.F;
+      for_vectors(a.F, EACH_VECTOR { store(out + i, function(load(x + i, lanes)), lanes); });
+    }
+  });
+}
+
+static int64_t work(const Change& a) { return (a.function == 4 ? 1 : 8) * ELEMENT * a.n * a.F; }
+static void run(const Change& a, const Team& team) {
+  const float factor = (float)a.factor;
+  WITH_TYPE(a.type, T, {
+    if (a.function == 0) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return Silu::of(x); });
+    if (a.function == 1) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return Gelu::of(x); });
+    if (a.function == 2) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return GeluTanh::of(x); });
+    if (a.function == 3) change<T>(a, team, [](vf x) __attribute__((always_inline)) { return Relu::of(x); });
+    if (a.function == 4) change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return x * factor; });
+    if (a.function == 5)
+      change<T>(a, team, [=](vf x) __attribute__((always_inline)) { return factor * tanh(x / factor); });
+  });
+}
+KERNEL(change, Change)
+
+struct ClampedSwish {  // x [n, 2F]: gates, ups, rows strided; out [n, F]
+  int64_t type;
+  const void* x;
+  void* out;
+  int64_t n, F, stride;
+  double alpha, limit;
+};
+
+template <class T> static void clamped_swish(const ClampedSwish& a, const Team& team) {
+  const float alpha = (float)a.alpha;
+  const vf limit = all((float)a.limit);
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T *gates = (const T*)a.x + row * a.stride, *ups = gates + a.F;
+      T* out = (T*)a.out + row * a.F;
+      for_vectors(a.F, EACH_VECTOR {
+        vf gate = load(gates + i, lanes), up = load(ups + i, lanes);
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : up < -limit ? -limit : up;
+        store(out + i, gate / (1 + exp(-alpha * gate)) * (up + 1), lanes);
+      });
+    }
+  });
+}
+
+static int64_t work(const ClampedSwish& a) { return 8 * ELEMENT * a.n * a.F; }
+static void run(const ClampedSwish& a, const Team& team) { WITH_TYPE(a.type, T, clamped_swish<T>(a, team)); }
+KERNEL(clamped_swish, ClampedSwish)
+
+struct Route {  // logits [n, N], rows strided; shares, chosen [n, top]
+  int64_t type, rule;  // 0 all, 1 all_normed, 2 chosen: over whom the softmax is
+  const void* logits;
+  float* shares;
+  int64_t* chosen;
+  int64_t n, N, top, stride;
+};
+
+// The smallest number that is not among these: where no logit is a number, any will do, but each once.
+INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
+  for (int64_t number = 0;; number++) {
+    bool found = false;
+    for (int64_t i = 0; i < count; i++) found |= numbers[i] == number;
+    if (!found) return number;
+  }
+}
+
+template <class T> static void route(const Route& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    float* left = (float*)penstock_scratch(OWN, (a.N + a.top) * sizeof(float));  // what is not chosen yet
+    float* scores = left + a.N;
+    for (int64_t row = begin; row < end; row++) {
+      const T* logits = (const T*)a.logits + row * a.stride;
+      const float nothing = -__builtin_inff();
+      vf tops = all(nothing), total = {};
+      for_vectors(a.N, EACH_VECTOR {
+        vf logit = load(logits + i, lanes);
+        store(left + i, logit, lanes);
+        tops = vmax(tops, visible_lanes(logit, lanes));
+      });
+      const float top = largest(tops);
+      if (a.rule == 0)
+        for_vectors(a.N, EACH_VECTOR { total += filled(exp(load(left + i, lanes) - top), 0, lanes); });
+      float sum_of_chosen = 0;
+      for (int64_t k = 0; k < a.top; k++) {
+        int64_t best = -1;
+        float most = nothing;
+        for (int64_t i = 0; i < a.N; i++)
+          if (left[i] > most) most = left[i], best = i;
+        if (best < 0) best = smallest_missing(a.chosen + row * a.top, k);
+        scores[k] = exp(all(most - top))[0];
+        sum_of_chosen += scores[k];
+        left[best] = nothing;
+        a.chosen[row * a.top + k] = best;
+      }
+      const float whole = a.rule == 0 ? sum(total) : sum_of_chosen;
+      for (int64_t k = 0; k < a.top; k++) a.shares[row * a.top + k] = scores[k] / whole;
+    }
+  });
+}
+
+static int64_t work(const Route& a) { return ELEMENT * a.n * a.N * (a.top + 4); }
+static void run(const Route& a, const Team& team) { WITH_TYPE(a.type, T, route<T>(a, team)); }
+KERNEL(route, Route)

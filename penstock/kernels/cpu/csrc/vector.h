@@ -139,8 +139,10 @@ template <class T> INLINE auto load(const T* p, Whole) { return load(p); }
 template <class T> INLINE auto load(const T* p, Some some) { return load(p, some.n); }
 template <class T> INLINE void store(T* p, vf x, Whole) { store(p, x); }
 template <class T> INLINE void store(T* p, vf x, Some some) { store(p, x, some.n); }
-INLINE vf visible_lanes(vf x, Whole) { return x; }
-INLINE vf visible_lanes(vf x, Some some) { return lane_index() < (int32_t)some.n ? x : all(-__builtin_inff()); }
+// x where the row goes on, elsewhere `filler`.
+INLINE vf filled(vf x, float, Whole) { return x; }
+INLINE vf filled(vf x, float filler, Some some) { return lane_index() < (int32_t)some.n ? x : all(filler); }
+template <class L> INLINE vf visible_lanes(vf x, L lanes) { return filled(x, -__builtin_inff(), lanes); }
 #define EACH_VECTOR [&](int64_t i, auto lanes) __attribute__((always_inline))
 
 // ---- across lanes ----

@@ -1,0 +1,131 @@
+"""A recorded step, compiled: one call of the library, one parallel region for all of its operations.
+
+The arguments of the kernels are packed by the same methods of `CpuOps` that call them in an eager step, given
+the plan's tensors at their final places and kernels that keep their arguments instead of running. What one of
+these methods would leave to the reference cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.library import Capture, CompiledSteps, capturing_kernels
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.linear import PackedLinear
+from penstock.kernels.ops import OPERATIONS
+from penstock.kernels.recording import Plan, UnrecordableStepError, tensors_of
+from penstock.kernels.reference import ReferenceOps
+
+_LONG = 1 << 25
+"""Multiplications of a step from which the GIL is released: a millisecond or more."""
+
+
+class CompiledPlan:
+    """A `Plan` that runs at once.
+
+    A replay copies the step's inputs to where the kernels read them, and its results to new tensors. Inputs
+    of two dimensions may have fewer columns than where they are copied to; no kernel may read those beyond.
+
+    Args:
+        plan: what was recorded.
+        ops: the back end whose kernels run it.
+        inputs: the tensors it was recorded with, by name: contiguous, and the plan's own from now on.
+        arena: memory of at least ``plan.arena_bytes`` bytes; plans that never run at once may share it.
+
+    Raises:
+        UnrecordableStepError: an operation has no kernel for what it was given.
+    """
+
+    def __init__(self, plan: Plan, ops: CpuOps, inputs: Mapping[str, Tensor], arena: Tensor) -> None:
+        assert arena.nbytes >= plan.arena_bytes
+        resolve = plan.resolver(arena, [inputs[name] for name in plan.inputs])
+        lowering = _LoweringOps(ops)
+        work = 0
+        for record in plan.records:
+            arguments = record.resolved(resolve)
+            lowering.lower(record.operation, arguments, [resolve(ref) for ref in record.results])
+            packed = arguments.get("packed")
+            if isinstance(packed, PackedLinear):
+                work += len(arguments["x"]) * packed.in_features * packed.out_features
+        self._steps = CompiledSteps(ops.isa, lowering.captured, long=work > _LONG)
+        self._held = (plan, arena, lowering.kept)  # their memory is known to the steps by address alone
+        self._results = [resolve(ref) for ref in plan.results]
+        own = [inputs[name] for name in plan.inputs]
+        self._inputs = [(buffer, buffer.data_ptr(), buffer.nbytes) for buffer in own]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The results of a step on these inputs, in the order of the plan's.
+
+        Raises:
+            IndexError: a token or a position is outside its table.
+        """
+        for (buffer, address, num_bytes), given in zip(self._inputs, inputs, strict=True):
+            if given.nbytes == num_bytes and given.is_contiguous():
+                ctypes.memmove(address, given.data_ptr(), num_bytes)
+            elif given.dim() == 2:
+                buffer[:, : given.shape[1]].copy_(given)
+            else:
+                buffer.copy_(given)
+        self.run()
+        return tuple(result.clone() for result in self._results)
+
+    def run(self) -> None:
+        """Runs the kernels on the inputs of the last replay.
+
+        Raises:
+            IndexError: a token or a position is outside its table.
+        """
+        failed = self._steps()
+        if failed is not None:
+            raise IndexError(f"{failed} of a recorded step was given a row that its table has not")
+
+
+def _refusing(operation: str) -> Any:
+    def refuse(self: Any, *arguments: Any, **options: Any) -> NoReturn:
+        raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
+
+    return refuse
+
+
+_Refusals: type[ReferenceOps] = type(
+    "_Refusals", (ReferenceOps,), {name: _refusing(name) for name in OPERATIONS}
+)
+"""Stands between `CpuOps` and the reference, where a method of `CpuOps` looks for what it cannot do."""
+
+
+class _LoweringOps(CpuOps, _Refusals):  # type: ignore[misc, valid-type]  # a class that is made above
+    """Gives operations the places of their results, and keeps what their kernels are called with."""
+
+    def __init__(self, ops: CpuOps) -> None:
+        self.captured: list[Capture] = []
+        self.kept: list[Tensor] = []
+        self._places: list[Tensor] = []
+        super().__init__(capturing_kernels(ops.isa, self.captured))
+
+    def lower(self, operation: str, arguments: Mapping[str, Any], places: Sequence[Tensor]) -> None:
+        """Captures the kernels of one operation, whose results go to ``places``."""
+        before = len(self.captured)
+        self._places = list(places)
+        results = tensors_of(getattr(self, operation)(**arguments))
+        written = [result.data_ptr() for result in results] == [place.data_ptr() for place in places]
+        if self._places or not written or len(self.captured) == before:
+            raise UnrecordableStepError(f"{operation} does not run as kernels alone")
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        place = self._places.pop(0) if self._places else None
+        if place is None or tuple(place.shape) != tuple(shape) or place.dtype != dtype:
+            raise UnrecordableStepError("an operation needs memory besides its results")
+        assert place.is_contiguous()
+        return place
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        self.kept.append(tensor)
+        return tensor

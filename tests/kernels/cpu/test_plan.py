@@ -1,0 +1,178 @@
+"""A step compiled to one call: the same bits as its operations one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import ClampedSwish, LayerKV, Ops, cpu, pack_linear
+from penstock.kernels.cpu import CpuOps, StepPlans
+from penstock.kernels.cpu.plan import CompiledPlan
+from penstock.kernels.recording import Plan, UnrecordableStepError, record
+
+variants = cpu.variants()
+pytestmark = pytest.mark.skipif(not variants, reason="the C++ kernels are not built")
+Step = Callable[[Ops, Mapping[str, Tensor]], list[Tensor]]
+
+
+@pytest.fixture(params=variants, ids=lambda ops: ops.isa)
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    torch.manual_seed(0)
+    found: CpuOps = request.param
+    return found
+
+
+def compiled(ops: CpuOps, inputs: Mapping[str, Tensor], step: Step) -> tuple[CompiledPlan, Plan]:
+    """On copies of the inputs, which become the plan's."""
+    own = {name: tensor.clone() for name, tensor in inputs.items()}
+    plan = record(ops, own, lambda recording: step(recording, own))
+    return CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8)), plan
+
+
+def everything(dtype: torch.dtype, width: int) -> Step:
+    """A step of every operation there is a kernel for."""
+    packed = pack_linear(torch.randn(4 * width, width) / width**0.5, str(dtype).removeprefix("torch."))
+    back = pack_linear(torch.randn(width, 2 * width) / width**0.5, str(dtype).removeprefix("torch."))
+    table, weight, bias = torch.randn(50, width).to(dtype), torch.randn(width), torch.randn(width)
+    angles = torch.randn(100, 8)
+    cache, sinks = torch.zeros(2, 9, 2, 16, 16).to(dtype), torch.randn(4).bfloat16()
+
+    def step(ops: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
+        kv = LayerKV(cache, given["tables"], given["slots"])
+        rows = ops.rope_rows(given["positions"], angles.cos(), angles.sin())
+        x = ops.scale(ops.embedding(given["tokens"], table), 3.0)
+        normed, x = ops.add_rms_norm(ops.rms_norm(x, weight, 1e-5), x, weight, 1e-5)
+        x = ops.add(ops.layer_norm(normed, weight, bias, 1e-5), x)
+        heads = ops.linear(x, packed)[:, :128].view(-1, 8, 16)
+        q, k = ops.rotary(heads[:, :4], heads[:, 4:6], *rows)
+        ops.store_kv(k, heads[:, 6:], kv)
+        out = ops.attention(q, kv, given["offsets"], given["lengths"], scale=0.25, sinks=sinks)
+        gates = ops.linear(ops.put_rows(x, given["last"], ops.take_rows(x, given["last"])), packed)
+        gated = ops.gated_activation(gates, "silu")
+        clamped = ops.clamped_swish(gates, ClampedSwish(1.7, 7.0))
+        y = ops.linear(ops.add(gated, clamped), back)
+        shares, chosen = ops.route(ops.soft_cap(ops.activation(y, "gelu"), 5.0), 3, "chosen")
+        return [y, out, shares, chosen, k]
+
+    return step
+
+
+def inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
+    """Of a step of one row a sequence, four blocks for each."""
+    at = torch.tensor(lengths) - 1
+    tables = 1 + torch.randperm(8)[: 4 * len(lengths)].view(-1, 4)
+    return {
+        "tokens": torch.randint(0, 50, (len(lengths),)),
+        "positions": at,
+        "tables": tables.int(),
+        "slots": tables[torch.arange(len(lengths)), at // 16] * 16 + at % 16,
+        "offsets": torch.arange(len(lengths) + 1).int(),
+        "lengths": torch.tensor(lengths).int(),
+        "last": torch.tensor([0]),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [32, 640])  # the wider one with operations that all threads share
+def test_every_operation_gives_the_same_bits(ops: CpuOps, dtype: torch.dtype, width: int) -> None:
+    step = everything(dtype, width)
+    plan, recorded = compiled(ops, inputs([3, 20]), step)
+    assert len(plan) == len(recorded.records) + 1  # the rotary tables are two
+    for lengths in ([17, 16], [33, 1], [64, 50]):
+        given = inputs(lengths)
+        replayed = plan.replay(list(given.values()))
+        for one, other in zip(replayed, step(ops, given), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_results_outlive_the_next_replay(ops: CpuOps) -> None:
+    step = everything(torch.float32, 32)
+    plan, _ = compiled(ops, inputs([3, 20]), step)
+    first = plan.replay(list(inputs([5, 9]).values()))
+    copies = [result.clone() for result in first]
+    second = plan.replay(list(inputs([50, 60]).values()))
+    assert all(torch.equal(one, other) for one, other in zip(first, copies, strict=True))
+    assert not torch.equal(first[0], second[0])
+
+
+def test_a_row_outside_its_table_is_refused(ops: CpuOps) -> None:
+    plan, _ = compiled(ops, inputs([3, 20]), everything(torch.float32, 32))
+    for name, bad in (("tokens", 50), ("tokens", -1), ("positions", 100)):
+        given = inputs([5, 9])
+        given[name][1] = bad
+        with pytest.raises(IndexError, match="take_rows"):
+            plan.replay(list(given.values()))
+    plan.replay(list(inputs([5, 9]).values()))
+
+
+def test_what_has_no_kernel_is_named(ops: CpuOps) -> None:
+    x = torch.randn(3, 8)
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(UnrecordableStepError, match=r"^rms_norm has no kernel"):
+            compiled(ops, {"x": x.to(dtype)}, lambda o, given: [o.rms_norm(given["x"], torch.ones(8), 1e-5)])
+
+
+def test_the_reference_is_not_run_while_compiling(ops: CpuOps) -> None:
+    """What it would store goes to wherever the inputs of a step that is over say."""
+    cache, scales = torch.zeros(2, 3, 1, 16, 8, dtype=torch.int8), torch.zeros(2, 3, 1, 16)
+    k = torch.randn(1, 1, 8)
+    own = {"tables": torch.zeros(1, 2).int(), "slots": torch.tensor([20]), "k": k}
+
+    def step(o: Ops) -> list[Tensor]:
+        o.store_kv(own["k"], own["k"], LayerKV(cache, own["tables"], own["slots"], None, scales))
+        return []
+
+    plan = record(ops, own, step)
+    cache.zero_()
+    with pytest.raises(UnrecordableStepError, match=r"^store_kv"):
+        CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8))
+    assert not cache.any()
+
+
+# ---- when a plan is made ----
+
+
+def doubled(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
+    return [o.scale(given["x"], 2.0)]
+
+
+def test_a_shape_is_recorded_when_it_comes_back(ops: CpuOps) -> None:
+    plans = StepPlans(ops)
+    assert plans.status is None
+    assert plans.run("a", {"x": torch.randn(2, 8)}, doubled) is None
+    assert plans.status == "eager: a step of this shape ran once"
+    for _ in range(3):
+        x = torch.randn(2, 8)
+        results = plans.run("a", {"x": x}, doubled)
+        assert results is not None
+        assert torch.equal(results[0][:, :8], 2 * x)
+        assert plans.status == "planned: 1 kernels in one call"
+
+
+def test_what_cannot_be_recorded_is_remembered(ops: CpuOps) -> None:
+    plans, ran = StepPlans(ops), []
+
+    def step(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
+        ran.append(o.name)
+        return [o.scale(given["x"] + 1, 2.0)]
+
+    for _ in range(4):
+        assert plans.run("a", {"x": torch.randn(8, 8)}, step) is None
+    assert ran == ["recording"]
+    assert plans.status is not None
+    assert "comes from no recorded operation" in plans.status
+
+
+def test_a_larger_arena_keeps_old_plans_right(ops: CpuOps) -> None:
+    plans = StepPlans(ops)
+    for rows in (1, 50, 1, 50, 1, 400, 50, 1, 400):
+        for _ in range(2):
+            x = torch.randn(rows)
+            results = plans.run(rows, {"x": x}, lambda o, given: doubled(o, {"x": given["x"].view(1, -1)}))
+            if results is not None:
+                assert torch.equal(results[0][0], 2 * x)
+    assert plans.status == "planned: 1 kernels in one call"
+    assert plans.last is not None

@@ -1,0 +1,97 @@
+"""A replayed step gives the bits of the eager one, whatever the steps around it were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+
+from penstock.kernels import cpu
+from penstock.nn import ReturnHiddenStates
+from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines.core import TextContext
+
+pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
+
+CASES = [(isa, "bfloat16") for isa in cpu.available_isas()] + [
+    (isa, "float32") for isa in cpu.available_isas()[-2:]
+]
+
+
+def opened(checkpoint: Path, isa: str, encoding: str, *, planned: bool) -> TextGenerationPipeline:
+    options: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_block_size": 16}
+    pipeline = open_pipeline(checkpoint, enable_prefix_caching=False, **options)
+    vars(pipeline.session)["ops"] = next(ops for ops in cpu.variants() if ops.isa == isa)
+    if not planned:
+        vars(pipeline.session)["plans"] = None
+    return pipeline
+
+
+def logits_of_a_script(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
+    """Sequences that come, grow over blocks and windows, are preempted and go on, in several batches."""
+    seen: list[torch.Tensor] = []
+
+    def run(*contexts: TextContext, rows: int = 1) -> None:
+        for context in contexts:
+            context.set_token_indices(active_idx=min(context.start_idx + rows, context.current_length))
+        logits = step_logits(pipeline, contexts)
+        seen.extend(logits)
+        for context, own in zip(contexts, logits, strict=True):
+            feed(pipeline, context, int(own[-1].argmax()))
+
+    one, two, three = (context_of(random_tokens(n, 130, seed=n)) for n in (5, 20, 33))
+    run(one, rows=5)
+    for _ in range(30):  # over two ends of blocks
+        run(one)
+    run(two, rows=20)
+    run(three, rows=33)
+    for _ in range(20):
+        run(three, one, two)
+    pipeline.release(two)  # as the scheduler does when memory runs out
+    two.reset()
+    for _ in range(3):
+        run(one)
+        run(one, three)
+    for _ in range(8):  # its text again, in chunks beside the others
+        run(two, three, rows=4)
+    run(two, rows=100)
+    for _ in range(6):
+        run(one, two, three)
+    return seen
+
+
+@pytest.mark.parametrize(("isa", "encoding"), CASES)
+def test_the_bits_of_an_eager_step(checkpoint: Path, isa: str, encoding: str) -> None:
+    planned, eager = (opened(checkpoint, isa, encoding, planned=each) for each in (True, False))
+    got, expected = logits_of_a_script(planned), logits_of_a_script(eager)
+    assert len(got) == len(expected)
+    for number, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(one, other), f"step {number}"
+    status = planned.session.plan_status
+    has_experts = "experts" in (checkpoint / "config.json").read_text()
+    assert status.startswith("planned") or (has_experts and status.startswith("eager: experts"))
+    assert eager.session.plan_status.startswith("eager")
+
+
+@pytest.mark.parametrize("wanted", list(ReturnHiddenStates))
+def test_hidden_states_are_replayed(checkpoint: Path, wanted: ReturnHiddenStates) -> None:
+    states: list[list[torch.Tensor | None]] = []
+    for planned in (True, False):
+        pipeline = opened(checkpoint, cpu.available_isas()[-1], "float32", planned=planned)
+        pipeline.model.return_hidden_states = wanted
+        context = context_of(random_tokens(9, 130))
+        states.append([])
+        for _ in range(4):
+            pipeline.kv.claim(context)
+            pipeline.kv.reserve(context)
+            model: Any = pipeline.model
+            kv: Any = pipeline.kv
+            inputs = model.prepare_initial_token_inputs([[context]], kv.inputs([context]))
+            states[-1].append(model.execute(inputs).hidden_states)
+            feed(pipeline, context, 7)
+    for one, other in zip(*states, strict=True):
+        assert (one is None) == (wanted is ReturnHiddenStates.NONE)
+        assert one is None or torch.equal(one, other)
