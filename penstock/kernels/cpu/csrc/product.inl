@@ -77,9 +77,38 @@ template <int H> INLINE void exchange(vu* rows) {
   }
 }
 
+#if PENSTOCK_LANES == 16
+// Squares of 4 within 128 bits, then squares of these: shuffles that need no table of indices.
+INLINE void transpose(vu* rows) {
+  __m512i pairs[W], fours[W];
+#pragma GCC unroll 8
+  for (int i = 0; i < W; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < W; i += 4) {  // fours[i + c]: lanes c, c + 4, c + 8, c + 12 of rows i to i + 3
+    fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+    fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+    fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+    fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    __m512i even = _mm512_shuffle_i32x4(fours[c], fours[c + 4], 0x88);
+    __m512i odd = _mm512_shuffle_i32x4(fours[c], fours[c + 4], 0xdd);
+    __m512i even_below = _mm512_shuffle_i32x4(fours[c + 8], fours[c + 12], 0x88);
+    __m512i odd_below = _mm512_shuffle_i32x4(fours[c + 8], fours[c + 12], 0xdd);
+    rows[c] = (vu)_mm512_shuffle_i32x4(even, even_below, 0x88);
+    rows[c + 4] = (vu)_mm512_shuffle_i32x4(odd, odd_below, 0x88);
+    rows[c + 8] = (vu)_mm512_shuffle_i32x4(even, even_below, 0xdd);
+    rows[c + 12] = (vu)_mm512_shuffle_i32x4(odd, odd_below, 0xdd);
+  }
+}
+#else
 INLINE void transpose(vu* rows) {
   exchange<1>(rows);
   exchange<2>(rows);
   if (W > 4) exchange<4 % W>(rows);
-  if (W > 8) exchange<8 % W>(rows);
 }
+#endif
