@@ -19,7 +19,7 @@ ISAS = ("generic", "avx2", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 3
+ABI = 4
 """The layout of the kernels' arguments; ``penstock_abi`` in csrc/host.cpp says which one a library has."""
 
 Kernel = Callable[..., int | None]
@@ -28,12 +28,12 @@ _ARGUMENTS = {
     "rms_norm": "2q 3P 5q d",
     "add_rms_norm": "2q 5P 4q d",
     "rotary": "q 6P 9q",
-    "store_kv": "2q 4P 9q",
+    "store_kv": "2q 5P 9q",
     "gated_activation": "2q 2P 3q",
     "take_rows": "3P 4q",
     "linear": "2q P q 3P 3q",
     "lora": "q P q 3P q 3P 4q",
-    "attention": "2q 7P 10q 2d",
+    "attention": "2q 8P 10q 2d",
     "sample": "q P 3q 6P q P",
 }
 """The struct of arguments that each kernel takes, as in csrc: q integer, P pointer (0 for none), d double."""

@@ -13,6 +13,7 @@ from penstock.kernels.ops import Activation
 from penstock.kernels.reference import ReferenceOps
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _FLOAT_ENCODINGS = ("float32", "bfloat16")
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
@@ -21,6 +22,10 @@ _SMALL_ROWS = {torch.float32: 64, torch.bfloat16: 32}
 
 _LONG = 1 << 27
 """Multiplications from which a kernel takes long enough to release the GIL: some milliseconds."""
+
+
+_WIDEST_HEAD = 1024
+"""Sums of more products of integers could leave 32 bits (csrc/attention_tile.inl)."""
 
 
 class CpuOps(ReferenceOps):
@@ -184,7 +189,7 @@ class CpuOps(ReferenceOps):
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         kind, k_strides, v_strides = _TYPES.get(k.dtype), k.stride(), v.stride()
         cache, slots = kv.cache, kv.slots
-        cache_kind = _TYPES.get(cache.dtype)
+        cache_kind = _CACHE_TYPES.get(cache.dtype)
         rows_fit = k_strides[2] == v_strides[2] == 1 and k.dtype == v.dtype
         if kind is None or cache_kind is None or not rows_fit or not cache.is_contiguous():
             super().store_kv(k, v, kv)
@@ -197,6 +202,7 @@ class CpuOps(ReferenceOps):
             k.data_ptr(),
             v.data_ptr(),
             cache.data_ptr(),
+            _scales_of(kv),
             slots.data_ptr(),
             k.shape[0],
             *cache.shape[1:],
@@ -218,10 +224,10 @@ class CpuOps(ReferenceOps):
         sinks: Tensor | None = None,
     ) -> Tensor:
         cache, tables, strides = kv.cache, kv.block_tables, q.stride()
-        kind, cache_kind = _TYPES.get(q.dtype), _TYPES.get(cache.dtype)
+        kind, cache_kind = _TYPES.get(q.dtype), _CACHE_TYPES.get(cache.dtype)
         _, num_blocks, kv_heads, block_size, dim = cache.shape
         blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
-        rows_fit = dim % 8 == 0 and strides[2] == 1 and tables.stride(1) == 1
+        rows_fit = dim % 8 == 0 and dim <= _WIDEST_HEAD and strides[2] == 1 and tables.stride(1) == 1
         if kind is None or cache_kind is None or not (blocks_fit and rows_fit):
             return super().attention(q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks)
         assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
@@ -235,6 +241,7 @@ class CpuOps(ReferenceOps):
             cache_kind,
             q.data_ptr(),
             cache.data_ptr(),
+            _scales_of(kv),
             out.data_ptr(),
             tables.data_ptr(),
             row_offsets.data_ptr(),
@@ -323,6 +330,16 @@ class CpuOps(ReferenceOps):
 def _new_like(x: Tensor) -> Tensor:
     """An empty contiguous tensor of x's type and shape."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _scales_of(kv: LayerKV) -> int:
+    """Where the scales of an int8 cache lie; 0 for another."""
+    if kv.scales is None:
+        assert kv.cache.dtype != torch.int8
+        return 0
+    assert kv.scales.dtype == torch.float32
+    assert kv.scales.is_contiguous()
+    return kv.scales.data_ptr()
 
 
 def _are_stacked(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
