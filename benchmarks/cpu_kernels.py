@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 
@@ -82,8 +82,11 @@ def linears() -> Iterator[Case]:
 
 def attentions() -> Iterator[Case]:
     ops, reference = _ops(), ReferenceOps()
-    for heads, kv_heads, dim in ((32, 4, 64), (12, 12, 64), (32, 8, 128)):
-        for batch, new_rows, length in ((1, 1, 512), (1, 1, 8192), (32, 1, 320), (1, 1024, 1024)):
+    for heads, kv_heads, dim in ((32, 4, 64), (12, 12, 64), (16, 8, 128), (32, 8, 128), (8, 1, 256)):
+        for batch, new_rows, length in (
+            *((1, 1, 128), (1, 1, 512), (1, 1, 4096), (1, 1, 8192), (32, 1, 320)),
+            *((1, 1024, 1024), (1, 512, 4096)),
+        ):
             for dtype in (torch.bfloat16, torch.float32):
                 kv, offsets, lengths = _paged(batch, new_rows, length, kv_heads, dim, dtype)
                 q = torch.randn(batch * new_rows, heads, dim, dtype=dtype)
@@ -97,6 +100,20 @@ def attentions() -> Iterator[Case]:
                     2 * batch * length * kv_heads * dim * dtype.itemsize,
                     4 * batch * heads * dim * new_rows * (length - (new_rows - 1) / 2),
                 )
+        for length in (512, 4096):
+            q = torch.randn(1, heads, dim, dtype=torch.bfloat16)
+            wide, offsets, lengths = _paged(1, 1, length, kv_heads, dim, torch.bfloat16)
+            scales = torch.full(wide.cache.shape[:4], 0.02)
+            kv = replace(
+                wide, cache=torch.randint_like(wide.cache, -127, 128, dtype=torch.int8), scales=scales
+            )
+            yield Case(
+                f"attention int8 {heads}/{kv_heads} heads of {dim}, 1 x 1 of {length}",
+                partial(ops.attention, q, kv, offsets, lengths, scale=0.125),
+                partial(ops.attention, q, wide, offsets, lengths, scale=0.125),
+                "a bfloat16 cache",
+                2 * length * kv_heads * dim,
+            )
         kv, offsets, lengths = _paged(1, 1, 512, kv_heads, dim, torch.bfloat16)
         q = torch.randn(1, heads, dim, dtype=torch.bfloat16)
         yield Case(

@@ -404,7 +404,7 @@ MIXES = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (5, 1), (20, 1)])
 def test_attention_over_batches(ops: Ops, dtype: torch.dtype, mix: str, heads: int, kv_heads: int) -> None:
     batch = paged(MIXES[mix], kv_heads, 32, 16, dtype)
     q, _, _ = fused_qkv(int(batch.row_offsets[-1]), heads, kv_heads, 32, dtype)
@@ -412,7 +412,7 @@ def test_attention_over_batches(ops: Ops, dtype: torch.dtype, mix: str, heads: i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [4, 8, 16, 24, 64, 80, 128, 256])
+@pytest.mark.parametrize("dim", [4, 8, 16, 24, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 32, 128])
 def test_attention_over_dimensions(ops: Ops, dtype: torch.dtype, dim: int, block_size: int) -> None:
     batch = paged(MIXES["all at once"], 2, dim, block_size, dtype)
@@ -453,6 +453,90 @@ def test_attention_over_a_cache_of_another_type(
     same(lambda o: attend(o, q, batch), ops)
 
 
+# ---- an int8 cache ----
+
+
+def in_bytes(batch: Batch) -> Batch:
+    """The same keys and values in an int8 cache. Where there are none, the scales are NaN."""
+    pairs = batch.kv.cache.float()
+    scales = pairs.abs().amax(-1).clamp_min(1e-12) / 127
+    cache = (pairs / scales[..., None]).nan_to_num(127).round().to(torch.int8)
+    return replace(batch, kv=replace(batch.kv, cache=cache, scales=scales))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (5, 1), (20, 1)])
+def test_attention_over_bytes(ops: Ops, dtype: torch.dtype, mix: str, heads: int, kv_heads: int) -> None:
+    batch = in_bytes(paged(MIXES[mix], kv_heads, 32, 16, torch.float32))
+    q, _, _ = fused_qkv(int(batch.row_offsets[-1]), heads, kv_heads, 32, dtype)
+    same(lambda o: attend(o, q, batch), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 16, 24, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_attention_over_bytes_of_all_dimensions(
+    ops: Ops, dtype: torch.dtype, dim: int, block_size: int
+) -> None:
+    batch = in_bytes(paged(MIXES["all at once"], 2, dim, block_size, torch.float32))
+    q, _, _ = fused_qkv(45, 6, 2, dim, dtype)
+    same(lambda o: attend(o, q, batch), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 16, 77, 600])
+@pytest.mark.parametrize("mix", ["decode", "prompt", "several chunks of keys"])
+def test_attention_over_bytes_with_all_options(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
+    batch = in_bytes(paged(MIXES[mix], 2, 32, 16, torch.float32, window))
+    q, _, _ = fused_qkv(int(batch.row_offsets[-1]), 8, 2, 32, dtype)
+    sinks = torch.randn(8)
+    same(lambda o: attend(o, q, batch), ops)
+    same(lambda o: attend(o, q, batch, sinks=sinks, soft_cap=2.0, scale=0.5), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_shows_through_bytes(ops: Ops, dtype: torch.dtype) -> None:
+    """Integers have no NaN: the scales carry it."""
+    batch = in_bytes(paged([(2, 40), (1, 70)], 2, 64, 16, torch.float32))
+    q, k, v = fused_qkv(3, 4, 2, 64, dtype)
+    for odd in (torch.nan, torch.inf):
+        queries = q.clone()
+        queries[1, 2, 63] = odd
+        out = attend(ops, queries, batch)
+        assert out[1, 2].isnan().all()
+        assert out[[0, 2]].isfinite().all()
+        assert out[1, [0, 1, 3]].isfinite().all()
+    keys = k.clone()
+    keys[2, 0, 5] = torch.nan
+    kv = replace(batch.kv, cache=batch.kv.cache.clone(), scales=batch.kv.scales.clone())
+    ops.store_kv(keys, v, kv)
+    assert kv.scales[0].isnan().sum() == batch.kv.scales[0].isnan().sum() + 1
+    out = attend(ops, q, replace(batch, kv=kv))
+    assert out[2, :2].isnan().all()
+    assert out[2, 2:].isfinite().all()
+
+
+BYTE_FAULTS: dict[str, Callable[[LayerKV], LayerKV]] = {
+    "the scale of the token before": lambda kv: replace(kv, scales=kv.scales.roll(1, 3)),
+    "the scale of another head": lambda kv: replace(kv, scales=kv.scales.roll(1, 2)),
+    "the scale of another block": lambda kv: replace(kv, scales=kv.scales.roll(1, 1)),
+    "the scales of keys for those of values": lambda kv: replace(kv, scales=kv.scales.flip(0)),
+    "the blocks of another sequence": lambda kv: replace(kv, block_tables=kv.block_tables.roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", BYTE_FAULTS)
+def test_the_comparison_sees_a_wrong_scale(ops: Ops, dtype: torch.dtype, fault: str) -> None:
+    batch = in_bytes(paged([(2, 64), (2, 64), (1, 64)], 2, 32, 16, torch.float32))
+    q, _, _ = fused_qkv(5, 4, 2, 32, dtype)
+    expected = attend(REFERENCE, q, batch)
+    assert agree(attend(ops, q, batch), expected)
+    broken = replace(batch, kv=BYTE_FAULTS[fault](batch.kv))
+    assert not agree(attend(ops, q, broken), expected)
+
+
 @pytest.mark.parametrize("heads", [71, 160])
 def test_attention_of_very_many_heads_on_one(ops: Ops, heads: int) -> None:
     batch = paged([(1, 20), (3, 9)], 1, 16, 16, torch.float32)
@@ -478,6 +562,8 @@ def test_store_kv(ops: Ops, cached: torch.dtype, dtype: torch.dtype, dim: int) -
         kv = replace(batch.kv, cache=torch.zeros_like(batch.kv.cache).to(cached), scales=scales)
         back_end.store_kv(k, v, kv)
         stored.append(kv.cache)
+        if scales is not None:
+            stored[-1] = torch.cat([kv.cache.flatten(), scales.flatten()])
     assert torch.equal(*stored)
     assert stored[0].any()
 

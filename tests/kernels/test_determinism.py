@@ -372,7 +372,7 @@ def test_attention_cut_anywhere(ops: Ops, dtype: torch.dtype, options: str) -> N
 
 
 @pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("shape", [(3, 3, 24), (2, 1, 80)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 3, 24), (2, 1, 80), (5, 1, 40), (8, 1, 64)], ids=str)
 def test_attention_of_other_shapes(ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     attention_depends_on_the_row_alone(ops, dtype, shape)
 

@@ -10,9 +10,14 @@ from penstock.kernels.experts import ClampedSwish
 from penstock.kernels.inputs import LayerKV, SamplingInputs
 from penstock.kernels.ops import Activation, Routing
 
+_CACHE_TYPES = {**TYPES, torch.int8: 2}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _SCALE, _SOFT_CAP = 4, 5  # functions beside the activations
 _ROUTINGS = {"all": 0, "all_normed": 1, "chosen": 2}
+
+
+_WIDEST_HEAD = 1024
+"""Sums of more products of integers could leave 32 bits (csrc/attention_tile.inl)."""
 
 
 class CpuOps(CpuLinear):
@@ -107,7 +112,7 @@ class CpuOps(CpuLinear):
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         kind, k_strides, v_strides = TYPES.get(k.dtype), k.stride(), v.stride()
         cache, slots = kv.cache, kv.slots
-        cache_kind = TYPES.get(cache.dtype)
+        cache_kind = _CACHE_TYPES.get(cache.dtype)
         rows_fit = k_strides[2] == v_strides[2] == 1 and k.dtype == v.dtype
         if kind is None or cache_kind is None or not rows_fit or not cache.is_contiguous():
             super().store_kv(k, v, kv)
@@ -120,6 +125,7 @@ class CpuOps(CpuLinear):
             k.data_ptr(),
             v.data_ptr(),
             cache.data_ptr(),
+            _scales_of(kv),
             slots.data_ptr(),
             k.shape[0],
             *cache.shape[1:],
@@ -141,10 +147,10 @@ class CpuOps(CpuLinear):
         sinks: Tensor | None = None,
     ) -> Tensor:
         cache, tables, strides = kv.cache, kv.block_tables, q.stride()
-        kind, cache_kind = TYPES.get(q.dtype), TYPES.get(cache.dtype)
+        kind, cache_kind = TYPES.get(q.dtype), _CACHE_TYPES.get(cache.dtype)
         _, num_blocks, kv_heads, block_size, dim = cache.shape
         blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
-        rows_fit = dim % 8 == 0 and strides[2] == 1 and tables.stride(1) == 1
+        rows_fit = dim % 8 == 0 and dim <= _WIDEST_HEAD and strides[2] == 1 and tables.stride(1) == 1
         if kind is None or cache_kind is None or not (blocks_fit and rows_fit):
             return super().attention(q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks)
         assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
@@ -158,6 +164,7 @@ class CpuOps(CpuLinear):
             cache_kind,
             q.data_ptr(),
             cache.data_ptr(),
+            _scales_of(kv),
             out.data_ptr(),
             tables.data_ptr(),
             row_offsets.data_ptr(),
@@ -339,6 +346,16 @@ class CpuOps(CpuLinear):
         """
         if bad != -1:
             raise IndexError(f"row {int(rows[bad])} of a table with {count} rows")
+
+
+def _scales_of(kv: LayerKV) -> int:
+    """Where the scales of an int8 cache lie; 0 for another."""
+    if kv.scales is None:
+        assert kv.cache.dtype != torch.int8
+        return 0
+    assert kv.scales.dtype == torch.float32
+    assert kv.scales.is_contiguous()
+    return kv.scales.data_ptr()
 
 
 def _fits(sampling: SamplingInputs) -> bool:

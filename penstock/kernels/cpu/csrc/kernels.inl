@@ -49,6 +49,7 @@ constexpr int W = PENSTOCK_LANES;
 #include "vector.h"
 #include "team.inl"
 #include "elementwise.inl"
+#include "store_kv.inl"
 #include "product.inl"
 #include "attention.inl"
 #include "linear.inl"

@@ -146,22 +146,32 @@ static void fill_weights(Candidates& c, double* weights, float temperature) {
   }
 }
 
-// The first candidate up to which the weights add up to more than u of their total.
-static int64_t draw(const Candidates& c, double u) {
+// In several chains: one would wait for each addition.
+static double sum_of(const double* weights, int64_t n) {
+  constexpr int CHAINS = 4;
+  vd sums[CHAINS] = {};
+  int64_t i = 0;
+  for (; i + CHAINS * WD <= n; i += CHAINS * WD)
+    for (int chain = 0; chain < CHAINS; chain++) sums[chain] += load(weights + i + chain * WD);
+  vd together = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  double sum = 0;
+  for (int lane = 0; lane < WD; lane++) sum += together[lane];
+  for (; i < n; i++) sum += weights[i];
+  return sum;
+}
+
+// The first candidate up to which the weights add up to more than u of their total. `sums` has room for one of
+// each span.
+static int64_t draw(const Candidates& c, double u, double* sums) {
   constexpr int64_t SPAN = 256;
-  double total = 0;
-  auto sum_span = [&](int64_t begin) {
-    double sum = 0;
-    for (int64_t i = begin; i < min(begin + SPAN, c.n); i++) sum += c.weights[i];
-    return sum;
-  };
-  for (int64_t begin = 0; begin < c.n; begin += SPAN) total += sum_span(begin);
-  const double target = u * total;
+  const int64_t spans = ceil_div(c.n, SPAN);
+  for (int64_t i = 0; i < spans; i++) sums[i] = sum_of(c.weights + i * SPAN, min(SPAN, c.n - i * SPAN));
+  const double target = u * sum_of(sums, spans);
   double mass = 0;
-  for (int64_t begin = 0; begin < c.n; begin += SPAN) {
-    double with_span = mass + sum_span(begin);
+  for (int64_t span = 0; span < spans; span++) {
+    double with_span = mass + sums[span];
     if (with_span > target)
-      for (int64_t i = begin; i < min(begin + SPAN, c.n); i++)
+      for (int64_t i = span * SPAN; i < min((span + 1) * SPAN, c.n); i++)
         if ((mass += c.weights[i]) > target) return i;
     mass = with_span;
   }
@@ -218,8 +228,7 @@ static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, c
     cut_off(c, ids, bound_of_top_k(c, rule.top_k, list), (double)rule.top_k, list);
   fill_weights(c, weights, rule.temperature);
   if (rule.top_p < 1) {
-    double total = 0;
-    for (int64_t i = 0; i < c.n; i++) total += c.weights[i];
+    const double total = sum_of(c.weights, c.n);
     // The first of all stays, also at top_p 0.
     double target = max((double)rule.top_p * total, 1e-300);
     cut_off(c, ids, bound_of_top_p(c, rule.top_p, total, rule.temperature), target, list);
@@ -227,7 +236,7 @@ static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, c
   if (rule.min_p > 0)
     for (int64_t i = 0; i < c.n; i++)
       if (c.weights[i] < rule.min_p) c.weights[i] = 0;  // the largest weight is 1
-  int64_t drawn = draw(c, rule.uniform);
+  int64_t drawn = draw(c, rule.uniform, (double*)list);
   return c.ids ? c.ids[drawn] : drawn;
 }
 
