@@ -141,12 +141,13 @@ class TextGenerationPipeline:
         proposed = perf_counter()
         num_steps = 1 if any(drafts) else self._num_steps(contexts, num_steps)
         drafts, num_steps = self._reserve_ahead(contexts, drafts, num_steps)
-        for context in contexts:
-            if self.eos_token_id is not None and not (context.eos_token_ids or context.ignore_eos):
-                context.eos_token_ids.add(self.eos_token_id)
-        is_timed = num_steps == 1 and all(context.active_length == 1 for context in contexts)
+        if self.eos_token_id is not None:
+            for context in contexts:
+                if not (context.eos_token_ids or context.ignore_eos):
+                    context.eos_token_ids.add(self.eos_token_id)
+        is_decoding = num_steps == 1 and all(context.active_length == 1 for context in contexts)
         sampled = self._forwards.run(contexts, drafts, num_steps)
-        if is_timed and self.widths is not None:
+        if self.widths is not None and is_decoding:
             num_rows, depth = len(contexts) + sum(map(len, drafts)), max(map(len, drafts))
             self.widths.timed(len(contexts), num_rows, depth, perf_counter() - proposed, proposed - start)
         responses = self._hand_over(batch, sampled)
@@ -180,9 +181,10 @@ class TextGenerationPipeline:
         """Refuses what cannot be served before anything has changed."""
         if len({context.request_id for context in contexts}) < len(contexts):
             raise InputError("a request stands twice in the batch: give each context a request_id of its own")
+        vocabulary, longest = self._forwards.vocabulary, self.model.max_seq_len
         for context in contexts:
             status = _status(context)
-            if status.is_done:
+            if status is not TextGenerationStatus.ACTIVE:
                 raise InputError(f"request {context.request_id} has ended ({status.value})")
             if context.adapter is not None and self.model.lora_manager is None:
                 raise UnsupportedFeatureError(
@@ -195,20 +197,20 @@ class TextGenerationPipeline:
                     if self.grammars is None
                     else "its matcher is still being compiled: wait until the pipeline says ready(context)",
                 )
-            if context.current_length > self.model.max_seq_len:
+            if context.current_length > longest:
                 raise InputError(
                     f"request {context.request_id} has {context.current_length} tokens, "
-                    f"the model's maximum length is {self.model.max_seq_len}"
+                    f"the model's maximum length is {longest}"
                 )
-            if self._forwards.vocabulary is not None:  # else sampling finds out
-                check_logit_rules(context, self._forwards.vocabulary)
+            if vocabulary is not None:  # else sampling finds out
+                check_logit_rules(context, vocabulary)
         if self.model.lora_manager is not None:
             self.model.lora_manager.check(contexts)
 
     # -- How far a call goes ----------------------------------------------------------------------------
 
     def _num_steps(self, contexts: Sequence[TextContext], num_steps: int) -> int:
-        if any(_needs_each_token(context) for context in contexts):
+        if num_steps == 1 or any(_needs_each_token(context) for context in contexts):
             return 1
         return max(1, min(num_steps, *map(self._room, contexts)))
 
@@ -223,7 +225,7 @@ class TextGenerationPipeline:
         """
         drafts: list[list[int]] = [[] for _ in contexts]
         if self.proposer is None and all(context.matcher is None for context in contexts):
-            return drafts, [False for _ in contexts]
+            return drafts, [False] * len(contexts)
         rooms = self._rooms(contexts)
         vocabulary = self._forwards.vocabulary or 0  # unknown before the first forward
         for place, (context, room) in enumerate(zip(contexts, rooms, strict=True)):
@@ -255,6 +257,8 @@ class TextGenerationPipeline:
         self, contexts: Sequence[TextContext], drafts: list[list[int]], num_steps: int
     ) -> tuple[list[list[int]], int]:
         """Blocks for what goes beyond one step; fewer drafts, or a single step, where there are too few."""
+        if num_steps == 1 and not any(drafts):
+            return drafts, 1
         kept = []
         for context, draft in zip(contexts, drafts, strict=True):
             lookahead = max(num_steps - 1, len(draft))
@@ -281,9 +285,11 @@ class TextGenerationPipeline:
             try:
                 if one.fault is not None:
                     raise FloatingPointError(one.fault)
-                _check_rules(context, one.tokens)
+                if context.matcher is not None:
+                    _check_rules(context, one.tokens)
                 _advance(context, one)
-                self._jump_ahead(context)
+                if context.matcher is not None:
+                    self._jump_ahead(context)
                 self.kv.commit(context)
                 responses[request_id] = _response(context)
             except InputError as error:
@@ -304,7 +310,7 @@ class TextGenerationPipeline:
         Not where each token must be looked at (log probabilities, sequences that end the output, tokens that
         are forbidden): there they are drafts, and never rejected.
         """
-        if context.matcher is None or context.log_probabilities or context.eos_sequences:
+        if context.log_probabilities or context.eos_sequences:
             return
         params = context.sampling_params
         if params.allowed_token_ids is not None or params.banned_token_ids:
@@ -348,7 +354,7 @@ def _check_rules(context: TextContext, tokens: Sequence[int]) -> None:
         InputError: it is one.
     """
     rules = context.logit_rules
-    if context.matcher is None or rules is None:
+    if rules is None:
         return
     for token in tokens:
         is_allowed = rules.allowed is None or token in rules.allowed

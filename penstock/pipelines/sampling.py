@@ -31,47 +31,44 @@ token all the same, and the softmax of no row is NaN. Still finite in float32 at
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The sampling parameters of a batch, laid out in arrays once for all steps of a call."""
+    """The sampling parameters of a batch, laid out in arrays once for all steps that have the same."""
 
-    temperature: np.ndarray  # [B] float32
-    top_k: np.ndarray  # [B] int64, 0 for all
-    top_p: np.ndarray  # [B] float32
-    min_p: np.ndarray  # [B] float32
+    params: list[SamplingParams]  # [B]
+    rules: tuple[Tensor, Tensor, Tensor, Tensor]  # the first four fields of `SamplingInputs`, [B] each
     seeds: np.ndarray  # [B] uint64
-    device: torch.device
+    is_greedy: bool  # no row is drawn
 
     @classmethod
     def for_batch(cls, params: Sequence[SamplingParams], device: torch.device) -> Sampler:
         """Lays out the parameters of each context of a batch."""
-        return cls(
-            np.array([p.temperature for p in params], dtype=np.float32),
-            np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
-            np.array([p.top_p for p in params], dtype=np.float32),
-            np.array([p.min_p for p in params], dtype=np.float32),
-            as_words([p.seed for p in params]),
-            device,
+        rules = (
+            torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+            torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64, device=device),
+            torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+            torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
         )
+        is_greedy = all(p.temperature == 0 or p.top_k == 1 for p in params)
+        return cls(list(params), rules, as_words([p.seed for p in params]), is_greedy)
 
     def __call__(
         self,
         ops: Ops,
         logits: Tensor,  # [R, V]
-        sequences: np.ndarray,  # [R]: which context of the batch a row belongs to
+        sequences: np.ndarray | None,  # [R]: which context of the batch a row belongs to
         positions: np.ndarray,  # [R]: the index that the row's token will have
         bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32
-    ) -> Tensor:  # [R] int64
-        """Samples one token a row."""
-        inputs = SamplingInputs(
-            self._rows(self.temperature, sequences),
-            self._rows(self.top_k, sequences),
-            self._rows(self.top_p, sequences),
-            self._rows(self.min_p, sequences),
-            torch.from_numpy(uniforms(self.seeds[sequences], positions)).to(self.device),
-        )
-        return ops.sample(logits, inputs, bitmask)
-
-    def _rows(self, values: np.ndarray, sequences: np.ndarray) -> Tensor:
-        return torch.from_numpy(values[sequences]).to(self.device)
+    ) -> Tensor:  # [R] int64, -1 for a row that is no distribution
+        """Samples one token a row; without ``sequences`` each context has one row, in their order."""
+        device, rules, seeds = logits.device, self.rules, self.seeds
+        if sequences is not None:
+            rows = torch.from_numpy(sequences).to(device)
+            temperature, top_k, top_p, min_p = rules
+            rules, seeds = (temperature[rows], top_k[rows], top_p[rows], min_p[rows]), seeds[sequences]
+        if self.is_greedy:
+            draws = torch.zeros(len(positions), dtype=torch.float64, device=device)
+        else:
+            draws = torch.from_numpy(uniforms(seeds, positions)).to(device)
+        return ops.sample(logits, SamplingInputs(*rules, draws), bitmask)
 
 
 def adjust_logits(
@@ -89,7 +86,7 @@ def adjust_logits(
     holds off are sampled before forbidden ones, and a grammar gets one of those that it allows.
 
     The given logits stay as they are. Rows that use none of it cost nothing, and where no row does the same
-    tensor comes back.
+    tensor comes back. A row that is no distribution (`Ops.sample`) becomes NaN: nothing makes it sound.
 
     Args:
         logits: the model's.
@@ -113,7 +110,7 @@ def adjust_logits(
     _penalise(cells, rows, positions, drafts)
     _hold_off_ends(cells, rows, positions)
     _forbid(cells, rows)
-    return scores
+    return scores.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
 
 
 def check_logit_rules(context: TextContext, vocabulary: int) -> None:
@@ -122,6 +119,8 @@ def check_logit_rules(context: TextContext, vocabulary: int) -> None:
     Raises:
         InputError: one of its ``logit_bias``, ``allowed_token_ids`` or ``banned_token_ids`` is too large.
     """
+    if not context.sampling_params.has_logit_rules:
+        return
     rules = context.logit_rules
     if rules is not None and rules.largest_id >= vocabulary:
         raise InputError(
@@ -140,10 +139,7 @@ class _Row:
 
 
 def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> list[_Row]:
-    wanted = [
-        params.min_new_tokens > 0 or params.has_logit_rules or params.needs_penalties
-        for params in (context.sampling_params for context in contexts)
-    ]
+    wanted = [context.sampling_params.changes_logits for context in contexts]
     if not any(wanted):
         return []
     return [_Row(i, contexts[s], s) for i, s in enumerate(sequences.tolist()) if wanted[s]]

@@ -15,14 +15,16 @@ def sample(
 ) -> Tensor:  # [R] int64
     """See `Ops.sample`."""
     scores = logits.double()
+    is_sound = (scores < torch.inf).all(-1)
     if bitmask is not None:
         scores = scores.masked_fill(~_unpack_bits(bitmask, logits.shape[-1]), -torch.inf)
-    tokens = scores.argmax(-1)
-    drawn = (sampling.temperature > 0) & (sampling.top_k != 1)
+    top, tokens = scores.max(-1)
+    is_sound &= top > -torch.inf
+    drawn = is_sound & (sampling.temperature > 0) & (sampling.top_k != 1)
     rows = drawn.nonzero()[:, 0]
     if len(rows):
         tokens[rows] = _draw(scores[rows], _rows_of(sampling, rows))
-    return tokens
+    return tokens.where(is_sound, -1)
 
 
 def _draw(scores: Tensor, sampling: SamplingInputs) -> Tensor:

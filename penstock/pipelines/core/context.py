@@ -342,6 +342,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         """Whether ``new_token``, the last one, ends the output."""
         if new_token in self.eos_token_ids:
             return True
+        if not self.eos_sequences:
+            return False
         return any(
             sequence[-1] == new_token
             and self._end_idx - len(sequence) >= self._prompt_len  # generated tokens alone

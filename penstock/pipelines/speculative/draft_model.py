@@ -235,8 +235,9 @@ class DraftModelProposer:
             so_far = [follower.drafted for follower in batch]
             logits = adjust_logits(logits, contexts, sequences, positions, so_far)
         sampler = Sampler.for_batch([context.sampling_params for context in contexts], logits.device)
-        tokens = sampler(self._session.ops, logits, sequences, positions).tolist()
-        for follower, token in zip(batch, tokens, strict=True):
+        tokens = sampler(self._session.ops, logits, None, positions)
+        # A row that is no distribution drafts any token: a wrong draft is no harm.
+        for follower, token in zip(batch, tokens.clamp(min=0).tolist(), strict=True):
             follower.drafted.append(token)
 
 
