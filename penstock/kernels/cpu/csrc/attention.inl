@@ -25,7 +25,7 @@ struct Attention {
 struct Items {
   int64_t group, heads, head_tiles, rows;  // heads: of an item; rows: of an item, at most
   int64_t* first;                          // [B + 1] number of each sequence's first item
-  int64_t count, max_chunks, work;
+  int64_t count, max_chunks;
 };
 
 struct Item {
@@ -49,7 +49,6 @@ static Items items_of(const Attention& a, int64_t* first) {
     first[b] = items.count;
     items.count += ceil_div(rows, items.rows) * a.K * items.head_tiles;
     items.max_chunks = max(items.max_chunks, seen / CHUNK + 2);
-    items.work += rows * seen * a.H * a.D;
   }
   first[a.B] = items.count;
   return items;
@@ -311,63 +310,79 @@ static void pack_queries(const Attention& a, const Item& item, typename P::Unit*
   }
 }
 
-template <class P, class TQ, class TC> static void attend(const Attention& a) {
-  const int64_t D = a.D, Dp = round_up(D, W), threads = omp_get_max_threads();
-  const int64_t table = round_up(a.B + 1, 16) * 8;
-  Items items = items_of(a, (int64_t*)penstock_scratch(SHARED, table));
+template <class P, class TQ, class TC> static void attend(const Attention& a, const Team& team) {
+  const int64_t D = a.D, Dp = round_up(D, W);
+  const int64_t header = round_up(sizeof(Items) + (a.B + 1) * 8, 64);  // the items, then where each sequence's begin
+  char* memory = nullptr;
+  int64_t chunks = 1;
+  auto number = [&] { *(Items*)memory = items_of(a, (int64_t*)(memory + sizeof(Items))); };
+  if (team.rank == 0) {
+    memory = (char*)penstock_scratch(SHARED, header);
+    number();
+  }
+  memory = team.share(memory);
+  Items items = *(const Items*)memory;
   const int64_t M = items.rows * items.heads, partial = Partial::floats(M, Dp);
-  const bool split = threads > 1 && items.count < 4 * threads && items.max_chunks > 2;
-  const int64_t chunks = split ? items.max_chunks : 1;
-  float* partials = nullptr;
-  if (split) {  // the memory may move: number the items again
-    char* memory = (char*)penstock_scratch(SHARED, table + items.count * chunks * partial * 4);
-    items = items_of(a, (int64_t*)memory);
-    partials = (float*)(memory + table);
-  }
-#pragma omp parallel if (items.work > 4 * PARALLEL_WORK)
-  {
-    float* memory = (float*)penstock_scratch(OWN, (Packed<P>::floats(M, D, Dp) + 2 * partial) * 4);
-    Partial sums(memory, M, Dp), next(memory + partial, M, Dp);
-    Packed<P> packed(memory + 2 * partial, M, D, Dp);
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < items.count * chunks; task++) {
-      Item item = item_of(a, items, task / chunks);
-      int64_t first = item.begin / CHUNK, last = (item.end - 1) / CHUNK;
-      if (split) {
-        int64_t chunk = first + task % chunks;
-        if (chunk > last) continue;
-        pack_queries<P, TQ>(a, item, packed.q);
-        Partial own(partials + task * partial, M, Dp);
-        attend_chunk<P, TC>(a, item, packed, own, chunk);
-        continue;
-      }
-      pack_queries<P, TQ>(a, item, packed.q);
-      attend_chunk<P, TC>(a, item, packed, sums, first);
-      for (int64_t chunk = first + 1; chunk <= last; chunk++) {
-        attend_chunk<P, TC>(a, item, packed, next, chunk);
-        merge(sums, next, item.rows * item.heads, Dp);
-      }
-      finish<TQ>(a, item, sums);
+  const bool split = team.size > 1 && items.count < 4 * team.size && items.max_chunks > 2;
+  if (split) {
+    chunks = items.max_chunks;
+    team.barrier();  // all have read them
+    if (team.rank == 0) {  // the memory may move: number the items again
+      memory = (char*)penstock_scratch(SHARED, header + items.count * chunks * partial * 4);
+      number();
     }
+    memory = team.share(memory);
+    items = *(const Items*)memory;
+  }
+  float* partials = (float*)(memory + header);
+  float* own_memory = (float*)penstock_scratch(OWN, (Packed<P>::floats(M, D, Dp) + 2 * partial) * 4);
+  Partial sums(own_memory, M, Dp), next(own_memory + partial, M, Dp);
+  Packed<P> packed(own_memory + 2 * partial, M, D, Dp);
+  over_pieces(team, items.count * chunks, [&](int64_t task) {
+    Item item = item_of(a, items, task / chunks);
+    int64_t first = item.begin / CHUNK, last = (item.end - 1) / CHUNK;
     if (split) {
-#pragma omp for schedule(dynamic)
-      for (int64_t number = 0; number < items.count; number++) {
-        Item item = item_of(a, items, number);
-        int64_t count = (item.end - 1) / CHUNK - item.begin / CHUNK + 1;
-        Partial whole(partials + number * chunks * partial, M, Dp);
-        for (int64_t i = 1; i < count; i++) {
-          Partial other(partials + (number * chunks + i) * partial, M, Dp);
-          merge(whole, other, item.rows * item.heads, Dp);
-        }
-        finish<TQ>(a, item, whole);
-      }
+      int64_t chunk = first + task % chunks;
+      if (chunk > last) return;
+      pack_queries<P, TQ>(a, item, packed.q);
+      Partial own(partials + task * partial, M, Dp);
+      attend_chunk<P, TC>(a, item, packed, own, chunk);
+      return;
     }
-  }
+    pack_queries<P, TQ>(a, item, packed.q);
+    attend_chunk<P, TC>(a, item, packed, sums, first);
+    for (int64_t chunk = first + 1; chunk <= last; chunk++) {
+      attend_chunk<P, TC>(a, item, packed, next, chunk);
+      merge(sums, next, item.rows * item.heads, Dp);
+    }
+    finish<TQ>(a, item, sums);
+  });
+  if (!split) return;
+  team.barrier();
+  over_pieces(team, items.count, [&](int64_t number) {
+    Item item = item_of(a, items, number);
+    int64_t count = (item.end - 1) / CHUNK - item.begin / CHUNK + 1;
+    Partial whole(partials + number * chunks * partial, M, Dp);
+    for (int64_t i = 1; i < count; i++) {
+      Partial other(partials + (number * chunks + i) * partial, M, Dp);
+      merge(whole, other, item.rows * item.heads, Dp);
+    }
+    finish<TQ>(a, item, whole);
+  });
 }
 
-EXPORT(attention)(const Attention& a) {
-#if PENSTOCK_DOT
-  if (a.type == 1 && a.cache_type == 1) return attend<Pairs, bf16, bf16>(a);
-#endif
-  WITH_TYPE(a.type, T, WITH_TYPE(a.cache_type, TC, attend<Floats, T, TC>(a)));
+static int64_t work(const Attention& a) {
+  int64_t total = 0;
+  for (int64_t b = 0; b < a.B; b++) {
+    int64_t rows = a.row_offsets[b + 1] - a.row_offsets[b];
+    total += rows * (a.window ? min<int64_t>(a.lengths[b], a.window + rows) : a.lengths[b]) * a.H * a.D;
+  }
+  return total;
 }
+static void run(const Attention& a, const Team& team) {
+#if PENSTOCK_DOT
+  if (a.type == 1 && a.cache_type == 1) return attend<Pairs, bf16, bf16>(a, team);
+#endif
+  WITH_TYPE(a.type, T, WITH_TYPE(a.cache_type, TC, attend<Floats, T, TC>(a, team)));
+}
+KERNEL(attention, Attention)

@@ -24,15 +24,17 @@ struct RmsNorm {  // x [n0, n1, E] with strides; out the same, contiguous
   double eps;
 };
 
-template <class T, class TW> static void rms_norm(const RmsNorm& a) {
-  over_rows(a.n0 * a.n1, a.E, [=](int64_t begin, int64_t end) {
+template <class T, class TW> static void rms_norm(const RmsNorm& a, const Team& team) {
+  over_rows(team, a.n0 * a.n1, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++)
       norm_row((const T*)a.x + row / a.n1 * a.s0 + row % a.n1 * a.s1, (const TW*)a.weight, (T*)a.out + row * a.E,
                a.E, (float)a.eps);
   });
 }
 
-EXPORT(rms_norm)(const RmsNorm& a) { WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, rms_norm<T, TW>(a))); }
+static int64_t work(const RmsNorm& a) { return ELEMENT * a.n0 * a.n1 * a.E; }
+static void run(const RmsNorm& a, const Team& team) { WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, rms_norm<T, TW>(a, team))); }
+KERNEL(rms_norm, RmsNorm)
 
 struct AddRmsNorm {  // x, residual [n, E], rows strided; normed, total [n, E] contiguous
   int64_t type, weight_type;
@@ -42,8 +44,8 @@ struct AddRmsNorm {  // x, residual [n, E], rows strided; normed, total [n, E] c
   double eps;
 };
 
-template <class T, class TW> static void add_rms_norm(const AddRmsNorm& a) {
-  over_rows(a.n, a.E, [=](int64_t begin, int64_t end) {
+template <class T, class TW> static void add_rms_norm(const AddRmsNorm& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const T *x = (const T*)a.x + row * a.x_stride, *residual = (const T*)a.residual + row * a.residual_stride;
       T* total = (T*)a.total + row * a.E;
@@ -53,9 +55,11 @@ template <class T, class TW> static void add_rms_norm(const AddRmsNorm& a) {
   });
 }
 
-EXPORT(add_rms_norm)(const AddRmsNorm& a) {
-  WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, add_rms_norm<T, TW>(a)));
+static int64_t work(const AddRmsNorm& a) { return ELEMENT * a.n * a.E; }
+static void run(const AddRmsNorm& a, const Team& team) {
+  WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, add_rms_norm<T, TW>(a, team)));
 }
+KERNEL(add_rms_norm, AddRmsNorm)
 
 struct Rotary {  // q [n, H, D], k [n, K, D] with strides; cos, sin [n, half]; outputs contiguous
   int64_t type;
@@ -79,8 +83,8 @@ INLINE void rotate_row(const T* x, const float* cos, const float* sin, T* out, i
   }
 }
 
-template <class T> static void rotary(const Rotary& a) {
-  over_rows(a.n, (a.H + a.K) * a.D, [=](int64_t begin, int64_t end) {
+template <class T> static void rotary(const Rotary& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
       const float *cos = a.cos + t * a.half, *sin = a.sin + t * a.half;
       const T *q = (const T*)a.q + t * a.q_row, *k = (const T*)a.k + t * a.k_row;
@@ -90,7 +94,9 @@ template <class T> static void rotary(const Rotary& a) {
   });
 }
 
-EXPORT(rotary)(const Rotary& a) { WITH_TYPE(a.type, T, rotary<T>(a)); }
+static int64_t work(const Rotary& a) { return ELEMENT * a.n * (a.H + a.K) * a.D; }
+static void run(const Rotary& a, const Team& team) { WITH_TYPE(a.type, T, rotary<T>(a, team)); }
+KERNEL(rotary, Rotary)
 
 struct StoreKV {  // k, v [n, K, D] with strides, to slots [n] = block * S + offset of cache [2, N, K, S, D]
   int64_t type, cache_type;
@@ -100,8 +106,8 @@ struct StoreKV {  // k, v [n, K, D] with strides, to slots [n] = block * S + off
   int64_t n, N, K, S, D, k_row, k_head, v_row, v_head;
 };
 
-template <class T, class TC> static void store_kv(const StoreKV& a) {
-  over_rows(a.n, 2 * a.K * a.D, [=](int64_t begin, int64_t end) {
+template <class T, class TC> static void store_kv(const StoreKV& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
       TC* keys = (TC*)a.cache + (a.slots[t] / a.S * a.K * a.S + a.slots[t] % a.S) * a.D;
       TC* values = keys + a.N * a.K * a.S * a.D;
@@ -116,7 +122,9 @@ template <class T, class TC> static void store_kv(const StoreKV& a) {
   });
 }
 
-EXPORT(store_kv)(const StoreKV& a) { WITH_TYPE(a.type, T, WITH_TYPE(a.cache_type, TC, store_kv<T, TC>(a))); }
+static int64_t work(const StoreKV& a) { return ELEMENT * a.n * 2 * a.K * a.D; }
+static void run(const StoreKV& a, const Team& team) { WITH_TYPE(a.type, T, WITH_TYPE(a.cache_type, TC, store_kv<T, TC>(a, team))); }
+KERNEL(store_kv, StoreKV)
 
 struct Silu {
   INLINE vf of(vf x) { return x / (1 + exp(-x)); }
@@ -138,8 +146,8 @@ struct GatedActivation {  // x [n, 2F], rows strided; out [n, F]
   int64_t n, F, stride;
 };
 
-template <class T, class Activation> static void gate(const GatedActivation& a) {
-  over_rows(a.n, 8 * a.F, [=](int64_t begin, int64_t end) {
+template <class T, class Activation> static void gate(const GatedActivation& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
       const T *gates = (const T*)a.x + row * a.stride, *up = gates + a.F;
       T* out = (T*)a.out + row * a.F;
@@ -150,14 +158,16 @@ template <class T, class Activation> static void gate(const GatedActivation& a) 
   });
 }
 
-EXPORT(gated_activation)(const GatedActivation& a) {
+static int64_t work(const GatedActivation& a) { return 8 * ELEMENT * a.n * a.F; }
+static void run(const GatedActivation& a, const Team& team) {
   WITH_TYPE(a.type, T, {
-    if (a.activation == 0) gate<T, Silu>(a);
-    if (a.activation == 1) gate<T, Gelu>(a);
-    if (a.activation == 2) gate<T, GeluTanh>(a);
-    if (a.activation == 3) gate<T, Relu>(a);
+    if (a.activation == 0) gate<T, Silu>(a, team);
+    if (a.activation == 1) gate<T, Gelu>(a, team);
+    if (a.activation == 2) gate<T, GeluTanh>(a, team);
+    if (a.activation == 3) gate<T, Relu>(a, team);
   });
 }
+KERNEL(gated_activation, GatedActivation)
 
 struct TakeRows {  // out [n, bytes] = table [rows, bytes], rows strided (in bytes), at indices [n]
   const char* table;
@@ -166,13 +176,19 @@ struct TakeRows {  // out [n, bytes] = table [rows, bytes], rows strided (in byt
   int64_t n, rows, bytes, stride;
 };
 
-// The first place of an index outside 0:rows, and nothing is done; else -1.
-extern "C" VISIBLE int64_t SYMBOL(take_rows)(const TakeRows& a) {
-  for (int64_t i = 0; i < a.n; i++)
-    if (a.indices[i] < 0 || a.indices[i] >= a.rows) return i;
-  over_rows(a.n, a.bytes, [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++)
-      __builtin_memcpy(a.out + i * a.bytes, a.table + a.indices[i] * a.stride, a.bytes);
+static int64_t work(const TakeRows& a) { return ELEMENT * a.n * a.bytes; }
+// Fails with the place of an index outside 0:rows, whose row becomes zeros.
+static void run(const TakeRows& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t row = a.indices[i];
+      if (row < 0 || row >= a.rows) {
+        __builtin_memset(a.out + i * a.bytes, 0, a.bytes);
+        team.fail(i);
+        continue;
+      }
+      __builtin_memcpy(a.out + i * a.bytes, a.table + row * a.stride, a.bytes);
+    }
   });
-  return -1;
 }
+KERNEL(take_rows, TakeRows)

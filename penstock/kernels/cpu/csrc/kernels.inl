@@ -4,13 +4,20 @@
 //   PENSTOCK_DOT    1 where there are bfloat16 dot products (AVX-512 BF16)
 //
 // The C ABI: each kernel takes one struct of 8-byte fields, which Python packs as bytes. Strides are in elements;
-// types are 0 = float32, 1 = bfloat16. Callers check shapes and types, kernels trust them. A kernel may be called
-// with the GIL held or released. Only one thread of a process should call them: each that does gets an OpenMP
-// team of its own.
+// types are 0 = float32, 1 = bfloat16. Callers check shapes and types, kernels trust them. A kernel returns -1, or
+// where an argument is bad. It may be called with the GIL held or released. Only one thread of a process should call
+// them: each that does gets an OpenMP team of its own.
 
 #include <omp.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <time.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if PENSTOCK_LANES > 4
 #include <immintrin.h>
 #endif
@@ -21,7 +28,7 @@
 #define JOIN(a, b, c) JOIN_(a, b, c)
 #define SYMBOL(name) JOIN(penstock_, name, PENSTOCK_ISA)
 #define VISIBLE __attribute__((visibility("default")))
-#define EXPORT(name) extern "C" VISIBLE void SYMBOL(name)
+#define EXPORT(type, name) extern "C" VISIBLE type SYMBOL(name)
 
 // Names T the element type that `type` stands for, and runs the rest.
 #define WITH_TYPE(type, T, ...) \
@@ -40,28 +47,13 @@ namespace PENSTOCK_ISA {
 
 constexpr int W = PENSTOCK_LANES;
 #include "vector.h"
-
-// Elements of work below which waking the other threads costs more than they save.
-constexpr int64_t PARALLEL_WORK = 1 << 16;
-
-// Calls body(begin, end) on ranges that cover 0:rows, one for each thread.
-template <class Body> INLINE void over_rows(int64_t rows, int64_t work_per_row, Body body) {
-  if (rows < 2 || rows * work_per_row < PARALLEL_WORK) {
-    body(0, rows);
-    return;
-  }
-#pragma omp parallel
-  {
-    int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    body(rows * thread / threads, rows * (thread + 1) / threads);
-  }
-}
-
+#include "team.inl"
 #include "elementwise.inl"
 #include "product.inl"
 #include "attention.inl"
 #include "linear.inl"
 #include "lora.inl"
 #include "sampling.inl"
+#include "plan.inl"
 
 }  // namespace PENSTOCK_ISA

@@ -90,46 +90,56 @@ struct Linear {  // x [rows, n], rows strided; w [N, n]; bias [N] of x's type, o
 };
 
 template <class P, class T>
-static void multiply(const Linear& a, const typename P::X* x, int64_t x_stride) {
+static void multiply(const Linear& a, const typename P::X* x, int64_t x_stride, const Team& team) {
   const auto* w = (const typename P::Weight*)a.w;
   const T* bias = (const T*)a.bias;
   T* y = (T*)a.y;
   // Pieces are handed out as threads ask for them: one that has to wait for its core takes fewer.
-  const int64_t pieces = a.N * a.n < 4 * PARALLEL_WORK ? 1 : 8 * omp_get_max_threads();
-  const int64_t piece = max<int64_t>(16, round_up(ceil_div(a.N, pieces), WEIGHT_ROWS));
-#pragma omp parallel for schedule(dynamic) if (pieces > 1)
-  for (int64_t begin = 0; begin < a.N; begin += piece) {
-    int64_t r = begin, end = min(a.N, begin + piece);
+  const int64_t piece = max<int64_t>(16, round_up(ceil_div(a.N, 8 * team.size), WEIGHT_ROWS));
+  over_pieces(team, ceil_div(a.N, piece), [=](int64_t number) {
+    int64_t r = number * piece, end = min(a.N, r + piece);
     for (; r + WEIGHT_ROWS <= end; r += WEIGHT_ROWS)
       dot_all<P, T, WEIGHT_ROWS>(x, x_stride, w + r * a.n, bias ? bias + r : bias, y + r, a.N, a.rows, a.n);
     for (; r < end; r++)
       dot_all<P, T, 1>(x, x_stride, w + r * a.n, bias ? bias + r : bias, y + r, a.N, a.rows, a.n);
-  }
+  });
 }
 
-template <class TW> static void multiply(const Linear& a, const float* x) { multiply<Widened<TW>, float>(a, x, a.x_stride); }
+template <class TW> static void multiply(const Linear& a, const float* x, const Team& team) {
+  multiply<Widened<TW>, float>(a, x, a.x_stride, team);
+}
 
-template <class TW> static void multiply(const Linear& a, const bf16* x) {
-  float* wide = (float*)penstock_scratch(SHARED, a.rows * a.n * 4);
-  for (int64_t t = 0; t < a.rows; t++)
-    for_vectors(a.n, EACH_VECTOR { store(wide + t * a.n + i, load(x + t * a.x_stride + i, lanes), lanes); });
-  multiply<Widened<TW>, bf16>(a, wide, a.n);
+template <class TW> static void multiply(const Linear& a, const bf16* x, const Team& team) {
+  float* wide = team.share(team.rank == 0 ? (float*)penstock_scratch(SHARED, a.rows * a.n * 4) : nullptr);
+  over_rows(team, a.rows, [=](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++)
+      for_vectors(a.n, EACH_VECTOR { store(wide + t * a.n + i, load(x + t * a.x_stride + i, lanes), lanes); });
+  });
+  team.barrier();
+  multiply<Widened<TW>, bf16>(a, wide, a.n, team);
 }
 
 #if PENSTOCK_DOT
-template <> void multiply<bf16>(const Linear& a, const bf16* x) { multiply<Dotted, bf16>(a, x, a.x_stride); }
+template <> void multiply<bf16>(const Linear& a, const bf16* x, const Team& team) {
+  multiply<Dotted, bf16>(a, x, a.x_stride, team);
+}
 #endif
 
 // About equally many rows a block, of a size that stays in a core's cache; but weights are read anew for each.
-template <class T, class TW> static void linear(const Linear& a) {
+template <class T, class TW> static void linear(const Linear& a, const Team& team) {
   const int64_t most = max<int64_t>(BLOCK_BYTES / (a.n * sizeof(T)), 64), blocks = ceil_div(a.rows, most);
   for (int64_t block = 0; block < blocks; block++) {
     int64_t begin = a.rows * block / blocks, end = a.rows * (block + 1) / blocks;
     Linear part = a;
     part.y = (T*)a.y + begin * a.N;
     part.rows = end - begin;
-    multiply<TW>(part, (const T*)a.x + begin * a.x_stride);
+    if (block) team.barrier();
+    multiply<TW>(part, (const T*)a.x + begin * a.x_stride, team);
   }
 }
 
-EXPORT(linear)(const Linear& a) { WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, linear<T, TW>(a))); }
+static int64_t work(const Linear& a) { return a.rows * a.N * a.n; }
+static void run(const Linear& a, const Team& team) {
+  WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, linear<T, TW>(a, team)));
+}
+KERNEL(linear, Linear)

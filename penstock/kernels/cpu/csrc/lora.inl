@@ -57,11 +57,10 @@ static void add_lora_rows(const Lora& a, const int64_t* rows, int64_t count, int
   }
 }
 
-template <class T> static void lora(const Lora& a) {
+template <class T> static void lora(const Lora& a, const Team& team) {
   const int64_t rows = a.count ? a.segments[3 * a.count - 1] : 0;
   const int64_t tiles = ceil_div(rows, X_ROWS) + a.count;  // at least as many as there are
-#pragma omp parallel for schedule(dynamic) if (rows > 1 && rows * a.R * (a.N + a.n) >= 4 * PARALLEL_WORK)
-  for (int64_t tile = 0; tile < tiles; tile++) {
+  over_pieces(team, tiles, [=](int64_t tile) {
     int64_t left = tile;
     for (int64_t s = 0; s < a.count; s++) {
       const int64_t *segment = a.segments + 3 * s, height = segment[2] - segment[1];
@@ -74,7 +73,11 @@ template <class T> static void lora(const Lora& a) {
       }
       left -= own;
     }
-  }
+  });
 }
 
-EXPORT(lora)(const Lora& a) { WITH_TYPE(a.type, T, lora<T>(a)); }
+static int64_t work(const Lora& a) {
+  return (a.count ? a.segments[3 * a.count - 1] : 0) * a.R * (a.N + a.n);
+}
+static void run(const Lora& a, const Team& team) { WITH_TYPE(a.type, T, lora<T>(a, team)); }
+KERNEL(lora, Lora)

@@ -247,12 +247,13 @@ struct Sample {  // logits [R, V], rows strided; bitmask [R, words] or null; the
   int64_t* tokens;
 };
 
-EXPORT(sample)(const Sample& a) {
-#pragma omp parallel for schedule(dynamic) if (a.R > 1 && a.R * a.V > PARALLEL_WORK)
-  for (int64_t r = 0; r < a.R; r++) {
+static int64_t work(const Sample& a) { return ELEMENT * a.R * a.V; }
+static void run(const Sample& a, const Team& team) {
+  over_pieces(team, a.R, [=](int64_t r) {
     Rule rule = {a.temperature[r], a.top_p[r], a.min_p[r], a.top_k[r], a.uniforms[r]};
     char* memory = (char*)penstock_scratch(OWN, round_up(a.V, W) * 32);
     const uint32_t* mask = a.bitmask ? a.bitmask + r * a.words : nullptr;
     WITH_TYPE(a.type, T, a.tokens[r] = sample_row((const T*)a.logits + r * a.stride, mask, a.V, rule, memory));
-  }
+  });
 }
+KERNEL(sample, Sample)

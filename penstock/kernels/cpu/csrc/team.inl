@@ -1,0 +1,145 @@
+// The threads that run an operation together. All of them call its `run`; what they do in turn is separated by
+// barriers, which spin: the others are at work and arrive within microseconds.
+
+constexpr int64_t SPIN = 50000;  // ns that a thread spins at a barrier; then it sleeps, as the core may be wanted
+
+// What the threads of a team share. Lives on the stack of the thread that opened the region.
+struct TeamState {
+  alignas(64) int32_t arrived;  // at the barrier
+  int32_t sleepers;
+  alignas(64) int32_t generation;  // counts barriers; threads wait for it to change
+  alignas(64) int64_t next;        // piece to hand out
+  alignas(64) void* shared[2];     // by generation: a slow thread still reads while the next one is written
+  int64_t failed;                  // what `fail` was told; -1: nothing
+};
+
+INLINE int64_t nanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+INLINE void pause() {
+#if PENSTOCK_LANES > 4
+  _mm_pause();
+#elif defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+// Until the generation is no longer `old`.
+static __attribute__((noinline)) void wait_for_generation(TeamState& state, int32_t old) {
+  const int64_t begin = nanoseconds();
+  do {
+    for (int i = 0; i < 64; i++) {
+      if (__atomic_load_n(&state.generation, __ATOMIC_ACQUIRE) != old) return;
+      pause();
+    }
+  } while (nanoseconds() - begin < SPIN);
+  // Somebody else has a core of ours. Asleep, this one is free for the thread that we wait for.
+#if defined(__linux__)
+  __atomic_fetch_add(&state.sleepers, 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&state.generation, __ATOMIC_SEQ_CST) == old)
+    syscall(SYS_futex, &state.generation, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
+  __atomic_fetch_sub(&state.sleepers, 1, __ATOMIC_RELAXED);
+#else
+  while (__atomic_load_n(&state.generation, __ATOMIC_ACQUIRE) == old) sched_yield();
+#endif
+}
+
+// Each thread has its own copy.
+struct Team {
+  int64_t size, rank;
+  TeamState* state;
+  int64_t record;  // of the step plan; -1: none
+
+  // Returns once all threads of the team are here.
+  INLINE_MEMBER void barrier() const {
+    if (size == 1) return;
+    const int32_t generation = __atomic_load_n(&state->generation, __ATOMIC_RELAXED);  // waits for this thread
+    if (__atomic_add_fetch(&state->arrived, 1, __ATOMIC_ACQ_REL) < size) {
+      wait_for_generation(*state, generation);
+      return;
+    }
+    state->arrived = 0;
+    state->next = 0;
+    __atomic_store_n(&state->generation, generation + 1, __ATOMIC_SEQ_CST);
+#if defined(__linux__)
+    if (__atomic_load_n(&state->sleepers, __ATOMIC_SEQ_CST))
+      syscall(SYS_futex, &state->generation, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+#endif
+  }
+
+  // Rank 0's pointer, for all; a barrier. What the others pass is ignored.
+  template <class T> INLINE_MEMBER T* share(T* pointer) const {
+    if (size == 1) return pointer;
+    void** slot = &state->shared[__atomic_load_n(&state->generation, __ATOMIC_RELAXED) & 1];
+    if (rank == 0) *slot = (void*)pointer;
+    barrier();
+    return (T*)*slot;
+  }
+
+  // Reports a bad argument: `place` says where, in an operation that was called alone; a plan returns the first
+  // record that failed. The operation goes on, its result is worth nothing.
+  INLINE_MEMBER void fail(int64_t place) const {
+    int64_t none = -1;
+    __atomic_compare_exchange_n(&state->failed, &none, record < 0 ? place : record, false, __ATOMIC_RELAXED,
+                                __ATOMIC_RELAXED);
+  }
+};
+
+// Hands out pieces 0:count, each to the thread that asks next: body(piece). No barrier at the end. At most once
+// between two barriers, which start the count anew.
+template <class Body> INLINE void over_pieces(const Team& team, int64_t count, Body body) {
+  if (team.size == 1) {
+    for (int64_t piece = 0; piece < count; piece++) body(piece);
+    return;
+  }
+  int64_t piece;
+  while ((piece = __atomic_fetch_add(&team.state->next, 1, __ATOMIC_RELAXED)) < count) body(piece);
+}
+
+// Calls body(begin, end) on ranges that cover 0:rows, one for each thread. No barrier at the end.
+template <class Body> INLINE void over_rows(const Team& team, int64_t rows, Body body) {
+  const int64_t begin = rows * team.rank / team.size, end = rows * (team.rank + 1) / team.size;
+  if (begin < end) body(begin, end);
+}
+
+// Work, in multiply-adds, below which one thread runs an operation alone: waking the others costs more than they
+// save when it is called by itself, and still a barrier or two in a plan, whose threads are awake.
+constexpr int64_t PARALLEL_WORK = 1 << 16;
+constexpr int64_t ALONE = 4 * PARALLEL_WORK, ALONE_IN_PLAN = PARALLEL_WORK;
+constexpr int64_t ELEMENT = 4;  // an element that is loaded, changed and stored, in multiply-adds
+
+// One operation, called by itself. -1, or what it told `fail`.
+template <class Args> INLINE int64_t run_alone(const Args& a) {
+  TeamState state = {};
+  state.failed = -1;
+  if (work(a) < ALONE) {
+    run(a, Team{1, 0, &state, -1});
+    return state.failed;
+  }
+#pragma omp parallel
+  run(a, Team{omp_get_num_threads(), omp_get_thread_num(), &state, -1});
+  return state.failed;
+}
+
+// How a plan runs an operation whose arguments it does not know.
+struct Operation {
+  int64_t (*work)(const void* arguments);
+  void (*run)(const void* arguments, const Team& team);
+};
+
+// Exports the kernel `name`: as a function to call, and as an operation of the step plan. Needs
+//   int64_t work(const Args&)            in multiply-adds; known before the step begins, and the same for all threads
+//   void run(const Args&, const Team&)   called by all threads of the team; whoever calls it puts a barrier behind
+#define KERNEL(name, Args)                                                                          \
+  EXPORT(int64_t, name)(const Args& a) { return run_alone(a); }                                     \
+  extern "C" {                                                                                      \
+  VISIBLE extern const Operation SYMBOL(name##_operation);                                          \
+  const Operation SYMBOL(name##_operation) = {                                                      \
+      [](const void* arguments) -> int64_t { return work(*(const Args*)arguments); },               \
+      [](const void* arguments, const Team& team) { run(*(const Args*)arguments, team); }};         \
+  }
