@@ -285,10 +285,11 @@ class TextGenerationPipeline:
             try:
                 if one.fault is not None:
                     raise FloatingPointError(one.fault)
-                if context.matcher is not None:
+                matcher = context.matcher
+                if matcher is not None:
                     _check_rules(context, one.tokens)
                 _advance(context, one)
-                if context.matcher is not None:
+                if matcher is not None:
                     self._jump_ahead(context)
                 self.kv.commit(context)
                 responses[request_id] = _response(context)
@@ -368,9 +369,9 @@ def _check_rules(context: TextContext, tokens: Sequence[int]) -> None:
 def _advance(context: TextContext, sampled: Sampled) -> None:
     """Hands the sampled tokens to the context until it ends; what was sampled beyond is dropped."""
     for place, token in enumerate(sampled.tokens):
-        context.update(token, sampled.log_probabilities[place] if sampled.log_probabilities else None)
-        if _status(context).is_done:
+        if place and _status(context).is_done:
             break
+        context.update(token, sampled.log_probabilities[place] if sampled.log_probabilities else None)
 
 
 def _response(context: TextContext) -> TextGenerationResponse:

@@ -7,7 +7,7 @@ sequence: so a request draws the same tokens alone, in any batch and after it wa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,21 +34,22 @@ class Sampler:
     """The sampling parameters of a batch, laid out in arrays once for all steps that have the same."""
 
     params: list[SamplingParams]  # [B]
-    rules: tuple[Tensor, Tensor, Tensor, Tensor]  # the first four fields of `SamplingInputs`, [B] each
+    inputs: SamplingInputs  # [B]; its uniforms are those of no position
     seeds: np.ndarray  # [B] uint64
-    is_greedy: bool  # no row is drawn
+    is_greedy: bool  # no row is drawn, so no uniform is looked at
 
     @classmethod
     def for_batch(cls, params: Sequence[SamplingParams], device: torch.device) -> Sampler:
         """Lays out the parameters of each context of a batch."""
-        rules = (
+        inputs = SamplingInputs(
             torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
             torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64, device=device),
             torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
             torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+            torch.zeros(len(params), dtype=torch.float64, device=device),
         )
         is_greedy = all(p.temperature == 0 or p.top_k == 1 for p in params)
-        return cls(list(params), rules, as_words([p.seed for p in params]), is_greedy)
+        return cls(list(params), inputs, as_words([p.seed for p in params]), is_greedy)
 
     def __call__(
         self,
@@ -59,16 +60,13 @@ class Sampler:
         bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32
     ) -> Tensor:  # [R] int64, -1 for a row that is no distribution
         """Samples one token a row; without ``sequences`` each context has one row, in their order."""
-        device, rules, seeds = logits.device, self.rules, self.seeds
+        inputs, seeds = self.inputs, self.seeds
         if sequences is not None:
-            rows = torch.from_numpy(sequences).to(device)
-            temperature, top_k, top_p, min_p = rules
-            rules, seeds = (temperature[rows], top_k[rows], top_p[rows], min_p[rows]), seeds[sequences]
-        if self.is_greedy:
-            draws = torch.zeros(len(positions), dtype=torch.float64, device=device)
-        else:
-            draws = torch.from_numpy(uniforms(seeds, positions)).to(device)
-        return ops.sample(logits, SamplingInputs(*rules, draws), bitmask)
+            inputs, seeds = inputs.take(torch.from_numpy(sequences).to(logits.device)), seeds[sequences]
+        if not self.is_greedy:
+            draws = torch.from_numpy(uniforms(seeds, positions)).to(logits.device)
+            inputs = replace(inputs, uniforms=draws)
+        return ops.sample(logits, inputs, bitmask)
 
 
 def adjust_logits(

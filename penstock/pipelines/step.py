@@ -186,7 +186,7 @@ def _hand_out(results: Sequence[Sampled], drafts: Sequence[list[int]], tokens: S
     start = 0
     for result, draft in zip(results, drafts, strict=True):
         end = start + len(draft) + 1
-        accepted = accept(draft, tokens[start:end])
+        accepted = accept(draft, tokens[start:end]) if draft else [tokens[start]]
         result.tokens += accepted
         if min(accepted) < 0:
             result.fault = "the model gave logits that are not finite numbers"

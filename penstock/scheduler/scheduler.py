@@ -182,11 +182,12 @@ class Scheduler(Generic[ContextT, OutputT]):
         """All that generate. Blocks they lack are taken from the last in order."""
         decoding = sorted([e for e in self._running.values() if e.is_decoding], key=_key)
         for place, entry in enumerate(decoding):
-            if entry.request_id not in self._running:
+            request_id = entry.request_id
+            if request_id not in self._running:
                 break  # preempted by one before it, as are all behind it
             rows = decode_rows(entry.num_remaining, num_left, len(decoding) - place - 1)
             if self._reserve(entry, rows, rows, may_preempt=True):
-                batch[entry.request_id] = entry
+                batch[request_id] = entry
                 num_left -= rows
         return num_left
 

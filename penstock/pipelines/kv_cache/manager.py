@@ -133,10 +133,11 @@ class KVCacheManager:
         sequence = self._sequence(context)
         if self._is_rolled_back(context, sequence):
             self._reopen(context, sequence)
-        length = -(-(context.active_idx + lookahead) // self.block_size)
-        missing = length - sequence.num_blocks
-        if missing <= 0:
+        end = context.active_idx + lookahead
+        if end <= sequence.num_blocks * self.block_size:
             return
+        length = -(-end // self.block_size)
+        missing = length - sequence.num_blocks
         self._require(missing)
         self._grow_tables(length)
         for tables, pool in zip(self._tables, self._pools, strict=True):
@@ -228,7 +229,7 @@ class KVCacheManager:
         groups = []
         for group, table in zip(self.spec.groups, self._tables, strict=True):
             tables = table[slots, :longest]  # [B, M], a copy
-            stored = np.multiply(tables[rows, columns], self.block_size, dtype=np.int64) + within
+            stored = tables[rows, columns].astype(np.int64) * self.block_size + within
             groups.append(KVGroupInputs(self._upload(tables), self._upload(stored), group.window))
         return KVCacheInputs(
             lengths=self._upload(ends.astype(np.int32)),
