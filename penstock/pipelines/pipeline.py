@@ -145,9 +145,13 @@ class TextGenerationPipeline:
             for context in contexts:
                 if not (context.eos_token_ids or context.ignore_eos):
                     context.eos_token_ids.add(self.eos_token_id)
-        is_decoding = num_steps == 1 and all(context.active_length == 1 for context in contexts)
+        is_timed = (
+            self.widths is not None
+            and num_steps == 1
+            and all(context.active_length == 1 for context in contexts)
+        )
         sampled = self._forwards.run(contexts, drafts, num_steps)
-        if self.widths is not None and is_decoding:
+        if self.widths is not None and is_timed:
             num_rows, depth = len(contexts) + sum(map(len, drafts)), max(map(len, drafts))
             self.widths.timed(len(contexts), num_rows, depth, perf_counter() - proposed, proposed - start)
         responses = self._hand_over(batch, sampled)
