@@ -336,8 +336,11 @@ class LLM:
         ]
         answers = [self._answers(request, report, num) for request in requests]
         together = list(chain.from_iterable(answers))
-        with self._driving(), GenerationProgress(len(together), shown=use_tqdm) as progress:
+        progress = GenerationProgress(len(together), shown=use_tqdm)
+        # For all steps at once: to set the handler anew for each takes as long as a tenth of one's Python.
+        with self._driving(), deferred_interrupts() as let_through, progress:
             for stepped in self._run(together):
+                let_through()
                 progress.advance(
                     num_tokens=sum(answer.num_new_tokens for answer in stepped),
                     num_prompts=sum(answer.is_done for answer in stepped),

@@ -240,6 +240,9 @@ class Ops(ABC):
         of ``logits / temperature``, in this order, each measured on the distribution that the one before
         left. The token is the inverse CDF at ``uniforms`` over the kept tokens in token-id order, summed
         in float64. Temperature 0 or top_k 1 takes the largest logit, the smallest id on a tie.
+
+        -1 stands for a row that is no distribution: some logit is NaN or +inf, allowed or not, or no allowed
+        one is above -inf.
         """
 
     def chosen(self) -> dict[str, str]:

@@ -649,6 +649,32 @@ def test_sample_keeps_to_the_kept_tokens(ops: Ops) -> None:
     assert not torch.equal(drawn, ops.sample(logits, replace(inputs, top_p=inputs.top_p - 0.5)))
 
 
+@pytest.mark.parametrize("rule", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("vocabulary", [17, 1000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_are_no_distribution(
+    ops: Ops, rule: dict[str, float], vocabulary: int, dtype: torch.dtype
+) -> None:
+    logits = torch.randn(7, vocabulary).to(dtype)
+    logits[1, vocabulary - 1] = torch.nan
+    logits[2, 3] = torch.inf
+    logits[3] = -torch.inf
+    logits[4, 1:] = -torch.inf  # sound: one token is left
+    logits[5, :5] = -torch.inf
+    inputs = sampling_inputs(7, **rule)
+    mask = torch.full((7, -(-vocabulary // 32)), -1, dtype=torch.int32)
+    mask[1:3, 0] = 1  # the token at fault may not be sampled, and is at fault all the same
+    mask[1, (vocabulary - 1) // 32] &= 1
+    mask[6] = 0
+    for allowed, unsound in ((None, [1, 2, 3]), (mask, [1, 2, 3, 6])):
+        tokens = ops.sample(logits, inputs, allowed)
+        assert [row for row, token in enumerate(tokens.tolist()) if token < 0] == unsound
+        assert (tokens[unsound] == -1).all()
+        assert tokens[4] == 0
+        assert tokens[5] >= 5
+        assert torch.equal(tokens, REFERENCE.sample(logits, inputs, allowed))
+
+
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 def test_sample_at_the_ends_of_the_distribution(ops: Ops, uniform: float) -> None:
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf, 0.5, -torch.inf]]).repeat(3, 1)

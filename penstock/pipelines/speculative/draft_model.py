@@ -248,8 +248,9 @@ class DraftModelProposer:
             bitmask = grammar_bitmask(contexts, sequences, self._vocabulary)
             bitmask = None if bitmask is None else bitmask.to(logits.device)
         sampler = Sampler.for_batch([context.sampling_params for context in contexts], logits.device)
-        tokens = sampler(self._session.ops, logits, sequences, positions, bitmask).tolist()
-        for follower, token in zip(batch, tokens, strict=True):
+        tokens = sampler(self._session.ops, logits, None, positions, bitmask)
+        # A row that is no distribution drafts any token: a wrong draft is no harm.
+        for follower, token in zip(batch, tokens.clamp(min=0).tolist(), strict=True):
             follower.drafted.append(token)
 
 

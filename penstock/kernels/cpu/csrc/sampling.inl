@@ -180,12 +180,14 @@ static int64_t draw(const Candidates& c, double u, double* sums) {
   return last;
 }
 
-// Scores as floats, forbidden ones -inf; returns the largest.
+// Scores as floats, forbidden ones -inf; returns the largest, NaN where a logit is not below +inf.
 template <class T> static float fill_scores(const T* logits, const uint32_t* bitmask, float* scores, int64_t n) {
   const vf nothing = all(-__builtin_inff());
   vf tops = nothing;
+  vi unsound = {};
   for_vectors(n, EACH_VECTOR {
     vf score = load(logits + i, lanes);
+    unsound |= ~(vi)(score < __builtin_inff());
     if (bitmask) {
       vu allowed = (bitmask[i / 32] >> (vu)(lane_index() + (int32_t)(i % 32))) & 1;
       score = allowed != 0 ? score : nothing;
@@ -193,9 +195,10 @@ template <class T> static float fill_scores(const T* logits, const uint32_t* bit
     store(scores + i, score, lanes);
     tops = vmax(tops, visible_lanes(score, lanes));
   });
-  return largest(tops);
+  return largest(as_float((vu)unsound & 0x3f800000)) > 0 ? __builtin_nanf("") : largest(tops);
 }
 
+// The first of the scores that is this one, which is there.
 static int64_t index_of(float score, const float* scores, int64_t n) {
   constexpr int64_t SPAN = 8 * W;
   int64_t i = 0;
@@ -204,9 +207,8 @@ static int64_t index_of(float score, const float* scores, int64_t n) {
     for (int64_t j = 0; j < SPAN; j += W) found |= load(scores + i + j) == score;
     if (largest(as_float((vu)found & 0x3f800000)) > 0) break;
   }
-  for (; i < n; i++)
-    if (scores[i] == score) return i;
-  return 0;  // no score is a number
+  while (scores[i] != score) i++;
+  return i;
 }
 
 struct Rule {
@@ -219,7 +221,8 @@ template <class T>
 static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, const Rule& rule, char* memory) {
   Candidates c = {(float*)memory, nullptr, nullptr, V, 0};
   c.top = fill_scores(logits, bitmask, c.scores, V);
-  if (rule.temperature <= 0 || rule.top_k == 1 || !(c.top > -__builtin_inff())) return index_of(c.top, c.scores, V);
+  if (!(c.top > -__builtin_inff())) return -1;
+  if (rule.temperature <= 0 || rule.top_k == 1) return index_of(c.top, c.scores, V);
   const int64_t size = round_up(V, W);
   double* weights = (double*)(memory + size * 4);
   Ranked* list = (Ranked*)(memory + size * 12);
