@@ -4,7 +4,8 @@
     python benchmarks/grammar_masks.py TOKENIZER --batch 32 --steps 200 --json out.json
 
 No model runs: each context is fed the tokens of a document that its JSON schema allows, from another place
-than its neighbours, as a batch would stand after a while. Times are of one thread. The machine should be idle.
+than its neighbours, as a batch would stand after a while. Times are of one thread; the machine should be
+idle.
 """
 
 from __future__ import annotations
