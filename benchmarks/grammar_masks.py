@@ -20,6 +20,7 @@ import numpy as np
 from against_transformers import machine
 
 from penstock.pipelines import TextTokenizer
+from penstock.pipelines.config import StructuredOutputConfig
 from penstock.pipelines.core import Grammar, TextContext
 from penstock.pipelines.structured_output import GrammarCompiler, forced_tokens, grammar_bitmask
 
@@ -67,7 +68,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     tokenizer = TextTokenizer(options.tokenizer, max_length=4096)
-    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    config = StructuredOutputConfig(compile_timeout=600.0)
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, config=config)
     rows = [_Row(tokenizer, grammars, place) for place in range(options.batch)]
     contexts, sequences = [row.context for row in rows], np.arange(options.batch)
     seconds: dict[str, list[float]] = {"masks": [], "certain": []}
