@@ -40,6 +40,7 @@ _ARGUMENTS = {
     "take_rows": "3P 4q",
     "put_rows": "4P 5q",
     "linear": "2q P q 4P 4q",
+    "pack": "2q P q 3P 2q",
     "lora": "q P q 3P q 3P 4q",
     "attention": "2q 8P 10q 2d",
     "sample": "q P 3q 6P q P",
@@ -65,6 +66,7 @@ class Kernels:
     take_rows: Kernel
     put_rows: Kernel
     linear: Kernel
+    pack: Kernel
     lora: Kernel
     attention: Kernel
     sample: Kernel

@@ -97,10 +97,16 @@ static void turn_rows(const T* rows, int64_t stride, int64_t count, int64_t K, u
 constexpr float LARGEST_HALF = 65504;
 constexpr int DIVISORS = 17;
 
-INLINE vf clamped(vf x, float low, float high) {
-  x = x > low ? x : all(low);
-  return x < high ? x : all(high);
+INLINE vf vmin(vf a, vf b) {
+#if PENSTOCK_LANES == 16
+  return _mm512_min_ps(a, b);
+#elif PENSTOCK_LANES == 8
+  return _mm256_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
 }
+INLINE vf clamped(vf x, float low, float high) { return vmin(vmax(x, all(low)), all(high)); }
 INLINE vf inverse_of(vf scale) { return scale == 0.0f ? vf{} : 1.0f / scale; }
 INLINE vf nearest_nibble(vf w, vf inverse) { return round_even(clamped(w * inverse, -8, 7)); }
 
@@ -121,7 +127,7 @@ static void search_scales(const float* w, int32_t* integers, uint16_t* scales) {
     vf error = {};
 #pragma GCC unroll 32
     for (int k = 0; k < GROUP; k++) {
-      vf weight = load(w + k * W), difference = weight - scale * nearest_nibble(weight, inverse);
+      vf weight = load(w + k * W), difference = fma(-nearest_nibble(weight, inverse), scale, weight);  // the product is exact
       error += difference * difference;
     }
     best = error < least ? scale : best;

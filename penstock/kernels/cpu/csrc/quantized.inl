@@ -191,9 +191,10 @@ struct ByteBlock {
 struct Bytes {
   static constexpr int64_t INPUTS = 4, UNIT_BYTES = 4 * PANEL, LINES = UNIT_BYTES / 64, ROWS_AT_ONCE = BYTE_ROWS;
   static constexpr int64_t BLOCK_UNITS = 256;
+  static constexpr int vectors(int64_t) { return BYTE_VECTORS; }  // of a panel, that some rows take at a time
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
-    constexpr int VECTORS = BYTE_VECTORS;
+    constexpr int VECTORS = vectors(ROWS);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       uint32_t* kept = block.sums + column;
       vi sums[ROWS][VECTORS];
@@ -202,7 +203,7 @@ struct Bytes {
           sums[r][v] = block.first ? block.x.starts[r * block.x.groups] - vi{} : (vi)load(kept + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride;
-      const char *w = block.w + column * 4, *ahead = column ? nullptr : block.ahead;
+      const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * FETCHED * 64 * block.units;
       for (int64_t i = 0; i < block.units; i++, x += 4, w += UNIT_BYTES, ahead += FETCHED * 64) {
         for (int line = 0; line < FETCHED; line++) __builtin_prefetch(ahead + line * 64, 0, 2);
         vu weights[VECTORS];
@@ -223,9 +224,10 @@ struct Bytes {
 struct Nibbles {
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = PANEL * (GROUP / 2 + 2), LINES = UNIT_BYTES / 64;
   static constexpr int64_t ROWS_AT_ONCE = NIBBLE_ROWS, BLOCK_UNITS = 48;
+  static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 3 ? 4 : NIBBLE_VECTORS; }
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
-    constexpr int VECTORS = W == 16 && ROWS <= 3 ? 4 : NIBBLE_VECTORS;
+    constexpr int VECTORS = vectors(ROWS);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       float* kept = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
@@ -233,15 +235,14 @@ struct Nibbles {
         for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(kept + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
-      const char *w = block.w + column * 4, *ahead = column ? nullptr : block.ahead;
+      const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * FETCHED * 64 * block.units;
       for (int64_t g = 0; g < block.units; g++, x += GROUP, w += UNIT_BYTES, ahead += FETCHED * 64) {
-        if (column == 0)
-          for (int line = 0; line < FETCHED; line++) __builtin_prefetch(ahead + line * 64, 0, 2);
         vi totals[ROWS][VECTORS];
         for (int r = 0; r < ROWS; r++)
           for (int v = 0; v < VECTORS; v++) totals[r][v] = first_nibbles(block.x.starts[r * groups + g]);
 #pragma GCC unroll 4
         for (int step = 0; step < 4; step++) {
+          for (int line = step; line < FETCHED; line += 4) __builtin_prefetch(ahead + line * 64, 0, 2);
           vu low[VECTORS], high[VECTORS];
           for (int v = 0; v < VECTORS; v++) {
             vu pairs = load((const uint32_t*)(w + step * 4 * PANEL) + v * W);
@@ -291,24 +292,26 @@ template <class S, int FETCHED> static void multiply_rows(const ByteBlock& block
   }
 }
 
-// All rows with a block, some at a time, about equally many. The first of these times fetch what is wanted next.
+// All rows with a block, some at a time, about equally many. Meanwhile the lines that are wanted next are fetched, a
+// few with each unit of a pass: all at once they would fill the buffers that misses wait in.
 template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t rows) {
-  const int64_t tiles = ceil_div(rows, S::ROWS_AT_ONCE);
-  constexpr int ALL = S::LINES, HALF = (S::LINES + 1) / 2, FEW = (S::LINES + 5) / 6;
-  const int64_t fetched = !block.ahead ? 0 : tiles == 1 ? ALL : tiles < 6 ? HALF : FEW;
-  int64_t line = 0;
+  constexpr int ALL = S::LINES, HALF = (ALL + 1) / 2, FOURTH = (ALL + 3) / 4, SIXTH = (ALL + 5) / 6;
+  const int64_t tiles = ceil_div(rows, S::ROWS_AT_ONCE), passes = tiles * (PANEL / W / S::vectors(rows / tiles));
+  const int64_t fetched = passes == 1 ? ALL : passes == 2 ? HALF : passes <= 4 ? FOURTH : SIXTH;
+  int64_t line = block.ahead ? 0 : ALL;
   for (int64_t tile = 0; tile < tiles; tile++) {
     const int64_t begin = rows * tile / tiles, height = rows * (tile + 1) / tiles - begin;
     ByteBlock part = block.below(begin);
-    if (!fetched || line >= S::LINES) {
+    if (line >= ALL) {
       multiply_rows<S, 0>(part, height);
       continue;
     }
     part.ahead += line * 64 * block.units;
-    line += fetched;
+    line += fetched * (PANEL / W / S::vectors(height));
     if (fetched == ALL) multiply_rows<S, ALL>(part, height);
     else if (fetched == HALF) multiply_rows<S, HALF>(part, height);
-    else multiply_rows<S, FEW>(part, height);
+    else if (fetched == FOURTH) multiply_rows<S, FOURTH>(part, height);
+    else multiply_rows<S, SIXTH>(part, height);
   }
 }
 
