@@ -88,7 +88,7 @@ def _torch_linears(x: Tensor, weights: list[Tensor]) -> Iterator[tuple[str, Call
     yield "F.linear", lambda: F.linear(x, next(rows))
     if torch.backends.mkldnn.is_available() and len(x) >= 16:
         reorder = torch.ops.mkldnn._reorder_linear_weight
-        blocks = cycle([reorder(weight.to_mkldnn(), len(x)) for weight in weights])
+        blocks = cycle([reorder(weight, len(x)) for weight in weights])
         multiply = torch.ops.mkldnn._linear_pointwise
         yield "oneDNN, packed", lambda: multiply(x, next(blocks), None, "none", [], "")
 
