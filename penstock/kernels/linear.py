@@ -1,7 +1,7 @@
 """Packed linear layers: a weight has exactly one form in memory, made once, at load.
 
-An *encoding* says how a float weight is stored and what it stands for. `LinearEncoding.unpack` is the
-definition of correct: a back end may multiply faster, never differently.
+An *encoding* says how a float weight is stored, what it stands for, and how it is multiplied.
+`LinearEncoding.multiply` is the definition of correct: a back end may multiply faster, never differently.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.dtype import DType
 from penstock.errors import ConfigError
+from penstock.kernels.quantized import Int4Encoding, Int8Encoding
+
+ROW_TILE = 8
+"""A multiple of this many rows goes into every product of torch's, which picks another inner kernel for a
+handful of rows than for many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,13 @@ class LinearEncoding(Protocol):
         """The weight ``[out, in]`` that the stored form stands for."""
         ...
 
+    def multiply(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+        """``x [T, in]`` times the weight, plus ``bias [out]``: ``[T, out]`` of the type of x.
+
+        A row's bits depend on no other row.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FloatEncoding:
@@ -87,10 +100,26 @@ class FloatEncoding:
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return tensors["weight"]
 
+    def multiply(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+        return multiply_floats(x, tensors["weight"].to(x.dtype), bias)
 
-ENCODINGS: dict[str, LinearEncoding] = {
-    dtype.value: FloatEncoding(dtype) for dtype in (DType.float32, DType.bfloat16, DType.float16)
-}
+
+def multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x [T, in]`` times ``weight [out, in]`` of the same type, plus ``bias [out]``, row by row."""
+    padding = -x.shape[0] % ROW_TILE
+    y = F.linear(F.pad(x, (0, 0, 0, padding)) if padding else x, weight)[: x.shape[0]]
+    return y if bias is None else y + bias.to(x.dtype)
+
+
+_KINDS: tuple[LinearEncoding, ...] = (
+    FloatEncoding(DType.float32),
+    FloatEncoding(DType.bfloat16),
+    FloatEncoding(DType.float16),
+    Int8Encoding(),
+    Int4Encoding(),
+)
+
+ENCODINGS: dict[str, LinearEncoding] = {kind.name: kind for kind in _KINDS}
 """All encodings by name."""
 
 

@@ -29,6 +29,7 @@ from penstock.kernels import (
     SamplingInputs,
     pack_linear,
 )
+from penstock.kernels.linear import multiply_floats
 from penstock.kernels.reference import ReferenceOps
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -379,12 +380,12 @@ def test_attention_of_other_shapes(ops: Ops, dtype: torch.dtype, shape: tuple[in
 class HalvesOfFewRows(ReferenceOps):
     """Sums the products of few rows in another order: half and half."""
 
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        middle = x.shape[1] // 2
+    def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         if len(x) > 20:
-            return super()._multiply(x, weight, bias)
-        first = super()._multiply(x[:, :middle], weight[:, :middle], bias)
-        return first + super()._multiply(x[:, middle:], weight[:, middle:], None)
+            return super().linear(x, packed, lora=lora)
+        middle, weight = x.shape[1] // 2, packed.tensors["weight"]
+        first = multiply_floats(x[:, :middle], weight[:, :middle], packed.bias)
+        return first + multiply_floats(x[:, middle:], weight[:, middle:], None)
 
 
 class KeysByCount(ReferenceOps):

@@ -17,6 +17,7 @@ from support.running import context_of, generate, open_pipeline, random_tokens, 
 
 from penstock.dtype import DType
 from penstock.kernels import ENCODINGS, LoRAInputs
+from penstock.kernels.linear import multiply_floats
 from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.pipelines.weights import Weights
@@ -53,6 +54,11 @@ class HalvedEncoding:
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return tensors["half"] * tensors["scale"]
+
+    def multiply(
+        self, x: torch.Tensor, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return multiply_floats(x, self.unpack(tensors), bias)
 
 
 @pytest.fixture

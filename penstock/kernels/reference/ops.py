@@ -19,12 +19,10 @@ from torch import Tensor
 
 from penstock.kernels.experts import ClampedSwish, PackedExperts, grouped_by_expert
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
-from penstock.kernels.linear import ENCODINGS, PackedLinear
+from penstock.kernels.linear import ENCODINGS, PackedLinear, multiply_floats
 from penstock.kernels.ops import Activation, Gating, Ops, Routing
 from penstock.kernels.reference.attention import paged_attention
 from penstock.kernels.reference.sampling import sample
-
-ROW_TILE = 8
 
 ROWS_OF_EXPERTS = 1024
 """How many rows experts are given at once: the room they take is small beside that of the whole batch."""
@@ -39,8 +37,7 @@ class ReferenceOps(Ops):
         return F.embedding(tokens, table)  # unlike table[tokens] it refuses a negative id
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
-        weight = ENCODINGS[packed.encoding].unpack(packed.tensors)
-        y = self._multiply(x, weight.to(x.dtype), packed.bias)
+        y = ENCODINGS[packed.encoding].multiply(x, packed.tensors, packed.bias)
         return y if lora is None else self._add_lora(y, x, packed, lora)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -182,10 +179,7 @@ class ReferenceOps(Ops):
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x [T, in] @ weight.T + bias``, weight ``[out, in]`` of x's type: every product of `linear`."""
-        rows = x.shape[0]
-        padding = -rows % ROW_TILE
-        y = F.linear(F.pad(x, (0, 0, 0, padding)) if padding else x, weight)[:rows]
-        return y if bias is None else y + bias.to(x.dtype)
+        return multiply_floats(x, weight, bias)
 
 
 def _of_rows(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:

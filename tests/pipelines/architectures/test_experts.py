@@ -17,6 +17,7 @@ from support.running import context_of, feed, open_pipeline, random_tokens, step
 from penstock.dtype import DType
 from penstock.errors import ConfigError, UnsupportedFeatureError, WeightsError
 from penstock.kernels import ENCODINGS, ClampedSwish, PackedExperts, PackedLinear
+from penstock.kernels.linear import multiply_floats
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.memory import estimate_activation_memory, estimate_weights_size
 from penstock.pipelines.weights.mxfp4 import dequantized
@@ -237,6 +238,11 @@ class OneOfThem:
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return tensors["same"]
+
+    def multiply(
+        self, x: torch.Tensor, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return multiply_floats(x, tensors["same"], bias)
 
 
 def test_experts_are_encoded_and_routers_are_not(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,157 @@
+"""Weights in 8 and in 4 bits: what the numbers stand for, and the product, to the bit.
+
+Both encodings multiply integers. A row of activations is quantised when it comes, by its own largest
+value, the weights were at load; the products are added exactly, and only then scaled. So how the integers
+are added up can change nothing, and a row's bits depend on no other row.
+
+* ``int8``: a scale for each output of the weight and each row of the activations (LLM.int8() without its
+  outliers: Dettmers et al. 2022, arXiv:2208.07339).
+* ``int4``: a scale for each 32 inputs of either (groups: Frantar et al. 2022, arXiv:2210.17323). A group's
+  scale is searched for, as the largest weight is seldom the best measure of the others. The activations
+  are quantised to 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.dtype import DType
+
+GROUP = 32
+"""Inputs that share a scale in ``int4``."""
+
+PANEL = 64
+"""Outputs that packed weights are filled up to a multiple of."""
+
+_LEAST = 1e-30  # a largest value below counts as 0, so that 127 / x is finite and x / 127 not subnormal
+_LARGEST_HALF = 65504.0
+_DIVISORS = tuple(7 + i / 8 for i in range(17))
+"""What is tried as the integer, negated, of a group's largest weight: -7, where -8 stays unused, to -9, where
+it is clipped to -8. Both are exact for weights that lie on such a grid already."""
+
+_ROWS_AT_A_TIME = 512  # of a weight whose scales are searched for: some megabytes
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Encoding:
+    """Weights as 8-bit integers with a float32 scale for each output.
+
+    ``weight`` is int8 ``[out, in]``, ``scales`` float32 ``[out]``: the largest magnitude of a row / 127.
+    """
+
+    name: str = "int8"
+    compute_dtype: DType = DType.bfloat16
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        return _round_up(out_features, PANEL) * _round_up(in_features, 4) + 4 * out_features
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        integers, scales = quantize(weight)
+        return {"weight": integers, "scales": scales}
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["weight"].float() * tensors["scales"][:, None]
+
+    def multiply(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+        """``sum(x_q * w_q) * (scale_x * scale_w) + bias``, rounded once to the type of x."""
+        integers, scales = quantize(x)  # [T, in], [T]
+        sums = integers.double() @ tensors["weight"].double().T  # exact: below 2^53
+        y = sums.float() * (scales[:, None] * tensors["scales"])
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Encoding:
+    """Weights as 4-bit integers with a float16 scale for each 32 inputs of an output.
+
+    ``weight`` is int8 ``[out, in]`` in -8..7, ``scales`` float16 ``[out, ceil(in / 32)]``, of either sign:
+    that of a list of scales that leaves the smallest sum of squared errors.
+    """
+
+    name: str = "int4"
+    compute_dtype: DType = DType.bfloat16
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        return _round_up(out_features, PANEL) * _round_up(in_features, GROUP) // GROUP * (GROUP // 2 + 2)
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        in_features = weight.shape[1]
+        starts = range(0, weight.shape[0], _ROWS_AT_A_TIME)
+        parts = [_search_scales(_groups(weight[i : i + _ROWS_AT_A_TIME].float())) for i in starts]
+        integers = torch.cat([part for part, _ in parts])  # [out, G, 32]
+        scales = torch.cat([part for _, part in parts])  # [out, G]
+        return {"weight": integers.flatten(1)[:, :in_features].contiguous(), "scales": scales}
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        weight, scales = tensors["weight"], tensors["scales"]
+        return weight.float() * scales.float().repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+
+    def multiply(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+        """The sum over groups, in their order and in float32, of ``sum(x_q * w_q) * scale_x * scale_w``, plus
+        the bias, rounded once to the type of x.
+
+        The last product and the addition round once, as a fused multiply-add does.
+        """
+        rows, scales_of_rows = quantize(_groups(x.float()))  # [T, G, 32], [T, G]
+        weights = _groups(tensors["weight"].float())  # [out, G, 32]
+        scales = tensors["scales"].double()  # [out, G]
+        y = torch.zeros(len(x), len(weights), dtype=torch.float32, device=x.device)
+        for group in range(weights.shape[1]):
+            sums = rows[:, group].float() @ weights[:, group].T  # exact: below 2^24
+            scaled = sums * scales_of_rows[:, group, None]
+            y = (scaled.double() * scales[:, group] + y).float()  # the product is exact in float64
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers -127..127 and the float32 scale of each row of ``x [..., n]``: its largest magnitude / 127.
+
+    A row with a NaN or an infinity in it has integers 0 and the scale NaN: all that comes of it is NaN.
+    """
+    x = x.float()
+    top = x.abs().amax(-1)
+    is_finite = top.isfinite()  # of a row with a NaN the largest is NaN
+    counts = is_finite & (top >= _LEAST)
+    integers = torch.where(counts[..., None], (x * (127 / top)[..., None]).round(), 0)
+    scales = torch.where(counts, top / 127, 0).masked_fill(~is_finite, torch.nan)
+    return integers.to(torch.int8), scales
+
+
+def _search_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers and the float16 scales of groups of weights ``[out, G, 32]``.
+
+    Of equally good scales the first. Where none is any good, for a NaN, an infinity, or weights whose errors
+    are beyond float32, the scale is NaN and the integers are 0.
+    """
+    place = groups.abs().argmax(-1, keepdim=True)  # the first of the largest
+    largest = groups.gather(-1, place)  # [out, G, 1]
+    best = torch.zeros_like(groups)
+    best_scale = torch.full_like(largest, torch.nan)
+    least = torch.full_like(largest, torch.inf)
+    for divisor in _DIVISORS:
+        scale = (largest / -divisor).clamp(-_LARGEST_HALF, _LARGEST_HALF).half().float()
+        inverse = torch.where(scale == 0, 0, 1 / scale)
+        integers = (groups * inverse).clamp(-8, 7).round()
+        errors = (groups - scale * integers).square()
+        error = torch.zeros_like(largest)
+        for k in range(GROUP):  # one after the other, as the kernel adds them
+            error += errors[..., k, None]
+        is_better = error < least
+        least = torch.where(is_better, error, least)
+        best = torch.where(is_better, integers, best)
+        best_scale = torch.where(is_better, scale, best_scale)
+    return best.to(torch.int8), best_scale[..., 0].half()
+
+
+def _groups(x: Tensor) -> Tensor:
+    """``[rows, in]`` as ``[rows, G, 32]``, filled up with zeros."""
+    return F.pad(x, (0, -x.shape[1] % GROUP)).view(len(x), -(-x.shape[1] // GROUP), GROUP)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,144 @@
+"""Weights in 8 and 4 bits: the definition, held against arithmetic done the long way."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.kernels import encoding_named, pack_linear
+from penstock.kernels.quantized import quantize
+from penstock.kernels.reference import ReferenceOps
+
+ENCODINGS = ["int8", "int4"]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def test_a_row_is_measured_by_its_largest() -> None:
+    x = torch.tensor([[0.5, -127.0, 63.5, 62.5], [0.0, 0.0, 0.0, 0.0], [1e-31, 0.0, 0.0, -1e-32]])
+    integers, scales = quantize(x)
+    assert integers.tolist() == [[0, -127, 64, 62], [0] * 4, [0] * 4]  # halves go to the even integer
+    assert scales.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_the_largest_number_there_is() -> None:
+    integers, scales = quantize(torch.tensor([[3.4e38, -1.7e38]]))
+    assert integers.tolist() == [[127, -64]]
+    torch.testing.assert_close(scales, torch.tensor([3.4e38 / 127]))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_row_that_is_not_finite_gives_nan_and_no_other_row_does(encoding: str, bad: float) -> None:
+    packed = pack_linear(torch.randn(70, 100), encoding)
+    x = torch.randn(5, 100)
+    plain = ReferenceOps().linear(x, packed)
+    x[3, 40] = bad
+    y = ReferenceOps().linear(x, packed)
+    assert y[3].isnan().all()
+    assert torch.equal(y[[0, 1, 2, 4]], plain[[0, 1, 2, 4]])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_weights_that_are_not_finite_give_nan_in_their_output(encoding: str, bad: float) -> None:
+    weight = torch.randn(70, 100)
+    weight[7, 99] = bad
+    y = ReferenceOps().linear(torch.randn(3, 100), pack_linear(weight, encoding))
+    assert y[:, 7].isnan().all()
+    assert y[:, :7].isfinite().all()
+    assert y[:, 8:].isfinite().all()
+
+
+@pytest.mark.parametrize(("encoding", "error"), [("int8", 0.01), ("int4", 0.085)])
+@pytest.mark.parametrize("in_features", [96, 100])
+def test_how_close_the_weights_and_the_products_are(encoding: str, error: float, in_features: int) -> None:
+    weight, x, bias = torch.randn(300, in_features), torch.randn(40, in_features), torch.randn(300)
+    packed = pack_linear(weight, encoding, bias=bias)
+    stored = encoding_named(encoding).unpack(packed.tensors)
+    assert float((stored - weight).norm() / weight.norm()) < error
+    assert packed.bias is not None
+    expected = x @ stored.T + packed.bias.float()
+    y = ReferenceOps().linear(x, packed)
+    assert float((y - expected).norm() / expected.norm()) < 0.01
+    assert torch.equal(ReferenceOps().linear(x[3:4], packed), y[3:4])
+    rounded = ReferenceOps().linear(x.bfloat16().float(), packed).bfloat16()
+    assert torch.equal(ReferenceOps().linear(x.bfloat16(), packed), rounded)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_packing_what_was_packed_changes_nothing(encoding: str) -> None:
+    kind = encoding_named(encoding)
+    once = kind.pack(torch.randn(50, 70))
+    again = kind.pack(kind.unpack(once))
+    assert torch.equal(kind.unpack(once), kind.unpack(again))
+
+
+def long_way(weight: np.ndarray) -> tuple[list[int], float]:
+    """Integers and scale of one group, number by number."""
+    one = np.float32
+    largest = weight[int(np.argmax(np.abs(weight)))]
+    least, best, best_scale = one(np.inf), [0] * 32, math.nan
+    for i in range(17):
+        scale = one(np.float16(np.clip(largest / one(-(7 + i / 8)), -65504, 65504)))
+        inverse = one(0) if scale == 0 else one(1) / scale
+        integers = [int(np.rint(np.clip(w * inverse, -8, 7))) for w in weight]
+        error = one(0)
+        for w, integer in zip(weight, integers, strict=True):
+            difference = w - scale * one(integer)
+            error += difference * difference
+        if error < least:
+            least, best, best_scale = error, integers, float(scale)
+    return best, best_scale
+
+
+FLOATS = (
+    st.floats(-70000, 70000, width=32)
+    | st.floats(-(2**-20), 2**-20, width=32)
+    | st.integers(-9, 9).map(float)
+)
+
+
+@given(st.lists(FLOATS, min_size=32, max_size=32))
+def test_the_scale_of_a_group_is_that_of_the_least_error(values: list[float]) -> None:
+    tensors = encoding_named("int4").pack(torch.tensor([values]))
+    integers, scale = long_way(np.array(values, np.float32))
+    assert tensors["weight"].tolist() == [integers]
+    assert tensors["scales"].tolist() == [[scale]]
+
+
+def test_sums_are_exact_at_the_extremes() -> None:
+    in_features = 14336
+    weight = torch.full((2, in_features), 127.0)
+    weight[1] = -127
+    y = ReferenceOps().linear(torch.full((1, in_features), 127.0), pack_linear(weight, "int8"))
+    assert y.tolist() == [
+        [float(np.float32(127 * 127 * in_features)), -float(np.float32(127 * 127 * in_features))]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shape", "size"),
+    [("int8", (64, 100), 6400 + 256), ("int8", (65, 98), 12800 + 260), ("int4", (65, 33), 2 * 2 * 1152)],
+)
+def test_sizes_are_those_of_whole_panels(encoding: str, shape: tuple[int, int], size: int) -> None:
+    assert encoding_named(encoding).num_bytes(*shape) == size
+
+
+def test_scales_are_searched_for_rows_at_a_time() -> None:
+    weight = torch.randn(1100, 40)
+    together = encoding_named("int4").pack(weight)
+    apart: list[dict[str, Tensor]] = [
+        encoding_named("int4").pack(row[None]) for row in weight[[0, 511, 512, 1099]]
+    ]
+    assert torch.equal(together["weight"][[0, 511, 512, 1099]], torch.cat([one["weight"] for one in apart]))
+    assert torch.equal(together["scales"][[0, 511, 512, 1099]], torch.cat([one["scales"] for one in apart]))
