@@ -260,7 +260,7 @@ INLINE void store_weights(uint32_t* weights, const vf (&own)[TILE / W], const vf
   factor = top / LIMIT;
   for (int i = 0; i < TILE / W; i++) {
     store_shorts(weights, i * W, weighted[i] * inverse);
-    total += own[i];
+    total = fma(weighted[i], vf{}, total + own[i]);  // a scale that is no number leaves no integer to show it
   }
 }
 #endif
