@@ -507,14 +507,15 @@ def test_what_is_no_number_shows_through_bytes(ops: Ops, dtype: torch.dtype) -> 
         assert out[1, 2].isnan().all()
         assert out[[0, 2]].isfinite().all()
         assert out[1, [0, 1, 3]].isfinite().all()
-    keys = k.clone()
-    keys[2, 0, 5] = torch.nan
-    kv = replace(batch.kv, cache=batch.kv.cache.clone(), scales=batch.kv.scales.clone())
-    ops.store_kv(keys, v, kv)
-    assert kv.scales[0].isnan().sum() == batch.kv.scales[0].isnan().sum() + 1
-    out = attend(ops, q, replace(batch, kv=kv))
-    assert out[2, :2].isnan().all()
-    assert out[2, 2:].isfinite().all()
+    for side in (0, 1):
+        pair = [k.clone(), v.clone()]
+        pair[side][2, 0, 5] = torch.nan
+        kv = replace(batch.kv, cache=batch.kv.cache.clone(), scales=batch.kv.scales.clone())
+        ops.store_kv(*pair, kv)
+        assert kv.scales[side].isnan().sum() == batch.kv.scales[side].isnan().sum() + 1
+        out = attend(ops, q, replace(batch, kv=kv))
+        assert out[2, :2].isnan().all()
+        assert out[2, 2:].isfinite().all()
 
 
 BYTE_FAULTS: dict[str, Callable[[LayerKV], LayerKV]] = {

@@ -204,15 +204,17 @@ INLINE void pack_values(typename P::Unit* packed, int64_t D, int64_t begin, int6
 }
 
 // Adds the weighted sum of the values begin:end of a tile for ROWS queries, straight from the rows; 2 W * CHUNKS
-// columns from `d` on.
+// columns from `d` on. On its way over the first columns it asks for the keys of the next tile: all at once, they
+// would make the values wait.
 template <class P, int ROWS, int CHUNKS, class TC>
-INLINE void add_values(const Rows<TC>& values, int64_t tile, int64_t begin, int64_t end, int64_t d,
+INLINE void add_values(const Rows<TC>& values, const Rows<TC>& keys, int64_t last_key, int64_t tile, int64_t begin, int64_t end, int64_t d,
                        const Packed<P>& packed, float* out, int64_t D) {
   const int64_t Dp = padded_width(D);
   typename P::Sums sums[ROWS][2 * CHUNKS];
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < 2 * CHUNKS; v++) begin_sum(sums[m][v], out + m * Dp + d + v * W, true);
   for (int64_t i = begin / W * W; i < end; i += W) {
+    if (d == 0) keys.prefetch(tile + TILE + i, last_key);
     const TC* rows = values[tile + i];
     const int64_t first = max(begin, i), last = min<int64_t>(end, i + W);
     for (int64_t j = first / P::TERMS * P::TERMS; j < last; j += P::TERMS)
@@ -260,7 +262,7 @@ INLINE void store_weights(uint32_t* weights, const vf (&own)[TILE / W], const vf
   factor = top / LIMIT;
   for (int i = 0; i < TILE / W; i++) {
     store_shorts(weights, i * W, weighted[i] * inverse);
-    total += own[i];
+    total = fma(weighted[i], vf{}, total + own[i]);  // a scale that is no number leaves no integer to show it
   }
 }
 #endif
@@ -336,11 +338,10 @@ static void attend_tile_of_few(const Attention& a, const Item& item, Packed<P>& 
     score_keys<P, ROWS>(keys[tile + i], packed.q, packed.scores + i, a.D);
   }
   soften_all<P, sizeof(TC) == 1>(a, item, packed, sums, tile);
-  for (int64_t i = begin / W * W; i < end; i += W) keys.prefetch(tile + TILE + i, item.end);
   int64_t d = 0;
   for (; d + 2 * W * CHUNKS <= padded_width(a.D); d += 2 * W * CHUNKS)
-    add_values<P, ROWS, CHUNKS>(values, tile, begin, end, d, packed, sums.out, a.D);
-  for (; d < a.D; d += 2 * W) add_values<P, ROWS, 1>(values, tile, begin, end, d, packed, sums.out, a.D);
+    add_values<P, ROWS, CHUNKS>(values, keys, item.end, tile, begin, end, d, packed, sums.out, a.D);
+  for (; d < a.D; d += 2 * W) add_values<P, ROWS, 1>(values, keys, item.end, tile, begin, end, d, packed, sums.out, a.D);
 }
 
 template <class P, class TC>
