@@ -138,7 +138,7 @@ class DecoderModel(PipelineModel[TextContext]):
         rows: list[np.ndarray] = []
         for context, draft in zip(contexts, drafts, strict=True):
             rows.append(context.next_tokens)
-            if draft:
+            if len(draft):
                 rows.append(np.array(draft))
         tokens = np.concatenate(rows)
         drafted = [len(draft) for draft in drafts]

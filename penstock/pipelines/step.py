@@ -187,9 +187,10 @@ def _hand_out(results: Sequence[Sampled], drafts: Sequence[list[int]], tokens: S
     for result, draft in zip(results, drafts, strict=True):
         end = start + len(draft) + 1
         accepted = accept(draft, tokens[start:end]) if draft else [tokens[start]]
-        result.tokens += accepted
         if min(accepted) < 0:
             result.fault = "the model gave logits that are not finite numbers"
+            accepted = [max(token, 0) for token in accepted]  # nobody uses them, but they may be scored
+        result.tokens += accepted
         start = end
 
 

@@ -118,7 +118,8 @@ class KVCacheManager:
         return True
 
     def claim(self, context: InputContext) -> None:
-        if context.is_assigned_to_cache:  # whether by this cache shows in `reserve`
+        if context.is_assigned_to_cache:
+            self._sequence(context)
             return
         sequence = self._open(context)
         if self._enable_prefix_caching:
