@@ -21,12 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.dtype import DType
-
-GROUP = 32
-"""Inputs that share a scale in ``int4``."""
-
-PANEL = 64
-"""Outputs that packed weights are filled up to a multiple of."""
+from penstock.kernels.panels import GROUP, PANEL
 
 _LEAST = 1e-30  # a largest value below counts as 0, so that 127 / x is finite and x / 127 not subnormal
 _LARGEST_HALF = 65504.0

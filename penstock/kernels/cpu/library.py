@@ -32,6 +32,7 @@ _ARGUMENTS = {
     "gated_activation": "2q 2P 3q",
     "take_rows": "3P 4q",
     "linear": "2q P q 4P 4q",
+    "pack": "2q P q 3P 2q",
     "lora": "q P q 3P q 3P 4q",
     "attention": "2q 7P 10q 2d",
     "sample": "q P 3q 6P q P",
@@ -51,6 +52,7 @@ class Kernels:
     gated_activation: Kernel
     take_rows: Kernel
     linear: Kernel
+    pack: Kernel
     lora: Kernel
     attention: Kernel
     sample: Kernel

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.memory import WeightMemory
+from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, pack_panels
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import LinearSlice, PackedLinear, bias_of_encoding, encoding_named
-from penstock.kernels.panels import to_panels
 from penstock.kernels.reference import ReferenceOps
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -19,8 +19,6 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 LONG = 1 << 27
 """Multiplications from which a kernel takes long enough to release the GIL: some milliseconds."""
-
-_ENCODINGS = {"float32": 0, "bfloat16": 1}
 
 
 class CpuLinear(ReferenceOps):
@@ -38,23 +36,16 @@ class CpuLinear(ReferenceOps):
 
     def pack_linear(
         self,
-        weight: Tensor,
+        weight: Tensor | Sequence[Tensor],
         encoding: str,
         *,
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        if encoding not in _ENCODINGS:
+        if encoding not in ENCODINGS:
             return super().pack_linear(weight, encoding, bias=bias, slices=slices)
-        kind = encoding_named(encoding)
-        out_features, in_features = weight.shape
-        tensors = {}
-        with torch.no_grad():
-            for name, tensor in to_panels(encoding, kind.pack(weight)).items():
-                tensors[name] = self._weights.empty(tensor.shape, tensor.dtype).copy_(tensor)
-            if bias is not None:
-                bias = bias.to(kind.compute_dtype.to_torch()).contiguous()
-        return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
+        parts = [weight] if isinstance(weight, Tensor) else weight
+        return self._packed(parts, None, encoding, bias, slices)
 
     def pack_quantized(
         self,
@@ -64,21 +55,29 @@ class CpuLinear(ReferenceOps):
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        if encoding not in _ENCODINGS:
+        if encoding not in QUANTIZED:
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices)
-        out_features, in_features = rows["weight"].shape
+        return self._packed([rows["weight"]], rows["scales"], encoding, bias, slices)
+
+    def _packed(
+        self,
+        parts: Sequence[Tensor],
+        scales: Tensor | None,
+        encoding: str,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+    ) -> PackedLinear:
+        with torch.no_grad():
+            tensors = pack_panels(self._kernels, self._weights, encoding, parts, scales)
+        out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
         bias = bias_of_encoding(bias, encoding)
-        tensors = {
-            name: self._weights.empty(tensor.shape, tensor.dtype).copy_(tensor)
-            for name, tensor in to_panels(encoding, rows).items()
-        }
         return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         bias, kind = packed.bias, TYPES.get(x.dtype)
         row_stride, stride = x.stride()
         fits = packed.layout == "panels" and stride == 1 and (bias is None or bias.dtype == x.dtype)
-        if kind is None or not fits or _computes_in(packed.encoding) != x.dtype:
+        if kind is None or not fits or not _takes(packed.encoding, x.dtype):
             return super().linear(x, packed, lora=lora)
         rows, in_features, out_features = x.shape[0], packed.in_features, packed.out_features
         assert x.shape[1] == in_features, "a layer of another width"
@@ -86,7 +85,7 @@ class CpuLinear(ReferenceOps):
         scales = packed.tensors.get("scales")
         long = rows * in_features * out_features > LONG
         (self._kernels.long_linear if long else self._kernels.linear)(
-            _ENCODINGS[packed.encoding],
+            ENCODINGS[packed.encoding],
             kind,
             x.data_ptr(),
             row_stride,
@@ -131,6 +130,11 @@ class CpuLinear(ReferenceOps):
                 in_features,
             )
         return y
+
+
+def _takes(encoding: str, dtype: torch.dtype) -> bool:
+    """Whether there is a product of activations of this type with weights in this encoding."""
+    return encoding in QUANTIZED or _computes_in(encoding) == dtype
 
 
 def _computes_in(encoding: str) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from penstock.kernels.panels import GROUP, PANEL
 
 ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 """Encodings that have panels, as csrc numbers them."""
+
+QUANTIZED = ("int8", "int4")
+"""Those whose products quantise the activations, of whatever type."""
 
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """Types of rows: floats, and integers that are quantised already."""
@@ -75,8 +78,3 @@ def _form(encoding: str, rows: int, inputs: int) -> tuple[tuple[int, ...], torch
     if encoding == "int8":
         return (count, -(-inputs // 4), PANEL, 4), torch.uint8
     return (count, -(-inputs // GROUP), PANEL * (GROUP // 2 + 2)), torch.uint8
-
-
-def quantised(rows: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor | None]:
-    """The rows of an encoding as `pack_panels` takes them: its parts and scales."""
-    return [rows["weight"]], rows.get("scales")

@@ -52,6 +52,7 @@ constexpr int W = PENSTOCK_LANES;
 #include "product.inl"
 #include "attention.inl"
 #include "linear.inl"
+#include "pack.inl"
 #include "lora.inl"
 #include "sampling.inl"
 #include "plan.inl"

@@ -7,7 +7,7 @@
 // the tiles and the blocks: a row's bits depend on no other row.
 
 struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales: of encodings that have them apart
-  int64_t encoding, type;  // 0 float32, 1 bfloat16 (then x is of that type)
+  int64_t encoding, type;  // 0 float32, 1 bfloat16 (then x is of that type), 2 int8, 3 int4 (quantized.inl)
   const void* x;
   int64_t x_stride;
   const void* panels;
@@ -224,9 +224,12 @@ template <class S> static void multiply(const Linear& a, const Team& team) {
   });
 }
 
+#include "quantized.inl"
+
 static int64_t work(const Linear& a) { return a.rows * a.N * a.K; }
 static void run(const Linear& a, const Team& team) {
   if (a.encoding == 0) multiply<FloatSteps>(a, team);
   if (a.encoding == 1) multiply<PairSteps>(a, team);
+  if (a.encoding >= 2) run_quantized(a, team);
 }
 KERNEL(linear, Linear)
