@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from penstock.llm import LLM
 from penstock.pipelines.core import SamplingParams, TextContext
+from penstock.pipelines.kv_cache import KVCacheManager
 from penstock.pipelines.weights import Weights
 from penstock.pipelines.weights.safetensors import SINGLE_FILE
 
@@ -67,16 +68,16 @@ def sample_texts(llm: LLM, start: int, *, count: int, length: int, seed: int = 0
 
 def scores(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
     """The model's log probabilities ``[T, V]`` of what follows each token of a text, text by text."""
-    pipeline = llm.pipeline
+    pipeline, model = llm.pipeline, llm.pipeline.model
+    assert isinstance(pipeline.kv, KVCacheManager)
     for text in texts:
         context = TextContext(
             prompt=list(text), max_length=len(text) + 1, tokens=np.array(text, dtype=np.int64)
         )
         pipeline.kv.claim(context)
         pipeline.kv.reserve(context)
-        model = pipeline.model
         inputs = model.prepare_initial_token_inputs(
-            [[context]], pipeline.kv.inputs([context]), [context.active_length]
+            [[context]], pipeline.kv.inputs([context]), context.active_length
         )
         logits = model.execute(inputs).logits
         assert logits is not None
