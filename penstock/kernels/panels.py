@@ -58,7 +58,7 @@ def _floats_to_panels(rows: Mapping[str, Tensor]) -> Tensors:
 
 
 def _floats_from_panels(tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
-    panels = tensors["panels"].unflatten(2, (PANEL, 1))
+    panels = tensors["panels"][..., None]
     return {"weight": _as_rows(panels, out_features, in_features)}
 
 
@@ -93,8 +93,8 @@ def _int4_to_panels(rows: Mapping[str, Tensor]) -> Tensors:
 
 
 def _int4_from_panels(tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
-    halves, columns = tensors["panels"].split([_RECORD, 2 * PANEL], dim=2)  # [P, G, 1024], [P, G, 128]
-    pairs = halves.unflatten(2, (4, PANEL, 4)).short()  # [P, G, 4, 64, 4]
+    halves, columns = tensors["panels"][..., :_RECORD], tensors["panels"][..., _RECORD:]
+    pairs = halves.reshape(*halves.shape[:2], 4, PANEL, 4).short()  # [P, G, 4, 64, 4]
     steps = torch.stack([pairs & 15, pairs >> 4], dim=-1)  # [P, G, 4, 64, 4, 2]
     integers = (steps - 8).to(torch.int8).permute(0, 3, 1, 2, 5, 4).flatten(2).flatten(0, 1)
     scales = columns.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)

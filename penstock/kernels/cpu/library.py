@@ -19,7 +19,7 @@ ISAS = ("generic", "avx2", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 3
+ABI = 4
 """The layout of the kernels' arguments; ``penstock_abi`` in csrc/host.cpp says which one a library has."""
 
 Kernel = Callable[..., int | None]

@@ -119,8 +119,7 @@ class PipelineConfig:
     deterministic: bool = setting(
         False,
         FLAG,
-        "Bit-equal results alone, batched, chunked and cached, in float32 and bfloat16; long prompts take a "
-        "little longer.",
+        "Bit-equal results alone, batched, chunked and cached, in float32 and bfloat16.",
     )
     num_threads: int | None = setting(
         None, THREADS, "Threads that compute on the CPU; by default one a core."

@@ -14,7 +14,7 @@ from penstock.kernels.cpu import CpuOps, variants
 
 VARIANTS = {ops.isa: ops for ops in variants()}
 SHAPES = [(64, 64), (70, 33), (1, 1), (130, 100), (200, 4100), (65, 2), (129, 3000)]
-"""Outputs and inputs: whole panels and parts of one; K that is no multiple of 2, 4, 32; several blocks of K."""
+"""Outputs and inputs: whole panels and parts of one; K no multiple of 2, 4, 32; several blocks of K."""
 
 
 @pytest.fixture(params=VARIANTS or [pytest.param("none", marks=pytest.mark.skip("no kernels are built"))])

@@ -3,7 +3,7 @@
 //
 // A tile is a few rows of x by a panel: their sums stay in registers while the panel is read once, in order. It is
 // read from memory for the first tile only, and from the core's own cache for the others, as K is taken in blocks;
-// the next block is fetched meanwhile. Each output is one chain of additions in the order of k, whatever the rows,
+// they fetch the next block meanwhile, so that memory does not wait for them. Each output is one chain of additions in the order of k, whatever the rows,
 // the tiles and the blocks: a row's bits depend on no other row.
 
 struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales: of encodings that have them apart
@@ -21,8 +21,9 @@ constexpr int64_t PANEL = 64;                 // outputs of a panel
 constexpr int VECTORS = W == 16 ? 4 : 2;      // of a panel that a tile takes at a time
 constexpr int TILE_ROWS = W == 4 ? 4 : 6;     // with VECTORS sums each, what the registers hold
 constexpr int64_t STEP_BYTES = 4 * PANEL;     // of a panel: a float, or two bfloat16, of each output
-constexpr int64_t CHUNK_ROWS = 252;           // of x, so that their sums stay in a core's cache
-constexpr int64_t LINE = 64, AHEAD = 4096;    // bytes between a line that is read and the one fetched for later
+constexpr int64_t BLOCK_STEPS = 512;          // of a panel that stay in a core's cache, with as many that are fetched
+constexpr int64_t CHUNK_ROWS = 252;           // of x, so that their sums stay there too
+constexpr int64_t LINE = 64;                  // bytes
 
 // How a step of a panel is multiplied: `terms` numbers of each row of x with those of 64 outputs.
 struct FloatSteps {
@@ -150,31 +151,29 @@ template <class S, int FETCHED> static void multiply_tile(const Block<S>& block,
   }
 }
 
-// All rows with a block, tile by tile: of about equal height, as 8 rows are 4 + 4 faster than 6 + 2.
+// All rows with a block, tile by tile: of about equal height, as 8 rows are 4 + 4 faster than 6 + 2. The first tiles
+// fetch, of each step, some of the lines of what comes next.
 template <class S> static void multiply_block(const Block<S>& block, int64_t rows) {
-  const int64_t tiles = ceil_div(rows, TILE_ROWS);
-  int64_t left = W == 16 && block.ahead ? STEP_BYTES / LINE : 0;  // lines to fetch for each step of the block
+  constexpr int64_t LINES = STEP_BYTES / LINE;
+  const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = block.terms / S::TERMS;
+  int64_t fetched = W == 16 && block.ahead ? 0 : LINES;
   for (int64_t tile = 0; tile < tiles; tile++) {
     const int64_t begin = rows * tile / tiles, height = rows * (tile + 1) / tiles - begin;
     Block<S> part = block.below(begin);
-    part.ahead += (STEP_BYTES / LINE - left) * LINE * (block.terms / S::TERMS);
-    if (!left) {
+    if (fetched == LINES) {
       multiply_tile<S, 0>(part, height);
-    } else if (tiles == 1) {
-      multiply_tile<S, 4>(part, height);
-      left -= 4;
-    } else if (tiles < 4) {
+      continue;
+    }
+    part.ahead += fetched * LINE * steps;
+    if (tiles < LINES) {
       multiply_tile<S, 2>(part, height);
-      left -= 2;
+      fetched += 2;
     } else {
       multiply_tile<S, 1>(part, height);
-      left -= 1;
+      fetched += 1;
     }
   }
 }
-
-// Steps of a panel that stay in a core's cache, with as many that are fetched: few while that is what takes the time.
-INLINE int64_t block_steps(int64_t rows) { return rows <= 96 ? 256 : 512; }
 
 // The outputs of a panel. `next` is the one that this thread is likely to be given after it.
 template <class S>
@@ -182,8 +181,8 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
                            int64_t column, float* sums) {
   typedef typename S::T T;
   const int64_t steps = ceil_div(a.K, S::TERMS);
-  const bool once = rows <= TILE_ROWS;  // then nothing is to stay in the cache
-  const int64_t blocks = once ? 1 : max<int64_t>(1, ceil_div(steps, block_steps(rows)));
+  const bool once = rows <= TILE_ROWS;  // a single tile reads as fast as memory gives without our help
+  const int64_t blocks = once ? 1 : max<int64_t>(1, ceil_div(steps, BLOCK_STEPS));
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = steps * number / blocks, to = steps * (number + 1) / blocks;
     Block<S> block;
@@ -193,7 +192,7 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
     block.terms = min(to * S::TERMS, a.K) - from * S::TERMS;
     block.first = number == 0;
     block.last = number == blocks - 1;
-    block.ahead = once ? panel + AHEAD : block.last ? next : panel + to * STEP_BYTES;
+    block.ahead = once ? nullptr : block.last ? next : panel + to * STEP_BYTES;
     block.sums = sums;
     block.bias = a.bias ? (const T*)a.bias + column : nullptr;
     block.y = (T*)a.y + begin * a.y_stride + column;
