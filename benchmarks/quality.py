@@ -23,11 +23,12 @@ from typing import Any
 from against_transformers import machine
 
 from penstock import LLM
-from penstock.benchmarking.quality import Quality, compare, sample_texts, write_rounded
+from penstock.benchmarking.quality import Quality, compare_all, sample_texts, write_rounded
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))  # where the demo's text is made
 
 ENCODINGS = ("float32", "bfloat16", "int8", "int4")
+REFERENCES = ("float32", "bfloat16")
 PLAIN = "4 bits, plain"
 LENGTH = 512
 HELD_OUT_SEED = 1_000_004  # that of the figures in the model's card
@@ -66,20 +67,18 @@ def measure(model: str, tokens: int, seed: int, threads: int | None) -> list[dic
     }
     if model == "demo":
         texts["held out"] = held_out_texts(exact, tokens)
-    rounded = open_model(model, "bfloat16", threads)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for encoding in (*ENCODINGS, PLAIN):
-            if encoding == PLAIN:
-                write_rounded(exact.config.model.checkpoint, Path(folder))
-                found = open_model(folder, "bfloat16", threads)
-            else:
-                found = open_model(model, encoding, threads)
-            for kind, some in texts.items():
-                against = {"float32": compare(exact, found, some), "bfloat16": compare(rounded, found, some)}
+        write_rounded(exact.config.model.checkpoint, Path(folder))
+        models = {"float32": exact}
+        models |= {encoding: open_model(model, encoding, threads) for encoding in ENCODINGS[1:]}
+        models[PLAIN] = open_model(folder, "bfloat16", threads)
+        for kind, some in texts.items():
+            for encoding, against in compare_all(models, some, REFERENCES).items():
                 row = {"model": model, "text": kind, "encoding": encoding}
                 rows.append(row | {name: asdict(one) for name, one in against.items()})
-            found.close()
+        for llm in models.values():
+            llm.close()
     print_tables(model, rows)
     return rows
 

@@ -171,7 +171,9 @@ TABLE = {
     ),
     "benchmarking.works": Row("numpy .benchmarking.random_weights .llm .pipelines.config .pipelines.core"),
     "benchmarking.works_report": Row("rich .benchmarking.works", lazily="matplotlib"),
-    "benchmarking.quality": Row("numpy safetensors torch .llm .pipelines.core .pipelines.weights"),
+    "benchmarking.quality": Row(
+        "numpy safetensors torch .llm .pipelines.core .pipelines.kv_cache .pipelines.weights"
+    ),
     "benchmarking.cold_start": Row(".LLM .SamplingParams"),
     "serve.parsers": Row("msgspec .pipelines.core"),
     "serve.config": Row(".pipelines.config"),

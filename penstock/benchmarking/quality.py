@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from penstock.llm import LLM
 from penstock.pipelines.core import SamplingParams, TextContext
+from penstock.pipelines.kv_cache import KVCacheManager
 from penstock.pipelines.weights import Weights
 from penstock.pipelines.weights.safetensors import SINGLE_FILE
 
@@ -67,16 +68,16 @@ def sample_texts(llm: LLM, start: int, *, count: int, length: int, seed: int = 0
 
 def scores(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
     """The model's log probabilities ``[T, V]`` of what follows each token of a text, text by text."""
-    pipeline = llm.pipeline
+    pipeline, model = llm.pipeline, llm.pipeline.model
+    assert isinstance(pipeline.kv, KVCacheManager)
     for text in texts:
         context = TextContext(
             prompt=list(text), max_length=len(text) + 1, tokens=np.array(text, dtype=np.int64)
         )
         pipeline.kv.claim(context)
         pipeline.kv.reserve(context)
-        model = pipeline.model
         inputs = model.prepare_initial_token_inputs(
-            [[context]], pipeline.kv.inputs([context]), [context.active_length]
+            [[context]], pipeline.kv.inputs([context]), context.active_length
         )
         logits = model.execute(inputs).logits
         assert logits is not None
@@ -87,14 +88,46 @@ def scores(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
 
 def compare(expected: LLM, found: LLM, texts: Sequence[Sequence[int]]) -> Quality:
     """What ``found`` makes of ``texts``, and how far that is from what ``expected`` does."""
-    loss, divergence, agreeing, count = 0.0, 0.0, 0, 0
-    for text, right, own in zip(texts, scores(expected, texts), scores(found, texts), strict=True):
-        right, own, targets = right[:-1], own[:-1], torch.tensor(text[1:])
-        loss -= float(own.gather(1, targets[:, None]).double().sum())
-        divergence += float((right.exp() * (right - own)).double().sum())
-        agreeing += int((right.argmax(-1) == own.argmax(-1)).sum())
-        count += len(targets)
-    return Quality(math.exp(loss / count), divergence / count, agreeing / count, count)
+    return compare_all({"expected": expected, "found": found}, texts, ["expected"])["found"]["expected"]
+
+
+def compare_all(
+    models: Mapping[str, LLM], texts: Sequence[Sequence[int]], references: Sequence[str]
+) -> dict[str, dict[str, Quality]]:
+    """Each of some models against each of those that are named as references, every text scored once a model.
+
+    Returns:
+        Name -> name of a reference -> what the model makes of the texts, and how far that is from it.
+    """
+    pairs = {(name, reference): _Tally() for name in models for reference in references}
+    for text, *found in zip(texts, *(scores(llm, texts) for llm in models.values()), strict=True):
+        targets = torch.tensor(text[1:])
+        rows = {name: each[:-1] for name, each in zip(models, found, strict=True)}
+        for (name, reference), tally in pairs.items():
+            tally.add(rows[reference], rows[name], targets)
+    return {
+        name: {reference: pairs[name, reference].quality() for reference in references} for name in models
+    }
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums over next tokens."""
+
+    loss: float = 0.0
+    divergence: float = 0.0
+    agreeing: int = 0
+    count: int = 0
+
+    def add(self, right: Tensor, own: Tensor, targets: Tensor) -> None:  # [T, V], [T, V], [T]
+        self.loss -= float(own.gather(1, targets[:, None]).double().sum())
+        self.divergence += float((right.exp() * (right - own)).double().sum())
+        self.agreeing += int((right.argmax(-1) == own.argmax(-1)).sum())
+        self.count += len(targets)
+
+    def quality(self) -> Quality:
+        count = self.count
+        return Quality(math.exp(self.loss / count), self.divergence / count, self.agreeing / count, count)
 
 
 def write_rounded(checkpoint: Path, folder: Path) -> None:

@@ -60,7 +60,7 @@ def command(
     print_config: bool,
     **flags: Any,
 ) -> None:
-    """Measure a model in this process: decode, prefill, batch, start and step.
+    """Measure a model in this process: decode, prefill, batch, start, memory, step.
 
     Figures are medians of runs with fresh prompts, after one that does not count; the table has the lowest
     and highest too. The machine should be idle.

@@ -144,7 +144,7 @@ def encoding_named(name: str) -> LinearEncoding:
 
 
 def pack_linear(
-    weight: Tensor,  # [out, in]
+    weight: Tensor | Sequence[Tensor],  # [out, in], or its parts one behind the other
     encoding: str,
     *,
     bias: Tensor | None = None,  # [out]
@@ -156,6 +156,7 @@ def pack_linear(
         ConfigError: the encoding is unknown.
     """
     with torch.no_grad():
+        weight = weight if isinstance(weight, Tensor) else torch.cat(tuple(weight))
         rows = encoding_named(encoding).pack(weight)
     out_features, in_features = weight.shape
     bias = bias_of_encoding(bias, encoding)
@@ -181,7 +182,9 @@ def pack_quantized(
 
 def bias_of_encoding(bias: Tensor | None, encoding: str) -> Tensor | None:
     """A bias ``[out]`` in the type of the activations that go with an encoding."""
-    return None if bias is None else bias.detach().to(encoding_named(encoding).compute_dtype.to_torch())
+    if bias is None:
+        return None
+    return bias.detach().to(encoding_named(encoding).compute_dtype.to_torch()).contiguous()
 
 
 def tensors_in_rows(packed: PackedLinear) -> Mapping[str, Tensor]:

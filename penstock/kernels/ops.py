@@ -54,7 +54,7 @@ class Ops(ABC):
 
     def pack_linear(
         self,
-        weight: Tensor,  # [out, in]
+        weight: Tensor | Sequence[Tensor],  # [out, in], or its parts one behind the other
         encoding: str,
         *,
         bias: Tensor | None = None,  # [out]

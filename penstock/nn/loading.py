@@ -41,9 +41,14 @@ class Packer(Protocol):
     """What packs weights: a back end, `penstock.kernels.Ops`."""
 
     def pack_linear(
-        self, weight: Tensor, encoding: str, *, bias: Tensor | None, slices: Sequence[LinearSlice]
+        self,
+        weight: Sequence[Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
     ) -> PackedLinear:
-        """Packs ``weight [out, in]`` and ``bias [out]`` in the encoding named."""
+        """Packs parts of a weight ``[out, in]``, and ``bias [out]``, in the encoding named."""
         ...
 
     def pack_quantized(
@@ -124,9 +129,9 @@ class Loader:
         """The output head, its own or the embedding table ``[V, E]`` once more."""
         encoding = encoding_of_head(self.encoding)
         if tied_to is not None:
-            return self._packed(tied_to, {name: vocabulary}, None, encoding)
+            return self._packed([tied_to], {name: vocabulary}, None, encoding)
         weight = self.source.tensor(f"{name}.weight", (vocabulary, hidden))
-        head = self._packed(weight, {name: vocabulary}, None, encoding)
+        head = self._packed([weight], {name: vocabulary}, None, encoding)
         self.source.release(f"{name}.weight")
         return head
 
@@ -145,7 +150,7 @@ class Loader:
             encoding = str(self.dtype).removeprefix("torch.")
         else:
             encoding = encoding_of_linear(self.encoding, *weight.shape)
-        return self._packed(weight, parts, bias, encoding)
+        return self._packed([weight], parts, bias, encoding)
 
     def _pack(
         self, parts: Mapping[str, int], in_features: int, bias: bool, *, transposed: bool = False
@@ -158,8 +163,7 @@ class Loader:
             linear = self._packed(rows, parts, offset, encoding)
         else:
             weights = [self._weight(name, size, in_features, transposed) for name, size in parts.items()]
-            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-            linear = self._packed(weight, parts, offset, encoding)
+            linear = self._packed(weights, parts, offset, encoding)
         for name in parts:
             self.source.release(f"{name}.weight")
         return linear
@@ -191,7 +195,7 @@ class Loader:
 
     def _packed(
         self,
-        weight: Tensor | Mapping[str, Tensor],  # [out, in], or the rows of the encoding
+        weight: Sequence[Tensor] | Mapping[str, Tensor],  # parts of [out, in], or the rows of the encoding
         parts: Mapping[str, int],
         bias: Tensor | None,
         encoding: str,
@@ -202,10 +206,11 @@ class Loader:
             start += size
         if bias is not None:
             bias = bias.to(self.device)
-        if isinstance(weight, Tensor):
-            packed = self._packer.pack_linear(weight.to(self.device), encoding, bias=bias, slices=slices)
-        else:
+        if isinstance(weight, Mapping):
             rows = {name: tensor.to(self.device) for name, tensor in weight.items()}
             packed = self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
+        else:
+            whole = [part.to(self.device) for part in weight]
+            packed = self._packer.pack_linear(whole, encoding, bias=bias, slices=slices)
         self.linears |= {part.name: packed for part in slices}
         return Linear(packed)

@@ -23,11 +23,11 @@ _ROUTERS = ("*.gate.weight", "*.router.weight")
 
 
 def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
-    """Bytes that the weights take once loaded, in the encoding that they will have: not less, hardly more.
+    """Bytes that the weights take once loaded, in the encoding that they will have, or hardly more.
 
     Linear layers and the output head count as packed, those that are fused one by one; embedding tables,
     norms and biases in the type of the activations. An output head that is tied to the embedding is packed
-    beside the table.
+    beside the table. Of families that store ``[in, out]`` only the scales are counted wrongly.
     """
     from penstock.kernels import encoding_named  # loads torch, and so does nn
     from penstock.nn import encoding_of_head, encoding_of_linear

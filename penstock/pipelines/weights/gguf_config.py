@@ -394,8 +394,8 @@ _FAMILIES: Mapping[str, Callable[[_Keys], dict[str, Any]]] = {
 
 
 def _dtype(file: GGUFFile) -> str:
-    """The type that most numbers are stored in. Blocks of Q4_0 are what the encoding ``int4`` is; others become
-    bfloat16, which has digits enough for all of them."""
+    """The type that most numbers are stored in. Blocks of Q4_0 are what the encoding ``int4`` is; others
+    become bfloat16, which has digits enough for all of them."""
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         name = tensor.block_type.name

@@ -62,7 +62,8 @@ def test_close_to_float32(checkpoint: Path, exact: torch.Tensor, encoding: str) 
 def test_the_size_foretold(checkpoint: Path, encoding: str) -> None:
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, num_threads=1)
     held = held_bytes(pipeline)
-    assert held <= estimate_weights_size(pipeline.model.pipeline_config) <= 1.15 * held
+    foretold = estimate_weights_size(pipeline.model.pipeline_config)
+    assert 0.995 * held <= foretold <= 1.15 * held, "each part of a fused layer may fill a panel of its own"
 
 
 def test_which_layers_are_in_which_encoding(checkpoint: Path) -> None:
