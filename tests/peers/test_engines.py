@@ -68,7 +68,11 @@ def test_an_engine_that_dies_says_with_what(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_cannot_load_leaves_nothing_behind(tmp_path: Path) -> None:
-    code = "import subprocess, sys; sys.exit(str(subprocess.Popen(['sleep', '600'], stdout=2).pid) + ' no memory')"
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '600'], stdout=2)\n"
+        "sys.exit(f'{child.pid} no memory')"
+    )
     with pytest.raises(EngineError, match=r"ended with 1; the end of .*:\n[0-9]+ no memory") as caught:
         Engine([sys.executable, "-c", code], LOAD, {}, tmp_path / "log")
     child = int(str(caught.value).splitlines()[-1].split()[0])

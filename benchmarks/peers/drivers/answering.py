@@ -13,10 +13,12 @@ what it likes: descriptor 1 is standard error before it is imported, and the ans
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: the signal that comes when the parent ends
 Tokens = list[list[int]]
 Generate = Callable[[Tokens, int, Callable[[], None]], Tokens]
 """Prompts, the number of new tokens, and what to call when the first of them is there -> new tokens."""
@@ -46,6 +49,7 @@ class Settings:
 
 def answer_requests(open_engine: Callable[[Settings], Generate]) -> None:
     """Serves standard input to its end; ``open_engine`` loads what the first request names."""
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)  # no engine goes on alone where its reader was killed
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     generate: Generate | None = None
