@@ -168,7 +168,9 @@ TABLE = {
     "benchmarking.random_weights": Row(
         "torch .dtype .nn .pipelines.config .pipelines.registry .pipelines.weights", lazily="tokenizers"
     ),
-    "benchmarking.works": Row("numpy .benchmarking.random_weights .llm .pipelines.config .pipelines.core"),
+    "benchmarking.works": Row(
+        "numpy .benchmarking.random_weights .llm .pipelines.config .pipelines.core", typing=".kernels"
+    ),
     "benchmarking.works_report": Row("rich .benchmarking.works", lazily="matplotlib"),
     "benchmarking.cold_start": Row(".LLM .SamplingParams"),
     "serve.parsers": Row("msgspec .pipelines.core"),

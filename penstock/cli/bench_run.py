@@ -86,8 +86,8 @@ def command(
         if shape is not None:
             assert folder is not None
             config = _with_random_weights(config, shape, Path(folder))
-        figures, kernels = _measured(config, sizes, chosen)
-    _report(figures, shape or config.model.model_path, kernels, sizes, json_path, plot_path)
+        figures, kernels, plan = _measured(config, sizes, chosen)
+    _report(figures, shape or config.model.model_path, kernels, plan, sizes, json_path, plot_path)
 
 
 def _with_random_weights(config: PipelineConfig, shape: str, folder: Path) -> PipelineConfig:
@@ -97,7 +97,7 @@ def _with_random_weights(config: PipelineConfig, shape: str, folder: Path) -> Pi
     return replace(config, model=replace(config.model, model_path=str(folder)))
 
 
-def _measured(config: PipelineConfig, sizes: Sizes, works: list[str]) -> tuple[list[Figure], str]:
+def _measured(config: PipelineConfig, sizes: Sizes, works: list[str]) -> tuple[list[Figure], str, str]:
     from penstock.benchmarking.works import Bench
 
     figures: list[Figure] = []
@@ -106,13 +106,14 @@ def _measured(config: PipelineConfig, sizes: Sizes, works: list[str]) -> tuple[l
         for work in works:
             click.echo(f"penstock: measuring {work}", err=True)
             figures += bench.measure(work)
-        return figures, bench.kernels
+        return figures, bench.kernels, bench.plan_status
 
 
 def _report(
     figures: list[Figure],
     model: str,
     kernels: str,
+    plan: str,
     sizes: Sizes,
     json_path: Path | None,
     plot_path: Path | None,
@@ -123,12 +124,13 @@ def _report(
     from penstock.environment import describe_environment
 
     found = describe_environment()
-    title = f"{model}, kernels {kernels}, {found.threads} threads, {found.processor}"
+    title = f"{model}, kernels {kernels}, {found.threads} threads, {found.processor}; decoding {plan}"
     print_figures(figures, title, Console())
     if json_path is not None:
         report = {
             "model": model,
             "kernels": kernels,
+            "decoding": plan,
             "sizes": asdict(sizes),
             "environment": found.as_dict(),
             "figures": [figure.as_dict() for figure in figures],
