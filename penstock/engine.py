@@ -31,6 +31,9 @@ class InferenceSession:
         self.devices = list(devices or [CPU()])
         if len(self.devices) > 1:
             raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
+        self.use_plans = True
+        """False has every step run operation by operation: to compare."""
+        self._plans: StepPlans | None = None
         if num_threads is not None:
             import torch
 
@@ -57,16 +60,31 @@ class InferenceSession:
                 return compiled
         return ReferenceOps()
 
-    @cached_property
+    @property
     def plans(self) -> StepPlans | None:
         """The compiled steps of this session's models; None where operations run one by one."""
         from penstock.kernels import cpu
 
-        return cpu.StepPlans(self.ops) if type(self.ops) is cpu.CpuOps else None
+        ops = self.ops
+        if not self.use_plans or type(ops) is not cpu.CpuOps:
+            return None
+        if self._plans is None or self._plans.ops is not ops:
+            self._plans = cpu.StepPlans(ops)
+        return self._plans
 
     @property
     def plan_status(self) -> str:
         """How the last step ran: ``planned``, as one call, or ``eager``, and why."""
         if self.plans is None:
-            return f"eager: there are no plans for {self.ops.name} kernels"
+            return f"eager: no plans for {self.ops.name} kernels" if self.use_plans else "eager: as asked for"
         return self.plans.status or "no step yet"
+
+    @property
+    def planned_steps(self) -> str:
+        """Which steps run as one call, whatever the model."""
+        plans = self.plans
+        if plans is None:
+            return "none"
+        left = [name for name, owner in self.ops.chosen().items() if owner != self.ops.name]
+        without = f" without {', '.join(left)}" if left else ""
+        return f"of up to {plans.most_rows} rows{without}"

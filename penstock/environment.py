@@ -38,6 +38,8 @@ class DeviceMemory:
     free_memory: int
     kernels: dict[str, str]
     """Operation -> the back end that computes it there."""
+    planned_steps: str
+    """Which steps of a model run there as one call of compiled operations; ``none`` where none do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,11 @@ def describe_environment() -> Environment:
 
     host = CPU()
     found = [host, *(device for device in load_devices(scan_available_devices()) if not device.is_host)]
-    devices = [
-        DeviceMemory(str(device), **device.stats, kernels=InferenceSession([device]).ops.chosen())
-        for device in found
-    ]
+    devices = []
+    for device in found:
+        session = InferenceSession([device])
+        runs = {"kernels": session.ops.chosen(), "planned_steps": session.planned_steps}
+        devices.append(DeviceMemory(str(device), **device.stats, **runs))
     return Environment(
         versions=_versions(),
         python=platform.python_version(),

@@ -169,7 +169,9 @@ TABLE = {
     "benchmarking.random_weights": Row(
         "torch .dtype .nn .pipelines.config .pipelines.registry .pipelines.weights", lazily="tokenizers"
     ),
-    "benchmarking.works": Row("numpy .benchmarking.random_weights .llm .pipelines.config .pipelines.core"),
+    "benchmarking.works": Row(
+        "numpy .benchmarking.random_weights .llm .pipelines.config .pipelines.core", typing=".kernels"
+    ),
     "benchmarking.works_report": Row("rich .benchmarking.works", lazily="matplotlib"),
     "benchmarking.quality": Row(
         "numpy safetensors torch .llm .pipelines.core .pipelines.kv_cache .pipelines.weights"

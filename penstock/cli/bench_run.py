@@ -86,9 +86,9 @@ def command(
         if shape is not None:
             assert folder is not None
             config = _with_random_weights(config, shape, Path(folder))
-        figures, kernels = _measured(config, sizes, chosen)
+        figures, kernels, plan = _measured(config, sizes, chosen)
     model = (shape or config.model.model_path, config.model.encoding)
-    _report(figures, model, kernels, sizes, json_path, plot_path)
+    _report(figures, model, kernels, plan, sizes, json_path, plot_path)
 
 
 def _with_random_weights(config: PipelineConfig, shape: str, folder: Path) -> PipelineConfig:
@@ -98,7 +98,7 @@ def _with_random_weights(config: PipelineConfig, shape: str, folder: Path) -> Pi
     return replace(config, model=replace(config.model, model_path=str(folder)))
 
 
-def _measured(config: PipelineConfig, sizes: Sizes, works: list[str]) -> tuple[list[Figure], str]:
+def _measured(config: PipelineConfig, sizes: Sizes, works: list[str]) -> tuple[list[Figure], str, str]:
     from penstock.benchmarking.works import Bench
 
     figures: list[Figure] = []
@@ -107,13 +107,14 @@ def _measured(config: PipelineConfig, sizes: Sizes, works: list[str]) -> tuple[l
         for work in works:
             click.echo(f"penstock: measuring {work}", err=True)
             figures += bench.measure(work)
-        return figures, bench.kernels
+        return figures, bench.kernels, bench.plan_status
 
 
 def _report(
     figures: list[Figure],
     model: tuple[str, str],  # and its encoding
     kernels: str,
+    plan: str,
     sizes: Sizes,
     json_path: Path | None,
     plot_path: Path | None,
@@ -124,13 +125,15 @@ def _report(
     from penstock.environment import describe_environment
 
     found = describe_environment()
-    title = f"{', '.join(model)}, kernels {kernels}, {found.threads} threads, {found.processor}"
+    machine = f"{found.threads} threads, {found.processor}"
+    title = f"{', '.join(model)}, kernels {kernels}, {machine}; decoding {plan}"
     print_figures(figures, title, Console())
     if json_path is not None:
         report = {
             "model": model[0],
             "encoding": model[1],
             "kernels": kernels,
+            "decoding": plan,
             "sizes": asdict(sizes),
             "environment": found.as_dict(),
             "figures": [figure.as_dict() for figure in figures],

@@ -41,7 +41,10 @@ def _print(found: Environment) -> None:
     )
     for device in found.devices:
         memory = f"{_gib(device.free_memory)} free of {_gib(device.total_memory)}"
-        _section(f"device {device.device}", {"memory": memory, **device.kernels})
+        _section(
+            f"device {device.device}",
+            {"memory": memory, "planned steps": device.planned_steps, **device.kernels},
+        )
 
 
 def _section(title: str, rows: dict[str, str]) -> None:

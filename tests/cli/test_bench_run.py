@@ -50,6 +50,9 @@ def test_every_work(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report["sizes"]["prefill_length"] == 20
     assert report["environment"]["threads"] == 1
+    built = report["environment"]["isa"] != "none"
+    assert report["decoding"].startswith("planned: " if built else "eager: no plans for reference kernels")
+    assert "decoding" in " ".join(result.stdout.split())
 
 
 def test_random_weights_of_a_shape(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ ISAS = ("generic", "avx2", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 4
+ABI = 5
 """The layout of the kernels' arguments; ``penstock_abi`` in csrc/host.cpp says which one a library has."""
 
 Kernel = Callable[..., int]
@@ -115,6 +115,12 @@ def capturing_kernels(isa: str, captured: list[Capture]) -> Kernels:
     return Kernels(isa, **functions, **{f"long_{name}": functions[name] for name in _LONG_ONES})
 
 
+class Neighbours(ctypes.Structure):
+    """What steps have seen of other processes that use the cores: ``Neighbours`` in csrc/plan.inl."""
+
+    _fields_ = (("alone_until", ctypes.c_int64), ("pause", ctypes.c_int64))
+
+
 class CompiledSteps:
     """Captured calls that run in their order as one call: one parallel region of the threads.
 
@@ -122,9 +128,10 @@ class CompiledSteps:
         isa: the instruction set of the kernels.
         captured: the calls; what their pointers point to must outlive this.
         long: release the GIL while they run.
+        neighbours: of the session, see csrc/plan.inl.
     """
 
-    def __init__(self, isa: str, captured: Sequence[Capture], *, long: bool) -> None:
+    def __init__(self, isa: str, captured: Sequence[Capture], *, long: bool, neighbours: Neighbours) -> None:
         library = (ctypes.CDLL if long else ctypes.PyDLL)(str(PATH))
         self._names = [one.name for one in captured]
         packed = b"".join(one.arguments for one in captured)
@@ -142,9 +149,10 @@ class CompiledSteps:
         ]
         self._steps = (ctypes.c_void_p * len(steps))(*steps)
         self._function = library[f"penstock_run_plan_{isa}"]
-        self._function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._function.restype = ctypes.c_int64
-        self._where = (ctypes.addressof(self._steps), len(captured))
+        self._neighbours = neighbours
+        self._where = (ctypes.addressof(self._steps), len(captured), ctypes.addressof(neighbours))
 
     def __len__(self) -> int:
         return len(self._names)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.library import Capture, CompiledSteps, capturing_kernels
+from penstock.kernels.cpu.library import Capture, CompiledSteps, Neighbours, capturing_kernels
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import OPERATIONS
@@ -36,12 +36,15 @@ class CompiledPlan:
         ops: the back end whose kernels run it.
         inputs: the tensors it was recorded with, by name: contiguous, and the plan's own from now on.
         arena: memory of at least ``plan.arena_bytes`` bytes; plans that never run at once may share it.
+        neighbours: what plans of this process learn about others; all share one.
 
     Raises:
         UnrecordableStepError: an operation has no kernel for what it was given.
     """
 
-    def __init__(self, plan: Plan, ops: CpuOps, inputs: Mapping[str, Tensor], arena: Tensor) -> None:
+    def __init__(
+        self, plan: Plan, ops: CpuOps, inputs: Mapping[str, Tensor], arena: Tensor, neighbours: Neighbours
+    ) -> None:
         assert arena.nbytes >= plan.arena_bytes
         resolve = plan.resolver(arena, [inputs[name] for name in plan.inputs])
         lowering = _LoweringOps(ops)
@@ -52,7 +55,7 @@ class CompiledPlan:
             packed = arguments.get("packed")
             if isinstance(packed, PackedLinear):
                 work += len(arguments["x"]) * packed.in_features * packed.out_features
-        self._steps = CompiledSteps(ops.isa, lowering.captured, long=work > _LONG)
+        self._steps = CompiledSteps(ops.isa, lowering.captured, long=work > _LONG, neighbours=neighbours)
         self._held = (plan, arena, lowering.kept)  # their memory is known to the steps by address alone
         self._results = [resolve(ref) for ref in plan.results]
         own = [inputs[name] for name in plan.inputs]

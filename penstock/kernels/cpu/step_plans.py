@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from penstock.kernels.cpu.library import Neighbours
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.plan import CompiledPlan
 from penstock.kernels.ops import Ops
@@ -29,10 +30,12 @@ class StepPlans:
     does not matter."""
 
     def __init__(self, ops: CpuOps) -> None:
-        self._ops = ops
+        self.ops = ops
+        """The back end that runs them."""
         self._plans: OrderedDict[Hashable, CompiledPlan] = OrderedDict()  # the least used first
         self._seen: OrderedDict[Hashable, str | None] = OrderedDict()  # why there can be no plan, if known
         self._arena = torch.empty(0, dtype=torch.uint8)
+        self._neighbours = Neighbours()
         self._last: CompiledPlan | None = None
         self._reason: str | None = None
 
@@ -106,11 +109,11 @@ class StepPlans:
 
         try:
             with torch.inference_mode():
-                plan = record(self._ops, own, run)
+                plan = record(self.ops, own, run)
                 if plan.arena_bytes > len(self._arena):
                     self._arena = torch.empty(2 * plan.arena_bytes, dtype=torch.uint8)
                     self._plans.clear()  # they write to the old one
-                self._plans[key] = CompiledPlan(plan, self._ops, own, self._arena)
+                self._plans[key] = CompiledPlan(plan, self.ops, own, self._arena, self._neighbours)
         except UnrecordableStepError as error:
             self._reason = self._seen[key] = str(error)
             return None  # the eager step writes to the cache once more what was written

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.kernels import ClampedSwish, LayerKV, Ops, cpu, pack_linear
 from penstock.kernels.cpu import CpuOps, StepPlans
+from penstock.kernels.cpu.library import Neighbours
 from penstock.kernels.cpu.plan import CompiledPlan
 from penstock.kernels.recording import Plan, UnrecordableStepError, record
 
@@ -29,7 +30,7 @@ def compiled(ops: CpuOps, inputs: Mapping[str, Tensor], step: Step) -> tuple[Com
     """On copies of the inputs, which become the plan's."""
     own = {name: tensor.clone() for name, tensor in inputs.items()}
     plan = record(ops, own, lambda recording: step(recording, own))
-    return CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8)), plan
+    return CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), Neighbours()), plan
 
 
 def everything(dtype: torch.dtype, width: int) -> Step:
@@ -128,7 +129,7 @@ def test_the_reference_is_not_run_while_compiling(ops: CpuOps) -> None:
     plan = record(ops, own, step)
     cache.zero_()
     with pytest.raises(UnrecordableStepError, match=r"^store_kv"):
-        CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8))
+        CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), Neighbours())
     assert not cache.any()
 
 

@@ -10,6 +10,7 @@ import torch
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import cpu
+from penstock.kernels.reference import ReferenceOps
 from penstock.nn import ReturnHiddenStates
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import TextContext
@@ -25,8 +26,7 @@ def opened(checkpoint: Path, isa: str, encoding: str, *, planned: bool) -> TextG
     options: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_block_size": 16}
     pipeline = open_pipeline(checkpoint, enable_prefix_caching=False, **options)
     vars(pipeline.session)["ops"] = next(ops for ops in cpu.variants() if ops.isa == isa)
-    if not planned:
-        vars(pipeline.session)["plans"] = None
+    pipeline.session.use_plans = planned
     return pipeline
 
 
@@ -73,7 +73,17 @@ def test_the_bits_of_an_eager_step(checkpoint: Path, isa: str, encoding: str) ->
     status = planned.session.plan_status
     has_experts = "experts" in (checkpoint / "config.json").read_text()
     assert status.startswith("planned") or (has_experts and status.startswith("eager: experts"))
-    assert eager.session.plan_status.startswith("eager")
+    assert eager.session.plan_status == "eager: as asked for"
+
+
+def test_another_back_end_has_no_plans_of_the_first(checkpoint: Path) -> None:
+    pipeline = opened(checkpoint, cpu.available_isas()[-1], "float32", planned=True)
+    for ops in (*cpu.variants(), ReferenceOps()):
+        vars(pipeline.session)["ops"] = ops
+        plans = pipeline.session.plans
+        assert (plans.ops if plans else None) is (ops if isinstance(ops, cpu.CpuOps) else None)
+    assert pipeline.session.plan_status == "eager: no plans for reference kernels"
+    assert pipeline.session.planned_steps == "none"
 
 
 @pytest.mark.parametrize("wanted", list(ReturnHiddenStates))

@@ -5,29 +5,55 @@ struct Step {
   const void* arguments;
 };
 
+// Kept by the caller from one run to the next. Where another process uses a core of ours, the team waits at every
+// barrier until that core's thread gets its turn, milliseconds each time; one thread alone is never stopped long.
+struct Neighbours {
+  int64_t alone_until;  // ns: one thread runs all until then
+  int64_t pause;        // ns, of the last time; 0 where no waiting was seen since
+};
+
+constexpr int64_t LONG_WAIT = 100000;                              // ns in a step, before the team is given up
+constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;  // ns; doubled while waiting goes on
+
 // Small operations run on one thread, and several in a row without a barrier.
 static void run_steps(const Step* steps, int64_t count, Team team) {
+  TeamState& state = *team.state;
+  const int64_t begin = nanoseconds();
   bool alone = false;  // whether thread 0 is ahead of the others
   for (int64_t i = 0; i < count; i++) {
     const Step& step = steps[i];
     team.record = i;
     if (team.size == 1 || step.operation->work(step.arguments) < ALONE_IN_PLAN) {
-      if (team.rank == 0) step.operation->run(step.arguments, Team{1, 0, team.state, i});
+      if (team.rank == 0) step.operation->run(step.arguments, Team{1, 0, &state, i});
       alone = true;
       continue;
     }
+    // Waiting for a third of the time is no uneven share of the work.
+    if (team.rank == 0 && state.waited > LONG_WAIT && 3 * state.waited > nanoseconds() - begin)
+      __atomic_store_n(&state.last, i, __ATOMIC_RELAXED);  // the others read it behind the next barrier
     if (alone) team.barrier();
     alone = false;
     step.operation->run(step.arguments, team);
     team.barrier();
+    if (__atomic_load_n(&state.last, __ATOMIC_RELAXED) == i) {
+      if (team.rank) return;
+      team.size = 1;
+    }
   }
 }
 
 // -1, or the number of a step with a bad argument; the rest was run nevertheless.
-EXPORT(int64_t, run_plan)(const Step* steps, int64_t count) {
+EXPORT(int64_t, run_plan)(const Step* steps, int64_t count, Neighbours& neighbours) {
   TeamState state = {};
-  state.failed = -1;
+  state.failed = state.last = -1;
+  if (omp_get_max_threads() == 1 || nanoseconds() < neighbours.alone_until) {
+    run_steps(steps, count, Team{1, 0, &state, -1});
+    return state.failed;
+  }
 #pragma omp parallel
   run_steps(steps, count, Team{omp_get_num_threads(), omp_get_thread_num(), &state, -1});
+  neighbours.pause =
+      state.last < 0 ? 0 : min(max(2 * neighbours.pause, SHORTEST_PAUSE), LONGEST_PAUSE);
+  neighbours.alone_until = state.last < 0 ? 0 : nanoseconds() + neighbours.pause;
   return state.failed;
 }

@@ -256,7 +256,7 @@ struct Sample {  // logits [R, V], rows strided; bitmask [R, words] or null; the
   int64_t* tokens;
 };
 
-static int64_t work(const Sample& a) { return ELEMENT * a.R * a.V; }
+static int64_t work(const Sample& a) { return a.R > 1 ? ELEMENT * a.R * a.V : 0; }
 static void run(const Sample& a, const Team& team) {
   over_pieces(team, a.R, [=](int64_t r) {
     Rule rule = {a.temperature[r], a.top_p[r], a.min_p[r], a.top_k[r], a.uniforms[r]};

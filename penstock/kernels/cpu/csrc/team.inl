@@ -11,6 +11,8 @@ struct TeamState {
   alignas(64) int64_t next;        // piece to hand out
   alignas(64) void* shared[2];     // by generation: a slow thread still reads while the next one is written
   int64_t failed;                  // what `fail` was told; -1: nothing
+  int64_t waited;                  // ns that thread 0 waited longer than it spins
+  int64_t last;                    // step of a plan after which the others leave; -1: none
 };
 
 INLINE int64_t nanoseconds() {
@@ -29,12 +31,12 @@ INLINE void pause() {
 #endif
 }
 
-// Until the generation is no longer `old`.
-static __attribute__((noinline)) void wait_for_generation(TeamState& state, int32_t old) {
+// Waits until the generation is no longer `old`. Returns the ns of it, or 0 where spinning was enough.
+static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, int32_t old) {
   const int64_t begin = nanoseconds();
   do {
     for (int i = 0; i < 64; i++) {
-      if (__atomic_load_n(&state.generation, __ATOMIC_ACQUIRE) != old) return;
+      if (__atomic_load_n(&state.generation, __ATOMIC_ACQUIRE) != old) return 0;
       pause();
     }
   } while (nanoseconds() - begin < SPIN);
@@ -47,6 +49,7 @@ static __attribute__((noinline)) void wait_for_generation(TeamState& state, int3
 #else
   while (__atomic_load_n(&state.generation, __ATOMIC_ACQUIRE) == old) sched_yield();
 #endif
+  return nanoseconds() - begin;
 }
 
 // Each thread has its own copy.
@@ -60,7 +63,8 @@ struct Team {
     if (size == 1) return;
     const int32_t generation = __atomic_load_n(&state->generation, __ATOMIC_RELAXED);  // waits for this thread
     if (__atomic_add_fetch(&state->arrived, 1, __ATOMIC_ACQ_REL) < size) {
-      wait_for_generation(*state, generation);
+      const int64_t waited = wait_for_generation(*state, generation);
+      if (rank == 0) state->waited += waited;
       return;
     }
     state->arrived = 0;
@@ -116,7 +120,7 @@ constexpr int64_t ELEMENT = 4;  // an element that is loaded, changed and stored
 // One operation, called by itself. -1, or what it told `fail`.
 template <class Args> INLINE int64_t run_alone(const Args& a) {
   TeamState state = {};
-  state.failed = -1;
+  state.failed = state.last = -1;
   if (work(a) < ALONE) {
     run(a, Team{1, 0, &state, -1});
     return state.failed;
