@@ -177,7 +177,7 @@ class Bench:
         plans = self._llm.pipeline.session.plans
         if plans is not None and plans.last is not None:
             kernels = seconds_of_kernels(plans.last)
-            return [one - kernels for one in whole]
+            return [max(one - kernels, 1e-9) for one in whole]
         with TemporaryDirectory(prefix="penstock-") as folder:
             length = self.sizes.prompt_length + self.sizes.new_tokens
             whole_config = self.config.model.huggingface_config.to_dict()
