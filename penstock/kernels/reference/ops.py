@@ -106,10 +106,12 @@ class ReferenceOps(Ops):
 
     def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
         scores = logits.float()
+        # By logits, since shares may be equal where these are not; and stable, since topk leaves ties open.
+        ranked, order = scores.sort(-1, descending=True, stable=True)
+        chosen = order[:, :top]
         if routing == "chosen":
-            scores, chosen = scores.topk(top)
-            return scores.softmax(-1), chosen
-        shares, chosen = scores.softmax(-1).topk(top)
+            return ranked[:, :top].softmax(-1), chosen
+        shares = scores.softmax(-1).gather(-1, chosen)
         return (shares / shares.sum(-1, keepdim=True) if routing == "all_normed" else shares), chosen
 
     def experts(

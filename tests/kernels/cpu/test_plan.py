@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import ClampedSwish, LayerKV, Ops, cpu, pack_linear
+from penstock.kernels import ClampedSwish, LayerKV, Ops, cpu, encoding_named
 from penstock.kernels.cpu import CpuOps, StepPlans
 from penstock.kernels.cpu.library import Neighbours
 from penstock.kernels.cpu.plan import CompiledPlan
@@ -33,10 +33,11 @@ def compiled(ops: CpuOps, inputs: Mapping[str, Tensor], step: Step) -> tuple[Com
     return CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), Neighbours()), plan
 
 
-def everything(dtype: torch.dtype, width: int) -> Step:
+def everything(ops: CpuOps, encoding: str, width: int) -> Step:
     """A step of every operation there is a kernel for."""
-    packed = pack_linear(torch.randn(4 * width, width) / width**0.5, str(dtype).removeprefix("torch."))
-    back = pack_linear(torch.randn(width, 2 * width) / width**0.5, str(dtype).removeprefix("torch."))
+    packed = ops.pack_linear(torch.randn(4 * width, width) / width**0.5, encoding)
+    back = ops.pack_linear(torch.randn(width, 2 * width) / width**0.5, encoding)
+    dtype = encoding_named(encoding).compute_dtype.to_torch()
     table, weight, bias = torch.randn(50, width).to(dtype), torch.randn(width), torch.randn(width)
     angles = torch.randn(100, 8)
     cache, sinks = torch.zeros(2, 9, 2, 16, 16).to(dtype), torch.randn(4).bfloat16()
@@ -76,10 +77,10 @@ def inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("width", [32, 640])  # the wider one with operations that all threads share
-def test_every_operation_gives_the_same_bits(ops: CpuOps, dtype: torch.dtype, width: int) -> None:
-    step = everything(dtype, width)
+def test_every_operation_gives_the_same_bits(ops: CpuOps, encoding: str, width: int) -> None:
+    step = everything(ops, encoding, width)
     plan, recorded = compiled(ops, inputs([3, 20]), step)
     assert len(plan) == len(recorded.records) + 1  # the rotary tables are two
     for lengths in ([17, 16], [33, 1], [64, 50]):
@@ -90,7 +91,7 @@ def test_every_operation_gives_the_same_bits(ops: CpuOps, dtype: torch.dtype, wi
 
 
 def test_results_outlive_the_next_replay(ops: CpuOps) -> None:
-    step = everything(torch.float32, 32)
+    step = everything(ops, "float32", 32)
     plan, _ = compiled(ops, inputs([3, 20]), step)
     first = plan.replay(list(inputs([5, 9]).values()))
     copies = [result.clone() for result in first]
@@ -100,7 +101,7 @@ def test_results_outlive_the_next_replay(ops: CpuOps) -> None:
 
 
 def test_a_row_outside_its_table_is_refused(ops: CpuOps) -> None:
-    plan, _ = compiled(ops, inputs([3, 20]), everything(torch.float32, 32))
+    plan, _ = compiled(ops, inputs([3, 20]), everything(ops, "float32", 32))
     for name, bad in (("tokens", 50), ("tokens", -1), ("positions", 100)):
         given = inputs([5, 9])
         given[name][1] = bad
@@ -118,12 +119,12 @@ def test_what_has_no_kernel_is_named(ops: CpuOps) -> None:
 
 def test_the_reference_is_not_run_while_compiling(ops: CpuOps) -> None:
     """What it would store goes to wherever the inputs of a step that is over say."""
-    cache, scales = torch.zeros(2, 3, 1, 16, 8, dtype=torch.int8), torch.zeros(2, 3, 1, 16)
-    k = torch.randn(1, 1, 8)
+    cache = torch.zeros(2, 3, 1, 16, 8)
+    k = torch.randn(1, 1, 8).half()  # a type without kernels
     own = {"tables": torch.zeros(1, 2).int(), "slots": torch.tensor([20]), "k": k}
 
     def step(o: Ops) -> list[Tensor]:
-        o.store_kv(own["k"], own["k"], LayerKV(cache, own["tables"], own["slots"], None, scales))
+        o.store_kv(own["k"], own["k"], LayerKV(cache, own["tables"], own["slots"]))
         return []
 
     plan = record(ops, own, step)
