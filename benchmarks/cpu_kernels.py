@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.kernels import LayerKV, PackedLinear, SamplingInputs, pack_linear
+from penstock.kernels import LayerKV, PackedLinear, SamplingInputs
 from penstock.kernels.cpu import CpuOps, cpu_features, isa, load
 from penstock.kernels.reference import ReferenceOps
 
@@ -62,28 +62,44 @@ def cases() -> Iterator[Case]:
 
 
 def linears() -> Iterator[Case]:
+    """Against torch's product on the rows of the checkpoint, and on its own packed form, where it has one."""
     ops = _ops()
     for dtype in (torch.bfloat16, torch.float32):
-        for inputs, outputs in ((2048, 2560), (2048, 11264), (5632, 2048), (768, 768)):
-            count = max(2, 200_000_000 // (inputs * outputs * dtype.itemsize))
-            name = str(dtype).removeprefix("torch.")
-            packed = [pack_linear(torch.randn(outputs, inputs), name) for _ in range(min(count, 24))]
-            for rows in (1, 2, 4, 8, 16, 32):
+        for inputs, outputs in ((2048, 2560), (2048, 11264), (5632, 2048), (8192, 2048), (768, 768)):
+            count = min(24, max(2, 200_000_000 // (inputs * outputs * dtype.itemsize)))
+            weights = [torch.randn(outputs, inputs, dtype=dtype) / inputs**0.5 for _ in range(count)]
+            packed = [ops.pack_linear(weight, str(dtype).removeprefix("torch.")) for weight in weights]
+            for rows in (1, 2, 4, 8, 16, 32, 256, 1024):
                 x = torch.randn(rows, inputs, dtype=dtype)
-                ours, theirs = cycle(packed), cycle(packed)
-                yield Case(
-                    f"linear {name} {inputs} -> {outputs}, T={rows}",
-                    partial(_next_linear, ops, x, ours),
-                    partial(_next_torch_linear, x, theirs),
-                    "F.linear",
-                    inputs * outputs * dtype.itemsize,
-                )
+                for against, theirs in _torch_linears(x, weights):
+                    yield Case(
+                        f"linear {str(dtype).removeprefix('torch.')} {inputs} -> {outputs}, T={rows}",
+                        partial(_next_linear, ops, x, cycle(packed)),
+                        theirs,
+                        against,
+                        inputs * outputs * dtype.itemsize,
+                        2 * inputs * outputs * rows,
+                    )
+
+
+def _torch_linears(x: Tensor, weights: list[Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Torch's ways to multiply x with each of the weights in turn."""
+    rows = cycle(weights)
+    yield "F.linear", lambda: F.linear(x, next(rows))
+    if torch.backends.mkldnn.is_available() and len(x) >= 16:
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        blocks = cycle([reorder(weight, len(x)) for weight in weights])
+        multiply = torch.ops.mkldnn._linear_pointwise
+        yield "oneDNN, packed", lambda: multiply(x, next(blocks), None, "none", [], "")
 
 
 def attentions() -> Iterator[Case]:
     ops, reference = _ops(), ReferenceOps()
-    for heads, kv_heads, dim in ((32, 4, 64), (12, 12, 64), (32, 8, 128)):
-        for batch, new_rows, length in ((1, 1, 512), (1, 1, 8192), (32, 1, 320), (1, 1024, 1024)):
+    for heads, kv_heads, dim in ((32, 4, 64), (12, 12, 64), (16, 8, 128), (32, 8, 128), (8, 1, 256)):
+        for batch, new_rows, length in (
+            *((1, 1, 128), (1, 1, 512), (1, 1, 4096), (1, 1, 8192), (32, 1, 320)),
+            *((1, 1024, 1024), (1, 512, 4096)),
+        ):
             for dtype in (torch.bfloat16, torch.float32):
                 kv, offsets, lengths = _paged(batch, new_rows, length, kv_heads, dim, dtype)
                 q = torch.randn(batch * new_rows, heads, dim, dtype=dtype)
@@ -97,6 +113,20 @@ def attentions() -> Iterator[Case]:
                     2 * batch * length * kv_heads * dim * dtype.itemsize,
                     4 * batch * heads * dim * new_rows * (length - (new_rows - 1) / 2),
                 )
+        for length in (512, 4096):
+            q = torch.randn(1, heads, dim, dtype=torch.bfloat16)
+            wide, offsets, lengths = _paged(1, 1, length, kv_heads, dim, torch.bfloat16)
+            scales = torch.full(wide.cache.shape[:4], 0.02)
+            kv = replace(
+                wide, cache=torch.randint_like(wide.cache, -127, 128, dtype=torch.int8), scales=scales
+            )
+            yield Case(
+                f"attention int8 {heads}/{kv_heads} heads of {dim}, 1 x 1 of {length}",
+                partial(ops.attention, q, kv, offsets, lengths, scale=0.125),
+                partial(ops.attention, q, wide, offsets, lengths, scale=0.125),
+                "a bfloat16 cache",
+                2 * length * kv_heads * dim,
+            )
         kv, offsets, lengths = _paged(1, 1, 512, kv_heads, dim, torch.bfloat16)
         q = torch.randn(1, heads, dim, dtype=torch.bfloat16)
         yield Case(
@@ -181,10 +211,6 @@ def _paged(
 
 def _next_linear(ops: CpuOps, x: Tensor, weights: Iterator[PackedLinear]) -> Tensor:
     return ops.linear(x, next(weights))
-
-
-def _next_torch_linear(x: Tensor, weights: Iterator[PackedLinear]) -> Tensor:
-    return F.linear(x, next(weights).tensors["weight"])
 
 
 def _sdpa(q: Tensor, pairs: Tensor, batch: int, new_rows: int) -> Tensor:

@@ -43,39 +43,46 @@ WAYS = ("plain", "adaptive", "fixed")
 
 
 def main() -> None:
-    """Runs what the command line asks for and prints a table."""
+    """Runs what the command line asks for and prints each row of the table as it is measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="l110m")
     parser.add_argument("--works", nargs="+", choices=list(texts()), default=list(texts()))
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
-    parser.add_argument("--new", type=int, default=LONGEST_ANSWER, help="tokens of an answer at most")
+    parser.add_argument("--new", type=int, default=200, help="tokens of an answer at most")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_random_checkpoint(Path(folder), SHAPES[options.shape])
         llm = LLM(folder, enable_prefix_caching=False, speculative_method="ngram")
-        rows = [
-            compare(llm, work, batch, options.new, options.pairs)
-            for work in options.works
-            for batch in options.batch
-        ]
-    report = {"machine": machine(), "shape": options.shape, "pairs": options.pairs, "rows": rows}
-    print(f"{report['machine']}\n{options.shape}, bfloat16, {options.pairs} pairs")
-    for row in rows:
-        print(f"{row['work']:8} batch {row['batch']:2}  plain {row['plain']:6.1f} tokens/s", end="")
-        for way in WAYS[1:]:
-            found = row[way]
-            print(
-                f"   {way} x{found['ratio']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f}), "
-                f"{found['acceptance_rate']:.0%} accepted, {found['mean_tokens']:.1f} a step",
-                end="",
-            )
-        print()
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2))
+        report: dict[str, Any] = {
+            "machine": machine(),
+            "shape": options.shape,
+            "pairs": options.pairs,
+            "rows": [],
+        }
+        print(f"{report['machine']}\n{options.shape}, bfloat16, {options.pairs} pairs", flush=True)
+        for work in options.works:
+            for batch in options.batch:
+                row = compare(llm, work, batch, options.new, options.pairs)
+                report["rows"].append(row)
+                print(line_of(row), flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(report, indent=2))
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    line = f"{row['work']:8} batch {row['batch']:2}  plain {row['plain']:6.1f} tokens/s"
+    for way in WAYS[1:]:
+        found = row[way]
+        line += (
+            f"   {way} x{found['ratio']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f}), "
+            f"{found['acceptance_rate']:.0%} accepted, {found['mean_tokens']:.1f} a step"
+        )
+    return line
 
 
 def compare(llm: LLM, work: str, batch: int, new: int, pairs: int) -> dict[str, Any]:

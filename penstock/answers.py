@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from math import fsum, inf
 from typing import Literal, Self
@@ -15,7 +15,7 @@ from penstock.pipelines.core import (
     TextGenerationResponse,
     TextGenerationStatus,
 )
-from penstock.pipelines.detokenizer import Detokenizer
+from penstock.pipelines.detokenizer import Detokenizer, TokenDecoder, text_behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,13 @@ class GenerationOutput:
     """What outputs were ranked by: the mean log probability under ``best_of``, the score of a beam."""
 
     @classmethod
-    def of_beam(
-        cls, context: TextContext, index: int, beam: Hypothesis, decode: Callable[[list[int]], str]
-    ) -> Self:
+    def of_beam(cls, context: TextContext, index: int, beam: Hypothesis, tokenizer: TokenDecoder) -> Self:
         """The output that a finished beam is."""
         tokens = beam.token_ids[:-1] if beam.ended else beam.token_ids
         values = beam.log_probabilities[: len(tokens)]
         tops = [{token: value} for token, value in zip(tokens, values, strict=True)]
         return cls(
-            text=decode(tokens),
+            text=text_behind(tokenizer, context.prompt_tokens, tokens),
             token_ids=tokens,
             prompt_token_ids=context.prompt_tokens.tolist(),
             finish_reason="stop" if beam.ended else "length",

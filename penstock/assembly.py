@@ -65,6 +65,7 @@ def check_checkpoint(config: PipelineConfig) -> TextTokenizer:
     """
     import torch
 
+    from penstock.kernels import encoding_named
     from penstock.nn import Loader
     from penstock.pipelines.decoder import DecoderModel
     from penstock.pipelines.weights import Weights
@@ -75,7 +76,8 @@ def check_checkpoint(config: PipelineConfig) -> TextTokenizer:
     weights = Weights.open(config.model.checkpoint, shapes_only=True)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
     with torch.no_grad():
-        loader = Loader(weights, config.model.encoding, torch.device("meta"))
+        kind = encoding_named(config.model.encoding)
+        loader = Loader(weights, kind.compute_dtype.value, torch.device("meta"))  # nothing is to be quantised
         model.build(loader, config.model.huggingface_config, length)
     weights.finish(model.ignored_weights)
     return tokenizer

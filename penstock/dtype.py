@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+ENCODINGS = ("float32", "bfloat16", "float16", "int8", "int4")
+"""What ``--quantization-encoding`` may be; `penstock.kernels.ENCODINGS` says what each of them stands for."""
+
 
 class DType(str, Enum):
     """An element type of a tensor or buffer. Its value is the name that torch and numpy use."""

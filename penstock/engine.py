@@ -19,7 +19,6 @@ class InferenceSession:
 
     Args:
         devices: the devices to run on; the host's processor if not given.
-        deterministic: use only kernels whose results for a row depend on no other row.
         num_threads: threads of the one OpenMP team of this process; as many as torch chooses if not given.
     """
 
@@ -27,13 +26,11 @@ class InferenceSession:
         self,
         devices: Sequence[Device] | None = None,
         *,
-        deterministic: bool = False,
         num_threads: int | None = None,
     ) -> None:
         self.devices = list(devices or [CPU()])
         if len(self.devices) > 1:
             raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
-        self.deterministic = deterministic
         self.use_plans = True
         """False has every step run operation by operation: to compare."""
         self._plans: StepPlans | None = None
@@ -58,7 +55,7 @@ class InferenceSession:
         if self.devices[0].is_host:
             from penstock.kernels import cpu
 
-            compiled = cpu.load(deterministic=self.deterministic)
+            compiled = cpu.load()
             if compiled is not None:
                 return compiled
         return ReferenceOps()

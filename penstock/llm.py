@@ -283,7 +283,7 @@ class LLM:
         with self._driving(), GenerationProgress(len(contexts), shown=use_tqdm) as progress:
             for context, beams in search(self.pipeline, contexts, options, *limits):
                 for index, beam in enumerate(beams):
-                    outputs.append(GenerationOutput.of_beam(context, index, beam, self.tokenizer.decode_ids))
+                    outputs.append(GenerationOutput.of_beam(context, index, beam, self.tokenizer))
                 progress.advance(num_tokens=sum(len(beam.token_ids) for beam in beams), num_prompts=1)
         return outputs
 
@@ -336,8 +336,11 @@ class LLM:
         ]
         answers = [self._answers(request, report, num) for request in requests]
         together = list(chain.from_iterable(answers))
-        with self._driving(), GenerationProgress(len(together), shown=use_tqdm) as progress:
+        progress = GenerationProgress(len(together), shown=use_tqdm)
+        # For all steps at once: to set the handler anew for each takes as long as a tenth of one's Python.
+        with self._driving(), deferred_interrupts() as let_through, progress:
             for stepped in self._run(together):
+                let_through()
                 progress.advance(
                     num_tokens=sum(answer.num_new_tokens for answer in stepped),
                     num_prompts=sum(answer.is_done for answer in stepped),
@@ -416,7 +419,11 @@ class LLM:
             context.log_probabilities_echo = False
         stop = contexts[0].sampling_params.stop
         if contexts[0].sampling_params.detokenize:
-            return [Answer(context, Detokenizer(self.tokenizer, stop or ())) for context in contexts]
+            prompt = contexts[0].prompt_tokens
+            return [
+                Answer(context, Detokenizer(self.tokenizer, stop or (), prompt=prompt))
+                for context in contexts
+            ]
         if stop:
             raise InputError("stop strings are matched on text: they need detokenize=True")
         return [Answer(context, None) for context in contexts]

@@ -14,8 +14,10 @@ from support.running import context_of
 from support.tiny_llm import EOS, MAX_LENGTH, write_tiny_llm
 
 from penstock import LLM, GenerationOutput
-from penstock.beams import BeamOptions, _replace_last
+from penstock.beams import BeamOptions, Hypothesis, _replace_last
 from penstock.errors import InputError, InsufficientBlocksError, UnsupportedFeatureError
+from penstock.pipelines import TextTokenizer
+from penstock.pipelines.core import TokenGeneratorRequest
 
 PROMPTS = ["Hello", "A", "What is longer than a block of sixteen tokens, by far?", "Hello there"]
 
@@ -232,3 +234,12 @@ def test_an_error_in_the_middle_gives_all_blocks_back(llm: LLM, monkeypatch: pyt
     monkeypatch.setattr(llm.pipeline, "execute", failing)
     with pytest.raises(FloatingPointError):
         llm.beam_search(PROMPTS, num_beams=4)
+
+
+def test_the_text_of_a_beam_goes_on_where_the_prompt_ends(shared_data: Path) -> None:
+    tokenizer = TextTokenizer(shared_data / "models/stories260K")
+    prompt, the = (tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("One", "the"))
+    context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=prompt))
+    beam = Hypothesis([*the, tokenizer.eos], [-1.0] * (len(the) + 1), -1.0, ended=True)
+    output = GenerationOutput.of_beam(context, 0, beam, tokenizer)
+    assert (output.text, output.token_ids, output.num_generated_tokens) == (" the", the, len(the) + 1)

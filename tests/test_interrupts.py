@@ -53,3 +53,17 @@ def test_other_handlers_and_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert entered == [signal.default_int_handler]
+
+
+def test_a_long_block_may_let_it_through_in_between() -> None:
+    steps = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts() as let_through:  # noqa: PT012
+        let_through()
+        with deferred_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("inside")
+        steps.append("after")
+        let_through()
+        steps.append("too late")
+    assert steps == ["inside", "after"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -88,7 +88,7 @@ TABLE = {
     "pipelines.kv_cache": Row("torch numpy .kernels .driver .dtype .pipelines.core"),
     "pipelines.kv_cache.interface": Row("numpy .pipelines.core"),
     "pipelines.kv_cache.block_pool": Row(""),
-    "pipelines.registry": Row(".pipelines.core", typing=".pipelines.config"),
+    "pipelines.registry": Row(".dtype .pipelines.core", typing=".pipelines.config"),
     "pipelines.architectures": Row(
         "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.decoder"
         " .pipelines.kv_cache .pipelines.model .pipelines.pipeline .pipelines.registry"
@@ -97,7 +97,8 @@ TABLE = {
     ),
     "pipelines.memory": Row(
         "rich .kernels .driver .dtype .pipelines.core .pipelines.config .pipelines.kv_cache.spec"
-        " .pipelines.weights"
+        " .pipelines.weights",
+        lazily=".nn",
     ),
     "pipelines.lora": Row("torch numpy .kernels .pipelines.core .pipelines.config .pipelines.weights"),
     "pipelines.lora.adapter_config": Row(".pipelines.weights.json_files"),
@@ -118,7 +119,7 @@ TABLE = {
     "pipelines.speculative": Row("numpy .pipelines.core"),
     "pipelines.speculative.draft_model": Row(
         "torch numpy .dtype .pipelines.config .pipelines.core .pipelines.kv_cache .pipelines.memory"
-        " .pipelines.model .pipelines.sampling",
+        " .pipelines.model .pipelines.sampling .pipelines.structured_output",
         typing=".engine",
     ),
     "pipelines.model": Row(
@@ -154,7 +155,7 @@ TABLE = {
     "pipelines.tokenizer": Row(
         "numpy tokenizers .pipelines.core .pipelines.chat_template .pipelines.tokenizer_files"
     ),
-    "pipelines.detokenizer": Row(".pipelines.core .pipelines.tokenizer"),
+    "pipelines.detokenizer": Row("numpy .pipelines.core .pipelines.tokenizer"),
     "scheduler": Row("numpy .pipelines.core .pipelines.kv_cache.interface"),
     "scheduler.messages": Row("msgspec .pipelines.core .scheduler.isolation"),
     "scheduler.worker": Row("msgspec zmq .pipelines.core .scheduler.messages .scheduler.scheduler"),
@@ -172,6 +173,9 @@ TABLE = {
         "numpy .benchmarking.random_weights .llm .pipelines.config .pipelines.core", typing=".kernels"
     ),
     "benchmarking.works_report": Row("rich .benchmarking.works", lazily="matplotlib"),
+    "benchmarking.quality": Row(
+        "numpy safetensors torch .llm .pipelines.core .pipelines.kv_cache .pipelines.weights"
+    ),
     "benchmarking.cold_start": Row(".LLM .SamplingParams"),
     "serve.parsers": Row("msgspec .pipelines.core"),
     "serve.config": Row(".pipelines.config"),

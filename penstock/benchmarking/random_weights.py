@@ -149,6 +149,14 @@ class _Wishes:
         self.shapes[name] = shape
         return torch.empty(shape, device="meta")
 
+    def quantized_rows(
+        self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
+    ) -> None:
+        """All are floats."""
+
+    def release(self, name: str) -> None:
+        """There is no memory to let go of."""
+
 
 def _write_tensors(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, seed: int) -> None:
     size, start, header = DType(dtype).size_in_bytes, 0, {}

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from time import perf_counter
+from tempfile import TemporaryDirectory, TemporaryFile
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -36,6 +36,7 @@ WORKS = {
     "prefill": "one prompt: its tokens a second",
     "batch": "several prompts at once: output tokens a second over the whole run",
     "start": "a fresh process, its files read before: from its start to the first token",
+    "memory": "of such a process: the most that it held at once, pages of files not counted",
     "step": "of decoding; Python's part is all but its kernels, timed again in one call; or, where a step has"
     " no plan, that of a model of the same layers with next to nothing in them",
 }
@@ -135,6 +136,7 @@ class Bench:
             "prefill": self._prefill,
             "batch": self._batch,
             "start": self._start,
+            "memory": self._memory,
             "step": self._step,
         }
         return figures[work]()
@@ -157,8 +159,12 @@ class Bench:
         return [Figure("batch", f"{sizes.batch} prompts", "tokens/s", [tokens / one for one in seconds])]
 
     def _start(self) -> list[Figure]:
-        phases = self._repeated(lambda: cold_start(self.config))
+        phases = self._repeated(lambda: cold_start(self.config).seconds)
         return [Figure("start", name, "s", [one[name] for one in phases]) for name in phases[0]]
+
+    def _memory(self) -> list[Figure]:
+        peaks = self._repeated(lambda: cold_start(self.config).peak_memory)
+        return [Figure("memory", "peak", "MB", [peak / 1e6 for peak in peaks])]
 
     def _step(self) -> list[Figure]:
         whole = self._repeated(lambda: self._seconds_of_step(self._llm))
@@ -205,30 +211,54 @@ class Bench:
         return [[int(token) for token in row] for row in tokens]
 
 
-def cold_start(config: PipelineConfig) -> dict[str, float]:
-    """Seconds of a fresh process to its first token, and of what they were for.
+@dataclass(frozen=True, slots=True)
+class ColdStart:
+    """A fresh process from its start to its first token."""
+
+    seconds: dict[str, float]
+    """What they were for, and all of them."""
+    peak_memory: int
+    """The most bytes it held that are no file's, of those seen 50 times a second; 0 where the system does not
+    tell."""
+
+
+def cold_start(config: PipelineConfig) -> ColdStart:
+    """Starts a fresh process that loads a model and generates a token.
 
     Raises:
         PenstockError: the process failed; says with what.
     """
-    started = perf_counter()
-    child = subprocess.run(
-        [sys.executable, "-m", "penstock.benchmarking.cold_start"],
-        input=pickle.dumps(config),
-        capture_output=True,
-        check=False,
-    )
-    if child.returncode:
-        lines = child.stderr.decode(errors="replace").strip().splitlines() or ["nothing was said"]
-        raise PenstockError(f"a fresh process failed: {lines[-1]}")
-    phases: dict[str, float] = json.loads(child.stdout)
+    with TemporaryFile() as given, TemporaryFile() as said, TemporaryFile() as complaints:
+        given.write(pickle.dumps(config))
+        given.seek(0)
+        started, peak = perf_counter(), 0
+        command = [sys.executable, "-m", "penstock.benchmarking.cold_start"]
+        with subprocess.Popen(command, stdin=given, stdout=said, stderr=complaints) as child:
+            while child.poll() is None:
+                peak = max(peak, _anonymous_memory(child.pid))
+                sleep(0.02)
+        said.seek(0), complaints.seek(0)
+        if child.returncode:
+            lines = complaints.read().decode(errors="replace").strip().splitlines() or ["nothing was said"]
+            raise PenstockError(f"a fresh process failed: {lines[-1]}")
+        phases: dict[str, float] = json.loads(said.read())
     ended = phases.pop("ended")
-    return {
+    seconds = {
         "imports": phases["began"] - started + phases["imports"],
         "model": phases["model"],
         "first token": phases["first"],
         "all": ended - started,
     }
+    return ColdStart(seconds, peak)
+
+
+def _anonymous_memory(pid: int) -> int:
+    """Bytes of a process that are in memory and of no file."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def seconds_of_kernels(plan: CompiledPlan, runs: int = 50) -> float:

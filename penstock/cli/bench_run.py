@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.benchmarking.works import Figure, Sizes
     from penstock.pipelines.config import PipelineConfig
 
-_WORKS = ("decode", "prefill", "batch", "start", "step")
+_WORKS = ("decode", "prefill", "batch", "start", "memory", "step")
 
 
 @click.command("run")
@@ -60,7 +60,7 @@ def command(
     print_config: bool,
     **flags: Any,
 ) -> None:
-    """Measure a model in this process: decode, prefill, batch, start and step.
+    """Measure a model in this process: decode, prefill, batch, start, memory, step.
 
     Figures are medians of runs with fresh prompts, after one that does not count; the table has the lowest
     and highest too. The machine should be idle.
@@ -87,7 +87,8 @@ def command(
             assert folder is not None
             config = _with_random_weights(config, shape, Path(folder))
         figures, kernels, plan = _measured(config, sizes, chosen)
-    _report(figures, shape or config.model.model_path, kernels, plan, sizes, json_path, plot_path)
+    model = (shape or config.model.model_path, config.model.encoding)
+    _report(figures, model, kernels, plan, sizes, json_path, plot_path)
 
 
 def _with_random_weights(config: PipelineConfig, shape: str, folder: Path) -> PipelineConfig:
@@ -111,7 +112,7 @@ def _measured(config: PipelineConfig, sizes: Sizes, works: list[str]) -> tuple[l
 
 def _report(
     figures: list[Figure],
-    model: str,
+    model: tuple[str, str],  # and its encoding
     kernels: str,
     plan: str,
     sizes: Sizes,
@@ -124,11 +125,13 @@ def _report(
     from penstock.environment import describe_environment
 
     found = describe_environment()
-    title = f"{model}, kernels {kernels}, {found.threads} threads, {found.processor}; decoding {plan}"
+    machine = f"{found.threads} threads, {found.processor}"
+    title = f"{', '.join(model)}, kernels {kernels}, {machine}; decoding {plan}"
     print_figures(figures, title, Console())
     if json_path is not None:
         report = {
-            "model": model,
+            "model": model[0],
+            "encoding": model[1],
             "kernels": kernels,
             "decoding": plan,
             "sizes": asdict(sizes),

@@ -16,6 +16,7 @@ from penstock.kernels.linear import (
     PackedLinear,
     encoding_named,
     pack_linear,
+    unpack_linear,
 )
 from penstock.kernels.ops import OPERATIONS, Activation, Gating, Ops, Routing
 from penstock.kernels.step import StepInputs
@@ -41,4 +42,5 @@ __all__ = [
     "StepInputs",
     "encoding_named",
     "pack_linear",
+    "unpack_linear",
 ]

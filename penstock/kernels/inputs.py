@@ -106,3 +106,13 @@ class SamplingInputs:
     top_p: Tensor  # [R] float32; 1 keeps all tokens
     min_p: Tensor  # [R] float32; 0 keeps all tokens
     uniforms: Tensor  # [R] float64 in [0, 1): the row's draw, a function of (seed, position) alone
+
+    def take(self, rows: Tensor) -> SamplingInputs:
+        """The same for some of the rows, ``rows [n]`` int64, or for some of them several times."""
+        return SamplingInputs(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.uniforms[rows],
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,11 @@ from torch import Tensor
 
 from penstock.dtype import DType
 from penstock.errors import ConfigError
+from penstock.kernels.panels import PANEL, from_panels
 from penstock.kernels.quantized import Int4Encoding, Int8Encoding
+
+Layout = Literal["rows", "panels"]
+"""How a packed weight lies in memory: as its encoding defines it, or as `kernels.panels` does."""
 
 ROW_TILE = 8
 """A multiple of this many rows goes into every product of torch's, which picks another inner kernel for a
@@ -34,7 +38,7 @@ class LinearSlice:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear layer ready to be multiplied by `Ops.linear`."""
+    """A linear layer ready to be multiplied by the `Ops` that packed it."""
 
     encoding: str
     tensors: Mapping[str, Tensor]
@@ -42,6 +46,7 @@ class PackedLinear:
     out_features: int
     bias: Tensor | None = None  # [out]
     slices: tuple[LinearSlice, ...] = ()
+    layout: Layout = "rows"
 
 
 class LinearEncoding(Protocol):
@@ -58,7 +63,7 @@ class LinearEncoding(Protocol):
         ...
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        """Bytes that a packed weight of this shape takes."""
+        """Bytes that a packed weight of this shape takes in panels, which is no less than in rows."""
         ...
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
@@ -92,7 +97,9 @@ class FloatEncoding:
         return self.dtype
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        return out_features * in_features * self.dtype.size_in_bytes
+        pairs = 2 if self.dtype is DType.bfloat16 else 1
+        filled = -(-out_features // PANEL) * PANEL * -(-in_features // pairs) * pairs
+        return filled * self.dtype.size_in_bytes
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         return {"weight": weight.to(self.dtype.to_torch()).contiguous()}
@@ -137,21 +144,56 @@ def encoding_named(name: str) -> LinearEncoding:
 
 
 def pack_linear(
-    weight: Tensor,  # [out, in]
+    weight: Tensor | Sequence[Tensor],  # [out, in], or its parts one behind the other
     encoding: str,
     *,
     bias: Tensor | None = None,  # [out]
     slices: Sequence[LinearSlice] = (),
 ) -> PackedLinear:
-    """Packs a weight for `Ops.linear`, in the encoding named.
+    """Packs a weight in the encoding named, in the layout that the encoding defines.
 
     Raises:
         ConfigError: the encoding is unknown.
     """
-    kind = encoding_named(encoding)
-    out_features, in_features = weight.shape
     with torch.no_grad():
-        tensors = kind.pack(weight)
-        if bias is not None:
-            bias = bias.to(kind.compute_dtype.to_torch())
-    return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices))
+        weight = weight if isinstance(weight, Tensor) else torch.cat(tuple(weight))
+        rows = encoding_named(encoding).pack(weight)
+    out_features, in_features = weight.shape
+    bias = bias_of_encoding(bias, encoding)
+    return PackedLinear(encoding, rows, in_features, out_features, bias, tuple(slices))
+
+
+def pack_quantized(
+    rows: Mapping[str, Tensor],
+    encoding: str,
+    *,
+    bias: Tensor | None = None,  # [out]
+    slices: Sequence[LinearSlice] = (),
+) -> PackedLinear:
+    """A weight that is in the form of its encoding, ``weight [out, in]`` and what goes with it, as it is.
+
+    Raises:
+        ConfigError: the encoding is unknown.
+    """
+    out_features, in_features = rows["weight"].shape
+    bias = bias_of_encoding(bias, encoding)
+    return PackedLinear(encoding, rows, in_features, out_features, bias, tuple(slices))
+
+
+def bias_of_encoding(bias: Tensor | None, encoding: str) -> Tensor | None:
+    """A bias ``[out]`` in the type of the activations that go with an encoding."""
+    if bias is None:
+        return None
+    return bias.detach().to(encoding_named(encoding).compute_dtype.to_torch()).contiguous()
+
+
+def tensors_in_rows(packed: PackedLinear) -> Mapping[str, Tensor]:
+    """The tensors of a packed linear as its encoding defines them, whatever its layout."""
+    if packed.layout == "rows":
+        return packed.tensors
+    return from_panels(packed.encoding, packed.tensors, packed.out_features, packed.in_features)
+
+
+def unpack_linear(packed: PackedLinear) -> Tensor:
+    """The weight ``[out, in]`` that a packed linear stands for, whatever its layout."""
+    return encoding_named(packed.encoding).unpack(tensors_in_rows(packed))

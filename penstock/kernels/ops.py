@@ -8,13 +8,14 @@ is correct; other back ends inherit from it and override what they do faster.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
 
 from penstock.kernels.experts import ClampedSwish, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
-from penstock.kernels.linear import PackedLinear
+from penstock.kernels.linear import LinearSlice, PackedLinear, pack_linear, pack_quantized
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Gating = Activation | ClampedSwish
@@ -50,6 +51,37 @@ class Ops(ABC):
 
     name: str
     """What ``penstock env`` calls the back end."""
+
+    def pack_linear(
+        self,
+        weight: Tensor | Sequence[Tensor],  # [out, in], or its parts one behind the other
+        encoding: str,
+        *,
+        bias: Tensor | None = None,  # [out]
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        """Packs a weight for `linear`, in the encoding named and the layout that this back end reads fastest.
+
+        Raises:
+            ConfigError: the encoding is unknown.
+        """
+        return pack_linear(weight, encoding, bias=bias, slices=slices)
+
+    def pack_quantized(
+        self,
+        rows: Mapping[str, Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None = None,  # [out]
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        """Packs for `linear` a weight that is in the form of its encoding already: ``weight [out, in]`` and
+        what goes with it.
+
+        Raises:
+            ConfigError: the encoding is unknown.
+        """
+        return pack_quantized(rows, encoding, bias=bias, slices=slices)
 
     @abstractmethod
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
@@ -208,6 +240,9 @@ class Ops(ABC):
         of ``logits / temperature``, in this order, each measured on the distribution that the one before
         left. The token is the inverse CDF at ``uniforms`` over the kept tokens in token-id order, summed
         in float64. Temperature 0 or top_k 1 takes the largest logit, the smallest id on a tie.
+
+        -1 stands for a row that is no distribution: some logit is NaN or +inf, allowed or not, or no allowed
+        one is above -inf.
         """
 
     def chosen(self) -> dict[str, str]:

@@ -21,12 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.dtype import DType
-
-GROUP = 32
-"""Inputs that share a scale in ``int4``."""
-
-PANEL = 64
-"""Outputs that packed weights are filled up to a multiple of."""
+from penstock.kernels.panels import GROUP, PANEL
 
 _LEAST = 1e-30  # a largest value below counts as 0, so that 127 / x is finite and x / 127 not subnormal
 _LARGEST_HALF = 65504.0
@@ -117,8 +112,9 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     top = x.abs().amax(-1)
     is_finite = top.isfinite()  # of a row with a NaN the largest is NaN
     counts = is_finite & (top >= _LEAST)
-    integers = torch.where(counts[..., None], (x * (127 / top)[..., None]).round(), 0)
-    scales = torch.where(counts, top / 127, 0).masked_fill(~is_finite, torch.nan)
+    most = torch.full_like(top, 127)  # a tensor: torch divides a number, or by one, by way of a reciprocal
+    integers = torch.where(counts[..., None], (x * (most / top)[..., None]).round(), 0)
+    scales = torch.where(counts, top / most, 0).masked_fill(~is_finite, torch.nan)
     return integers.to(torch.int8), scales
 
 
@@ -134,7 +130,8 @@ def _search_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
     best_scale = torch.full_like(largest, torch.nan)
     least = torch.full_like(largest, torch.inf)
     for divisor in _DIVISORS:
-        scale = (largest / -divisor).clamp(-_LARGEST_HALF, _LARGEST_HALF).half().float()
+        scale = (largest / torch.full_like(largest, -divisor)).clamp(-_LARGEST_HALF, _LARGEST_HALF)
+        scale = scale.half().float() + 0  # no -0
         inverse = torch.where(scale == 0, 0, 1 / scale)
         integers = (groups * inverse).clamp(-8, 7).round()
         errors = (groups - scale * integers).square()

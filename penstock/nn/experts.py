@@ -86,10 +86,13 @@ def load_experts(
         )
     gate_ups = load.source.tensor(f"{name}.gate_up_proj", (experts, 2 * inner, hidden))
     downs = load.source.tensor(f"{name}.down_proj", (experts, hidden, inner))
-    return PackedExperts(
+    packed = PackedExperts(
         tuple(
             load.pack(weight, {f"{name}.{i}.{gate}": inner, f"{name}.{i}.{up}": inner}).packed
             for i, weight in enumerate(gate_ups)
         ),
         tuple(load.pack(weight, {f"{name}.{i}.{down}": hidden}).packed for i, weight in enumerate(downs)),
     )
+    for tensor in ("gate_up_proj", "down_proj"):
+        load.source.release(f"{name}.{tensor}")
+    return packed

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.kernels import LinearSlice, PackedLinear, encoding_named, pack_linear
+from penstock.kernels import LinearSlice, PackedLinear, encoding_named
+from penstock.kernels.reference import ReferenceOps
 from penstock.nn.linear import Linear
 from penstock.nn.norm import LayerNorm, RMSNorm
 
@@ -22,14 +23,78 @@ class TensorSource(Protocol):
         """The tensor called ``name``, which must have this shape."""
         ...
 
+    def quantized_rows(
+        self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
+    ) -> Mapping[str, Tensor] | None:
+        """A linear layer's weight as ``encoding`` stores it in rows, where the source holds just that.
+
+        ``shape`` is ``(out, in)``, also where the source's own is ``transposed``.
+        """
+        ...
+
+    def release(self, name: str) -> None:
+        """The tensor has been packed: what memory its file's pages take may go."""
+        ...
+
+
+class Packer(Protocol):
+    """What packs weights: a back end, `penstock.kernels.Ops`."""
+
+    def pack_linear(
+        self,
+        weight: Sequence[Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+    ) -> PackedLinear:
+        """Packs parts of a weight ``[out, in]``, and ``bias [out]``, in the encoding named."""
+        ...
+
+    def pack_quantized(
+        self,
+        rows: Mapping[str, Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+    ) -> PackedLinear:
+        """Packs a weight that is in the form of the encoding already."""
+        ...
+
+
+SMALLEST_INT4 = 64
+"""Inputs, and outputs, below which a layer gains nothing from 4 bits and is packed in 8."""
+
+
+def encoding_of_linear(encoding: str, out_features: int, in_features: int) -> str:
+    """The encoding of a linear layer of this shape in a model of ``encoding``."""
+    is_small = min(out_features, in_features) < SMALLEST_INT4
+    return "int8" if encoding == "int4" and is_small else encoding
+
+
+def encoding_of_head(encoding: str) -> str:
+    """The encoding of the output head: quality hangs on it most, and 8 bits are the fewest it has."""
+    return "int8" if encoding == "int4" else encoding
+
 
 class Loader:
-    """Reads layers by their checkpoint names and packs each once, in one encoding, on one device."""
+    """Reads layers by their checkpoint names and packs each once, on one device.
 
-    def __init__(self, source: TensorSource, encoding: str, device: torch.device) -> None:
+    Args:
+        source: where from.
+        encoding: that of linear layers, where it suits them: see `encoding_of_linear`, `encoding_of_head`.
+        device: where to.
+        packer: what packs them there; the reference back end if not given.
+    """
+
+    def __init__(
+        self, source: TensorSource, encoding: str, device: torch.device, packer: Packer | None = None
+    ) -> None:
         self.source = source
         self.encoding = encoding
         self.device = device
+        self._packer = packer or ReferenceOps()
         self.dtype = encoding_named(encoding).compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
         self.linears: dict[str, PackedLinear] = {}
@@ -61,12 +126,14 @@ class Loader:
         return self._pack({f"{prefix}.{part}": size for part, size in parts.items()}, in_features, bias)
 
     def head(self, name: str, vocabulary: int, hidden: int, *, tied_to: Tensor | None = None) -> Linear:
-        """The output head, its own or the embedding table ``[V, E]`` once more.
-
-        It stays in the activations' type: of all layers it is the one that quality hangs on most.
-        """
-        weight = self.tensor(f"{name}.weight", vocabulary, hidden) if tied_to is None else tied_to
-        return self.pack(weight, {name: vocabulary}, plain=True)
+        """The output head, its own or the embedding table ``[V, E]`` once more."""
+        encoding = encoding_of_head(self.encoding)
+        if tied_to is not None:
+            return self._packed([tied_to], {name: vocabulary}, None, encoding)
+        weight = self.source.tensor(f"{name}.weight", (vocabulary, hidden))
+        head = self._packed([weight], {name: vocabulary}, None, encoding)
+        self.source.release(f"{name}.weight")
+        return head
 
     def pack(
         self, weight: Tensor, parts: Mapping[str, int], *, bias: Tensor | None = None, plain: bool = False
@@ -79,28 +146,71 @@ class Loader:
             bias: ``[out]``.
             plain: whether it stays in the activations' type, whatever the encoding.
         """
-        slices, start = [], 0
-        for name, size in parts.items():
-            slices.append(LinearSlice(name, start, start + size))
-            start += size
-        packed = pack_linear(
-            weight.to(self.device),
-            str(self.dtype).removeprefix("torch.") if plain else self.encoding,
-            bias=None if bias is None else bias.to(self.device),
-            slices=slices,
-        )
-        self.linears |= {part.name: packed for part in slices}
-        return Linear(packed)
+        if plain:
+            encoding = str(self.dtype).removeprefix("torch.")
+        else:
+            encoding = encoding_of_linear(self.encoding, *weight.shape)
+        return self._packed([weight], parts, bias, encoding)
 
     def _pack(
         self, parts: Mapping[str, int], in_features: int, bias: bool, *, transposed: bool = False
     ) -> Linear:
-        weights = [
-            self.source.tensor(f"{name}.weight", (in_features, size)).T
-            if transposed
-            else self.source.tensor(f"{name}.weight", (size, in_features))
-            for name, size in parts.items()
-        ]
         biases = [self.source.tensor(f"{name}.bias", (size,)) for name, size in parts.items()] if bias else []
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return self.pack(weight, parts, bias=torch.cat(biases) if biases else None)
+        offset = torch.cat(biases) if biases else None
+        encoding = encoding_of_linear(self.encoding, sum(parts.values()), in_features)
+        rows = self._quantized(parts, in_features, encoding, transposed)
+        if rows is not None:
+            linear = self._packed(rows, parts, offset, encoding)
+        else:
+            weights = [self._weight(name, size, in_features, transposed) for name, size in parts.items()]
+            linear = self._packed(weights, parts, offset, encoding)
+        for name in parts:
+            self.source.release(f"{name}.weight")
+        return linear
+
+    def _weight(self, name: str, out_features: int, in_features: int, transposed: bool) -> Tensor:
+        if transposed:
+            return self.source.tensor(f"{name}.weight", (in_features, out_features)).T
+        return self.source.tensor(f"{name}.weight", (out_features, in_features))
+
+    def _quantized(
+        self, parts: Mapping[str, int], in_features: int, encoding: str, transposed: bool
+    ) -> Mapping[str, Tensor] | None:
+        """The rows of all parts as the encoding stores them, if the source holds any of them so; others are
+        quantised."""
+        found = {
+            name: self.source.quantized_rows(
+                f"{name}.weight", encoding, (size, in_features), transposed=transposed
+            )
+            for name, size in parts.items()
+        }
+        if not any(found.values()):
+            return None
+        pack = encoding_named(encoding).pack
+        whole = [
+            rows or pack(self._weight(name, parts[name], in_features, transposed))
+            for name, rows in found.items()
+        ]
+        return {key: torch.cat([rows[key] for rows in whole]) for key in whole[0]}
+
+    def _packed(
+        self,
+        weight: Sequence[Tensor] | Mapping[str, Tensor],  # parts of [out, in], or the rows of the encoding
+        parts: Mapping[str, int],
+        bias: Tensor | None,
+        encoding: str,
+    ) -> Linear:
+        slices, start = [], 0
+        for name, size in parts.items():
+            slices.append(LinearSlice(name, start, start + size))
+            start += size
+        if bias is not None:
+            bias = bias.to(self.device)
+        if isinstance(weight, Mapping):
+            rows = {name: tensor.to(self.device) for name, tensor in weight.items()}
+            packed = self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
+        else:
+            whole = [part.to(self.device) for part in weight]
+            packed = self._packer.pack_linear(whole, encoding, bias=bias, slices=slices)
+        self.linears |= {part.name: packed for part in slices}
+        return Linear(packed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -68,7 +69,8 @@ class DecoderModel(PipelineModel[TextContext]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.torch_device = self.devices[0].torch_device
-        loader = Loader(self.weights, self.pipeline_config.model.encoding, self.torch_device)
+        encoding = self.pipeline_config.model.encoding
+        loader = Loader(self.weights, encoding, self.torch_device, self.session.ops)
         with torch.no_grad(), LoadingProgress(self.weights.num_bytes) as progress:
             self.weights.on_read = progress.advance
             self.network = self.build(loader, self.huggingface_config, self.max_seq_len)
@@ -133,44 +135,52 @@ class DecoderModel(PipelineModel[TextContext]):
         if any(isinstance(context, TextAndVisionContext) and context.pixel_values for context in contexts):
             raise UnsupportedFeatureError("an image", f"{type(self).__name__} reads text alone")
         drafts = drafts or [()] * len(contexts)
-        rows = [
-            np.concatenate([context.next_tokens, np.asarray(draft, dtype=np.int64)])
-            for context, draft in zip(contexts, drafts, strict=True)
-        ]
-        counts = np.array([len(row) for row in rows])
-        starts = np.array([context.start_idx for context in contexts])
-        offsets = np.concatenate([[0], counts.cumsum()])
-        within = np.arange(offsets[-1]) - offsets[:-1].repeat(counts)  # [T]: row number in its sequence
-        positions = starts.repeat(counts) + within
-        wanted = self._num_logits(counts, return_n_logits)
-        logit_offsets = np.concatenate([[0], wanted.cumsum()])
-        logit_rows = np.arange(logit_offsets[-1]) + (offsets[1:] - logit_offsets[1:]).repeat(wanted)
+        rows: list[np.ndarray] = []
+        for context, draft in zip(contexts, drafts, strict=True):
+            rows.append(context.next_tokens)
+            if len(draft):
+                rows.append(np.array(draft))
+        tokens = np.concatenate(rows)
+        drafted = [len(draft) for draft in drafts]
+        counts = np.array([context.active_length for context in contexts]) + drafted
+        positions = np.array([context.start_idx for context in contexts])
+        if len(tokens) == len(contexts):
+            row_offsets, logit_rows, logit_offsets = _one_row_each(len(contexts), self.torch_device)
+        else:
+            ends = counts.cumsum()
+            positions = (positions + counts - ends).repeat(counts) + np.arange(len(tokens))
+            wanted = self._num_logits(counts, return_n_logits)
+            logit_ends = wanted.cumsum()
+            rows_of_logits = np.arange(logit_ends[-1]) + (ends - logit_ends).repeat(wanted)
+            row_offsets = self._to_device(np.append(0, ends), np.int32)
+            logit_rows = self._to_device(rows_of_logits, np.int64)
+            logit_offsets = self._to_device(np.append(0, logit_ends), np.int64)
         return ModelInputs(
-            tokens=self._to_device(np.concatenate(rows), np.int64),
-            row_offsets=self._to_device(offsets, np.int32),
+            tokens=self._to_device(tokens, np.int64),
+            row_offsets=row_offsets,
             positions=self._to_device(positions, np.int64),
-            logit_rows=self._to_device(logit_rows, np.int64),
-            logit_offsets=self._to_device(logit_offsets, np.int64),
+            logit_rows=logit_rows,
+            logit_offsets=logit_offsets,
             kv=kv_cache_inputs,
             lora=self.lora_manager.inputs(contexts, counts) if self.lora_manager else None,
-            drafts=tuple(map(len, drafts)),
+            drafts=tuple(drafted),
             text_lengths=self._text_lengths(contexts, counts, positions),
         )
 
     def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> ModelInputs:
         """One row a sequence: the token just sampled, at the position behind its last."""
         last = prev_model_inputs.row_offsets[1:].long() - 1  # [B]
-        each = torch.arange(len(next_tokens) + 1, device=next_tokens.device)
+        row_offsets, logit_rows, logit_offsets = _one_row_each(len(next_tokens), next_tokens.device)
         positions = prev_model_inputs.positions[last] + 1
         lora = prev_model_inputs.lora
         assert prev_model_inputs.kv is not None
         return replace(
             prev_model_inputs,
             tokens=next_tokens,
-            row_offsets=each.int(),
+            row_offsets=row_offsets,
             positions=positions,
-            logit_rows=each[:-1],
-            logit_offsets=each,
+            logit_rows=logit_rows,
+            logit_offsets=logit_offsets,
             kv=prev_model_inputs.kv.advance(),
             lora=lora.take(last) if lora else None,
             input_embeds=None,
@@ -291,3 +301,13 @@ class DecoderModel(PipelineModel[TextContext]):
 
     def _to_device(self, values: np.ndarray, dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=dtype)).to(self.torch_device)
+
+
+@lru_cache(maxsize=256)
+def _one_row_each(size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Row offsets, rows of logits and their offsets, as `ModelInputs` has them, of one row a sequence.
+
+    The same tensors each time: they are read alone.
+    """
+    each = torch.arange(size + 1, device=device)
+    return each.int(), each[:-1].clone(), each

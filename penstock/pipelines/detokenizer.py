@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 # An unfinished UTF-8 character has at most three bytes, so three tokens; one more before them as context.
 _OPEN_CHARACTER_WINDOW = 4
+_PROMPT_WINDOW = 2 * _OPEN_CHARACTER_WINDOW  # the cut may go through a character in byte tokens
 _UTF8 = codecs.getincrementaldecoder("utf-8")
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class TokenDecoder(Protocol):
@@ -29,10 +34,10 @@ class TokenDecoder(Protocol):
 class Detokenizer:
     """The text of one request.
 
-    All pieces that `append` and `finish` return, joined, are ``tokenizer.decode_ids(all ids)`` up to the
-    first stop string: the one that is complete first, of several that end at the same character the longest.
-    A piece is held back only while later tokens may still change it or while it may be the beginning of a
-    stop string.
+    All pieces that `append` and `finish` return, joined, are `text_behind` of the prompt and all ids, up to
+    the first stop string: the one that is complete first, of several that end at the same character the
+    longest. A piece is held back only while later tokens may still change it or while it may be the beginning
+    of a stop string.
 
     >>> from penstock.testing import FakeTokenizer
     >>> detokenizer = Detokenizer(FakeTokenizer(), stop=["END"])
@@ -43,11 +48,16 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: TokenDecoder, stop: str | Sequence[str] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: TokenDecoder,
+        stop: str | Sequence[str] = (),
+        *,
+        prompt: TokenIds = (),
+        skip_special_tokens: bool = True,
     ) -> None:
         self.stop_match: str | None = None
         self.num_tokens = 0  # tokens up to and including the one that completed the stop string
-        self._stream = _TextStream(tokenizer, skip_special_tokens)
+        self._stream = _TextStream(tokenizer, prompt, skip_special_tokens)
         self._stops = (stop,) if isinstance(stop, str) else tuple(stop)
         self._stops = tuple(filter(None, self._stops))  # an empty one would end every text at once
         self._stop_bytes = tuple(stop.encode(errors="replace") for stop in self._stops)
@@ -120,14 +130,22 @@ class _TextStream:
     window of tokens is decoded: one whose text is settled, as context, and those whose text is not.
     """
 
-    def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: TokenDecoder, prompt: TokenIds, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._bytes = tokenizer.byte_tokens
-        self._window: list[int] = []
-        self._settled = 0  # characters of the window's text that have been returned
+        self._window = _context(tokenizer, prompt)
         self.byte_run = bytearray()  # of the byte tokens at the window's end; empty if they are no UTF-8
         self._utf8: codecs.IncrementalDecoder | None = _UTF8()  # None in a run that is no UTF-8
+        self._settled = 0  # characters of the window's text that have been returned, or are the prompt's
+        if self._window:
+            self._settled = len(prompt_text(tokenizer, self._window))
+            for token_id in self._window[len(self._window) - _num_bytes_at_end(tokenizer, self._window) :]:
+                self._extend_run(self._bytes[token_id])
+            if (
+                self._utf8 is not None
+            ):  # whole characters are the prompt's: no stop string is looked for there
+                del self.byte_run[: len(self.byte_run) - len(self._utf8.getstate()[0])]
 
     def push(self, token_id: int) -> str:
         # Invisible tokens must not be the context: the next token would be decoded as the first of a text.
@@ -181,6 +199,53 @@ class _TextStream:
 
     def _decode(self) -> str:
         return self._tokenizer.decode_ids(self._window, self._skip_special_tokens)
+
+
+def text_behind(
+    tokenizer: TokenDecoder, prompt: TokenIds, ids: Sequence[int], skip_special_tokens: bool = True
+) -> str:
+    """What ``ids`` write behind a prompt: the text of both together without `prompt_text`.
+
+    A decoder drops the space that begins a text, which is none of the first word of an answer. Behind a
+    special token a new text begins.
+    """
+    context = _context(tokenizer, prompt)
+    start = len(prompt_text(tokenizer, context)) if context else 0
+    return tokenizer.decode_ids([*context, *ids], skip_special_tokens)[start:]
+
+
+def prompt_text(tokenizer: TokenDecoder, prompt: TokenIds) -> str:
+    """The text of a prompt's tokens, but for an unfinished character at the end: that is the answer's."""
+    ids = [int(token_id) for token_id in prompt]
+    if not tokenizer.byte_tokens:
+        return tokenizer.decode_ids(ids).removesuffix("\N{REPLACEMENT CHARACTER}")
+    utf8 = _UTF8()
+    try:
+        for token_id in ids[len(ids) - _num_bytes_at_end(tokenizer, ids) :]:
+            utf8.decode(bytes([tokenizer.byte_tokens[token_id]]))
+    except UnicodeDecodeError:
+        return tokenizer.decode_ids(ids)
+    return tokenizer.decode_ids(ids[: len(ids) - len(utf8.getstate()[0])])
+
+
+def _context(tokenizer: TokenDecoder, prompt: TokenIds) -> list[int]:
+    """The last tokens of a prompt, as many as the text behind them depends on; none behind a special one."""
+    ids: list[int] = []
+    for token_id in prompt[: -_PROMPT_WINDOW - 1 : -1]:
+        if not tokenizer.is_visible(int(token_id)):
+            break
+        ids.insert(0, int(token_id))
+    start = 0
+    while start < len(ids) and tokenizer.byte_tokens.get(ids[start], 0) & 0xC0 == 0x80:
+        start += 1  # the end of a character whose beginning is cut off
+    return ids[start:]
+
+
+def _num_bytes_at_end(tokenizer: TokenDecoder, ids: Sequence[int]) -> int:
+    count = 0
+    while count < len(ids) and ids[-1 - count] in tokenizer.byte_tokens:
+        count += 1
+    return count
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:

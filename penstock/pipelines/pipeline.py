@@ -84,7 +84,6 @@ class TextGenerationPipeline:
         answered a request takes it out (``pop``) and releases its context."""
         self.session = InferenceSession(
             load_devices(pipeline_config.model.devices),
-            deterministic=pipeline_config.deterministic,
             num_threads=pipeline_config.num_threads,
         )
         self.model = pipeline_model(pipeline_config, self.session)
@@ -141,12 +140,17 @@ class TextGenerationPipeline:
         proposed = perf_counter()
         num_steps = 1 if any(drafts) else self._num_steps(contexts, num_steps)
         drafts, num_steps = self._reserve_ahead(contexts, drafts, num_steps)
-        for context in contexts:
-            if self.eos_token_id is not None and not (context.eos_token_ids or context.ignore_eos):
-                context.eos_token_ids.add(self.eos_token_id)
-        is_timed = num_steps == 1 and all(context.active_length == 1 for context in contexts)
+        if self.eos_token_id is not None:
+            for context in contexts:
+                if not (context.eos_token_ids or context.ignore_eos):
+                    context.eos_token_ids.add(self.eos_token_id)
+        is_timed = (
+            self.widths is not None
+            and num_steps == 1
+            and all(context.active_length == 1 for context in contexts)
+        )
         sampled = self._forwards.run(contexts, drafts, num_steps)
-        if is_timed and self.widths is not None:
+        if self.widths is not None and is_timed:
             num_rows, depth = len(contexts) + sum(map(len, drafts)), max(map(len, drafts))
             self.widths.timed(len(contexts), num_rows, depth, perf_counter() - proposed, proposed - start)
         responses = self._hand_over(batch, sampled)
@@ -180,9 +184,10 @@ class TextGenerationPipeline:
         """Refuses what cannot be served before anything has changed."""
         if len({context.request_id for context in contexts}) < len(contexts):
             raise InputError("a request stands twice in the batch: give each context a request_id of its own")
+        vocabulary, longest = self._forwards.vocabulary, self.model.max_seq_len
         for context in contexts:
             status = _status(context)
-            if status.is_done:
+            if status is not TextGenerationStatus.ACTIVE:
                 raise InputError(f"request {context.request_id} has ended ({status.value})")
             if context.adapter is not None and self.model.lora_manager is None:
                 raise UnsupportedFeatureError(
@@ -195,20 +200,20 @@ class TextGenerationPipeline:
                     if self.grammars is None
                     else "its matcher is still being compiled: wait until the pipeline says ready(context)",
                 )
-            if context.current_length > self.model.max_seq_len:
+            if context.current_length > longest:
                 raise InputError(
                     f"request {context.request_id} has {context.current_length} tokens, "
-                    f"the model's maximum length is {self.model.max_seq_len}"
+                    f"the model's maximum length is {longest}"
                 )
-            if self._forwards.vocabulary is not None:  # else sampling finds out
-                check_logit_rules(context, self._forwards.vocabulary)
+            if vocabulary is not None:  # else sampling finds out
+                check_logit_rules(context, vocabulary)
         if self.model.lora_manager is not None:
             self.model.lora_manager.check(contexts)
 
     # -- How far a call goes ----------------------------------------------------------------------------
 
     def _num_steps(self, contexts: Sequence[TextContext], num_steps: int) -> int:
-        if any(_needs_each_token(context) for context in contexts):
+        if num_steps == 1 or any(_needs_each_token(context) for context in contexts):
             return 1
         return max(1, min(num_steps, *map(self._room, contexts)))
 
@@ -223,11 +228,12 @@ class TextGenerationPipeline:
         """
         drafts: list[list[int]] = [[] for _ in contexts]
         if self.proposer is None and all(context.matcher is None for context in contexts):
-            return drafts, [False for _ in contexts]
+            return drafts, [False] * len(contexts)
         rooms = self._rooms(contexts)
         vocabulary = self._forwards.vocabulary or 0  # unknown before the first forward
         for place, (context, room) in enumerate(zip(contexts, rooms, strict=True)):
-            if context.matcher is not None and vocabulary:
+            has_jumped = _jumps(context) and len(context.generated_tokens)  # then nothing is forced here
+            if context.matcher is not None and vocabulary and not has_jumped:
                 drafts[place] = forced_tokens(context, min(room, _LONGEST_JUMP), vocabulary)
         is_forced = [bool(draft) for draft in drafts]
         if self.proposer is None:
@@ -255,6 +261,8 @@ class TextGenerationPipeline:
         self, contexts: Sequence[TextContext], drafts: list[list[int]], num_steps: int
     ) -> tuple[list[list[int]], int]:
         """Blocks for what goes beyond one step; fewer drafts, or a single step, where there are too few."""
+        if num_steps == 1 and not any(drafts):
+            return drafts, 1
         kept = []
         for context, draft in zip(contexts, drafts, strict=True):
             lookahead = max(num_steps - 1, len(draft))
@@ -281,9 +289,12 @@ class TextGenerationPipeline:
             try:
                 if one.fault is not None:
                     raise FloatingPointError(one.fault)
-                _check_rules(context, one.tokens)
+                matcher = context.matcher
+                if matcher is not None:
+                    _check_rules(context, one.tokens)
                 _advance(context, one)
-                self._jump_ahead(context)
+                if matcher is not None:
+                    self._jump_ahead(context)
                 self.kv.commit(context)
                 responses[request_id] = _response(context)
             except InputError as error:
@@ -299,18 +310,9 @@ class TextGenerationPipeline:
         return responses
 
     def _jump_ahead(self, context: TextContext) -> None:
-        """Appends the tokens that the grammar forces, to be computed together with the one before them.
-
-        Not where each token must be looked at (log probabilities, sequences that end the output, tokens that
-        are forbidden): there they are drafts, and never rejected.
-        """
-        if context.matcher is None or context.log_probabilities or context.eos_sequences:
-            return
-        params = context.sampling_params
-        if params.allowed_token_ids is not None or params.banned_token_ids:
-            return
+        """Appends the tokens that the grammar forces, to be computed together with the one before them."""
         is_over = _status(context).is_done or context.active_idx < context.end_idx
-        if is_over or not self._forwards.vocabulary:
+        if not _jumps(context) or is_over or not self._forwards.vocabulary:
             return
         room = self._room(context) - 1  # the token that reaches the maximum length is sampled
         for token in forced_tokens(context, min(room, _LONGEST_JUMP), self._forwards.vocabulary):
@@ -348,7 +350,7 @@ def _check_rules(context: TextContext, tokens: Sequence[int]) -> None:
         InputError: it is one.
     """
     rules = context.logit_rules
-    if context.matcher is None or rules is None:
+    if rules is None:
         return
     for token in tokens:
         is_allowed = rules.allowed is None or token in rules.allowed
@@ -362,9 +364,9 @@ def _check_rules(context: TextContext, tokens: Sequence[int]) -> None:
 def _advance(context: TextContext, sampled: Sampled) -> None:
     """Hands the sampled tokens to the context until it ends; what was sampled beyond is dropped."""
     for place, token in enumerate(sampled.tokens):
-        context.update(token, sampled.log_probabilities[place] if sampled.log_probabilities else None)
-        if _status(context).is_done:
+        if place and _status(context).is_done:
             break
+        context.update(token, sampled.log_probabilities[place] if sampled.log_probabilities else None)
 
 
 def _response(context: TextContext) -> TextGenerationResponse:
@@ -378,6 +380,17 @@ def _response(context: TextContext) -> TextGenerationResponse:
 def _status(context: TextContext) -> TextGenerationStatus:
     """How far the language model has come, which for speech is not how far the audio has."""
     return context.speech_token_status if isinstance(context, TTSContext) else context.status
+
+
+def _jumps(context: TextContext) -> bool:
+    """Whether tokens that the grammar forces are appended at once.
+
+    Not where each token must be looked at (log probabilities, sequences that end the output, tokens that are
+    forbidden): there they are drafts, and never rejected.
+    """
+    params = context.sampling_params
+    is_looked_at = context.log_probabilities or context.eos_sequences or params.banned_token_ids
+    return context.matcher is not None and not is_looked_at and params.allowed_token_ids is None
 
 
 def _needs_each_token(context: TextContext) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-_GAMMA = 0x9E3779B97F4A7C15
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+_ONE, _LOST_BITS = np.uint64(1), np.uint64(11)
 _WORD = 0xFFFFFFFFFFFFFFFF
 
 
@@ -25,7 +28,7 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
         positions: ``[R]`` integers.
     """
     bits = _splitmix64(seeds, positions.astype(np.uint64))
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (bits >> _LOST_BITS).astype(np.float64) * 2.0**-53
 
 
 def as_words(seeds: list[int]) -> np.ndarray:
@@ -35,9 +38,8 @@ def as_words(seeds: list[int]) -> np.ndarray:
 
 def _splitmix64(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Vigna's public-domain finaliser over ``seed + (position + 1) * gamma``, all modulo 2**64."""
-    with np.errstate(over="ignore"):
-        z = seeds + (positions + np.uint64(1)) * np.uint64(_GAMMA)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed: np.ndarray = z ^ (z >> np.uint64(31))
-        return mixed
+    z = seeds + (positions + _ONE) * _GAMMA
+    z = (z ^ (z >> _SHIFTS[0])) * _MIXERS[0]
+    z = (z ^ (z >> _SHIFTS[1])) * _MIXERS[1]
+    mixed: np.ndarray = z ^ (z >> _SHIFTS[2])
+    return mixed

@@ -18,6 +18,7 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from penstock.dtype import ENCODINGS
 from penstock.errors import ConfigError, UnknownArchitectureError
 from penstock.pipelines.core import PipelineTask
 
@@ -40,7 +41,8 @@ class SupportedArchitecture:
     task: PipelineTask
     pipeline_model: str | type
     """The `PipelineModel`."""
-    supported_encodings: tuple[str, ...]
+    supported_encodings: tuple[str, ...] = ENCODINGS
+    """All of them, where the network's layers come from a `penstock.nn.Loader`."""
     supported_quantizations: tuple[str, ...] = ()
     """The ``quant_method`` of checkpoints that it reads, besides those of plain floats."""
     example_repo_ids: tuple[str, ...] = ()
@@ -84,7 +86,9 @@ class SupportedArchitecture:
             known = ", ".join(("plain floats", *self.supported_quantizations))
             raise ConfigError(
                 "quantization_config.quant_method",
-                f"{self.name} does not read checkpoints of {method!r}: give one of {known}",
+                f"{self.name} does not read checkpoints of {method!r}: give one of {known}, as the model "
+                "that this one was made from, and --quantization-encoding int8 or int4 to have it quantised "
+                "as it is loaded",
             )
 
 

@@ -7,7 +7,7 @@ sequence: so a request draws the same tokens alone, in any batch and after it wa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,47 +31,42 @@ token all the same, and the softmax of no row is NaN. Still finite in float32 at
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The sampling parameters of a batch, laid out in arrays once for all steps of a call."""
+    """The sampling parameters of a batch, laid out in arrays once for all steps that have the same."""
 
-    temperature: np.ndarray  # [B] float32
-    top_k: np.ndarray  # [B] int64, 0 for all
-    top_p: np.ndarray  # [B] float32
-    min_p: np.ndarray  # [B] float32
+    params: list[SamplingParams]  # [B]
+    inputs: SamplingInputs  # [B]; its uniforms are those of no position
     seeds: np.ndarray  # [B] uint64
-    device: torch.device
+    is_greedy: bool  # no row is drawn, so no uniform is looked at
 
     @classmethod
     def for_batch(cls, params: Sequence[SamplingParams], device: torch.device) -> Sampler:
         """Lays out the parameters of each context of a batch."""
-        return cls(
-            np.array([p.temperature for p in params], dtype=np.float32),
-            np.array([max(p.top_k, 0) for p in params], dtype=np.int64),
-            np.array([p.top_p for p in params], dtype=np.float32),
-            np.array([p.min_p for p in params], dtype=np.float32),
-            as_words([p.seed for p in params]),
-            device,
+        inputs = SamplingInputs(
+            torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+            torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64, device=device),
+            torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+            torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+            torch.zeros(len(params), dtype=torch.float64, device=device),
         )
+        is_greedy = all(p.temperature == 0 or p.top_k == 1 for p in params)
+        return cls(list(params), inputs, as_words([p.seed for p in params]), is_greedy)
 
     def __call__(
         self,
         ops: Ops,
         logits: Tensor,  # [R, V]
-        sequences: np.ndarray,  # [R]: which context of the batch a row belongs to
+        sequences: np.ndarray | None,  # [R]: which context of the batch a row belongs to
         positions: np.ndarray,  # [R]: the index that the row's token will have
         bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32
-    ) -> Tensor:  # [R] int64
-        """Samples one token a row."""
-        inputs = SamplingInputs(
-            self._rows(self.temperature, sequences),
-            self._rows(self.top_k, sequences),
-            self._rows(self.top_p, sequences),
-            self._rows(self.min_p, sequences),
-            torch.from_numpy(uniforms(self.seeds[sequences], positions)).to(self.device),
-        )
+    ) -> Tensor:  # [R] int64, -1 for a row that is no distribution
+        """Samples one token a row; without ``sequences`` each context has one row, in their order."""
+        inputs, seeds = self.inputs, self.seeds
+        if sequences is not None:
+            inputs, seeds = inputs.take(torch.from_numpy(sequences).to(logits.device)), seeds[sequences]
+        if not self.is_greedy:
+            draws = torch.from_numpy(uniforms(seeds, positions)).to(logits.device)
+            inputs = replace(inputs, uniforms=draws)
         return ops.sample(logits, inputs, bitmask)
-
-    def _rows(self, values: np.ndarray, sequences: np.ndarray) -> Tensor:
-        return torch.from_numpy(values[sequences]).to(self.device)
 
 
 def adjust_logits(
@@ -89,7 +84,7 @@ def adjust_logits(
     holds off are sampled before forbidden ones, and a grammar gets one of those that it allows.
 
     The given logits stay as they are. Rows that use none of it cost nothing, and where no row does the same
-    tensor comes back.
+    tensor comes back. A row that is no distribution (`Ops.sample`) becomes NaN: nothing makes it sound.
 
     Args:
         logits: the model's.
@@ -113,7 +108,7 @@ def adjust_logits(
     _penalise(cells, rows, positions, drafts)
     _hold_off_ends(cells, rows, positions)
     _forbid(cells, rows)
-    return scores
+    return scores.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
 
 
 def check_logit_rules(context: TextContext, vocabulary: int) -> None:
@@ -122,6 +117,8 @@ def check_logit_rules(context: TextContext, vocabulary: int) -> None:
     Raises:
         InputError: one of its ``logit_bias``, ``allowed_token_ids`` or ``banned_token_ids`` is too large.
     """
+    if not context.sampling_params.has_logit_rules:
+        return
     rules = context.logit_rules
     if rules is not None and rules.largest_id >= vocabulary:
         raise InputError(
@@ -140,10 +137,7 @@ class _Row:
 
 
 def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> list[_Row]:
-    wanted = [
-        params.min_new_tokens > 0 or params.has_logit_rules or params.needs_penalties
-        for params in (context.sampling_params for context in contexts)
-    ]
+    wanted = [context.sampling_params.changes_logits for context in contexts]
     if not any(wanted):
         return []
     return [_Row(i, contexts[s], s) for i, s in enumerate(sequences.tolist()) if wanted[s]]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.engine import InferenceSession
 from penstock.errors import UnsupportedFeatureError
-from penstock.pipelines.core import LogProbabilities, TextContext
+from penstock.pipelines.core import LogProbabilities, SamplingParams, TextContext
 from penstock.pipelines.kv_cache import KVCache, KVCacheManager
 from penstock.pipelines.model import ModelOutputs, PipelineModel
 from penstock.pipelines.sampling import Sampler, adjust_logits
@@ -50,6 +50,7 @@ class Forwards:
         self._session = session
         self._kv = kv
         self._device = model.devices[0].torch_device
+        self._sampler: Sampler | None = None
         self.vocabulary: int | None = None
         """V, known once a forward has returned logits."""
 
@@ -62,34 +63,43 @@ class Forwards:
             UnsupportedFeatureError: log probabilities are asked for that the model does not compute.
         """
         assert num_steps == 1 or not any(drafts), "drafts are verified in one step"
-        sampler = Sampler.for_batch([context.sampling_params for context in contexts], self._device)
+        sampler = self._sampler_of([context.sampling_params for context in contexts])
         rows = _Rows.of(contexts, drafts)
         inputs = self._initial_inputs(contexts, drafts)
         results = [Sampled() for _ in contexts]
+        are_scored = any(context.log_probabilities for context in contexts)
         for step in range(num_steps):
             outputs = self._model.execute(inputs)
             logits = _last_rows(outputs, rows.counts)
             self.vocabulary = logits.shape[-1]
-            logits, is_finite = _checked(logits)
             tokens = self._sample(sampler, contexts, drafts, rows.after(step), logits)
-            _hand_out(results, drafts, rows.counts, tokens.tolist(), is_finite)
-            if any(context.log_probabilities for context in contexts):
+            _hand_out(results, drafts, tokens.tolist())
+            if are_scored:
                 self._score(contexts, drafts, inputs, outputs, results)
             if step + 1 < num_steps:
-                inputs = self._model.prepare_next_token_inputs(tokens, inputs)
+                # A row that is no distribution goes on with any token: what comes of it is not used.
+                inputs = self._model.prepare_next_token_inputs(tokens.clamp(min=0), inputs)
         return results
 
+    def _sampler_of(self, params: list[SamplingParams]) -> Sampler:
+        """The sampler of the last call, where the batch has the same parameters."""
+        if self._sampler is None or self._sampler.params != params:
+            self._sampler = Sampler.for_batch(params, self._device)
+        return self._sampler
+
     def _initial_inputs(self, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> Any:
-        kv = None
-        if isinstance(self._kv, KVCacheManager):
-            active = np.array([context.active_length for context in contexts])
-            kv = self._kv.inputs(contexts, counts=active + [len(draft) for draft in drafts])
-        wanted = [
-            len(draft) + (context.active_length if _echoes(context) else 1)
-            for context, draft in zip(contexts, drafts, strict=True)
-        ]
-        options: dict[str, Any] = {"drafts": drafts} if any(drafts) else {}
-        num_logits: Any = 1 if set(wanted) == {1} else wanted
+        are_drafted, are_echoed = any(drafts), any(_echoes(context) for context in contexts)
+        counts = [context.active_length for context in contexts]
+        if are_drafted:
+            counts = [count + len(draft) for count, draft in zip(counts, drafts, strict=True)]
+        kv = self._kv.inputs(contexts, counts=counts) if isinstance(self._kv, KVCacheManager) else None
+        num_logits: Any = 1
+        if are_drafted or are_echoed:
+            num_logits = [
+                count if _echoes(context) else len(draft) + 1
+                for context, draft, count in zip(contexts, drafts, counts, strict=True)
+            ]
+        options: dict[str, Any] = {"drafts": drafts} if are_drafted else {}
         return self._model.prepare_initial_token_inputs([contexts], kv, num_logits, **options)
 
     def _sample(
@@ -105,7 +115,8 @@ class Forwards:
         bitmask = grammar_bitmask(contexts, rows.sequences, logits.shape[-1], drafts)
         if bitmask is not None:
             bitmask = bitmask.to(self._device)
-        return sampler(self._session.ops, logits, rows.sequences, rows.positions, bitmask)
+        sequences = rows.sequences if any(drafts) else None
+        return sampler(self._session.ops, logits, sequences, rows.positions, bitmask)
 
     def _score(
         self,
@@ -147,17 +158,20 @@ class Forwards:
 class _Rows:
     """The rows of logits to sample from, those of each context together."""
 
-    counts: np.ndarray  # [B]: how many a context has
+    counts: list[int]  # [B]: how many a context has
     sequences: np.ndarray  # [R]: whose a row is
     positions: np.ndarray  # [R]: the index that the token sampled from it will have
 
     @classmethod
     def of(cls, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> _Rows:
-        counts = np.array([len(draft) + 1 for draft in drafts])
-        sequences = np.arange(len(contexts)).repeat(counts)
-        within = np.arange(len(sequences)) - (counts.cumsum() - counts).repeat(counts)
         ends = np.array([context.active_idx for context in contexts])
-        return cls(counts, sequences, ends[sequences] + within)
+        counts = [len(draft) + 1 for draft in drafts]
+        sequences = np.arange(len(contexts))
+        if not any(drafts):
+            return cls(counts, sequences, ends)
+        sequences = sequences.repeat(counts)
+        firsts = np.cumsum(counts) - counts  # [B]
+        return cls(counts, sequences, ends[sequences] + np.arange(len(sequences)) - firsts[sequences])
 
     def after(self, step: int) -> _Rows:
         return replace(self, positions=self.positions + step) if step else self
@@ -167,32 +181,17 @@ def _echoes(context: TextContext) -> bool:
     return bool(context.log_probabilities) and context.log_probabilities_echo
 
 
-def _checked(logits: Tensor) -> tuple[Tensor, Tensor]:  # [R, V], [R] bool
-    """The logits, and which rows are sound: a NaN or an infinite largest value is no distribution.
-
-    Unsound rows are zeros from here on, so that nothing behind has to reckon with them.
-    """
-    is_finite = logits.amax(-1).isfinite()
-    if not bool(is_finite.all()):
-        logits = logits.masked_fill(~is_finite[:, None], 0)
-    return logits, is_finite
-
-
-def _hand_out(
-    results: Sequence[Sampled],
-    drafts: Sequence[list[int]],
-    counts: np.ndarray,  # [B]
-    tokens: Sequence[int],  # [R]
-    is_finite: Tensor,  # [R]
-) -> None:
-    """Adds to each context's tokens those that verification yields."""
-    sound = is_finite.tolist()
-    ends = counts.cumsum()
-    for result, draft, start, end in zip(results, drafts, ends - counts, ends, strict=True):
-        accepted = accept(draft, tokens[start:end])
-        result.tokens += accepted
-        if not all(sound[start : start + len(accepted)]):
+def _hand_out(results: Sequence[Sampled], drafts: Sequence[list[int]], tokens: Sequence[int]) -> None:
+    """Adds to each context's tokens those that verification yields, of the ``[R]`` sampled ones."""
+    start = 0
+    for result, draft in zip(results, drafts, strict=True):
+        end = start + len(draft) + 1
+        accepted = accept(draft, tokens[start:end]) if draft else [tokens[start]]
+        if min(accepted) < 0:
             result.fault = "the model gave logits that are not finite numbers"
+            accepted = [max(token, 0) for token in accepted]  # nobody uses them, but they may be scored
+        result.tokens += accepted
+        start = end
 
 
 def _as_sequences(
@@ -236,12 +235,12 @@ def _as_sequences(
     return chosen, replace(outputs, next_token_logits=None, logits=logits, logit_offsets=offsets)
 
 
-def _last_rows(outputs: ModelOutputs, counts: np.ndarray) -> Tensor:  # [R, V]
+def _last_rows(outputs: ModelOutputs, counts: Sequence[int]) -> Tensor:  # [R, V]
     """The last ``counts [B]`` rows of logits of each sequence."""
-    if outputs.next_token_logits is not None and counts.max() == 1:
+    if outputs.next_token_logits is not None and max(counts) == 1:
         return outputs.next_token_logits
     assert outputs.logits is not None, "the model returned no logits"
-    if counts.sum() == outputs.logits.shape[0]:
+    if sum(counts) == outputs.logits.shape[0]:
         return outputs.logits
     assert outputs.logit_offsets is not None, "logits of several rows need logit_offsets"
     offsets = outputs.logit_offsets.cpu().numpy()

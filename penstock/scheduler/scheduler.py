@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from penstock.errors import ConfigError, InputError, InsufficientBlocksError, PenstockError
@@ -155,10 +156,10 @@ class Scheduler(Generic[ContextT, OutputT]):
         num_left = self._add_decoding(batch, self._max_tokens)
         self._add_prompts(batch, num_left)
         contexts = {request_id: entry.context for request_id, entry in batch.items()}
-        self.last_batch = (len(batch), sum(_num_rows(context) for context in contexts.values()))
+        self.last_batch = (len(batch), sum([_num_rows(context) for context in contexts.values()]))
         outputs: dict[str, OutputT] = {}
         if batch:
-            whole = [entry for entry in batch.values() if _is_whole(entry.context)]
+            whole = [entry for entry in batch.values() if not entry.is_decoding and _is_whole(entry.context)]
             outputs, failures = self._execute(contexts, self._clamp(num_steps, batch))
             for entry in whole:
                 entry.is_decoding = True
@@ -179,19 +180,20 @@ class Scheduler(Generic[ContextT, OutputT]):
 
     def _add_decoding(self, batch: dict[str, _Entry[ContextT]], num_left: int) -> int:
         """All that generate. Blocks they lack are taken from the last in order."""
-        decoding = sorted((e for e in self._running.values() if e.is_decoding), key=lambda e: e.key)
+        decoding = sorted([e for e in self._running.values() if e.is_decoding], key=_key)
         for place, entry in enumerate(decoding):
-            if entry.request_id not in self._running:
+            request_id = entry.request_id
+            if request_id not in self._running:
                 break  # preempted by one before it, as are all behind it
             rows = decode_rows(entry.num_remaining, num_left, len(decoding) - place - 1)
             if self._reserve(entry, rows, rows, may_preempt=True):
-                batch[entry.request_id] = entry
+                batch[request_id] = entry
                 num_left -= rows
         return num_left
 
     def _add_prompts(self, batch: dict[str, _Entry[ContextT]], num_left: int) -> None:
         """Prompts in order, running and waiting alike, as long as tokens, places and blocks last."""
-        prompts = deque(sorted((e for e in self._running.values() if not e.is_decoding), key=lambda e: e.key))
+        prompts = deque(sorted([e for e in self._running.values() if not e.is_decoding], key=_key))
         admits = self._has_place()
         if admits:
             self._waiting.look_again(self._is_ready)
@@ -246,7 +248,9 @@ class Scheduler(Generic[ContextT, OutputT]):
         """Gets blocks for the next rows of a running context, or for fewer rows; 0 if not even for those."""
         context = entry.context
         while True:
-            context.set_token_indices(active_idx=context.start_idx + rows)
+            active_idx = context.start_idx + rows
+            if active_idx != context.active_idx:
+                context.set_token_indices(active_idx=active_idx)
             try:
                 self._kv.reserve(context)
                 return rows
@@ -256,7 +260,7 @@ class Scheduler(Generic[ContextT, OutputT]):
                     continue
                 if not may_preempt:
                     return 0
-                last = max(self._running.values(), key=lambda e: e.key)
+                last = max(self._running.values(), key=_key)
                 if last is not entry:
                     self._preempt(last)
                     continue
@@ -268,8 +272,10 @@ class Scheduler(Generic[ContextT, OutputT]):
 
     def _clamp(self, num_steps: int, batch: dict[str, _Entry[ContextT]]) -> int:
         """How many steps all of a batch can do at once, with blocks for them reserved."""
+        if num_steps <= 1:
+            return 1
         contexts = [entry.context for entry in batch.values()]
-        if num_steps <= 1 or not all(map(_is_whole, contexts)):
+        if not all(map(_is_whole, contexts)):
             return 1
         for context in contexts:
             if context.max_length is not None:
@@ -340,6 +346,9 @@ class Scheduler(Generic[ContextT, OutputT]):
         entry = self._running.pop(request_id, None) or self._waiting.remove(request_id)
         if entry is not None:
             self._pipeline.release(entry.context)
+
+
+_key = attrgetter("key")
 
 
 def _num_rows(context: InputContext) -> int:

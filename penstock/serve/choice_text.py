@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.pipelines.core import LogProbabilities, TextContext, TextGenerationStatus, TextResponse
-from penstock.pipelines.detokenizer import Detokenizer, TokenDecoder
+from penstock.pipelines.detokenizer import Detokenizer, TokenDecoder, TokenIds, text_behind
 from penstock.serve.parsers import Content, Event, OutputParser, Reasoning
 
 
@@ -88,9 +88,14 @@ class ChoiceText:
         self._parser = parser
         self._text: _Text
         if at_once and not params.stop and not token_by_token:
-            self._text = _TextAtOnce(tokenizer, skip_special_tokens)
+            self._text = _TextAtOnce(tokenizer, context.prompt_tokens, skip_special_tokens)
         else:
-            self._text = Detokenizer(tokenizer, params.stop or (), skip_special_tokens=skip_special_tokens)
+            self._text = Detokenizer(
+                tokenizer,
+                params.stop or (),
+                prompt=context.prompt_tokens,
+                skip_special_tokens=skip_special_tokens,
+            )
         self.is_decoded_at_end = isinstance(self._text, _TextAtOnce)
         """Whether only the worker can end it, and nobody looks at its text before."""
         self._token_by_token = token_by_token
@@ -208,6 +213,7 @@ class _TextAtOnce:
     """The text of all tokens in one piece, at the end: what a `Detokenizer` makes of them, for less."""
 
     tokenizer: TokenDecoder
+    prompt: TokenIds
     skip_special_tokens: bool
     stop_match: str | None = None
     num_tokens: int = 0
@@ -219,4 +225,4 @@ class _TextAtOnce:
         return ""
 
     def finish(self) -> str:
-        return self.tokenizer.decode_ids(self._ids, self.skip_special_tokens)
+        return text_behind(self.tokenizer, self.prompt, self._ids, self.skip_special_tokens)

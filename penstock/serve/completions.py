@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.pipelines.choices import choice_contexts
 from penstock.pipelines.core import TextContext, TokenGeneratorRequest
+from penstock.pipelines.detokenizer import prompt_text
 from penstock.serve.answering import answer_request, checked_body, envelope_of, note
 from penstock.serve.bodies import JsonRoute
 from penstock.serve.choice_text import ChoiceText
@@ -53,9 +54,12 @@ async def create_completion(request: Request) -> Response:
         scores=(
             [
                 CompletionScores(
-                    services.tokenizer, body.logprobs, skip_special_tokens=not body.shows_special_tokens
+                    services.tokenizer,
+                    body.logprobs,
+                    prompt=() if completion.echoes else context.prompt_tokens,
+                    skip_special_tokens=not body.shows_special_tokens,
                 )
-                for _ in work.contexts
+                for context in work.contexts
             ]
             if body.logprobs is not None
             else None
@@ -154,5 +158,5 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str |
 
 def _echo(services: Services, context: TextContext) -> Echo:
     ids = context.prompt_tokens.tolist()
-    text = context.prompt if isinstance(context.prompt, str) else services.tokenizer.decode_ids(ids)
+    text = context.prompt if isinstance(context.prompt, str) else prompt_text(services.tokenizer, ids)
     return Echo(text, ids)

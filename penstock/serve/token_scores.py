@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from penstock.pipelines.detokenizer import TokenIds, text_behind
 from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.serve.choice_text import Score
 
@@ -44,11 +45,26 @@ class CompletionScores:
 
     Token texts that are not UTF-8 by themselves are written ``bytes:\\xe2\\x80``, as OpenAI does, so that no
     two of them are the same key.
+
+    Args:
+        tokenizer: of the model.
+        top: how many of the best tokens to show.
+        prompt: the tokens of the prompt, unless they are shown themselves.
+        skip_special_tokens: whether the text is without them.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, top: int, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        top: int,
+        *,
+        prompt: TokenIds = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
         self._top = top
+        self._prompt = prompt
+        self._is_first = True
         self._skip_special_tokens = skip_special_tokens
         self._offset = 0  # in characters, of the next token in the answer's text
 
@@ -60,8 +76,7 @@ class CompletionScores:
         for token_id in token_ids:
             offsets.append(self._offset)
             if self._tokenizer.is_visible(token_id, self._skip_special_tokens):
-                # A character counts where its first byte is written.
-                self._offset += sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id))
+                self._offset += self._num_characters(token_id)
         return {
             "text_offset": offsets,
             "token_logprobs": [None if logprob is None else max(logprob, LEAST) for logprob in logprobs],
@@ -71,6 +86,13 @@ class CompletionScores:
                 for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True)
             ],
         }
+
+    def _num_characters(self, token_id: int) -> int:
+        if self._is_first:  # of a text that begins with it, the tokenizer may drop its space
+            self._is_first = False
+            return len(text_behind(self._tokenizer, self._prompt, [token_id], self._skip_special_tokens))
+        # A character counts where its first byte is written.
+        return sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id))
 
     def _best(self, token_id: int, logprob: float, top: Mapping[int, float]) -> dict[str, float]:
         best = dict(sorted(top.items(), key=lambda item: -item[1])[: self._top])

@@ -33,7 +33,7 @@ def test_every_work(tmp_path: Path) -> None:
     found = figures(file)
     assert [work for work, _ in found] == [
         *("decode", "prefill", "batch"),
-        *("start", "start", "start", "start", "step", "step"),
+        *("start", "start", "start", "start", "memory", "step", "step"),
     ]
     assert {one["work"] for one in found.values()} == set(WORKS)
     for one in found.values():

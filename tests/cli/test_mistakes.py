@@ -85,8 +85,8 @@ FLAGS = {
     "a crowd of threads": (["generate", *PROMPT, "--num-threads", "100000"], "num_threads: must be"),
     "negative threads": (["generate", *PROMPT, "--num-threads", "-1"], "num_threads: must be"),
     "deterministic in float16": (
-        ["generate", *PROMPT, "--deterministic", "--quantization-encoding", "float16"],
-        "deterministic: needs quantization_encoding float32 or bfloat16",
+        ["generate", *PROMPT, "--deterministic", "--quantization-encoding", "float16", "--devices", "gpu"],
+        "deterministic: needs quantization_encoding to be one of float32, bfloat16",
     ),
     "missing configuration": (["generate", *PROMPT, "--config-file", "none.json"], "none.json"),
     "configuration of no kind": (["generate", *PROMPT, "--config-file", "a.ini"], ".json or .toml"),

@@ -24,7 +24,6 @@ from penstock.kernels import (
     PackedLinear,
     Routing,
     SamplingInputs,
-    pack_linear,
 )
 from penstock.kernels.linear import LinearSlice
 from penstock.kernels.reference import ReferenceOps
@@ -224,8 +223,8 @@ def test_rope_rows(ops: Ops, rows: int) -> None:
 def test_linear(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs) / inputs**0.5, torch.randn(outputs)
     for packed in (
-        pack_linear(weight, str(dtype).removeprefix("torch.")),
-        pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias),
+        ops.pack_linear(weight, str(dtype).removeprefix("torch.")),
+        ops.pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias),
     ):
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 33):
             x = torch.randn(rows, 2 * inputs).to(dtype)[:, :inputs]
@@ -236,14 +235,14 @@ def test_linear(ops: Ops, dtype: torch.dtype, outputs: int, inputs: int) -> None
 
 
 def adapted(
-    rows: Tensor, rank: int, inputs: int, dtype: torch.dtype, *, ragged: bool = False
+    ops: Ops, rows: Tensor, rank: int, inputs: int, dtype: torch.dtype, *, ragged: bool = False
 ) -> tuple[PackedLinear, LoRAInputs]:
     """A fused linear of which all but the middle slice have adapters; NaN is what lies beyond a rank."""
     sizes = {"q": 37, "k": 8, "v": 24}
     stops = [37, 45, 69]
     parts = [LinearSlice(n, end - size, end) for (n, size), end in zip(sizes.items(), stops, strict=True)]
     weight = torch.randn(stops[-1], inputs) / inputs**0.5
-    packed = pack_linear(weight, str(dtype).removeprefix("torch."), slices=parts)
+    packed = ops.pack_linear(weight, str(dtype).removeprefix("torch."), slices=parts)
     count = max(int(rows.max()) + 1, 1)
     matrices, ranks = {}, {}
     for name in ("q", "v"):
@@ -275,7 +274,7 @@ def test_linear_with_adapters(ops: Ops, dtype: torch.dtype, mix: str, rank: int,
     rows = torch.tensor(ROW_MIXES[mix])
     x = torch.randn(len(rows), 2 * inputs).to(dtype)[:, :inputs]
     for ragged in (False, True):
-        packed, lora = adapted(rows, rank, inputs, dtype, ragged=ragged)
+        packed, lora = adapted(ops, rows, rank, inputs, dtype, ragged=ragged)
         same(lambda o, p=packed, a=lora: o.linear(x, p, lora=a), ops)
         got, plain = ops.linear(x, packed, lora=lora), ops.linear(x, packed)
         assert torch.equal(got[rows < 0], plain[rows < 0]), "to the bit"
@@ -284,7 +283,7 @@ def test_linear_with_adapters(ops: Ops, dtype: torch.dtype, mix: str, rank: int,
 
 
 def test_adapters_whose_matrices_lie_otherwise(ops: Ops) -> None:
-    packed, lora = adapted(torch.tensor([0, 1, -1]), 5, 24, torch.float32)
+    packed, lora = adapted(ops, torch.tensor([0, 1, -1]), 5, 24, torch.float32)
     x = torch.randn(3, 24)
     copied = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}
     same(lambda o: o.linear(x, packed, lora=LoRAInputs(lora.rows, copied)), ops)
@@ -296,8 +295,8 @@ def test_adapters_whose_matrices_lie_otherwise(ops: Ops) -> None:
 def test_bits_of_adapters_alone(ops: Ops, dtype: torch.dtype) -> None:
     """A base of zeros, so that the adapters' own sums are seen: they hang on the row alone."""
     rows = torch.randint(-1, 4, (60,))
-    packed, lora = adapted(rows, 12, 40, dtype, ragged=True)
-    zeros = pack_linear(torch.zeros(69, 40), packed.encoding, slices=packed.slices)
+    packed, lora = adapted(ops, rows, 12, 40, dtype, ragged=True)
+    zeros = ops.pack_linear(torch.zeros(69, 40), packed.encoding, slices=packed.slices)
     x = torch.randn(60, 40).to(dtype)
     whole = ops.linear(x, zeros, lora=lora)
     for some in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(60)):
@@ -320,7 +319,7 @@ LORA_FAULTS: dict[str, Callable[[LoRAInputs], LoRAInputs]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", LORA_FAULTS)
 def test_the_comparison_sees_a_wrong_adapter(ops: Ops, dtype: torch.dtype, fault: str) -> None:
-    packed, lora = adapted(torch.tensor([0, 3, -1, 1, 2]), 4, 16, dtype)
+    packed, lora = adapted(ops, torch.tensor([0, 3, -1, 1, 2]), 4, 16, dtype)
     x = torch.randn(5, 16).to(dtype)
     expected = REFERENCE.linear(x, packed, lora=lora)
     assert agree(ops.linear(x, packed, lora=lora), expected)
@@ -405,7 +404,7 @@ MIXES = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (5, 1), (20, 1)])
 def test_attention_over_batches(ops: Ops, dtype: torch.dtype, mix: str, heads: int, kv_heads: int) -> None:
     batch = paged(MIXES[mix], kv_heads, 32, 16, dtype)
     q, _, _ = fused_qkv(int(batch.row_offsets[-1]), heads, kv_heads, 32, dtype)
@@ -413,7 +412,7 @@ def test_attention_over_batches(ops: Ops, dtype: torch.dtype, mix: str, heads: i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [4, 8, 16, 24, 64, 80, 128, 256])
+@pytest.mark.parametrize("dim", [4, 8, 16, 24, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 32, 128])
 def test_attention_over_dimensions(ops: Ops, dtype: torch.dtype, dim: int, block_size: int) -> None:
     batch = paged(MIXES["all at once"], 2, dim, block_size, dtype)
@@ -454,6 +453,91 @@ def test_attention_over_a_cache_of_another_type(
     same(lambda o: attend(o, q, batch), ops)
 
 
+# ---- an int8 cache ----
+
+
+def in_bytes(batch: Batch) -> Batch:
+    """The same keys and values in an int8 cache. Where there are none, the scales are NaN."""
+    pairs = batch.kv.cache.float()
+    scales = pairs.abs().amax(-1).clamp_min(1e-12) / 127
+    cache = (pairs / scales[..., None]).nan_to_num(127).round().to(torch.int8)
+    return replace(batch, kv=replace(batch.kv, cache=cache, scales=scales))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (5, 1), (20, 1)])
+def test_attention_over_bytes(ops: Ops, dtype: torch.dtype, mix: str, heads: int, kv_heads: int) -> None:
+    batch = in_bytes(paged(MIXES[mix], kv_heads, 32, 16, torch.float32))
+    q, _, _ = fused_qkv(int(batch.row_offsets[-1]), heads, kv_heads, 32, dtype)
+    same(lambda o: attend(o, q, batch), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 16, 24, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_attention_over_bytes_of_all_dimensions(
+    ops: Ops, dtype: torch.dtype, dim: int, block_size: int
+) -> None:
+    batch = in_bytes(paged(MIXES["all at once"], 2, dim, block_size, torch.float32))
+    q, _, _ = fused_qkv(45, 6, 2, dim, dtype)
+    same(lambda o: attend(o, q, batch), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 16, 77, 600])
+@pytest.mark.parametrize("mix", ["decode", "prompt", "several chunks of keys"])
+def test_attention_over_bytes_with_all_options(ops: Ops, dtype: torch.dtype, window: int, mix: str) -> None:
+    batch = in_bytes(paged(MIXES[mix], 2, 32, 16, torch.float32, window))
+    q, _, _ = fused_qkv(int(batch.row_offsets[-1]), 8, 2, 32, dtype)
+    sinks = torch.randn(8)
+    same(lambda o: attend(o, q, batch), ops)
+    same(lambda o: attend(o, q, batch, sinks=sinks, soft_cap=2.0, scale=0.5), ops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_shows_through_bytes(ops: Ops, dtype: torch.dtype) -> None:
+    """Integers have no NaN: the scales carry it."""
+    batch = in_bytes(paged([(2, 40), (1, 70)], 2, 64, 16, torch.float32))
+    q, k, v = fused_qkv(3, 4, 2, 64, dtype)
+    for odd in (torch.nan, torch.inf):
+        queries = q.clone()
+        queries[1, 2, 63] = odd
+        out = attend(ops, queries, batch)
+        assert out[1, 2].isnan().all()
+        assert out[[0, 2]].isfinite().all()
+        assert out[1, [0, 1, 3]].isfinite().all()
+    for side in (0, 1):
+        pair = [k.clone(), v.clone()]
+        pair[side][2, 0, 5] = torch.nan
+        kv = replace(batch.kv, cache=batch.kv.cache.clone(), scales=batch.kv.scales.clone())
+        ops.store_kv(*pair, kv)
+        assert kv.scales[side].isnan().sum() == batch.kv.scales[side].isnan().sum() + 1
+        out = attend(ops, q, replace(batch, kv=kv))
+        assert out[2, :2].isnan().all()
+        assert out[2, 2:].isfinite().all()
+
+
+BYTE_FAULTS: dict[str, Callable[[LayerKV], LayerKV]] = {
+    "the scale of the token before": lambda kv: replace(kv, scales=kv.scales.roll(1, 3)),
+    "the scale of another head": lambda kv: replace(kv, scales=kv.scales.roll(1, 2)),
+    "the scale of another block": lambda kv: replace(kv, scales=kv.scales.roll(1, 1)),
+    "the scales of keys for those of values": lambda kv: replace(kv, scales=kv.scales.flip(0)),
+    "the blocks of another sequence": lambda kv: replace(kv, block_tables=kv.block_tables.roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", BYTE_FAULTS)
+def test_the_comparison_sees_a_wrong_scale(ops: Ops, dtype: torch.dtype, fault: str) -> None:
+    batch = in_bytes(paged([(2, 64), (2, 64), (1, 64)], 2, 32, 16, torch.float32))
+    q, _, _ = fused_qkv(5, 4, 2, 32, dtype)
+    expected = attend(REFERENCE, q, batch)
+    assert agree(attend(ops, q, batch), expected)
+    broken = replace(batch, kv=BYTE_FAULTS[fault](batch.kv))
+    assert not agree(attend(ops, q, broken), expected)
+
+
 @pytest.mark.parametrize("heads", [71, 160])
 def test_attention_of_very_many_heads_on_one(ops: Ops, heads: int) -> None:
     batch = paged([(1, 20), (3, 9)], 1, 16, 16, torch.float32)
@@ -479,6 +563,8 @@ def test_store_kv(ops: Ops, cached: torch.dtype, dtype: torch.dtype, dim: int) -
         kv = replace(batch.kv, cache=torch.zeros_like(batch.kv.cache).to(cached), scales=scales)
         back_end.store_kv(k, v, kv)
         stored.append(kv.cache)
+        if scales is not None:
+            stored[-1] = torch.cat([kv.cache.flatten(), scales.flatten()])
     assert torch.equal(*stored)
     assert stored[0].any()
 
@@ -562,6 +648,32 @@ def test_sample_keeps_to_the_kept_tokens(ops: Ops) -> None:
     assert (kept == drawn[:, None]).any(-1).all()
     assert not torch.equal(drawn, ops.sample(logits, replace(inputs, top_k=inputs.top_k + 1)))
     assert not torch.equal(drawn, ops.sample(logits, replace(inputs, top_p=inputs.top_p - 0.5)))
+
+
+@pytest.mark.parametrize("rule", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("vocabulary", [17, 1000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_are_no_distribution(
+    ops: Ops, rule: dict[str, float], vocabulary: int, dtype: torch.dtype
+) -> None:
+    logits = torch.randn(7, vocabulary).to(dtype)
+    logits[1, vocabulary - 1] = torch.nan
+    logits[2, 3] = torch.inf
+    logits[3] = -torch.inf
+    logits[4, 1:] = -torch.inf  # sound: one token is left
+    logits[5, :5] = -torch.inf
+    inputs = sampling_inputs(7, **rule)
+    mask = torch.full((7, -(-vocabulary // 32)), -1, dtype=torch.int32)
+    mask[1:3, 0] = 1  # the token at fault may not be sampled, and is at fault all the same
+    mask[1, (vocabulary - 1) // 32] &= 1
+    mask[6] = 0
+    for allowed, unsound in ((None, [1, 2, 3]), (mask, [1, 2, 3, 6])):
+        tokens = ops.sample(logits, inputs, allowed)
+        assert [row for row, token in enumerate(tokens.tolist()) if token < 0] == unsound
+        assert (tokens[unsound] == -1).all()
+        assert tokens[4] == 0
+        assert tokens[5] >= 5
+        assert torch.equal(tokens, REFERENCE.sample(logits, inputs, allowed))
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])

@@ -36,27 +36,20 @@ ROUTINGS: tuple[Routing, ...] = ("all", "all_normed", "chosen")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-5}
 
 
-def back_ends(*, deterministic: bool) -> dict[str, Ops]:
+def back_ends() -> dict[str, Ops]:
     found: dict[str, Ops] = {"reference": ReferenceOps()}
     for folder in pkgutil.iter_modules(kernels.__path__):
         if folder.ispkg and folder.name != "reference":
             module = importlib.import_module(f"penstock.kernels.{folder.name}")
-            for ops in module.variants(deterministic=deterministic):
+            for ops in module.variants():
                 found[f"{ops.name}-{ops.isa}"] = ops
     return found
 
 
-@pytest.fixture(params=back_ends(deterministic=False).values(), ids=back_ends(deterministic=False))
+@pytest.fixture(params=back_ends().values(), ids=back_ends())
 def ops(request: pytest.FixtureRequest) -> Ops:
-    fast: Ops = request.param
-    return fast
-
-
-@pytest.fixture(params=back_ends(deterministic=True).values(), ids=back_ends(deterministic=True))
-def steady(request: pytest.FixtureRequest) -> Ops:
-    """Back ends as they are when asked for equal bits."""
-    deterministic: Ops = request.param
-    return deterministic
+    back_end: Ops = request.param
+    return back_end
 
 
 @pytest.fixture(autouse=True)
@@ -78,12 +71,12 @@ def weights(*, bias: bool) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor |
 
 
 def packed(
-    given: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]], dtype: torch.dtype
+    ops: Ops, given: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]], dtype: torch.dtype
 ) -> PackedExperts:
     encoding = str(dtype).removeprefix("torch.")
     return PackedExperts(
         tuple(
-            pack_linear(
+            ops.pack_linear(
                 one[0],
                 encoding,
                 bias=one[1],
@@ -92,7 +85,7 @@ def packed(
             for i, one in enumerate(given)
         ),
         tuple(
-            pack_linear(one[2], encoding, bias=one[3], slices=[LinearSlice(f"{i}.down", 0, HIDDEN)])
+            ops.pack_linear(one[2], encoding, bias=one[3], slices=[LinearSlice(f"{i}.down", 0, HIDDEN)])
             for i, one in enumerate(given)
         ),
     )
@@ -135,7 +128,7 @@ def test_routes_are_what_numpy_chooses(routing: Routing) -> None:
 def test_experts_are_the_sum_of_each_rows_own(rows: int, top: int, bias: bool, gating: Gating) -> None:
     given, x = weights(bias=bias), torch.randn(rows, HIDDEN)
     shares, chosen = routed(rows, top)
-    got = ReferenceOps().experts(x, packed(given, torch.float32), shares, chosen, gating)
+    got = ReferenceOps().experts(x, packed(ReferenceOps(), given, torch.float32), shares, chosen, gating)
     for row in range(rows):
         expected = np.zeros(HIDDEN)
         for share, expert in zip(shares[row].tolist(), chosen[row].tolist(), strict=True):
@@ -167,7 +160,7 @@ def test_places_are_grouped_by_expert(rows: list[list[int]], top: int, at_most: 
 @pytest.mark.parametrize("gating", ["silu", "gelu_tanh", CLAMPED], ids=["silu", "gelu_tanh", "clamped"])
 @pytest.mark.parametrize(("rows", "top"), [(1, 2), (1, EXPERTS), (3, 3), (40, 2), (300, 1)])
 def test_back_ends_agree(ops: Ops, dtype: torch.dtype, rows: int, top: int, gating: Gating) -> None:
-    x, experts = torch.randn(rows, 2 * HIDDEN).to(dtype)[:, :HIDDEN], packed(weights(bias=True), dtype)
+    x, experts = torch.randn(rows, 2 * HIDDEN).to(dtype)[:, :HIDDEN], packed(ops, weights(bias=True), dtype)
     shares, chosen = routed(rows, top)
     expected = ReferenceOps().experts(x, experts, shares, chosen, gating)
     got = ops.experts(x, experts, shares, chosen, gating)
@@ -191,7 +184,7 @@ FAULTS: dict[str, Callable[[PackedExperts, Tensor, Tensor], tuple[PackedExperts,
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_sees_a_fault(ops: Ops, dtype: torch.dtype, fault: str) -> None:
-    x, experts = torch.randn(40, HIDDEN).to(dtype), packed(weights(bias=True), dtype)
+    x, experts = torch.randn(40, HIDDEN).to(dtype), packed(ops, weights(bias=True), dtype)
     shares, chosen = routed(40, 3)
     expected = ReferenceOps().experts(x, experts, shares, chosen, "silu")
     broken, other_shares, other_chosen = FAULTS[fault](experts, shares, chosen)
@@ -226,33 +219,33 @@ def test_a_clamped_swish_far_out(ops: Ops, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_rows_bits_are_its_own(steady: Ops, dtype: torch.dtype) -> None:
-    x, experts = torch.randn(90, HIDDEN).to(dtype), packed(weights(bias=True), dtype)
-    shares, chosen = steady.route(torch.randn(90, EXPERTS), 3, "all_normed")
-    whole = steady.experts(x, experts, shares, chosen, CLAMPED)
+def test_a_rows_bits_are_its_own(ops: Ops, dtype: torch.dtype) -> None:
+    x, experts = torch.randn(90, HIDDEN).to(dtype), packed(ops, weights(bias=True), dtype)
+    shares, chosen = ops.route(torch.randn(90, EXPERTS), 3, "all_normed")
+    whole = ops.experts(x, experts, shares, chosen, CLAMPED)
     for some in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(90)):
-        assert torch.equal(steady.experts(x[some], experts, shares[some], chosen[some], CLAMPED), whole[some])
+        assert torch.equal(ops.experts(x[some], experts, shares[some], chosen[some], CLAMPED), whole[some])
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("experts", [6, 30, 128])
-def test_a_rows_route_is_its_own(steady: Ops, routing: Routing, experts: int) -> None:
+def test_a_rows_route_is_its_own(ops: Ops, routing: Routing, experts: int) -> None:
     logits = torch.randn(700, experts).bfloat16()  # with ties
-    shares, chosen = steady.route(logits, 4, routing)
+    shares, chosen = ops.route(logits, 4, routing)
     for some in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(700)):
-        own_shares, own = steady.route(logits[some], 4, routing)
+        own_shares, own = ops.route(logits[some], 4, routing)
         assert torch.equal(own, chosen[some])
         assert torch.equal(own_shares, shares[some])
 
 
-def test_an_expert_that_all_rows_visit(steady: Ops) -> None:
+def test_an_expert_that_all_rows_visit(ops: Ops) -> None:
     """More rows than it is given at once."""
     rows = 2 * ROWS_OF_EXPERTS + 5
-    x, experts = torch.randn(rows, HIDDEN), packed(weights(bias=False), torch.float32)
+    x, experts = torch.randn(rows, HIDDEN), packed(ops, weights(bias=False), torch.float32)
     shares, chosen = torch.ones(rows, 1), torch.full((rows, 1), 4)
-    whole = steady.experts(x, experts, shares, chosen, "silu")
+    whole = ops.experts(x, experts, shares, chosen, "silu")
     parts = [
-        steady.experts(x[a:b], experts, shares[a:b], chosen[a:b], "silu")
+        ops.experts(x[a:b], experts, shares[a:b], chosen[a:b], "silu")
         for a, b in pairwise([0, 1000, 1030, rows])
     ]
     assert torch.equal(torch.cat(parts), whole)
@@ -275,7 +268,7 @@ def test_adapters_on_some_experts_are_merged_weights(ops: Ops) -> None:
     shares, chosen = routed(30, 3)
     rows = torch.randint(-1, 2, (30,))
     lora = adapters(rows, ["1.up", "4.gate", "4.down"])
-    got = ops.experts(x, packed(given, torch.float32), shares, chosen, "silu", lora=lora)
+    got = ops.experts(x, packed(ops, given, torch.float32), shares, chosen, "silu", lora=lora)
     for adapter in (-1, 0, 1):
         merged = [tuple(None if one is None else one.clone() for one in expert) for expert in given]
         if adapter >= 0:
@@ -285,16 +278,16 @@ def test_adapters_on_some_experts_are_merged_weights(ops: Ops) -> None:
                 assert matrix is not None
                 target = {"gate": matrix[:INNER], "up": matrix[INNER:], "down": matrix}[part]
                 target += up[adapter] @ down[adapter]
-        expected = ops.experts(x, packed(merged, torch.float32), shares, chosen, "silu")  # type: ignore[arg-type]
+        expected = ops.experts(x, packed(ops, merged, torch.float32), shares, chosen, "silu")  # type: ignore[arg-type]
         torch.testing.assert_close(got[rows == adapter], expected[rows == adapter], atol=1e-5, rtol=1e-4)
-    plain = ops.experts(x, packed(given, torch.float32), shares, chosen, "silu")
+    plain = ops.experts(x, packed(ops, given, torch.float32), shares, chosen, "silu")
     assert torch.equal(got[rows < 0], plain[rows < 0]), "to the bit"
     assert not torch.allclose(got[rows >= 0], plain[rows >= 0], atol=1e-3)
 
 
 def test_a_recorded_layer_routes_anew() -> None:
     experts, x, router = (
-        packed(weights(bias=True), torch.float32),
+        packed(ReferenceOps(), weights(bias=True), torch.float32),
         torch.randn(4, HIDDEN),
         torch.randn(6, HIDDEN),
     )

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.driver import DeviceSpec
+from penstock.dtype import ENCODINGS as DTYPE_ENCODINGS
 from penstock.errors import ConfigError
 from penstock.kernels import ENCODINGS, FloatEncoding
 from penstock.pipelines.config import (
@@ -26,6 +27,7 @@ from penstock.pipelines.config import (
     parse_devices,
     upper_bounded_default,
 )
+from penstock.pipelines.config.model import _tell_of_another
 
 LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "model_path": st.sampled_from(["demo", "./folder", "name/space"]),
@@ -257,14 +259,28 @@ def test_the_environment_is_read_by_exact_names() -> None:
         PipelineConfig.from_flat({}, environment={"PENSTOCK_MAX_LENGTH": "many"})
 
 
-def test_deterministic_runs_in_float32_and_bfloat16() -> None:
+def test_deterministic_runs_in_all_but_float16() -> None:
     assert PipelineConfig.from_flat({"deterministic": True}).model.encoding == "bfloat16", "the demo's own"
-    for encoding in ("float32", "bfloat16"):
+    for encoding in DTYPE_ENCODINGS:  # float16 on the CPU is bfloat16
         PipelineConfig.from_flat({"deterministic": True, "quantization_encoding": encoding})
-    PipelineConfig.from_flat({"quantization_encoding": "float16"})
-    refusal = "deterministic: needs quantization_encoding float32 or bfloat16, which is 'float16'"
-    with pytest.raises(ConfigError, match=refusal):
-        PipelineConfig.from_flat({"deterministic": True, "quantization_encoding": "float16"})
+    there = {"devices": "gpu", "quantization_encoding": "float16"}
+    PipelineConfig.from_flat(there)
+    with pytest.raises(ConfigError, match=r"deterministic: .* one of float32, bfloat16, .* is 'float16'"):
+        PipelineConfig.from_flat({"deterministic": True} | there)
+
+
+def test_float16_is_bfloat16_where_there_is_no_arithmetic_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _tell_of_another.cache_clear()
+    assert ModelConfig(quantization_encoding="float16").encoding == "bfloat16"
+    assert checkpoint(tmp_path, {"dtype": "float16"}).encoding == "bfloat16"
+    (told,) = caplog.messages
+    assert "float16 weights run in bfloat16 on cpu" in told
+    assert "--quantization-encoding float32" in told
+    there = ModelConfig(quantization_encoding="float16", devices=(DeviceSpec.accelerator(),))
+    assert there.encoding == "float16"
+    assert len(caplog.messages) == 1
 
 
 def test_configurations_are_frozen_hashable_and_cross_processes() -> None:
@@ -277,6 +293,7 @@ def test_configurations_are_frozen_hashable_and_cross_processes() -> None:
 
 def test_encodings_known_without_torch_are_encodings() -> None:
     assert all(isinstance(ENCODINGS[name], FloatEncoding) for name in FLOAT_ENCODINGS)
+    assert tuple(ENCODINGS) == DTYPE_ENCODINGS
 
 
 def test_an_encoding_added_to_the_kernels_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,10 +314,10 @@ def checkpoint(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
 @pytest.mark.parametrize(
     ("config", "encoding"),
     [
-        ({"torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": "float16"}, "bfloat16"),
         ({"dtype": "bfloat16"}, "bfloat16"),
         ({"torch_dtype": "torch.float32"}, "float32"),
-        ({"text_config": {"dtype": "float16"}}, "float16"),
+        ({"text_config": {"dtype": "float32"}}, "float32"),
         ({"torch_dtype": None}, "bfloat16"),  # that of the largest tensor
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 import penstock.pipelines.detokenizer
-from penstock.pipelines.detokenizer import Detokenizer
+from penstock.pipelines.detokenizer import Detokenizer, prompt_text, text_behind
 from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.pipelines.tokenizer_files import TokenizerFiles
 from penstock.testing import FakeTokenizer
@@ -198,6 +199,105 @@ def test_the_window_does_not_grow(ids: list[int]) -> None:
     tokenizer = CountingDecoder(FAKE)
     Detokenizer(tokenizer, ["stop"]).append(ids * 1000)
     assert tokenizer.num_decoded <= 20 * len(ids) * 1000
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_text_goes_on_where_the_prompt_ends(name: str, shared_data: Path) -> None:
+    """Against decoding prompt and answer together; in pieces however they are cut."""
+    tokenizer = real_tokenizer(shared_data / name)
+    special = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_visible(i)]
+    text = st.text(" ab\n\u00e9\u6f22\U0001f389", max_size=30)
+
+    @given(text=text, answer=token_ids(tokenizer), data=st.data())
+    @settings(max_examples=150)
+    def check(text: str, answer: list[int], data: st.DataObject) -> None:
+        ids = tokenizer.encode_text(text, add_special_tokens=False).tolist()
+        ids = [token_id for token_id in ids if tokenizer.is_visible(token_id)]  # unknown words are special
+        cut = data.draw(st.integers(0, len(ids)), "end of the prompt")
+        goes_on = data.draw(st.booleans(), "the answer is the rest of the text")
+        answer = ids[cut:] if goes_on else answer
+        near = ids[:cut]
+        begun = [
+            tokenizer.decode_ids(ids[:end]).rstrip("\N{REPLACEMENT CHARACTER}") for end in range(cut + 1)
+        ]
+        before = max(filter(tokenizer.decode_ids(ids).startswith, begun), key=len)
+        start = data.draw(st.lists(st.sampled_from([*ids, *special, 5]), max_size=9))
+        prompt = [*start, special[0], *near] if special and start else near
+        assert prompt_text(tokenizer, near) == before
+        expected = tokenizer.decode_ids([*near, *answer])[len(before) :]
+        assert text_behind(tokenizer, prompt, answer) == expected
+        detokenizer = Detokenizer(tokenizer, prompt=np.array(prompt, dtype=np.int64))
+        cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6))), len(answer)]
+        pieces = [detokenizer.append(answer[one:next_one]) for one, next_one in pairwise(cuts)]
+        assert "".join(pieces) + detokenizer.finish() == detokenizer.text == expected
+
+    check()
+
+
+@pytest.mark.parametrize("name", [name for name in TOKENIZERS if "bert" not in name])
+@pytest.mark.parametrize("prompt", ["Once upon a time", "a ", "line\n", "caf\u00e9", "\u6f22\u5b57"])
+def test_answers_as_transformers_cuts_them(name: str, prompt: str, shared_data: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(shared_data / name)
+    tokenizer = real_tokenizer(shared_data / name)
+    ids = theirs(prompt).input_ids
+    for answer in (" there was", "there", "\n\nOne day", "  two", "\U0001f389!", ""):
+        given = theirs(f"x{answer}", add_special_tokens=False).input_ids
+        given = given[len(theirs("x", add_special_tokens=False).input_ids) :]
+        whole, before = (theirs.decode(some, skip_special_tokens=True) for some in ([*ids, *given], ids))
+        assert whole.startswith(before)
+        assert text_behind(tokenizer, ids, given) == whole[len(before) :]
+
+
+def test_the_first_word_keeps_its_space_but_behind_a_special_token(shared_data: Path) -> None:
+    tokenizer = real_tokenizer(shared_data / "models/stories260K")
+    prompt, answer = (tokenizer.encode_text(text, add_special_tokens=False) for text in ("One day", "the"))
+    for before, text in (
+        (prompt.tolist(), " the"),
+        ([*prompt.tolist(), 1], "the"),
+        ([], "the"),
+        ([1], "the"),
+    ):
+        for stop in ([], ["zzz"]):
+            detokenizer = Detokenizer(tokenizer, stop, prompt=before)
+            assert detokenizer.append(answer.tolist()) + detokenizer.finish() == text
+        assert text_behind(tokenizer, before, answer.tolist()) == text
+
+
+def test_a_character_begun_by_the_prompt_is_the_answers(shared_data: Path) -> None:
+    tokenizer = real_tokenizer(shared_data / "models/stories260K")
+    byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
+    for decoder, first, rest in (
+        (FAKE, list("né\n漢".encode()[:-1]), [list("漢".encode())[-1]]),
+        (tokenizer, [byte[one] for one in "né\n漢".encode()[:-1]], [byte["漢".encode()[-1]]]),
+    ):
+        assert prompt_text(decoder, first) == "né\n"
+        detokenizer = Detokenizer(decoder, ["漢"], prompt=first)
+        assert detokenizer.append(rest) == ""
+        assert (detokenizer.stop_match, detokenizer.num_tokens) == ("漢", 1)
+        detokenizer = Detokenizer(decoder, ["\n漢"], prompt=first)
+        assert detokenizer.append(rest) + detokenizer.finish() == "漢"
+        assert detokenizer.stop_match is None  # a part of it is the prompt's
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_prompt_of_characters_in_bytes_may_be_cut_anywhere(shared_data: Path, count: int) -> None:
+    tokenizer = real_tokenizer(shared_data / "models/stories260K")
+    byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
+    character = [byte[one] for one in "漢".encode()]
+    for begun in range(3):
+        prompt = character * count + character[:begun]
+        assert text_behind(tokenizer, prompt, character[begun:] + character) == "漢漢"
+        detokenizer = Detokenizer(tokenizer, ["漢漢"], prompt=prompt)
+        detokenizer.append(character[begun:] + character)
+        assert (detokenizer.stop_match, detokenizer.num_tokens) == ("漢漢", 6 - begun)
+
+
+def test_a_long_prompt_is_not_read_whole(shared_data: Path) -> None:
+    tokenizer = CountingDecoder(real_tokenizer(shared_data / "models/stories260K"))
+    detokenizer = Detokenizer(tokenizer, prompt=[400] * 100_000)
+    detokenizer.append([401, 402])
+    assert tokenizer.num_decoded < 50
 
 
 @pytest.mark.parametrize(("first", "stop"), [(ord("x"), "\n\r"), (0xFF, "\n")])

@@ -51,11 +51,13 @@ class HalfByte:
 
 @pytest.mark.parametrize(
     ("encoding", "tied", "size"),
-    [
-        (None, False, 4 * (40 + 24 + 6 + 24 + 4 + 40) + 40),
-        ("float32", True, 4 * (40 + 24 + 6 + 24 + 4) + 40),
-        ("bfloat16", False, 2 * (40 + 24 + 6 + 24 + 4 + 40) + 40),
-        ("half-byte", False, 24 // 2 + 24 // 2 + 2 * (40 + 6 + 4 + 40) + 40),
+    [  # linears and the head in panels of 64 outputs
+        (None, False, 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
+        ("float32", True, 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
+        ("bfloat16", False, 2 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
+        ("int8", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),
+        ("int4", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),  # all too small for it
+        ("half-byte", False, 2 * (40 + 6 + 4) + (24 + 24 + 40) // 2 + 40),
     ],
 )
 def test_the_size_of_the_weights_once_loaded(

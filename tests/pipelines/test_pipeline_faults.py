@@ -84,8 +84,10 @@ def test_a_context_that_cannot_take_its_token(
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("num_steps", [1, 4])
-def test_logits_that_are_no_numbers(pipeline: TextGenerationPipeline, value: float, num_steps: int) -> None:
+@pytest.mark.parametrize(("num_steps", "num_top"), [(1, None), (4, None), (1, 2)])
+def test_logits_that_are_no_numbers(
+    pipeline: TextGenerationPipeline, value: float, num_steps: int, num_top: int | None
+) -> None:
     plain = texts_of(outcome(pipeline, list(contexts().values())))
     calls = 0
     original = pipeline.model.execute
@@ -102,6 +104,7 @@ def test_logits_that_are_no_numbers(pipeline: TextGenerationPipeline, value: flo
     pipeline.model.execute = spoilt  # type: ignore[method-assign]
     scheduler = Scheduler(pipeline, max_batch_size=4)
     for context in contexts().values():
+        context.log_probabilities = num_top
         scheduler.submit(context)
     texts: dict[str, list[int]] = {name: [] for name in plain}
     while scheduler.has_work:

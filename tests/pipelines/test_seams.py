@@ -160,6 +160,16 @@ def test_an_adapter_over_several_steps_and_through_the_cache(checkpoint: Path) -
         assert context.num_cached_tokens == 16, "each finds its own blocks, never the other's"
 
 
+def test_an_adapter_on_an_int8_model_leaves_other_rows_as_they_were(checkpoint: Path) -> None:
+    manager = FakeLoRAManager(checkpoint, linears_of(checkpoint))
+    options: dict[str, Any] = {"quantization_encoding": "int8", "deterministic": True}
+    adapting = open_pipeline(checkpoint, members={"lora_manager": manager}, **options)
+    without, adapted = step_logits(adapting, [context_of(PROMPT), context_of(PROMPT, adapter="tone")])
+    (plain,) = step_logits(open_pipeline(checkpoint, **options), [context_of(PROMPT)])
+    assert torch.equal(without, plain)
+    assert float((adapted - plain).abs().max()) > 0.1
+
+
 # -- Given embeddings ------------------------------------------------------------------------------------
 
 

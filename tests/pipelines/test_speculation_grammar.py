@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext, TextGenerationStatus
 from penstock.pipelines.speculative import NGramProposer
+from penstock.pipelines.structured_output import forced_tokens
 
 xgr = pytest.importorskip("xgrammar")
 
@@ -125,6 +126,20 @@ def test_forced_tokens_are_computed_with_their_neighbours(
     pipeline.model.execute = counted  # type: ignore[method-assign]
     outcome(pipeline, [context])
     assert calls == 1, "the prompt with all of the text behind it, and the token that ends it"
+
+
+def test_a_grammar_is_asked_once_a_token_for_what_it_forces(
+    pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def counted(context: TextContext, *limits: int) -> list[int]:
+        asked.append(context.current_length)
+        return forced_tokens(context, *limits)
+
+    monkeypatch.setattr("penstock.pipelines.pipeline.forced_tokens", counted)
+    outcome(pipeline, contexts_with(compiler)[:1])
+    assert len(asked) == len(set(asked)) > 10
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 3])

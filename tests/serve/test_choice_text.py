@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ from penstock.pipelines.core import (
     TextResponse,
     TokenGeneratorRequest,
 )
+from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.serve.choice_text import ChoiceText, Piece, finish_reason
 from penstock.serve.parsers import OutputParsers, ToolCallStart, joined
+from penstock.serve.token_scores import CompletionScores
 from penstock.testing import FakeTokenizer
 
 ACTIVE, END, LENGTH = (
@@ -165,6 +168,27 @@ def test_reasoning_is_counted() -> None:
         "<think>abc"
     )
     assert take_all(choice_of(context_of(), THINKING), list(b"abc"), [], END)[-1] == 0
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_text_goes_on_where_the_prompt_ends(shared_data: Path, at_once: bool) -> None:
+    tokenizer = TextTokenizer(shared_data / "models/stories260K")
+    prompt, answer = (tokenizer.encode_text(text, add_special_tokens=False) for text in ("One day", "the"))
+    for before, text in (([1, *prompt.tolist()], " the"), ([*prompt.tolist(), 1], "the")):
+        context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=before))
+        choice = ChoiceText(context, tokenizer, at_once=at_once)
+        assert choice.is_decoded_at_end == at_once
+        assert choice.take([TextResponse(int(one)) for one in answer], END).content == text
+
+
+def test_offsets_count_the_first_space_where_it_is_shown(shared_data: Path) -> None:
+    tokenizer = TextTokenizer(shared_data / "models/stories260K")
+    the, prompt = (tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("the", "One"))
+    for before, offsets in ((prompt, [0, 4, 8]), ((), [0, 3, 7])):
+        scores = CompletionScores(tokenizer, 1, prompt=before)
+        given = scores.of(the * 2, [-1.0] * 2, [{}] * 2)["text_offset"]
+        given += scores.of(the, [-1.0], [{}])["text_offset"]
+        assert given == offsets
 
 
 def test_a_request_for_no_token_gets_none() -> None:

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-def load(*, deterministic: bool = False) -> CpuOps | None:
+def load() -> CpuOps | None:
     """The back end with the best instruction set there is, ``PENSTOCK_ISA`` permitting.
 
     None where there is no usable library, which is said once.
@@ -41,7 +41,7 @@ def load(*, deterministic: bool = False) -> CpuOps | None:
     if chosen is None:
         _say_missing()
         return None
-    return CpuOps(open_kernels(chosen), deterministic=deterministic)
+    return CpuOps(open_kernels(chosen))
 
 
 def isa() -> str:
@@ -49,9 +49,9 @@ def isa() -> str:
     return chosen_isa() or "none"
 
 
-def variants(*, deterministic: bool = False) -> list[CpuOps]:
+def variants() -> list[CpuOps]:
     """The back end once for each instruction set that this CPU runs: what the tests compare."""
-    return [CpuOps(open_kernels(isa), deterministic=deterministic) for isa in available_isas()]
+    return [CpuOps(open_kernels(isa)) for isa in available_isas()]
 
 
 @cache

@@ -30,7 +30,7 @@ _ARGUMENTS = {
     "rms_norm": "2q 3P 5q d",
     "add_rms_norm": "2q 5P 4q d",
     "rotary": "q 6P 9q",
-    "store_kv": "2q 4P 9q",
+    "store_kv": "2q 5P 9q",
     "gated_activation": "2q 2P 3q",
     "layer_norm": "2q 4P 5q d",
     "add": "q 3P 4q",
@@ -39,9 +39,10 @@ _ARGUMENTS = {
     "route": "2q 3P 4q",
     "take_rows": "3P 4q",
     "put_rows": "4P 5q",
-    "linear": "2q P q 3P 3q",
+    "linear": "2q P q 4P 4q",
+    "pack": "2q P q 3P 2q",
     "lora": "q P q 3P q 3P 4q",
-    "attention": "2q 7P 10q 2d",
+    "attention": "2q 8P 10q 2d",
     "sample": "q P 3q 6P q P",
 }
 """The struct of arguments that each kernel takes, as in csrc: q integer, P pointer (0 for none), d double."""
@@ -65,6 +66,7 @@ class Kernels:
     take_rows: Kernel
     put_rows: Kernel
     linear: Kernel
+    pack: Kernel
     lora: Kernel
     attention: Kernel
     sample: Kernel

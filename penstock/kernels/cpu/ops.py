@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from penstock.kernels.cpu.library import Kernels
+from penstock.kernels.cpu.linear import LONG, TYPES, CpuLinear
 from penstock.kernels.experts import ClampedSwish
-from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
-from penstock.kernels.linear import PackedLinear
+from penstock.kernels.inputs import LayerKV, SamplingInputs
 from penstock.kernels.ops import Activation, Routing
-from penstock.kernels.reference import ReferenceOps
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_FLOAT_ENCODINGS = ("float32", "bfloat16")
+_CACHE_TYPES = {**TYPES, torch.int8: 2}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _SCALE, _SOFT_CAP = 4, 5  # functions beside the activations
 _ROUTINGS = {"all": 0, "all_normed": 1, "chosen": 2}
 
-_SMALL_ROWS = {torch.float32: 64, torch.bfloat16: 32}
-"""Rows up to which our `linear` is faster than torch's (`benchmarks/cpu_kernels.py linear`)."""
 
-_LONG = 1 << 27
-"""Multiplications from which a kernel takes long enough to release the GIL: some milliseconds."""
+_WIDEST_HEAD = 1024
+"""Sums of more products of integers could leave 32 bits (csrc/attention_tile.inl)."""
 
 
-class CpuOps(ReferenceOps):
+class CpuOps(CpuLinear):
     """C++ kernels for float32 and bfloat16 activations.
 
-    A row's bits depend on nothing but the row: not on its batch, its place there, or the threads. Only
-    products of more rows than ours are fastest for are left to torch, whose sums hang on their number.
+    A row's bits depend on nothing but the row: not on its batch, its place there, or the threads.
 
     Args:
         kernels: those of one instruction set.
-        deterministic: leave no product to torch.
     """
-
-    name = "cpu"
-
-    def __init__(self, kernels: Kernels, *, deterministic: bool = False) -> None:
-        self._kernels = kernels
-        self.deterministic = deterministic
 
     @property
     def isa(self) -> str:
@@ -53,69 +37,8 @@ class CpuOps(ReferenceOps):
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
         return self.take_rows(table, tokens)
 
-    def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
-        if packed.encoding not in _FLOAT_ENCODINGS or packed.tensors["weight"].dtype != x.dtype:
-            return super().linear(x, packed, lora=lora)
-        y = self._multiply(x, packed.tensors["weight"], packed.bias)
-        return y if lora is None else self._add_lora(y, x, packed, lora)
-
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        dtype, (rows, inputs), outputs = x.dtype, x.shape, weight.shape[0]
-        kind, row_stride, stride = _TYPES.get(dtype), *x.stride()
-        fits = stride == 1 and weight.is_contiguous() and (bias is None or bias.dtype == dtype)
-        if kind is None or not fits:
-            return super()._multiply(x, weight, bias)
-        if rows > _SMALL_ROWS[dtype] and not self.deterministic:
-            return F.linear(x, weight, bias)
-        y = self._empty((rows, outputs), dtype)
-        long = rows * inputs * outputs > _LONG
-        (self._kernels.long_linear if long else self._kernels.linear)(
-            kind,
-            kind,
-            x.data_ptr(),
-            row_stride,
-            weight.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            y.data_ptr(),
-            rows,
-            outputs,
-            inputs,
-        )
-        return y
-
-    def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
-        kind = _TYPES.get(x.dtype)
-        parts = [part for part in packed.slices if part.name in lora.matrices]
-        fits = kind is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
-        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in parts):
-            return super()._add_lora(y, x, packed, lora)
-        order, segments = lora.order, lora.segments
-        for part in parts:
-            down, up = lora.matrices[part.name]
-            ranks = lora.ranks.get(part.name)
-            _, rank, in_features = down.shape
-            width = part.stop - part.start
-            long = len(order) * rank * (in_features + width) > _LONG
-            (self._kernels.long_lora if long else self._kernels.lora)(
-                kind,
-                x.data_ptr(),
-                x.stride(0),
-                down.data_ptr(),
-                up.data_ptr(),
-                y.data_ptr() + part.start * y.element_size(),
-                y.stride(0),
-                order.data_ptr(),
-                segments.data_ptr(),
-                0 if ranks is None else ranks.data_ptr(),
-                len(segments),
-                rank,
-                width,
-                in_features,
-            )
-        return y
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        kind, weight_kind, strides = _TYPES.get(x.dtype), _TYPES.get(weight.dtype), x.stride()
+        kind, weight_kind, strides = TYPES.get(x.dtype), TYPES.get(weight.dtype), x.stride()
         if kind is None or weight_kind is None or len(strides) not in (2, 3) or strides[-1] != 1:
             return super().rms_norm(x, weight, eps)
         out = self._empty(x.shape, x.dtype)
@@ -136,7 +59,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        kind, weight_kind = _TYPES.get(x.dtype), _TYPES.get(weight.dtype)
+        kind, weight_kind = TYPES.get(x.dtype), TYPES.get(weight.dtype)
         strides, residual_strides = x.stride(), residual.stride()
         fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
         if kind is None or weight_kind is None or not fits:
@@ -160,7 +83,7 @@ class CpuOps(ReferenceOps):
         return normed, total
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        kind, q_strides, k_strides = _TYPES.get(q.dtype), q.stride(), k.stride()
+        kind, q_strides, k_strides = TYPES.get(q.dtype), q.stride(), k.stride()
         tables = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         if kind is None or q_strides[2] != 1 or k_strides[2] != 1 or k.dtype != q.dtype or not tables:
             return super().rotary(q, k, cos, sin)
@@ -187,9 +110,9 @@ class CpuOps(ReferenceOps):
         return q_out, k_out
 
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
-        kind, k_strides, v_strides = _TYPES.get(k.dtype), k.stride(), v.stride()
+        kind, k_strides, v_strides = TYPES.get(k.dtype), k.stride(), v.stride()
         cache, slots = kv.cache, kv.slots
-        cache_kind = _TYPES.get(cache.dtype)
+        cache_kind = _CACHE_TYPES.get(cache.dtype)
         rows_fit = k_strides[2] == v_strides[2] == 1 and k.dtype == v.dtype
         if kind is None or cache_kind is None or not rows_fit or not cache.is_contiguous():
             super().store_kv(k, v, kv)
@@ -202,6 +125,7 @@ class CpuOps(ReferenceOps):
             k.data_ptr(),
             v.data_ptr(),
             cache.data_ptr(),
+            _scales_of(kv),
             slots.data_ptr(),
             k.shape[0],
             *cache.shape[1:],
@@ -223,10 +147,10 @@ class CpuOps(ReferenceOps):
         sinks: Tensor | None = None,
     ) -> Tensor:
         cache, tables, strides = kv.cache, kv.block_tables, q.stride()
-        kind, cache_kind = _TYPES.get(q.dtype), _TYPES.get(cache.dtype)
+        kind, cache_kind = TYPES.get(q.dtype), _CACHE_TYPES.get(cache.dtype)
         _, num_blocks, kv_heads, block_size, dim = cache.shape
         blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
-        rows_fit = dim % 8 == 0 and strides[2] == 1 and tables.stride(1) == 1
+        rows_fit = dim % 8 == 0 and dim <= _WIDEST_HEAD and strides[2] == 1 and tables.stride(1) == 1
         if kind is None or cache_kind is None or not (blocks_fit and rows_fit):
             return super().attention(q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks)
         assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
@@ -234,12 +158,13 @@ class CpuOps(ReferenceOps):
             sinks = self._kept(sinks.float().contiguous())
         out = self._empty(q.shape, q.dtype)
         rows, heads, _ = q.shape
-        long = rows * tables.shape[1] * block_size * heads * dim > _LONG
+        long = rows * tables.shape[1] * block_size * heads * dim > LONG
         (self._kernels.long_attention if long else self._kernels.attention)(
             kind,
             cache_kind,
             q.data_ptr(),
             cache.data_ptr(),
+            _scales_of(kv),
             out.data_ptr(),
             tables.data_ptr(),
             row_offsets.data_ptr(),
@@ -261,7 +186,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
-        kind, strides = _TYPES.get(x.dtype), x.stride()
+        kind, strides = TYPES.get(x.dtype), x.stride()
         if kind is None or len(strides) != 2 or strides[1] != 1:
             return super().gated_activation(x, activation)
         rows, width = x.shape
@@ -291,7 +216,7 @@ class CpuOps(ReferenceOps):
 
     def _change(self, x: Tensor, function: int, factor: float) -> Tensor | None:
         """Each number of ``x [T, F]`` changed by itself; None for what is not the kernel's type or layout."""
-        kind, strides = _TYPES.get(x.dtype), x.stride()
+        kind, strides = TYPES.get(x.dtype), x.stride()
         if kind is None or len(strides) != 2 or strides[1] != 1:
             return None
         out = self._empty(x.shape, x.dtype)
@@ -299,7 +224,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        kind, x_strides, y_strides = _TYPES.get(x.dtype), x.stride(), y.stride()
+        kind, x_strides, y_strides = TYPES.get(x.dtype), x.stride(), y.stride()
         rows_fit = len(x_strides) == 2 and x_strides[1] == 1 and y_strides[-1] == 1
         if kind is None or not rows_fit or x.dtype != y.dtype or x.shape != y.shape:
             return super().add(x, y)
@@ -309,7 +234,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        kind, weight_kind, strides = _TYPES.get(x.dtype), _TYPES.get(weight.dtype), x.stride()
+        kind, weight_kind, strides = TYPES.get(x.dtype), TYPES.get(weight.dtype), x.stride()
         weights_fit = weight_kind is not None and bias.dtype == weight.dtype
         weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
         if kind is None or not weights_fit or len(strides) not in (2, 3) or strides[-1] != 1:
@@ -333,7 +258,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def clamped_swish(self, x: Tensor, gate: ClampedSwish) -> Tensor:
-        kind, strides = _TYPES.get(x.dtype), x.stride()
+        kind, strides = TYPES.get(x.dtype), x.stride()
         if kind is None or len(strides) != 2 or strides[1] != 1:
             return super().clamped_swish(x, gate)
         rows, width = x.shape[0], x.shape[1] // 2
@@ -343,7 +268,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
-        kind, strides = _TYPES.get(logits.dtype), logits.stride()
+        kind, strides = TYPES.get(logits.dtype), logits.stride()
         rows, experts = logits.shape
         if kind is None or strides[1] != 1 or not 0 < top <= experts:
             return super().route(logits, top, routing)
@@ -389,7 +314,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
-        kind, strides = _TYPES.get(logits.dtype), logits.stride()
+        kind, strides = TYPES.get(logits.dtype), logits.stride()
         masks_fit = bitmask is None or bitmask.is_contiguous()
         if kind is None or strides[1] != 1 or not masks_fit or not _fits(sampling):
             return super().sample(logits, sampling, bitmask)
@@ -413,14 +338,6 @@ class CpuOps(ReferenceOps):
         )
         return tokens
 
-    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Where a kernel writes a result: contiguous, what is in it undefined."""
-        return torch.empty(shape, dtype=dtype)
-
-    def _kept(self, tensor: Tensor) -> Tensor:
-        """A tensor made of weights alone, which a kernel reads."""
-        return tensor
-
     def _check(self, bad: int, rows: Tensor, count: int) -> None:
         """Refuses the row at place ``bad``, where there is one.
 
@@ -431,9 +348,14 @@ class CpuOps(ReferenceOps):
             raise IndexError(f"row {int(rows[bad])} of a table with {count} rows")
 
 
-def _are_stacked(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
-    """Whether A ``[n, R, in]`` and B, a view of ``[n, R, out]``, lie in memory as the kernel reads them."""
-    return down.dtype == up.dtype == dtype and down.is_contiguous() and up.transpose(1, 2).is_contiguous()
+def _scales_of(kv: LayerKV) -> int:
+    """Where the scales of an int8 cache lie; 0 for another."""
+    if kv.scales is None:
+        assert kv.cache.dtype != torch.int8
+        return 0
+    assert kv.scales.dtype == torch.float32
+    assert kv.scales.is_contiguous()
+    return kv.scales.data_ptr()
 
 
 def _fits(sampling: SamplingInputs) -> bool:

@@ -111,7 +111,7 @@ class _LoweringOps(CpuOps, _Refusals):  # type: ignore[misc, valid-type]  # a cl
         self.captured: list[Capture] = []
         self.kept: list[Tensor] = []
         self._places: list[Tensor] = []
-        super().__init__(capturing_kernels(ops.isa, self.captured), deterministic=ops.deterministic)
+        super().__init__(capturing_kernels(ops.isa, self.captured))
 
     def lower(self, operation: str, arguments: Mapping[str, Any], places: Sequence[Tensor]) -> None:
         """Captures the kernels of one operation, whose results go to ``places``."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.kernels.experts import ClampedSwish, PackedExperts, grouped_by_expert
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
-from penstock.kernels.linear import ENCODINGS, PackedLinear, multiply_floats
+from penstock.kernels.linear import ENCODINGS, PackedLinear, multiply_floats, tensors_in_rows
 from penstock.kernels.ops import Activation, Gating, Ops, Routing
 from penstock.kernels.reference.attention import paged_attention
 from penstock.kernels.reference.sampling import sample
@@ -37,7 +37,7 @@ class ReferenceOps(Ops):
         return F.embedding(tokens, table)  # unlike table[tokens] it refuses a negative id
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
-        y = ENCODINGS[packed.encoding].multiply(x, packed.tensors, packed.bias)
+        y = ENCODINGS[packed.encoding].multiply(x, tensors_in_rows(packed), packed.bias)
         return y if lora is None else self._add_lora(y, x, packed, lora)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -171,15 +171,11 @@ class ReferenceOps(Ops):
                 rank = down.shape[1] if ranks is None else int(ranks[adapter])
                 rows = lora.order[begin:end]
                 if rank:
-                    delta = self._multiply(x[rows].float(), down[adapter, :rank].float(), None)
-                    delta = self._multiply(delta, up[adapter, :, :rank].float(), None)
+                    delta = multiply_floats(x[rows].float(), down[adapter, :rank].float(), None)
+                    delta = multiply_floats(delta, up[adapter, :, :rank].float(), None)
                     own = y[rows, part.start : part.stop]
                     y[rows, part.start : part.stop] = (own.float() + delta).to(y.dtype)
         return y
-
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x [T, in] @ weight.T + bias``, weight ``[out, in]`` of x's type: every product of `linear`."""
-        return multiply_floats(x, weight, bias)
 
 
 def _of_rows(lora: LoRAInputs | None, packed: PackedLinear, rows: Tensor) -> LoRAInputs | None:

@@ -15,14 +15,16 @@ def sample(
 ) -> Tensor:  # [R] int64
     """See `Ops.sample`."""
     scores = logits.double()
+    is_sound = (scores < torch.inf).all(-1)
     if bitmask is not None:
         scores = scores.masked_fill(~_unpack_bits(bitmask, logits.shape[-1]), -torch.inf)
-    tokens = scores.argmax(-1)
-    drawn = (sampling.temperature > 0) & (sampling.top_k != 1)
+    top, tokens = scores.max(-1)
+    is_sound &= top > -torch.inf
+    drawn = is_sound & (sampling.temperature > 0) & (sampling.top_k != 1)
     rows = drawn.nonzero()[:, 0]
     if len(rows):
-        tokens[rows] = _draw(scores[rows], _rows_of(sampling, rows))
-    return tokens
+        tokens[rows] = _draw(scores[rows], sampling.take(rows))
+    return tokens.where(is_sound, -1)
 
 
 def _draw(scores: Tensor, sampling: SamplingInputs) -> Tensor:
@@ -45,16 +47,6 @@ def _draw(scores: Tensor, sampling: SamplingInputs) -> Tensor:
     # Below the total even where the product rounds up to it: the last kept token, never one behind it.
     target = torch.minimum(sampling.uniforms[:, None] * total, torch.nextafter(total, 0 * total))
     return torch.searchsorted(mass, target, right=True)[:, 0]
-
-
-def _rows_of(sampling: SamplingInputs, rows: Tensor) -> SamplingInputs:
-    return SamplingInputs(
-        sampling.temperature[rows],
-        sampling.top_k[rows],
-        sampling.top_p[rows],
-        sampling.min_p[rows],
-        sampling.uniforms[rows],
-    )
 
 
 def _unpack_bits(bitmask: Tensor, vocabulary: int) -> Tensor:  # [R, V] bool

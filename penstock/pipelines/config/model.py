@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from penstock.driver import DeviceSpec
+from penstock.dtype import ENCODINGS
 from penstock.errors import ConfigError
 from penstock.pipelines.config.huggingface import HuggingFaceConfig
 from penstock.pipelines.config.settings import COUNT, TEXT, Rule, check_fields, setting
@@ -19,6 +21,8 @@ from penstock.pipelines.weights.safetensors import TensorHeader
 
 FLOAT_ENCODINGS = ("float32", "bfloat16", "float16")
 """The encodings that are element types: a checkpoint may be stored in one of them."""
+
+_STORED = (*FLOAT_ENCODINGS, "int4")  # the last in GGUF files: Q4_0 is the same
 
 
 def parse_devices(text: str) -> tuple[DeviceSpec, ...]:
@@ -46,11 +50,23 @@ _DEVICES = Rule(
 
 
 def _is_encoding(name: str) -> bool:
-    if name not in FLOAT_ENCODINGS:  # those need no kernels, and so no torch, to be known
+    if name not in ENCODINGS:  # those need no kernels, and so no torch, to be known
         from penstock.kernels import encoding_named
 
         encoding_named(name)
     return True
+
+
+@cache
+def _tell_of_another(encoding: str, wanted: str, device: str) -> None:
+    """Once in a process: configurations are copied, and asked again."""
+    logging.getLogger(__name__).warning(
+        "%s weights run in %s on %s, which cannot compute in them: for all their digits ask for "
+        "--quantization-encoding float32, in twice the memory",
+        wanted,
+        encoding,
+        device,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +91,7 @@ class ModelConfig:
     quantization_encoding: str | None = setting(
         None,
         Rule("the name of an encoding", _is_encoding),
-        "How weights are stored: float32, bfloat16 or float16; by default as in the checkpoint.",
+        "How weights are stored: float32, bfloat16, float16, int8 or int4; by default as in the checkpoint.",
     )
     max_length: int | None = setting(
         None,
@@ -127,18 +143,24 @@ class ModelConfig:
 
     @cached_property
     def encoding(self) -> str:
-        """The weights' encoding: the one asked for, else the element type that the checkpoint is stored in.
+        """The weights' encoding: the one asked for, else the type that the checkpoint is stored in; in place
+        of one that the device cannot compute in, the nearest that it can.
 
         Raises:
             ConfigError: none was asked for, and the checkpoint's type is no encoding.
         """
-        if self.quantization_encoding is not None:
-            return self.quantization_encoding
+        wanted = self.quantization_encoding or self._stored_encoding()
+        encoding = self.devices[0].encoding_in_place_of(wanted)
+        if encoding != wanted:
+            _tell_of_another(encoding, wanted, str(self.devices[0]))
+        return encoding
+
+    def _stored_encoding(self) -> str:
         stored = self._stored_type()
-        if stored not in FLOAT_ENCODINGS:
+        if stored not in _STORED:
             raise ConfigError(
                 "quantization_encoding",
-                f"must be one of {', '.join(FLOAT_ENCODINGS)}, as the checkpoint is stored in {stored}",
+                f"must be one of {', '.join(ENCODINGS)}, as the checkpoint is stored in {stored}",
             )
         return stored
 

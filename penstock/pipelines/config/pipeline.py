@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.pipelines.core import SamplingParams
 
 
-DETERMINISTIC_ENCODINGS = ("float32", "bfloat16")
+DETERMINISTIC_ENCODINGS = ("float32", "bfloat16", "int8", "int4")
 """The encodings in which a row's bits can be made to depend on the row alone."""
 
 
@@ -119,8 +119,7 @@ class PipelineConfig:
     deterministic: bool = setting(
         False,
         FLAG,
-        "Bit-equal results alone, batched, chunked and cached, in float32 and bfloat16; long prompts take a "
-        "little longer.",
+        "Bit-equal results alone, batched, chunked and cached, in float32 and bfloat16.",
     )
     num_threads: int | None = setting(
         None, THREADS, "Threads that compute on the CPU; by default one a core."
@@ -140,9 +139,10 @@ class PipelineConfig:
             ConfigError: lists those that have. Where no encoding is given, the checkpoint's is looked up.
         """
         if self.deterministic and self.model.encoding not in DETERMINISTIC_ENCODINGS:
-            known = " or ".join(DETERMINISTIC_ENCODINGS)
+            known = ", ".join(DETERMINISTIC_ENCODINGS)
             raise ConfigError(
-                "deterministic", f"needs quantization_encoding {known}, which is {self.model.encoding!r}"
+                "deterministic",
+                f"needs quantization_encoding to be one of {known}, is {self.model.encoding!r}",
             )
 
     @classmethod

@@ -184,8 +184,11 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         if start >= end:
             return []
         self._completion_start_idx = end
+        tokens = self.tokens[start:end].tolist()
+        if not self._log_probabilities_data:
+            return [(token, None) for token in tokens]
         pop = self._log_probabilities_data.pop
-        return [(token, pop(i, None)) for i, token in enumerate(self.tokens[start:end].tolist(), start)]
+        return [(token, pop(i, None)) for i, token in enumerate(tokens, start)]
 
     @property
     def prompt_log_probabilities(self) -> LogProbabilities | None:
@@ -342,6 +345,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         """Whether ``new_token``, the last one, ends the output."""
         if new_token in self.eos_token_ids:
             return True
+        if not self.eos_sequences:
+            return False
         return any(
             sequence[-1] == new_token
             and self._end_idx - len(sequence) >= self._prompt_len  # generated tokens alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any
 
 from penstock.errors import InputError
@@ -76,15 +77,20 @@ class SamplingParams:
         _check_bias(self.logit_bias)
         self._check_that_a_token_is_left()
 
-    @property
+    @cached_property
     def needs_penalties(self) -> bool:
         """True when a logit depends on the tokens so far."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
-    @property
+    @cached_property
     def has_logit_rules(self) -> bool:
         """True when some tokens are treated unlike the others in every step."""
         return bool(self.logit_bias or self.banned_token_ids) or self.allowed_token_ids is not None
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        """True when a step adjusts logits before it samples: rules, penalties, or a least length."""
+        return self.min_new_tokens > 0 or self.has_logit_rules or self.needs_penalties
 
     def _check_that_a_token_is_left(self) -> None:
         allowed = self.allowed_token_ids

@@ -134,10 +134,11 @@ class KVCacheManager:
         sequence = self._sequence(context)
         if self._is_rolled_back(context, sequence):
             self._reopen(context, sequence)
-        length = -(-(context.active_idx + lookahead) // self.block_size)
-        missing = length - sequence.num_blocks
-        if missing <= 0:
+        end = context.active_idx + lookahead
+        if end <= sequence.num_blocks * self.block_size:
             return
+        length = -(-end // self.block_size)
+        missing = length - sequence.num_blocks
         self._require(missing)
         self._grow_tables(length)
         for tables, pool in zip(self._tables, self._pools, strict=True):
@@ -203,8 +204,8 @@ class KVCacheManager:
     def inputs(
         self,
         contexts: Sequence[InputContext],
-        starts: npt.NDArray[np.integer] | None = None,  # [B]
-        counts: npt.NDArray[np.integer] | None = None,  # [B]
+        starts: Sequence[int] | None = None,  # [B]
+        counts: Sequence[int] | None = None,  # [B]
     ) -> KVCacheInputs:
         """What the kernels see of a batch whose blocks are reserved.
 
@@ -213,30 +214,31 @@ class KVCacheManager:
             starts: position of each context's first row in this step; its ``start_idx`` if not given.
             counts: how many rows it has; its ``active_length`` if not given. May be more, by drafts.
         """
-        size, block_size = len(contexts), self.block_size
         if starts is None:
-            starts = np.fromiter((context.start_idx for context in contexts), np.int64, size)
+            starts = [context.start_idx for context in contexts]
         if counts is None:
-            counts = np.fromiter((context.active_length for context in contexts), np.int64, size)
+            counts = [context.active_length for context in contexts]
         sequences = [self._sequence(context) for context in contexts]
         slots = [sequence.slot for sequence in sequences]
-        longest = max((sequence.num_blocks for sequence in sequences), default=1)
-        rows = np.repeat(np.arange(size), counts)  # [T]
-        offsets = np.cumsum(counts) - counts  # [B]
-        positions = np.arange(len(rows)) + np.repeat(starts - offsets, counts)  # [T]
-        columns, within = positions // block_size, positions % block_size
+        longest = max([1, *[sequence.num_blocks for sequence in sequences]])
+        ends = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
+        rows, positions = np.arange(len(sequences)), ends - 1  # of one row a context
+        if sum(counts) > len(sequences):
+            rows = np.repeat(rows, counts)  # [T]
+            positions = np.arange(len(rows)) + (ends - np.cumsum(counts))[rows]  # [T]
+        columns, within = np.divmod(positions, self.block_size)
         groups = []
         for group, table in zip(self.spec.groups, self._tables, strict=True):
-            tables = table[slots, : max(longest, 1)]  # [B, M], a copy
-            stored = tables[rows, columns].astype(np.int64) * block_size + within
+            tables = table[slots, :longest]  # [B, M], a copy
+            stored = tables[rows, columns].astype(np.int64) * self.block_size + within
             groups.append(KVGroupInputs(self._upload(tables), self._upload(stored), group.window))
         return KVCacheInputs(
-            lengths=self._upload((starts + counts).astype(np.int32)),
+            lengths=self._upload(ends.astype(np.int32)),
             groups=tuple(groups),
             group_of_layer=self._group_of_layer,
             caches=self.storage.caches,
             scales=self.storage.scales,
-            block_size=block_size,
+            block_size=self.block_size,
         )
 
     def check_integrity(self) -> None:
@@ -321,12 +323,13 @@ class KVCacheManager:
 
     def _is_rolled_back(self, context: InputContext, sequence: _Sequence) -> bool:
         """Whether the next rows would go into committed blocks, or miss some that a window has passed."""
-        if min(context.start_idx, context.committed_idx) < sequence.num_full * self.block_size:
+        start, num_committed = context.start_idx, sequence.num_full * self.block_size
+        if start < num_committed or context.committed_idx < num_committed:
             return True
-        return any(
-            group.first_visible(context.start_idx) // self.block_size < sequence.behind[index]
-            for index, group in self._windowed
-        )
+        for index, group in self._windowed:
+            if group.first_visible(start) // self.block_size < sequence.behind[index]:
+                return True
+        return False
 
     def _reopen(self, context: InputContext, sequence: _Sequence) -> None:
         """Goes back to the last block boundary from which the context can go on."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError, UnsupportedFeatureError, WeightsError
-from penstock.kernels import ENCODINGS, PackedLinear
+from penstock.kernels import PackedLinear, encoding_named, unpack_linear
 from penstock.pipelines.lora.adapter_config import AdapterConfig
 from penstock.pipelines.weights import Weights
 
@@ -182,9 +182,12 @@ def _check_copies(
                 f"{folder} has it of {list(weights.shape(name))}, the model of {list(expected.shape)}",
             )
         copy = weights.tensor(name, tuple(expected.shape))
-        if not torch.equal(copy.to(expected.dtype), expected) and not torch.equal(
+        is_equal = torch.equal(copy.to(expected.dtype), expected) or torch.equal(
             copy, expected.to(copy.dtype)
-        ):
+        )
+        if not is_equal and own not in base:  # the head was rounded as it was packed: so is the copy
+            is_equal = torch.equal(_as_packed(copy, layers[layer]), expected)
+        if not is_equal:
             raise UnsupportedFeatureError(
                 f"a retrained {own}", f"{folder} replaces the base model's, for all requests"
             )
@@ -202,8 +205,13 @@ def layer_shape(layers: Layers, layer: str) -> tuple[int, int]:
 
 
 def _unpacked(layers: Layers, layer: str) -> Tensor:  # [out, in]
-    packed = layers[layer]
-    return ENCODINGS[packed.encoding].unpack(packed.tensors)[_part(layers, layer)].cpu()
+    return unpack_linear(layers[layer])[_part(layers, layer)].cpu()
+
+
+def _as_packed(weight: Tensor, packed: PackedLinear) -> Tensor:  # [out, in], of either
+    """What would be left of a weight, had it been packed in the encoding of another."""
+    encoding = encoding_named(packed.encoding)
+    return encoding.unpack(encoding.pack(weight.to(encoding.compute_dtype.to_torch())))
 
 
 def _check_finite(folder: Path, matrices: Mapping[str, tuple[Tensor, Tensor]]) -> None:

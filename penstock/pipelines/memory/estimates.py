@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING
 
+from penstock.dtype import DType
 from penstock.pipelines.memory.demand import wanted_logit_rows
 from penstock.pipelines.weights import mxfp4
 from penstock.pipelines.weights.safetensors import TensorHeader
@@ -15,24 +16,36 @@ if TYPE_CHECKING:
     from penstock.pipelines.config import HuggingFaceConfig, PipelineConfig
 
 _OUTPUT_HEAD = "*lm_head.weight"
-_UNPACKED = ("*embed*.weight", "*wte.weight", "*wpe.weight", "*shared.weight", "*_bias", _OUTPUT_HEAD)
-"""Matrices that are looked up, biases of experts, and what stays in the activations' type for the quality of
-the logits."""
+_TABLES = ("*embed_tokens.weight", "*wte.weight")
+_UNPACKED = ("*embed*.weight", "*wte.weight", "*wpe.weight", "*shared.weight", "*_bias")
+"""Matrices that are looked up, and biases of experts."""
+_ROUTERS = ("*.gate.weight", "*.router.weight")
 
 
 def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
-    """Bytes that the weights take once loaded, in the encoding that they will have.
+    """Bytes that the weights take once loaded, in the encoding that they will have, or hardly more.
 
-    Linear layers count as packed; embedding tables, the output head, norms and biases in the type of the
-    activations; an output head that is tied to the embedding is counted once.
+    Linear layers and the output head count as packed, those that are fused one by one; embedding tables,
+    norms and biases in the type of the activations. An output head that is tied to the embedding is packed
+    beside the table. Of families that store ``[in, out]`` only the scales are counted wrongly.
     """
-    encoding = _encoding(pipeline_config)
-    tied = pipeline_config.model.huggingface_config.get("tie_word_embeddings", False)
-    return sum(
-        _loaded_size(name, header, encoding)
-        for name, header in pipeline_config.model.tensor_headers.items()
-        if not (tied and fnmatchcase(name, _OUTPUT_HEAD))
-    )
+    from penstock.kernels import encoding_named  # loads torch, and so does nn
+    from penstock.nn import encoding_of_head, encoding_of_linear
+
+    model = pipeline_config.model
+    floats = _encoding(pipeline_config).compute_dtype.value
+    size = 0
+    for name, header in model.tensor_headers.items():
+        shape = _linear_shape(name, header)
+        if shape:
+            *experts, out_features, in_features = shape
+            encoding = encoding_of_linear(model.encoding, out_features, in_features)
+            kind = encoding_named(floats if _is_one_of(name, _ROUTERS) else encoding)
+            size += prod(experts) * kind.num_bytes(out_features, in_features)
+        elif not fnmatchcase(name, _OUTPUT_HEAD):
+            size += _plain_size(name, header, floats)
+    head = encoding_named(encoding_of_head(model.encoding))
+    return size + sum(head.num_bytes(*shape) for shape in _head_shapes(pipeline_config))
 
 
 def estimate_activation_memory(pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
@@ -62,13 +75,7 @@ def estimate_adapters_size(pipeline_config: PipelineConfig) -> int:
         return 0
     headers = pipeline_config.model.tensor_headers
     shapes = [shape for name, header in headers.items() if (shape := _linear_shape(name, header))]
-    heads = [header.shape for name, header in headers.items() if fnmatchcase(name, _OUTPUT_HEAD)]
-    tables = [
-        header.shape
-        for name, header in headers.items()
-        if any(fnmatchcase(name, table) for table in ("*embed_tokens.weight", "*wte.weight"))
-    ]
-    shapes += heads or tables  # a tied head has the table's shape
+    shapes += _head_shapes(pipeline_config)
     width = sum(prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
     size = _encoding(pipeline_config).compute_dtype.size_in_bytes
     return config.max_loras * config.max_lora_rank * width * size
@@ -80,18 +87,27 @@ def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:
     return encoding_named(pipeline_config.model.encoding)
 
 
+def _head_shapes(pipeline_config: PipelineConfig) -> list[tuple[int, ...]]:
+    """``[V, E]`` of the output head: its own, or that of the table it is tied to."""
+    headers = pipeline_config.model.tensor_headers
+    heads = [header.shape for name, header in headers.items() if fnmatchcase(name, _OUTPUT_HEAD)]
+    return heads or [header.shape for name, header in headers.items() if _is_one_of(name, _TABLES)]
+
+
 def _linear_shape(name: str, header: TensorHeader) -> tuple[int, ...] | None:
     """``[out, in]`` or ``[N, out, in]`` of a linear layer or of N experts', once read; None for all else."""
     if header.type_name == "U8":
         return mxfp4.dequantized_shape(name, header.shape)
     is_matrix = len(header.shape) in (2, 3) and header.is_float
-    return None if not is_matrix or any(fnmatchcase(name, one) for one in _UNPACKED) else header.shape
+    return None if not is_matrix or _is_one_of(name, (*_UNPACKED, _OUTPUT_HEAD)) else header.shape
 
 
-def _loaded_size(name: str, header: TensorHeader, encoding: LinearEncoding) -> int:
-    shape = _linear_shape(name, header)
-    if shape:
-        return prod(shape[:-2]) * encoding.num_bytes(*shape[-2:])
+def _plain_size(name: str, header: TensorHeader, dtype: str) -> int:
+    """Of what is not packed; numbers in the type of the activations."""
     if header.is_float:
-        return header.num_elements * encoding.compute_dtype.size_in_bytes
+        return header.num_elements * DType(dtype).size_in_bytes
     return 0 if mxfp4.is_scales(name, header) else header.num_bytes
+
+
+def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -10,13 +10,15 @@
                              `-- computed --------'             one row, x, is left to catch up with
 
 The draft model samples with the seed and the positions of the context, and so with the very random numbers
-that the target will use: where the two agree on the distribution they agree on the token.
+that the target will use: where the two agree on the distribution they agree on the token. It drafts within
+the context's grammar, so that no draft is lost to it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,7 @@ from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.pipelines.memory import estimate_adapters_size, plan_memory
 from penstock.pipelines.model import KVCacheMixin, PipelineModel
 from penstock.pipelines.sampling import Sampler, adjust_logits
+from penstock.pipelines.structured_output import going_ahead, grammar_bitmask
 
 if TYPE_CHECKING:
     from penstock.engine import InferenceSession
@@ -207,14 +210,21 @@ class DraftModelProposer:
                 rows.append(row)
         drafted = [follower for follower, _ in drafting]
         logits = logits[rows]
-        while drafting:
-            self._take([follower for follower, _ in drafting], logits)
-            drafting = [(follower, width) for follower, width in drafting if len(follower.drafted) < width]
-            if drafting:
-                for follower, _ in drafting:
-                    follower.text.jump_ahead(follower.drafted[-1])
-                    follower.text.set_token_indices(start_idx=follower.text.end_idx - 1)
-                logits = self._forward([follower for follower, _ in drafting])
+        with ExitStack() as stack:
+            goes_on = {f.context.request_id: stack.enter_context(going_ahead(f.context)) for f in drafted}
+            while drafting:
+                self._take([follower for follower, _ in drafting], logits)
+                drafting = [
+                    (follower, width)
+                    for follower, width in drafting
+                    if goes_on[follower.context.request_id](follower.drafted[-1])
+                    and len(follower.drafted) < width
+                ]
+                if drafting:
+                    for follower, _ in drafting:
+                        follower.text.jump_ahead(follower.drafted[-1])
+                        follower.text.set_token_indices(start_idx=follower.text.end_idx - 1)
+                    logits = self._forward([follower for follower, _ in drafting])
         for follower in drafted:
             follower.text.rollback(len(follower.drafted) - 1)
         return drafted
@@ -231,12 +241,16 @@ class DraftModelProposer:
         contexts = [follower.context for follower in batch]
         sequences = np.arange(len(batch))
         positions = np.array([follower.text.end_idx for follower in batch])
+        bitmask = None
         if logits.shape[-1] == self._vocabulary:
             so_far = [follower.drafted for follower in batch]
             logits = adjust_logits(logits, contexts, sequences, positions, so_far)
+            bitmask = grammar_bitmask(contexts, sequences, self._vocabulary)
+            bitmask = None if bitmask is None else bitmask.to(logits.device)
         sampler = Sampler.for_batch([context.sampling_params for context in contexts], logits.device)
-        tokens = sampler(self._session.ops, logits, sequences, positions).tolist()
-        for follower, token in zip(batch, tokens, strict=True):
+        tokens = sampler(self._session.ops, logits, None, positions, bitmask)
+        # A row that is no distribution drafts any token: a wrong draft is no harm.
+        for follower, token in zip(batch, tokens.clamp(min=0).tolist(), strict=True):
             follower.drafted.append(token)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -85,6 +85,22 @@ def acceptable_drafts(context: TextContext, draft: list[int]) -> list[int]:
         while accepted < len(draft) and not matcher.is_terminated() and walk.accept(draft[accepted]):
             accepted += 1
     return draft[:accepted]
+
+
+@contextmanager
+def going_ahead(context: TextContext) -> Iterator[Callable[[int], bool]]:
+    """Lets a context's matcher go on with tokens that are taken back at the end.
+
+    In between `grammar_bitmask` says what may follow them. What it gives takes the next token and says
+    whether any may come after it: the grammar accepts it, and it does not end the output. Without a grammar
+    that is always so.
+    """
+    matcher = context.matcher
+    if matcher is None:
+        yield lambda token: True
+        return
+    with _restored(matcher) as walk:
+        yield lambda token: walk.accept(token) and not matcher.is_terminated()
 
 
 def _new_row(vocabulary: int) -> Tensor:  # [1, ceil(V / 32)] int32

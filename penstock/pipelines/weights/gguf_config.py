@@ -394,10 +394,12 @@ _FAMILIES: Mapping[str, Callable[[_Keys], dict[str, Any]]] = {
 
 
 def _dtype(file: GGUFFile) -> str:
-    """The type that most numbers are stored in; for blocks bfloat16, in which they take the least memory."""
+    """The type that most numbers are stored in. Blocks of Q4_0 are what the encoding ``int4`` is; others
+    become bfloat16, which has digits enough for all of them."""
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         name = tensor.block_type.name
         sizes[name] = sizes.get(name, 0) + tensor.num_bytes
     largest = max(sizes, key=lambda name: sizes[name], default="")
-    return {"F32": "float32", "F64": "float32", "F16": "float16"}.get(largest, "bfloat16")
+    known = {"F32": "float32", "F64": "float32", "F16": "float16", "Q4_0": "int4"}
+    return known.get(largest, "bfloat16")

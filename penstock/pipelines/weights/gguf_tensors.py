@@ -1,33 +1,17 @@
 """The tensors of GGUF files as torch has them.
 
-All numbers come as floats, which the model then packs in its own encoding. A packed encoding whose groups
-are a block's could take the codes and scales of Q8_0 and Q4_0 as they are, rows reordered, without loss: it
-would read them here, beside `gguf_tensor`.
+Numbers come as floats, which the model then packs in its own encoding. Those of Q4_0 can also be had as the
+integers and scales that they are (`gguf_rows`), for an encoding with the same groups.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from penstock.errors import WeightsError
 from penstock.pipelines.weights.gguf import BLOCK_SIZES
 from penstock.pipelines.weights.gguf_blocks import READERS, dequantize
 from penstock.pipelines.weights.gguf_names import GGUFTensor
-
-
-def map_file(file: Path) -> Tensor:
-    """The bytes of a file ``[size]``, mapped: read as it is looked at, and writes never reach the file.
-
-    Raises:
-        WeightsError: it cannot be mapped.
-    """
-    try:
-        return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
-    except (OSError, RuntimeError) as problem:
-        raise WeightsError(file, f"cannot be mapped: {problem}") from problem
 
 
 def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
@@ -49,6 +33,31 @@ def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
     if header.heads:
         tensor = _unpaired(tensor, header.heads)
     return tensor - header.excess if header.excess else tensor
+
+
+def gguf_rows(data: Tensor, header: GGUFTensor) -> dict[str, Tensor] | None:
+    """A linear layer's weight as the encoding ``int4`` has it, where it is stored in just these numbers:
+    in blocks of Q4_0, which are 32 integers from -8 to 7 and a float16 scale.
+
+    Args:
+        data: the bytes of its file.
+        header: which tensor.
+
+    Returns:
+        ``weight`` int8 ``[out, in]`` and ``scales`` float16 ``[out, in / 32]``, rows in the order of the
+        header; None for all other types.
+    """
+    if header.type_name != "Q4_0" or len(header.shape) != 2:
+        return None
+    in_features = header.shape[0 if header.is_transposed else 1]
+    stored = data[header.offset : header.offset + header.num_bytes]
+    blocks = stored.view(-1, in_features // 32, BLOCK_SIZES["Q4_0"])  # [out, G, 18]
+    scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+    codes = torch.cat([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], dim=2)
+    integers = codes.flatten(1).to(torch.int8) - 8
+    if header.heads:
+        integers, scales = _unpaired(integers, header.heads), _unpaired(scales, header.heads)
+    return {"weight": integers, "scales": scales}
 
 
 def _unpaired(rows: Tensor, heads: int) -> Tensor:

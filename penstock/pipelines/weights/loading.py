@@ -20,7 +20,8 @@ from penstock.dtype import DType
 from penstock.errors import WeightsError
 from penstock.pipelines.weights.checkpoint import read_tensor_headers
 from penstock.pipelines.weights.gguf_names import GGUFTensor
-from penstock.pipelines.weights.gguf_tensors import gguf_tensor, map_file
+from penstock.pipelines.weights.gguf_tensors import gguf_rows, gguf_tensor
+from penstock.pipelines.weights.mapping import drop_pages, map_file
 from penstock.pipelines.weights.safetensors import TensorHeader
 
 NUM_NAMES_SHOWN = 8
@@ -108,6 +109,39 @@ class Weights:
         elif header is not None and self._fits(name, header, shape):
             return self._files.tensor(self._names[name])
         return self._zeros(shape)
+
+    def quantized_rows(
+        self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The weight ``name`` of a linear layer as an encoding stores it in rows, where the checkpoint holds
+        just these numbers; None where it does not, and `tensor` is to be asked for floats.
+
+        Args:
+            name: of the tensor.
+            encoding: such as ``int4``.
+            shape: ``(out, in)``.
+            transposed: whether the checkpoint's shape is ``(in, out)``.
+        """
+        stored = self._names.get(name)
+        header = None if stored is None else self._files.headers[stored]
+        expected = shape[::-1] if transposed else shape
+        if encoding != "int4" or not isinstance(header, GGUFTensor) or header.shape != expected:
+            return None
+        if header.is_transposed != transposed or self._files.shapes_only:
+            return None
+        rows = self._files.rows(self._names[name])
+        if rows is not None:
+            self._asked_for(name)
+        return rows
+
+    def release(self, name: str) -> None:
+        """Lets go of the memory that a tensor's pages of its file take in this process.
+
+        They are read again by whoever looks at the tensor again: no number is lost.
+        """
+        stored = self._names.get(name)
+        if stored is not None:
+            self._files.release(stored)
 
     def bytes_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Tensor ``name`` of bytes, uint8: numbers that are packed in a way that the caller knows.
@@ -212,6 +246,7 @@ class _Files:
         self.headers = headers
         self.shapes_only = shapes_only
         self._open: dict[Path, Any] = {}
+        self._mapped: dict[str, Tensor] = {}  # of tensors that were read, the bytes in their files
 
     def tensor(self, name: str) -> Tensor:
         header = self.headers[name]
@@ -220,9 +255,7 @@ class _Files:
             assert header.dtype is not None
             return torch.empty(header.shape, dtype=header.dtype.to_torch(), device="meta")
         if isinstance(header, GGUFTensor):
-            if file not in self._open:
-                self._open[file] = map_file(file)
-            return gguf_tensor(self._open[file], header)
+            return gguf_tensor(self._map(name, header), header)
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
@@ -230,7 +263,25 @@ class _Files:
         except (SafetensorError, OSError) as problem:
             raise WeightsError(file, f"{name} cannot be read: {problem}") from problem
         assert isinstance(tensor, Tensor)
+        self._mapped[name] = tensor
         return tensor
+
+    def rows(self, name: str) -> dict[str, Tensor] | None:
+        header = self.headers[name]
+        assert isinstance(header, GGUFTensor)
+        return gguf_rows(self._map(name, header), header)
+
+    def _map(self, name: str, header: GGUFTensor) -> Tensor:
+        """The bytes of the whole file that holds a tensor."""
+        if header.file not in self._open:
+            self._open[header.file] = map_file(header.file)
+        data: Tensor = self._open[header.file]
+        self._mapped[name] = data[header.offset : header.offset + header.num_bytes]
+        return data
+
+    def release(self, name: str) -> None:
+        if (tensor := self._mapped.pop(name, None)) is not None:
+            drop_pages(tensor)
 
 
 @dataclass(slots=True)

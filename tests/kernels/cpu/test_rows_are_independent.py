@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import LayerKV, pack_linear
+from penstock.kernels import LayerKV
 from penstock.kernels.cpu import CpuOps, variants
 
 LENGTH, HEADS, KV_HEADS, DIM = 1200, 4, 2, 32  # more keys than two chunks of the kernel
@@ -40,26 +41,39 @@ def sequence(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.randn(LENGTH, HEADS, DIM).to(dtype), torch.randn(2, KV_HEADS, LENGTH, DIM).to(dtype)
 
 
-def attend(
-    ops: CpuOps, queries: Tensor, pairs: Tensor, pieces: list[slice], block_size: int, window: int | None
+def attend_pieces(
+    ops: CpuOps,
+    queries: Tensor,
+    pairs: Tensor,
+    pieces: list[slice],
+    block_size: int,
+    window: int | None,
+    *,
+    in_bytes: bool,
 ) -> Tensor:
     """Attention of pieces of the sequence, each as if it were a sequence of the batch."""
     blocks = -(-LENGTH // block_size)
     padded = torch.nn.functional.pad(pairs, (0, 0, 0, blocks * block_size - LENGTH))
     cache = padded.view(2, KV_HEADS, blocks, block_size, DIM).transpose(1, 2).contiguous()
+    scales = None
+    if in_bytes:
+        scales = cache.float().abs().amax(-1).clamp_min(1e-12) / 127
+        cache = (cache / scales[..., None]).round().to(torch.int8)
     tables = torch.arange(blocks).repeat(len(pieces), 1).int()
     counts = torch.tensor([0] + [piece.stop - piece.start for piece in pieces])
     lengths = torch.tensor([piece.stop for piece in pieces]).int()
     q = torch.cat([queries[piece] for piece in pieces])
-    kv = LayerKV(cache, tables, torch.empty(0, dtype=torch.int64), window)
+    kv = LayerKV(cache, tables, torch.empty(0, dtype=torch.int64), window, scales)
     return ops.attention(q, kv, counts.cumsum(0).int(), lengths, scale=DIM**-0.5)
 
 
+@pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("window", [None, 100, 700])
 def test_attention_whole_in_chunks_and_one_by_one(
-    ops: CpuOps, dtype: torch.dtype, window: int | None
+    ops: CpuOps, dtype: torch.dtype, window: int | None, in_bytes: bool
 ) -> None:
     queries, pairs = sequence(dtype)
+    attend = partial(attend_pieces, in_bytes=in_bytes)
     whole = attend(ops, queries, pairs, [slice(0, LENGTH)], 32, window)
     cuts = [0, 7, 300, 301, 700, LENGTH]
     chunks = [slice(a, b) for a, b in pairwise(cuts)]
@@ -72,25 +86,31 @@ def test_attention_whole_in_chunks_and_one_by_one(
 
 
 @pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("in_bytes", [False, True])
 @pytest.mark.parametrize("pieces", [[slice(LENGTH - 1, LENGTH)], [slice(1100, LENGTH), slice(600, 602)]])
-def test_attention_on_one_thread_and_on_several(ops: CpuOps, dtype: torch.dtype, pieces: list[slice]) -> None:
+def test_attention_on_one_thread_and_on_several(
+    ops: CpuOps, dtype: torch.dtype, pieces: list[slice], in_bytes: bool
+) -> None:
     queries, pairs = sequence(dtype)
     results = []
     for threads in (1, 2, 5):  # from 2 on, the chunks of keys of this few items are tasks of their own
         torch.set_num_threads(threads)
-        results.append(attend(ops, queries, pairs, pieces, 32, None))
+        results.append(attend_pieces(ops, queries, pairs, pieces, 32, None, in_bytes=in_bytes))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.usefixtures("_threads")
-def test_linear_alone_and_in_a_batch(ops: CpuOps, dtype: torch.dtype) -> None:
-    packed = pack_linear(torch.randn(1030, 520), str(dtype).removeprefix("torch."))
-    x = torch.randn(32, 520).to(dtype)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1030, 520), (64, 2051), (7, 3)])
+def test_linear_alone_and_in_a_batch(ops: CpuOps, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+    packed = ops.pack_linear(weight, str(dtype).removeprefix("torch."), bias=bias)
+    x = torch.randn(600, inputs + 3).to(dtype)[:, 1:-2]
     together = ops.linear(x, packed)
     torch.set_num_threads(2)
-    for rows in (1, 2, 5, 8, 17):
+    for rows in (1, 2, 3, 4, 5, 6, 7, 13, 24, 31, 32, 33, 100, 253):
         assert torch.equal(ops.linear(x[:rows], packed), together[:rows])
+        assert torch.equal(ops.linear(x[-rows:], packed), together[-rows:])
 
 
 @pytest.mark.usefixtures("_threads")

@@ -16,7 +16,14 @@ from support.running import context_of, feed, open_pipeline, random_tokens, step
 
 from penstock.dtype import DType
 from penstock.errors import ConfigError, UnsupportedFeatureError, WeightsError
-from penstock.kernels import ENCODINGS, ClampedSwish, PackedExperts, PackedLinear
+from penstock.kernels import (
+    ENCODINGS,
+    ClampedSwish,
+    PackedExperts,
+    PackedLinear,
+    pack_linear,
+    unpack_linear,
+)
 from penstock.kernels.linear import multiply_floats
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.memory import estimate_activation_memory, estimate_weights_size
@@ -153,8 +160,8 @@ def gates_for_ups(packed: PackedExperts) -> PackedExperts:
     def turned(linear: PackedLinear) -> PackedLinear:
         assert linear.bias is not None
         half = linear.out_features // 2
-        tensors = {"weight": linear.tensors["weight"].roll(half, 0)}
-        return replace(linear, tensors=tensors, bias=linear.bias.roll(half, 0))
+        weight, bias = unpack_linear(linear).roll(half, 0), linear.bias.roll(half, 0)
+        return pack_linear(weight, linear.encoding, bias=bias, slices=linear.slices)
 
     return replace(packed, gate_up=tuple(map(turned, packed.gate_up)))
 

@@ -166,9 +166,15 @@ class Lives(RuleBasedStateMachine):
         """No row goes where another context's table leads, or where a digest does."""
         inputs = self.manager.inputs(batch)
         offsets = np.cumsum([0, *(context.active_length for context in batch)])
+        assert inputs.lengths.tolist() == [context.active_idx for context in batch]
         for index, group in enumerate(inputs.groups):
             for row, context in enumerate(batch):
                 slots = group.slots[offsets[row] : offsets[row + 1]].numpy()
+                table = tables(self.manager, context)[index]
+                padding = [0] * (group.block_tables.shape[1] - len(table))
+                assert group.block_tables[row].tolist() == table + padding
+                places = [divmod(place, BLOCK) for place in range(context.start_idx, context.active_idx)]
+                assert slots.tolist() == [table[column] * BLOCK + within for column, within in places]
                 written = set((slots // BLOCK).tolist())
                 assert 0 not in written
                 for other in self.claimed:

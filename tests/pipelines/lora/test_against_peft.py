@@ -65,6 +65,21 @@ def test_a_tied_head_gets_its_adapter_and_the_embedding_none(tmp_path: Path) -> 
     torch.testing.assert_close(adapted_logits(checkpoint, adapter), expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_quantised_layers_and_heads_get_their_adapters(tied: bool, tmp_path: Path) -> None:
+    """PEFT saves a copy of a head with an adapter along: what it is held against has been rounded."""
+    checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": tied})
+    adapter = write_adapter(checkpoint, tmp_path / "adapter", target_modules=["lm_head", "up_proj"])
+    plain, quantised = (
+        step_logits(open_pipeline(checkpoint, quantization_encoding=encoding), [context_of(PROMPT)])[0]
+        for encoding in ("float32", "int8")
+    )
+    exact = adapted_logits(checkpoint, adapter)
+    found = adapted_logits(checkpoint, adapter, quantization_encoding="int8")
+    assert float((quantised - plain).norm()) > 0
+    assert float((found - exact).norm()) < 0.5 * float((plain - exact).norm())
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_stored_types(checkpoint: Path, stored: torch.dtype, tmp_path: Path) -> None:
     adapter = write_adapter(checkpoint, tmp_path)

@@ -19,8 +19,8 @@ from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM, SamplingParams
 from penstock.errors import UnknownArchitectureError, WeightsError
+from penstock.kernels import unpack_linear
 from penstock.pipelines.config import HuggingFaceConfig, PipelineConfig
-from penstock.pipelines.memory import estimate_weights_size
 from penstock.pipelines.registry import PIPELINE_REGISTRY
 from penstock.pipelines.weights import Weights
 
@@ -99,11 +99,8 @@ def test_16_bit_floats(family: str, kind: str, tmp_path: Path) -> None:
     file = write_gguf(checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind])
     expected = logits_of(checkpoint, quantization_encoding="float32")
     assert torch.equal(logits_of(file, quantization_encoding="float32"), expected)
-    assert PipelineConfig.from_flat({"model_path": str(file)}).model.encoding == dtype_name(dtype)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    found = PipelineConfig.from_flat({"model_path": str(file)}).model
+    assert found.encoding == ("float32" if dtype == torch.float32 else "bfloat16")  # float16 on the CPU
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
@@ -134,9 +131,50 @@ def test_blocks(kind: str, tmp_path: Path) -> None:
             numbers = numbers.view(heads, -1, 2, numbers.shape[1]).transpose(1, 2).reshape(numbers.shape)
         assert torch.equal(found, numbers), name
     model = PipelineConfig.from_flat({"model_path": str(tmp_path / "m.gguf")})
-    assert model.model.encoding == "bfloat16"
-    assert estimate_weights_size(model) == sum(2 * numbers.numel() for numbers in tensors.values())
+    assert model.model.encoding == ("int4" if kind == "Q4_0" else "bfloat16")
     assert torch.isfinite(logits_of(tmp_path / "m.gguf", quantization_encoding="float32")).all()
+
+
+def test_q4_0_stays_as_it_is(tmp_path: Path) -> None:
+    """In ``int4`` the layers hold the file's own integers and scales, each in its place, fused or not; what
+    has no such blocks is quantised beside them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}
+    checkpoint = checkpoint_of("llama", tmp_path, **sizes)
+    config = json.loads((checkpoint / "config.json").read_text())
+    tensors = load_file(checkpoint / "model.safetensors")
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    add_config(writer, config)
+    random = np.random.default_rng(0)
+    for name, tensor in converted(tensors, config).items():
+        if tensor.dim() == 1 or "attn_v" in name:
+            writer.add_tensor(name, tensor.float().numpy())
+        else:
+            blocks = _random_blocks(tuple(tensor.shape), "Q4_0", random)
+            writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType.Q4_0)
+    finish(writer)
+    pipeline = open_pipeline(tmp_path / "m.gguf", quantization_encoding=None)
+    network: Any = pipeline.model.network  # type: ignore[attr-defined]
+    weights = Weights.open(tmp_path / "m.gguf")
+    block, name = network.blocks[0], "model.layers.0"
+    parts = [
+        (block.attention.qkv, ["self_attn.q_proj", "self_attn.k_proj"]),
+        (block.attention.output, ["self_attn.o_proj"]),
+        (block.mlp.gate_up, ["mlp.gate_proj", "mlp.up_proj"]),
+        (block.mlp.down, ["mlp.down_proj"]),
+    ]
+    for linear, names in parts:
+        assert linear.packed.encoding == "int4"
+        whole, start = unpack_linear(linear.packed), 0
+        for part in names:
+            shape = weights.shape(f"{name}.{part}.weight")
+            expected = weights.tensor(f"{name}.{part}.weight", shape)
+            assert torch.equal(whole[start : start + shape[0]], expected), part
+            start += shape[0]
+    value = f"{name}.self_attn.v_proj.weight"
+    values = weights.tensor(value, weights.shape(value))
+    found = unpack_linear(block.attention.qkv.packed)[-len(values) :]
+    error = float((found - values).norm() / values.norm())
+    assert 0 < error < 0.12, "it was quantised"
 
 
 def _random_blocks(shape: tuple[int, ...], kind: str, random: np.random.Generator) -> np.ndarray:

@@ -1,4 +1,4 @@
-// Operations a row at a time: norms, rotary embedding, cache writes, activations, sums, row lookups, routing.
+// Operations a row at a time: norms, rotary embedding, activations, sums, row lookups, routing.
 
 template <class T, class TW>
 INLINE void norm_row(const T* x, const TW* weight, T* out, int64_t E, float eps) {
@@ -97,34 +97,6 @@ template <class T> static void rotary(const Rotary& a, const Team& team) {
 static int64_t work(const Rotary& a) { return ELEMENT * a.n * (a.H + a.K) * a.D; }
 static void run(const Rotary& a, const Team& team) { WITH_TYPE(a.type, T, rotary<T>(a, team)); }
 KERNEL(rotary, Rotary)
-
-struct StoreKV {  // k, v [n, K, D] with strides, to slots [n] = block * S + offset of cache [2, N, K, S, D]
-  int64_t type, cache_type;
-  const void *k, *v;
-  void* cache;
-  const int64_t* slots;
-  int64_t n, N, K, S, D, k_row, k_head, v_row, v_head;
-};
-
-template <class T, class TC> static void store_kv(const StoreKV& a, const Team& team) {
-  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++) {
-      TC* keys = (TC*)a.cache + (a.slots[t] / a.S * a.K * a.S + a.slots[t] % a.S) * a.D;
-      TC* values = keys + a.N * a.K * a.S * a.D;
-      for (int64_t h = 0; h < a.K; h++, keys += a.S * a.D, values += a.S * a.D) {
-        const T *key = (const T*)a.k + t * a.k_row + h * a.k_head, *value = (const T*)a.v + t * a.v_row + h * a.v_head;
-        for_vectors(a.D, EACH_VECTOR {
-          store(keys + i, load(key + i, lanes), lanes);
-          store(values + i, load(value + i, lanes), lanes);
-        });
-      }
-    }
-  });
-}
-
-static int64_t work(const StoreKV& a) { return ELEMENT * a.n * 2 * a.K * a.D; }
-static void run(const StoreKV& a, const Team& team) { WITH_TYPE(a.type, T, WITH_TYPE(a.cache_type, TC, store_kv<T, TC>(a, team))); }
-KERNEL(store_kv, StoreKV)
 
 struct Silu {
   INLINE vf of(vf x) { return x / (1 + exp(-x)); }

@@ -1,145 +1,234 @@
-// y [T, N] = x [T, n] w [N, n]^T + bias, on weights as they lie in the checkpoint. Few rows are multiplied as the
-// weights are read, once and in order: memory's speed is the limit. Many rows are taken in blocks that stay in a
-// core's cache. Each output is summed in an order that depends on n alone: a row's bits depend on no other row.
+// y [rows, N] = x [rows, K] w^T + bias, the weights packed in panels of 64 outputs (kernels/panels.py), for any
+// number of rows.
+//
+// A tile is a few rows of x by a panel: their sums stay in registers while the panel is read once, in order. It is
+// read from memory for the first tile only, and from the core's own cache for the others, as K is taken in blocks;
+// they fetch the next block meanwhile, so that memory does not wait for them. Each output is one chain of additions in the order of k, whatever the rows,
+// the tiles and the blocks: a row's bits depend on no other row.
 
-// What is multiplied: float by float or bfloat16 (widened), or bfloat16 by bfloat16 where there are dot products.
-template <class TW> struct Widened {
-  typedef float X;
-  typedef TW Weight;
-  static constexpr int STEP = W;
-  template <class L> INLINE vf read_x(const float* x, L lanes) { return load(x, lanes); }
-  template <class L> INLINE vf read_weight(const TW* w, L lanes) { return load(w, lanes); }
-  INLINE vf add_products(vf sum, vf x, vf w) { return fma(x, w, sum); }
+struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales: of encodings that have them apart
+  int64_t encoding, type;  // 0 float32, 1 bfloat16 (then x is of that type), 2 int8, 3 int4 (quantized.inl)
+  const void* x;
+  int64_t x_stride;
+  const void* panels;
+  const float* scales;
+  const void* bias;
+  void* y;
+  int64_t y_stride, rows, N, K;
 };
 
-#if PENSTOCK_DOT
-struct Dotted {
-  typedef bf16 X;
-  typedef bf16 Weight;
-  static constexpr int STEP = 2 * W;
-  INLINE __m512bh read_x(const bf16* p, Whole) { return (__m512bh)_mm512_loadu_si512(p); }
-  INLINE __m512bh read_x(const bf16* p, Some some) {
-    return (__m512bh)_mm512_maskz_loadu_epi16((1u << some.n) - 1, p);
+constexpr int64_t PANEL = 64;                 // outputs of a panel
+constexpr int VECTORS = W == 16 ? 4 : 2;      // of a panel that a tile takes at a time
+constexpr int TILE_ROWS = W == 4 ? 4 : 6;     // with VECTORS sums each, what the registers hold
+constexpr int64_t STEP_BYTES = 4 * PANEL;     // of a panel: a float, or two bfloat16, of each output
+constexpr int64_t BLOCK_STEPS = 512;          // of a panel that stay in a core's cache, with as many that are fetched
+constexpr int64_t CHUNK_ROWS = 252;           // of x, so that their sums stay there too
+constexpr int64_t LINE = 64;                  // bytes
+
+// How a step of a panel is multiplied: `terms` numbers of each row of x with those of 64 outputs.
+struct FloatSteps {
+  typedef float T;
+  static constexpr int TERMS = 1;
+  template <int terms, int ROWS>
+  INLINE void add(vf (&sums)[ROWS][VECTORS], const float* x, int64_t x_stride, const float* w) {
+    vf weights[VECTORS];
+    for (int v = 0; v < VECTORS; v++) weights[v] = load(w + v * W);
+    for (int r = 0; r < ROWS; r++) {
+      vf a = all(x[r * x_stride]);
+      for (int v = 0; v < VECTORS; v++) sums[r][v] = fma(a, weights[v], sums[r][v]);
+    }
   }
-  template <class L> INLINE __m512bh read_weight(const bf16* p, L lanes) { return read_x(p, lanes); }
-  INLINE vf add_products(vf sum, __m512bh x, __m512bh w) { return _mm512_dpbf16_ps(sum, x, w); }
+};
+
+// Two bfloat16 as one lane; of the last pair of an odd number, which ends the row, only the first is read.
+template <int terms> INLINE uint32_t pair_at(const bf16* x) {
+  uint32_t pair = 0;
+  __builtin_memcpy(&pair, x, 2 * terms);
+  return pair;
+}
+
+#if PENSTOCK_DOT
+struct PairSteps {
+  typedef bf16 T;
+  static constexpr int TERMS = 2;
+  template <int terms, int ROWS>
+  INLINE void add(vf (&sums)[ROWS][VECTORS], const bf16* x, int64_t x_stride, const bf16* w) {
+    vu weights[VECTORS];
+    for (int v = 0; v < VECTORS; v++) weights[v] = load((const uint32_t*)(w + 2 * v * W));
+    for (int r = 0; r < ROWS; r++) {
+      __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair_at<terms>(x + r * x_stride));
+      for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], a, (__m512bh)weights[v]);
+    }
+  }
+};
+#else
+struct PairSteps {
+  typedef bf16 T;
+  static constexpr int TERMS = 2;
+  template <int terms, int ROWS>
+  INLINE void add(vf (&sums)[ROWS][VECTORS], const bf16* x, int64_t x_stride, const bf16* w) {
+    const vu high = 0xffff0000u - vu{};
+    for (int term = 0; term < terms; term++) {  // one and then the other, for registers
+      vf weights[VECTORS];
+      for (int v = 0; v < VECTORS; v++) {
+        vu pairs = load((const uint32_t*)(w + 2 * v * W));
+        weights[v] = as_float(term ? pairs & high : pairs << 16);
+      }
+      for (int r = 0; r < ROWS; r++) {
+        vu pair = pair_at<terms>(x + r * x_stride) - vu{};
+        vf a = as_float(term ? pair & high : pair << 16);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = fma(a, weights[v], sums[r][v]);
+      }
+    }
+  }
 };
 #endif
 
-constexpr int WEIGHT_ROWS = W == 16 ? 4 : 2;  // with X_ROWS sums each, what the registers hold
-constexpr int X_ROWS = W == 16 ? 6 : 4;
-constexpr int64_t BLOCK_BYTES = 1 << 18;  // of the rows of x that are multiplied with all weights at a time
+// A block of a panel, and what is multiplied with it.
+template <class S> struct Block {
+  typedef typename S::T T;
+  const T *x, *w;
+  int64_t x_stride, terms;  // of K, that are in the block
+  const char* ahead;        // what is fetched meanwhile; null: nothing
+  float* sums;              // [rows, PANEL], of the blocks before and for those to come
+  bool first, last;         // of the panel's blocks
+  const T* bias;
+  T* y;
+  int64_t y_stride, outputs;  // that the panel has
 
-template <class P, int ROWS, int XS, class L>
-INLINE void add_step(vf (&sums)[ROWS][XS], const typename P::X* x, int64_t x_stride, const typename P::Weight* w,
-                     int64_t n, L lanes) {
-  decltype(P::read_weight(w, lanes)) weights[ROWS];
-  for (int r = 0; r < ROWS; r++) {
-    weights[r] = P::read_weight(w + r * n, lanes);
-    __builtin_prefetch(w + (r + ROWS) * n, 0, 2);  // the next rows, to L2: half as fast again as without
+  INLINE_MEMBER Block below(int64_t rows) const {
+    Block block = *this;
+    block.x += rows * x_stride;
+    block.sums += rows * PANEL;
+    block.y += rows * y_stride;
+    return block;
   }
-  for (int t = 0; t < XS; t++) {
-    auto units = P::read_x(x + t * x_stride, lanes);
-    for (int r = 0; r < ROWS; r++) sums[r][t] = P::add_products(sums[r][t], units, weights[r]);
-  }
-}
+};
 
-// ROWS outputs of XS rows of x.
-template <class P, class T, int ROWS, int XS>
-INLINE void dot_rows(const typename P::X* x, int64_t x_stride, const typename P::Weight* w, const T* bias, T* y,
-                     int64_t y_stride, int64_t n) {
-  vf sums[ROWS][XS] = {};
-  int64_t i = 0;
-  for (; i + P::STEP <= n; i += P::STEP) add_step<P>(sums, x + i, x_stride, w + i, n, Whole{});
-  if (i < n) add_step<P>(sums, x + i, x_stride, w + i, n, Some{n - i});
-  const Some outputs = {ROWS};
-  for (int t = 0; t < XS; t++) {
-    vf own[ROWS];
-    for (int r = 0; r < ROWS; r++) own[r] = sums[r][t];
-    vf output = sum_each(own);
-    store(y + t * y_stride, bias ? output + load(bias, outputs) : output, outputs);
-  }
-}
-
-template <class P, class T, int ROWS>
-INLINE void dot_all(const typename P::X* x, int64_t x_stride, const typename P::Weight* w, const T* bias, T* y,
-                    int64_t y_stride, int64_t rows, int64_t n) {
-  const int64_t tiles = ceil_div(rows, X_ROWS);  // of about equal height: 8 rows are 4 + 4, not 6 + 2
-  for (int64_t tile = 0; tile < tiles; tile++) {
-    int64_t begin = rows * tile / tiles, count = rows * (tile + 1) / tiles - begin;
-    const typename P::X* from = x + begin * x_stride;
-    T* to = y + begin * y_stride;
-    switch (count) {
-      case 1: dot_rows<P, T, ROWS, 1>(from, x_stride, w, bias, to, y_stride, n); break;
-      case 2: dot_rows<P, T, ROWS, 2>(from, x_stride, w, bias, to, y_stride, n); break;
-      case 3: dot_rows<P, T, ROWS, 3>(from, x_stride, w, bias, to, y_stride, n); break;
-      case 4: dot_rows<P, T, ROWS, 4>(from, x_stride, w, bias, to, y_stride, n); break;
-      case 5: dot_rows<P, T, ROWS, 5>(from, x_stride, w, bias, to, y_stride, n); break;
-      case 6: dot_rows<P, T, ROWS, 6>(from, x_stride, w, bias, to, y_stride, n); break;
+// Of each step FETCHED lines are fetched from `ahead`.
+template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<S>& block) {
+  const int64_t steps = block.terms / S::TERMS, x_stride = block.x_stride;
+  for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
+    const auto *x = block.x, *w = block.w + column * S::TERMS;
+    const char* ahead = block.ahead;
+    float* kept = block.sums + column;
+    vf sums[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+      for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(kept + r * PANEL + v * W);
+    for (int64_t i = 0; i < steps; i++, x += S::TERMS, w += PANEL * S::TERMS, ahead += FETCHED * LINE) {
+      for (int line = 0; line < FETCHED; line++) __builtin_prefetch(ahead + line * LINE, 0, 2);
+      S::template add<S::TERMS>(sums, x, x_stride, w);
+    }
+    if (S::TERMS > 1 && block.terms % S::TERMS) S::template add<1>(sums, x, x_stride, w);
+    if (!block.last) {
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, sums[r][v]);
+      continue;
+    }
+    for (int v = 0; v < VECTORS; v++) {
+      const int64_t begin = column + v * W, count = block.outputs - begin;
+      auto finish = [&](auto lanes) __attribute__((always_inline)) {
+        vf bias = block.bias ? load(block.bias + begin, lanes) : vf{};
+        for (int r = 0; r < ROWS; r++)
+          store(block.y + r * block.y_stride + begin, block.bias ? sums[r][v] + bias : sums[r][v], lanes);
+      };
+      if (count >= W) finish(Whole{});
+      else if (count > 0) finish(Some{count});
     }
   }
 }
 
-struct Linear {  // x [rows, n], rows strided; w [N, n]; bias [N] of x's type, or null; y [rows, N]
-  int64_t type, weight_type;
-  const void* x;
-  int64_t x_stride;
-  const void *w, *bias;
-  void* y;
-  int64_t rows, N, n;
-};
-
-template <class P, class T>
-static void multiply(const Linear& a, const typename P::X* x, int64_t x_stride, const Team& team) {
-  const auto* w = (const typename P::Weight*)a.w;
-  const T* bias = (const T*)a.bias;
-  T* y = (T*)a.y;
-  // Pieces are handed out as threads ask for them: one that has to wait for its core takes fewer.
-  const int64_t piece = max<int64_t>(16, round_up(ceil_div(a.N, 8 * team.size), WEIGHT_ROWS));
-  over_pieces(team, ceil_div(a.N, piece), [=](int64_t number) {
-    int64_t r = number * piece, end = min(a.N, r + piece);
-    for (; r + WEIGHT_ROWS <= end; r += WEIGHT_ROWS)
-      dot_all<P, T, WEIGHT_ROWS>(x, x_stride, w + r * a.n, bias ? bias + r : bias, y + r, a.N, a.rows, a.n);
-    for (; r < end; r++)
-      dot_all<P, T, 1>(x, x_stride, w + r * a.n, bias ? bias + r : bias, y + r, a.N, a.rows, a.n);
-  });
-}
-
-template <class TW> static void multiply(const Linear& a, const float* x, const Team& team) {
-  multiply<Widened<TW>, float>(a, x, a.x_stride, team);
-}
-
-template <class TW> static void multiply(const Linear& a, const bf16* x, const Team& team) {
-  float* wide = team.share(team.rank == 0 ? (float*)penstock_scratch(SHARED, a.rows * a.n * 4) : nullptr);
-  over_rows(team, a.rows, [=](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++)
-      for_vectors(a.n, EACH_VECTOR { store(wide + t * a.n + i, load(x + t * a.x_stride + i, lanes), lanes); });
-  });
-  team.barrier();
-  multiply<Widened<TW>, bf16>(a, wide, a.n, team);
-}
-
-#if PENSTOCK_DOT
-template <> void multiply<bf16>(const Linear& a, const bf16* x, const Team& team) {
-  multiply<Dotted, bf16>(a, x, a.x_stride, team);
-}
+template <class S, int FETCHED> static void multiply_tile(const Block<S>& block, int64_t rows) {
+  switch (rows) {
+    case 1: multiply_tile<S, 1, FETCHED>(block); break;
+    case 2: multiply_tile<S, 2, FETCHED>(block); break;
+    case 3: multiply_tile<S, 3, FETCHED>(block); break;
+    case 4: multiply_tile<S, 4, FETCHED>(block); break;
+#if PENSTOCK_LANES > 4
+    case 5: multiply_tile<S, 5, FETCHED>(block); break;
+    case 6: multiply_tile<S, 6, FETCHED>(block); break;
 #endif
-
-// About equally many rows a block, of a size that stays in a core's cache; but weights are read anew for each.
-template <class T, class TW> static void linear(const Linear& a, const Team& team) {
-  const int64_t most = max<int64_t>(BLOCK_BYTES / (a.n * sizeof(T)), 64), blocks = ceil_div(a.rows, most);
-  for (int64_t block = 0; block < blocks; block++) {
-    int64_t begin = a.rows * block / blocks, end = a.rows * (block + 1) / blocks;
-    Linear part = a;
-    part.y = (T*)a.y + begin * a.N;
-    part.rows = end - begin;
-    if (block) team.barrier();
-    multiply<TW>(part, (const T*)a.x + begin * a.x_stride, team);
   }
 }
 
-static int64_t work(const Linear& a) { return a.rows * a.N * a.n; }
+// All rows with a block, tile by tile: of about equal height, as 8 rows are 4 + 4 faster than 6 + 2. The first tiles
+// fetch, of each step, some of the lines of what comes next.
+template <class S> static void multiply_block(const Block<S>& block, int64_t rows) {
+  constexpr int64_t LINES = STEP_BYTES / LINE;
+  const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = block.terms / S::TERMS;
+  int64_t fetched = W == 16 && block.ahead ? 0 : LINES;
+  for (int64_t tile = 0; tile < tiles; tile++) {
+    const int64_t begin = rows * tile / tiles, height = rows * (tile + 1) / tiles - begin;
+    Block<S> part = block.below(begin);
+    if (fetched == LINES) {
+      multiply_tile<S, 0>(part, height);
+      continue;
+    }
+    part.ahead += fetched * LINE * steps;
+    if (tiles < LINES) {
+      multiply_tile<S, 2>(part, height);
+      fetched += 2;
+    } else {
+      multiply_tile<S, 1>(part, height);
+      fetched += 1;
+    }
+  }
+}
+
+// The outputs of a panel. `next` is the one that this thread is likely to be given after it.
+template <class S>
+static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const char* panel, const char* next,
+                           int64_t column, float* sums) {
+  typedef typename S::T T;
+  const int64_t steps = ceil_div(a.K, S::TERMS);
+  const bool once = rows <= TILE_ROWS;  // a single tile reads as fast as memory gives without our help
+  const int64_t blocks = once ? 1 : max<int64_t>(1, ceil_div(steps, BLOCK_STEPS));
+  for (int64_t number = 0; number < blocks; number++) {
+    const int64_t from = steps * number / blocks, to = steps * (number + 1) / blocks;
+    Block<S> block;
+    block.x = (const T*)a.x + begin * a.x_stride + from * S::TERMS;
+    block.w = (const T*)(panel + from * STEP_BYTES);
+    block.x_stride = a.x_stride;
+    block.terms = min(to * S::TERMS, a.K) - from * S::TERMS;
+    block.first = number == 0;
+    block.last = number == blocks - 1;
+    block.ahead = once ? nullptr : block.last ? next : panel + to * STEP_BYTES;
+    block.sums = sums;
+    block.bias = a.bias ? (const T*)a.bias + column : nullptr;
+    block.y = (T*)a.y + begin * a.y_stride + column;
+    block.y_stride = a.y_stride;
+    block.outputs = a.N - column;
+    multiply_block(block, rows);
+  }
+}
+
+// Panels times chunks of rows are handed out as threads ask for them: one that has to wait for its core takes
+// fewer. At first several panels at once, as memory is read fastest in long runs, and then one by one.
+template <class S> static void multiply(const Linear& a, const Team& team) {
+  const int64_t panels = ceil_div(a.N, PANEL), chunks = max<int64_t>(1, ceil_div(a.rows, CHUNK_ROWS));
+  const int64_t bytes = ceil_div(a.K, S::TERMS) * STEP_BYTES;
+  const int64_t run = 4, runs = chunks > 1 ? 0 : panels * 3 / 4 / run;
+  const char* w = (const char*)a.panels;
+  float* sums = (float*)penstock_scratch(OWN, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
+  over_pieces(team, runs + (panels - runs * run) * chunks, [=](int64_t piece) {
+    const bool long_one = piece < runs;
+    const int64_t first = long_one ? piece * run : runs * run + (piece - runs) / chunks;
+    const int64_t chunk = long_one ? 0 : (piece - runs) % chunks, count = long_one ? run : 1;
+    const int64_t begin = a.rows * chunk / chunks, end = a.rows * (chunk + 1) / chunks;
+    for (int64_t panel = first; panel < first + count; panel++) {
+      int64_t next = panel + 1 < first + count ? panel + 1 : panel + 1 + (long_one ? run : 1) * (team.size - 1);
+      multiply_panel<S>(a, begin, end - begin, w + panel * bytes, next < panels ? w + next * bytes : nullptr,
+                        panel * PANEL, sums);
+    }
+  });
+}
+
+#include "quantized.inl"
+
+static int64_t work(const Linear& a) { return a.rows * a.N * a.K; }
 static void run(const Linear& a, const Team& team) {
-  WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, linear<T, TW>(a, team)));
+  if (a.encoding == 0) multiply<FloatSteps>(a, team);
+  if (a.encoding == 1) multiply<PairSteps>(a, team);
+  if (a.encoding >= 2) run_quantized(a, team);
 }
 KERNEL(linear, Linear)

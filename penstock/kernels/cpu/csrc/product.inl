@@ -7,27 +7,52 @@
 struct Floats {
   typedef float Unit;
   static constexpr int TERMS = 1;  // products in a unit
+  static constexpr bool INTEGER = false;
   typedef vf Units;
-  INLINE vf add_product(vf sum, float a, vf b) { return fma(all(a), b, sum); }
+  typedef vf Sums;
+  INLINE_MEMBER static Sums add_product(Sums sum, float a, Units b) { return fma(all(a), b, sum); }
 };
 
 #if PENSTOCK_DOT
-struct Pairs {
+struct Pairs {  // of bfloat16
   typedef uint32_t Unit;
   static constexpr int TERMS = 2;
+  static constexpr bool INTEGER = false;
   typedef vu Units;
-  INLINE vf add_product(vf sum, uint32_t a, vu b) {
+  typedef vf Sums;
+  INLINE_MEMBER static Sums add_product(Sums sum, uint32_t a, Units b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+  }
+};
+
+struct Shorts {  // pairs of 16-bit integers, of which one is a widened byte: their sums are exact
+  typedef uint32_t Unit;
+  static constexpr int TERMS = 2;
+  static constexpr bool INTEGER = true;
+  typedef vu Units;
+  typedef vi Sums;
+  INLINE_MEMBER static Sums add_product(Sums sum, uint32_t a, Units b) {
+    return (vi)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32((int)a), (__m512i)b);
   }
 };
 #endif
 
+// A sum replaces what lies at `c`, or is added to it. One of integers replaces it as integers; to floats it is
+// added times `factor`.
+INLINE void begin_sum(vf& sum, const float* c, bool add) { sum = add ? load(c) : vf{}; }
+INLINE void begin_sum(vi& sum, const float*, bool) { sum = vi{}; }
+INLINE void end_sum(vf sum, float* c, bool, float) { store(c, sum); }
+INLINE void end_sum(vi sum, float* c, bool add, float factor) {
+  vf added = fma(__builtin_convertvector(sum, vf), all(factor), load(c));
+  store(c, add ? added : (vf)sum);
+}
+
 template <class P, int ROWS, int VECTORS>
 INLINE void product_tile(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
-                         int64_t ldc, int64_t n, bool add) {
-  vf sums[ROWS][VECTORS];
+                         int64_t ldc, int64_t n, bool add, const float* factors) {
+  typename P::Sums sums[ROWS][VECTORS];
   for (int m = 0; m < ROWS; m++)
-    for (int v = 0; v < VECTORS; v++) sums[m][v] = add ? load(c + m * ldc + v * W) : vf{};
+    for (int v = 0; v < VECTORS; v++) begin_sum(sums[m][v], c + m * ldc + v * W, add);
   for (int64_t i = 0; i < n; i++) {
     typename P::Units units[VECTORS];
     for (int v = 0; v < VECTORS; v++) units[v] = load(b + i * ldb + v * W);
@@ -35,28 +60,32 @@ INLINE void product_tile(const typename P::Unit* a, int64_t lda, const typename 
       for (int v = 0; v < VECTORS; v++) sums[m][v] = P::add_product(sums[m][v], a[m * lda + i], units[v]);
   }
   for (int m = 0; m < ROWS; m++)
-    for (int v = 0; v < VECTORS; v++) store(c + m * ldc + v * W, sums[m][v]);
+    for (int v = 0; v < VECTORS; v++)
+      end_sum(sums[m][v], c + m * ldc + v * W, add, P::INTEGER ? factors[m] : 0);
 }
 
 template <class P, int VECTORS>
 INLINE void product_columns(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
-                            int64_t ldc, int64_t M, int64_t n, bool add) {
+                            int64_t ldc, int64_t M, int64_t n, bool add, const float* factors) {
   int64_t m = 0;
-  for (; m + 4 <= M; m += 4) product_tile<P, 4, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add);
-  for (; m + 2 <= M; m += 2) product_tile<P, 2, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add);
-  for (; m < M; m++) product_tile<P, 1, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add);
+  for (; m + 4 <= M; m += 4)
+    product_tile<P, 4, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add, factors + m);
+  for (; m + 2 <= M; m += 2)
+    product_tile<P, 2, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add, factors + m);
+  for (; m < M; m++)
+    product_tile<P, 1, VECTORS>(a + m * lda, lda, b, ldb, c + m * ldc, ldc, n, add, factors + m);
 }
 
 // N is a multiple of W. Four vectors of sums for four rows want 16 registers of the 32 that AVX-512 has; the
-// others have 16 in all.
+// others have 16 in all. `factors` [M]: of sums of integers.
 template <class P>
 static void product(const typename P::Unit* a, int64_t lda, const typename P::Unit* b, int64_t ldb, float* c,
-                    int64_t ldc, int64_t M, int64_t N, int64_t n, bool add) {
+                    int64_t ldc, int64_t M, int64_t N, int64_t n, bool add, const float* factors) {
   int64_t j = 0;
   if (W == 16)
-    for (; j + 4 * W <= N; j += 4 * W) product_columns<P, 4>(a, lda, b + j, ldb, c + j, ldc, M, n, add);
-  for (; j + 2 * W <= N; j += 2 * W) product_columns<P, 2>(a, lda, b + j, ldb, c + j, ldc, M, n, add);
-  for (; j < N; j += W) product_columns<P, 1>(a, lda, b + j, ldb, c + j, ldc, M, n, add);
+    for (; j + 4 * W <= N; j += 4 * W) product_columns<P, 4>(a, lda, b + j, ldb, c + j, ldc, M, n, add, factors);
+  for (; j + 2 * W <= N; j += 2 * W) product_columns<P, 2>(a, lda, b + j, ldb, c + j, ldc, M, n, add, factors);
+  for (; j < N; j += W) product_columns<P, 1>(a, lda, b + j, ldb, c + j, ldc, M, n, add, factors);
 }
 
 // ---- turning W rows of W units: lane j of row i becomes lane i of row j ----
@@ -77,9 +106,38 @@ template <int H> INLINE void exchange(vu* rows) {
   }
 }
 
+#if PENSTOCK_LANES == 16
+// Squares of 4 within 128 bits, then squares of these: shuffles that need no table of indices.
+INLINE void transpose(vu* rows) {
+  __m512i pairs[W], fours[W];
+#pragma GCC unroll 8
+  for (int i = 0; i < W; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < W; i += 4) {  // fours[i + c]: lanes c, c + 4, c + 8, c + 12 of rows i to i + 3
+    fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+    fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+    fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+    fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    __m512i even = _mm512_shuffle_i32x4(fours[c], fours[c + 4], 0x88);
+    __m512i odd = _mm512_shuffle_i32x4(fours[c], fours[c + 4], 0xdd);
+    __m512i even_below = _mm512_shuffle_i32x4(fours[c + 8], fours[c + 12], 0x88);
+    __m512i odd_below = _mm512_shuffle_i32x4(fours[c + 8], fours[c + 12], 0xdd);
+    rows[c] = (vu)_mm512_shuffle_i32x4(even, even_below, 0x88);
+    rows[c + 4] = (vu)_mm512_shuffle_i32x4(odd, odd_below, 0x88);
+    rows[c + 8] = (vu)_mm512_shuffle_i32x4(even, even_below, 0xdd);
+    rows[c + 12] = (vu)_mm512_shuffle_i32x4(odd, odd_below, 0xdd);
+  }
+}
+#else
 INLINE void transpose(vu* rows) {
   exchange<1>(rows);
   exchange<2>(rows);
   if (W > 4) exchange<4 % W>(rows);
-  if (W > 8) exchange<8 % W>(rows);
 }
+#endif

@@ -146,22 +146,32 @@ static void fill_weights(Candidates& c, double* weights, float temperature) {
   }
 }
 
-// The first candidate up to which the weights add up to more than u of their total.
-static int64_t draw(const Candidates& c, double u) {
+// In several chains: one would wait for each addition.
+static double sum_of(const double* weights, int64_t n) {
+  constexpr int CHAINS = 4;
+  vd sums[CHAINS] = {};
+  int64_t i = 0;
+  for (; i + CHAINS * WD <= n; i += CHAINS * WD)
+    for (int chain = 0; chain < CHAINS; chain++) sums[chain] += load(weights + i + chain * WD);
+  vd together = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  double sum = 0;
+  for (int lane = 0; lane < WD; lane++) sum += together[lane];
+  for (; i < n; i++) sum += weights[i];
+  return sum;
+}
+
+// The first candidate up to which the weights add up to more than u of their total. `sums` has room for one of
+// each span.
+static int64_t draw(const Candidates& c, double u, double* sums) {
   constexpr int64_t SPAN = 256;
-  double total = 0;
-  auto sum_span = [&](int64_t begin) {
-    double sum = 0;
-    for (int64_t i = begin; i < min(begin + SPAN, c.n); i++) sum += c.weights[i];
-    return sum;
-  };
-  for (int64_t begin = 0; begin < c.n; begin += SPAN) total += sum_span(begin);
-  const double target = u * total;
+  const int64_t spans = ceil_div(c.n, SPAN);
+  for (int64_t i = 0; i < spans; i++) sums[i] = sum_of(c.weights + i * SPAN, min(SPAN, c.n - i * SPAN));
+  const double target = u * sum_of(sums, spans);
   double mass = 0;
-  for (int64_t begin = 0; begin < c.n; begin += SPAN) {
-    double with_span = mass + sum_span(begin);
+  for (int64_t span = 0; span < spans; span++) {
+    double with_span = mass + sums[span];
     if (with_span > target)
-      for (int64_t i = begin; i < min(begin + SPAN, c.n); i++)
+      for (int64_t i = span * SPAN; i < min((span + 1) * SPAN, c.n); i++)
         if ((mass += c.weights[i]) > target) return i;
     mass = with_span;
   }
@@ -170,12 +180,14 @@ static int64_t draw(const Candidates& c, double u) {
   return last;
 }
 
-// Scores as floats, forbidden ones -inf; returns the largest.
+// Scores as floats, forbidden ones -inf; returns the largest, NaN where a logit is not below +inf.
 template <class T> static float fill_scores(const T* logits, const uint32_t* bitmask, float* scores, int64_t n) {
   const vf nothing = all(-__builtin_inff());
   vf tops = nothing;
+  vi unsound = {};
   for_vectors(n, EACH_VECTOR {
     vf score = load(logits + i, lanes);
+    unsound |= ~(vi)(score < __builtin_inff());
     if (bitmask) {
       vu allowed = (bitmask[i / 32] >> (vu)(lane_index() + (int32_t)(i % 32))) & 1;
       score = allowed != 0 ? score : nothing;
@@ -183,9 +195,10 @@ template <class T> static float fill_scores(const T* logits, const uint32_t* bit
     store(scores + i, score, lanes);
     tops = vmax(tops, visible_lanes(score, lanes));
   });
-  return largest(tops);
+  return largest(as_float((vu)unsound & 0x3f800000)) > 0 ? __builtin_nanf("") : largest(tops);
 }
 
+// The first of the scores that is this one, which is there.
 static int64_t index_of(float score, const float* scores, int64_t n) {
   constexpr int64_t SPAN = 8 * W;
   int64_t i = 0;
@@ -194,9 +207,8 @@ static int64_t index_of(float score, const float* scores, int64_t n) {
     for (int64_t j = 0; j < SPAN; j += W) found |= load(scores + i + j) == score;
     if (largest(as_float((vu)found & 0x3f800000)) > 0) break;
   }
-  for (; i < n; i++)
-    if (scores[i] == score) return i;
-  return 0;  // no score is a number
+  while (scores[i] != score) i++;
+  return i;
 }
 
 struct Rule {
@@ -209,7 +221,8 @@ template <class T>
 static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, const Rule& rule, char* memory) {
   Candidates c = {(float*)memory, nullptr, nullptr, V, 0};
   c.top = fill_scores(logits, bitmask, c.scores, V);
-  if (rule.temperature <= 0 || rule.top_k == 1 || !(c.top > -__builtin_inff())) return index_of(c.top, c.scores, V);
+  if (!(c.top > -__builtin_inff())) return -1;
+  if (rule.temperature <= 0 || rule.top_k == 1) return index_of(c.top, c.scores, V);
   const int64_t size = round_up(V, W);
   double* weights = (double*)(memory + size * 4);
   Ranked* list = (Ranked*)(memory + size * 12);
@@ -218,8 +231,7 @@ static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, c
     cut_off(c, ids, bound_of_top_k(c, rule.top_k, list), (double)rule.top_k, list);
   fill_weights(c, weights, rule.temperature);
   if (rule.top_p < 1) {
-    double total = 0;
-    for (int64_t i = 0; i < c.n; i++) total += c.weights[i];
+    const double total = sum_of(c.weights, c.n);
     // The first of all stays, also at top_p 0.
     double target = max((double)rule.top_p * total, 1e-300);
     cut_off(c, ids, bound_of_top_p(c, rule.top_p, total, rule.temperature), target, list);
@@ -227,7 +239,7 @@ static int64_t sample_row(const T* logits, const uint32_t* bitmask, int64_t V, c
   if (rule.min_p > 0)
     for (int64_t i = 0; i < c.n; i++)
       if (c.weights[i] < rule.min_p) c.weights[i] = 0;  // the largest weight is 1
-  int64_t drawn = draw(c, rule.uniform);
+  int64_t drawn = draw(c, rule.uniform, (double*)list);
   return c.ids ? c.ids[drawn] : drawn;
 }
 

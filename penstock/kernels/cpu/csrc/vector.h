@@ -8,6 +8,7 @@ typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2)));
+typedef int8_t vb __attribute__((vector_size(W)));
 
 struct bf16 {
   uint16_t bits;
@@ -61,6 +62,7 @@ INLINE float widen(bf16 x) {
   __builtin_memcpy(&wide, &bits, 4);
   return wide;
 }
+INLINE float widen(int8_t x) { return x; }
 INLINE vf widen(vh x) { return as_float(__builtin_convertvector(x, vu) << 16); }
 
 INLINE vh narrow(vf x) {
@@ -74,6 +76,12 @@ INLINE vh narrow(vf x) {
 #endif
 }
 
+// To the nearest, to even ones in the middle. |x| < 2^22.
+INLINE vi rounded_to_integers(vf x) {
+  const float shift = 12582912.0f;  // 1.5 * 2^23: a sum with it has no place for a fraction
+  return (vi)as_bits(x + shift) - 0x4b400000;
+}
+
 INLINE vf load(const float* p) {
   vf x;
   __builtin_memcpy(&x, p, sizeof x);
@@ -84,6 +92,11 @@ INLINE vf load(const bf16* p) {
   __builtin_memcpy(&x, p, sizeof x);
   return widen(x);
 }
+INLINE vf load(const int8_t* p) {
+  vb x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
+}
 INLINE vu load(const uint32_t* p) {
   vu x;
   __builtin_memcpy(&x, p, sizeof x);
@@ -91,6 +104,10 @@ INLINE vu load(const uint32_t* p) {
 }
 INLINE void store(float* p, vf x) { __builtin_memcpy(p, &x, sizeof x); }
 INLINE void store(uint32_t* p, vu x) { __builtin_memcpy(p, &x, sizeof x); }
+INLINE void store(int8_t* p, vf x) {  // rounded to nearest even
+  vb rounded = __builtin_convertvector(rounded_to_integers(x), vb);
+  __builtin_memcpy(p, &rounded, sizeof rounded);
+}
 INLINE void store(bf16* p, vf x) {
   vh rounded = narrow(x);
   __builtin_memcpy(p, &rounded, sizeof rounded);
@@ -101,9 +118,16 @@ INLINE void store(bf16* p, vf x) {
 INLINE __mmask16 first(int64_t n) { return (__mmask16)((1u << n) - 1); }
 INLINE vf load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
 INLINE vf load(const bf16* p, int64_t n) { return widen((vh)_mm256_maskz_loadu_epi16(first(n), p)); }
+INLINE vf load(const int8_t* p, int64_t n) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n), p)));
+}
 INLINE vu load(const uint32_t* p, int64_t n) { return (vu)_mm512_maskz_loadu_epi32(first(n), p); }
+INLINE void store(uint32_t* p, vu x, int64_t n) { _mm512_mask_storeu_epi32(p, first(n), (__m512i)x); }
 INLINE void store(float* p, vf x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
 INLINE void store(bf16* p, vf x, int64_t n) { _mm256_mask_storeu_epi16(p, first(n), (__m256i)narrow(x)); }
+INLINE void store(int8_t* p, vf x, int64_t n) {
+  _mm512_mask_cvtepi32_storeu_epi8(p, first(n), (__m512i)rounded_to_integers(x));
+}
 #else
 template <class T> INLINE auto load(const T* p, int64_t n) {
   T lanes[W] = {};
@@ -135,8 +159,14 @@ template <class Body> INLINE void for_vectors(int64_t n, Body body) {
   for (; i + W <= n; i += W) body(i, Whole{});
   if (i < n) body(i, Some{n - i});
 }
+INLINE int64_t count_of(Whole) { return W; }
+INLINE int64_t count_of(Some some) { return some.n; }
 template <class T> INLINE auto load(const T* p, Whole) { return load(p); }
 template <class T> INLINE auto load(const T* p, Some some) { return load(p, some.n); }
+INLINE void store(uint32_t* p, vu x, Whole) { store(p, x); }
+#if PENSTOCK_LANES == 16
+INLINE void store(uint32_t* p, vu x, Some some) { store(p, x, some.n); }
+#endif
 template <class T> INLINE void store(T* p, vf x, Whole) { store(p, x); }
 template <class T> INLINE void store(T* p, vf x, Some some) { store(p, x, some.n); }
 // x where the row goes on, elsewhere `filler`.
@@ -176,11 +206,13 @@ INLINE vf sum_each(vf (&x)[4]) {
   return __builtin_shuffle(y, lane_index() * (W / 4) & (W - 1));
 }
 
-INLINE float largest(vf x) {
+// The largest lane, in all lanes.
+INLINE vf largest_everywhere(vf x) {
 #pragma GCC unroll 4
   for (int distance = W / 2; distance; distance /= 2) x = vmax(x, exchanged(x, distance));
-  return x[0];
+  return x;
 }
+INLINE float largest(vf x) { return largest_everywhere(x)[0]; }
 
 // ---- functions ----
 
@@ -203,6 +235,27 @@ INLINE vf exp(vf x) {
   vi exponent = __builtin_convertvector(n, vi) << 23;
   vf y = as_float(as_bits(p) + (vu)exponent);
   return x > -87.3f ? y : (x == x ? vf{} : x);
+}
+
+// e^x for x <= 0, with as many terms as its use asks for; 0 below -87.3, NaN for NaN. Relative errors, of sums
+// fitted for the largest one to be least: 1e-4 (3 terms), 3e-6 (4), 1e-7 (5).
+template <int TERMS> INLINE vf exp_below(vf x) {
+  const float shift = 12582912.0f;
+  vf shifted = fma(x, all(1.44269504f), all(shift)), n = shifted - shift;
+  vf r = fma(n, all(-0.693147182f), x);
+  if (TERMS > 4) {
+    r = fma(n, all(-0.693359375f), x);
+    r = fma(n, all(2.12194440e-4f), r);
+  }
+  const float sums[3][5] = {{1.00019586f, 0.504130423f, 0.165179759f},
+                            {0.99996686f, 0.50003016f, 0.167874739f, 0.04151385f},
+                            {0.999999702f, 0.499991506f, 0.166676357f, 0.0418979302f, 0.00829031505f}};
+  vf p = all(sums[TERMS - 3][TERMS - 1]);
+#pragma GCC unroll 4
+  for (int i = TERMS - 2; i >= 0; i--) p = fma(p, r, all(sums[TERMS - 3][i]));
+  p = fma(p, r, all(1.0f));
+  vf y = as_float(as_bits(p) + (as_bits(shifted) << 23));  // the low bits of `shifted` are those of n
+  return x <= -87.3f ? vf{} : y;
 }
 
 INLINE vf tanh(vf x) {

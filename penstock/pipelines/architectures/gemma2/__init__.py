@@ -37,7 +37,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="gemma2",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:Gemma2Model",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("google/gemma-2-2b-it",),
     tiny_config=tiny_config,
 )

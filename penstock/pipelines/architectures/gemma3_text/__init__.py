@@ -37,7 +37,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="gemma3_text",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:Gemma3TextModel",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("google/gemma-3-1b-it", "google/gemma-3-270m-it"),
     tiny_config=tiny_config,
 )

@@ -30,7 +30,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="gpt2",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:GPT2Model",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("openai-community/gpt2", "distilbert/distilgpt2"),
     tiny_config=tiny_config,
 )

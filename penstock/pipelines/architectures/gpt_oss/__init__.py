@@ -46,7 +46,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="gpt_oss",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:GptOssModel",
-    supported_encodings=("float32", "bfloat16", "float16"),
     supported_quantizations=("mxfp4",),
     example_repo_ids=("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
     tiny_config=tiny_config,

@@ -25,13 +25,17 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
     gate_up_bias = load.source.tensor(f"{name}.gate_up_proj_bias", (experts, 2 * inner))
     down_bias = load.source.tensor(f"{name}.down_proj_bias", (experts, hidden))
     # No parts are named: no checkpoint and no adapter has names for one expert's matrices.
-    return PackedExperts(
+    packed = PackedExperts(
         tuple(
             load.pack(_in_halves(gate_up(i)), {}, bias=_in_halves(gate_up_bias[i])).packed
             for i in range(experts)
         ),
         tuple(load.pack(down(i), {}, bias=down_bias[i]).packed for i in range(experts)),
     )
+    for tensor in ("gate_up_proj", "down_proj"):
+        for part in ("", "_blocks", "_scales"):
+            load.source.release(f"{name}.{tensor}{part}")
+    return packed
 
 
 def _matrices(

@@ -37,7 +37,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="granite",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:GraniteModel",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("ibm-granite/granite-3.3-2b-instruct",),
     tiny_config=tiny_config,
 )

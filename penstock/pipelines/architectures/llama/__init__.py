@@ -31,7 +31,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="llama",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:LlamaModel",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("meta-llama/Llama-3.2-1B-Instruct", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
     tiny_config=tiny_config,
 )

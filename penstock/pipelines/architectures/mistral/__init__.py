@@ -32,7 +32,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="mistral",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:MistralModel",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-Nemo-Instruct-2407"),
     tiny_config=tiny_config,
 )

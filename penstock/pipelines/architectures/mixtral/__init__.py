@@ -34,7 +34,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="mixtral",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:MixtralModel",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("mistralai/Mixtral-8x7B-Instruct-v0.1", "mistralai/Mixtral-8x22B-Instruct-v0.1"),
     tiny_config=tiny_config,
 )

@@ -32,7 +32,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="olmo2",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:Olmo2Model",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("allenai/OLMo-2-0425-1B-Instruct",),
     tiny_config=tiny_config,
 )

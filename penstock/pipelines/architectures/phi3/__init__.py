@@ -35,7 +35,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="phi3",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:Phi3Model",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("microsoft/Phi-3-mini-4k-instruct", "microsoft/Phi-4-mini-instruct"),
     tiny_config=tiny_config,
 )

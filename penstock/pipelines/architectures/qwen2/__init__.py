@@ -34,7 +34,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="qwen2",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:Qwen2Model",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("Qwen/Qwen2.5-0.5B-Instruct", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
     tiny_config=tiny_config,
 )

@@ -34,7 +34,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="qwen3",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:Qwen3Model",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"),
     tiny_config=tiny_config,
 )

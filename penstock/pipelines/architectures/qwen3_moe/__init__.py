@@ -40,7 +40,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="qwen3_moe",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:Qwen3MoeModel",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-Coder-30B-A3B-Instruct"),
     tiny_config=tiny_config,
 )

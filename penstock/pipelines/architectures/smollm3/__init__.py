@@ -36,7 +36,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="smollm3",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:SmolLM3Model",
-    supported_encodings=("float32", "bfloat16", "float16"),
     example_repo_ids=("HuggingFaceTB/SmolLM3-3B",),
     tiny_config=tiny_config,
 )

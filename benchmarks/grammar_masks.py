@@ -1,0 +1,128 @@
+"""What grammars cost a step: the masks of a batch, and the question what they force.
+
+    python benchmarks/grammar_masks.py TOKENIZER                  # its folder; a large vocabulary tells more
+    python benchmarks/grammar_masks.py TOKENIZER --batch 32 --steps 200 --json out.json
+
+No model runs: each context is fed the tokens of a document that its JSON schema allows, from another place
+than its neighbours, as a batch would stand after a while. Times are of one thread; the machine should be
+idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from against_transformers import machine
+
+from penstock.pipelines import TextTokenizer
+from penstock.pipelines.config import StructuredOutputConfig
+from penstock.pipelines.core import Grammar, TextContext
+from penstock.pipelines.structured_output import GrammarCompiler, forced_tokens, grammar_bitmask
+
+TEXT, COUNT = {"type": "string"}, {"type": "integer"}
+WORKS: list[tuple[dict[str, Any], Any]] = [
+    (
+        {
+            "properties": {"name": TEXT, "age": COUNT, "tags": {"type": "array", "items": TEXT}},
+            "required": ["name", "age", "tags"],
+        },
+        {"name": "Anna Maria Lund, of the house by the sea", "age": 37, "tags": ["one", "two words"]},
+    ),
+    ({}, {"name": "Anna Maria Lund, of the house by the sea", "age": 37, "tags": [1.5, {"a": None}]}),
+    (
+        {
+            "properties": {
+                "id": {"type": "string", "pattern": "^[a-z]{3}-[0-9]{4}$"},
+                "date": {"type": "string", "format": "date-time"},
+            },
+            "required": ["id", "date"],
+        },
+        {"id": "abc-1234", "date": "2024-02-03T10:11:12Z"},
+    ),
+    (
+        {
+            "properties": {
+                "text": {"type": "string", "minLength": 5, "maxLength": 200},
+                "kind": {"enum": ["alpha", "beta", "gamma delta"]},
+            },
+            "required": ["text", "kind"],
+        },
+        {"text": "some text of a bounded length, with words", "kind": "gamma delta"},
+    ),
+]
+
+
+def main() -> None:
+    """Runs what the command line asks for and prints a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tokenizer", type=Path)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    tokenizer = TextTokenizer(options.tokenizer, max_length=4096)
+    config = StructuredOutputConfig(compile_timeout=600.0)
+    grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, config=config)
+    rows = [_Row(tokenizer, grammars, place) for place in range(options.batch)]
+    contexts, sequences = [row.context for row in rows], np.arange(options.batch)
+    seconds: dict[str, list[float]] = {"masks": [], "certain": []}
+    for _ in range(options.steps):
+        start = time.perf_counter()
+        grammar_bitmask(contexts, sequences, tokenizer.vocab_size)
+        filled = time.perf_counter()
+        for context in contexts:
+            forced_tokens(context, 64, tokenizer.vocab_size)
+        seconds["certain"].append(time.perf_counter() - filled)
+        seconds["masks"].append(filled - start)
+        for row in rows:
+            row.step()
+    print(f"{machine()}\n{options.batch} rows, vocabulary of {tokenizer.vocab_size}, milliseconds a step")
+    report: dict[str, Any] = {"machine": machine(), "batch": options.batch}
+    for name, values in seconds.items():
+        report[name] = [1000 * float(np.quantile(values, part)) for part in (0.5, 0.9)]
+        print(f"{name:8} median {report[name][0]:.2f}, of ten the slowest {report[name][1]:.2f}")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2))
+
+
+class _Row:
+    """A context that walks through a document again and again."""
+
+    def __init__(self, tokenizer: TextTokenizer, grammars: GrammarCompiler, place: int) -> None:
+        schema, document = WORKS[place % len(WORKS)]
+        text = json.dumps({"type": "object"} | schema)
+        self.context = TextContext(
+            prompt=[1],
+            max_length=4096,
+            tokens=np.array([1]),
+            grammar=Grammar("json_schema", text),
+            eos_token_ids=tokenizer.eos_token_ids,
+        )
+        while not grammars.ready(self.context):
+            time.sleep(0.01)
+        self._tokens = tokenizer.encode_text(json.dumps(document), add_special_tokens=False).tolist()
+        self._next = 0
+        for _ in range(3 * (place // len(WORKS))):
+            self.step()
+
+    def step(self) -> None:
+        """Takes the next token of the document, or begins again."""
+        matcher = self.context.matcher
+        assert matcher is not None
+        if self._next == len(self._tokens):
+            matcher.reset()
+            self._next = 0
+        else:
+            assert matcher.accept_token(self._tokens[self._next])
+            self._next += 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The same weights for every engine: a checkpoint of random ones, and what a peer's tools make of it."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import tarfile
+from pathlib import Path
+
+from benchmarks.peers.peers import Peer, python_of
+from penstock.benchmarking.random_weights import config_of_shape, write_random_checkpoint
+
+_POSITIONS = 8192
+_MORE = {  # what only Penstock has defaults for
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # kinds of pieces in a SentencePiece model
+_QUANTIZE = """
+import ctypes, sys, llama_cpp as api
+params = api.llama_model_quantize_default_params()
+params.ftype = getattr(api, "LLAMA_FTYPE_MOSTLY_" + sys.argv[3])
+sys.exit(api.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ctypes.byref(params)))
+"""
+
+
+def checkpoint(shape: str, folder: Path) -> Path:
+    """The folder of a checkpoint of random weights, written if it is not there yet.
+
+    Args:
+        shape: as `config_of_shape` has it.
+        folder: where all checkpoints are.
+
+    Raises:
+        InputError: there is no such shape.
+    """
+    target = folder / Path(shape).name
+    if not (target / "complete").exists():
+        target.mkdir(parents=True, exist_ok=True)
+        config = {**_MORE, **config_of_shape(shape), "max_position_embeddings": _POSITIONS}
+        config.setdefault("architectures", [_ARCHITECTURES[config["model_type"]]])
+        write_random_checkpoint(target, config)
+        described = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0"}
+        (target / "tokenizer_config.json").write_text(json.dumps(described))
+        (target / "tokenizer.model").write_bytes(sentencepiece_model())
+        (target / "complete").touch()
+    return target
+
+
+def vocabulary_of(folder: Path) -> int:
+    """How many tokens the model of a checkpoint knows."""
+    return int(json.loads((folder / "config.json").read_text())["vocab_size"])
+
+
+def sentencepiece_model() -> bytes:
+    """The shortest tokenizer that llama.cpp's converter takes; it fills up the vocabulary by itself."""
+    pieces = [("<unk>", _UNKNOWN), ("<s>", _CONTROL), ("</s>", _CONTROL), ("t", _NORMAL)]
+    return b"".join(_piece(text.encode(), kind) for text, kind in pieces)
+
+
+def _piece(text: bytes, kind: int) -> bytes:
+    """A protocol buffer: field 1 of the model, with the fields text, score and kind."""
+    body = b"\x0a" + bytes([len(text)]) + text + b"\x15" + struct.pack("<f", 0.0) + b"\x18" + bytes([kind])
+    return b"\x0a" + bytes([len(body)]) + body
+
+
+def converted(peer: Peer, encoding: str, source: Path, venvs: Path) -> Path:
+    """What a peer loads for a checkpoint in one of its encodings, made by its own tools if it is not there.
+
+    Raises:
+        CalledProcessError: a tool failed, and has said why.
+    """
+    if peer.name == "llama_cpp":
+        return _gguf(encoding, source, venvs)
+    if peer.name == "openvino":
+        return _openvino(encoding, source, venvs / peer.name)
+    return source
+
+
+def _gguf(encoding: str, source: Path, venvs: Path) -> Path:
+    python = python_of(venvs / "llama_cpp")
+    plain, wanted = source / "bf16.gguf", source / f"{encoding}.gguf"
+    if not plain.exists():
+        part = plain.with_suffix(".part")
+        command = [python, _converter(venvs / "llama_cpp.source"), source, "--outtype", "bf16"]
+        subprocess.run([*command, "--outfile", part], check=True)
+        part.rename(plain)
+    if not wanted.exists():
+        part = wanted.with_suffix(".part")
+        subprocess.run([python, "-c", _QUANTIZE, plain, part, encoding], check=True)
+        part.rename(wanted)
+    return wanted
+
+
+def _converter(source: Path) -> Path:
+    """The script in the source distribution, unpacked beside it."""
+    name = "*/vendor/llama.cpp/convert_hf_to_gguf.py"
+    if not (found := sorted(source.glob(name))):
+        (packed,) = source.glob("*.tar.gz")
+        with tarfile.open(packed) as archive:
+            archive.extractall(source, filter="data")
+        found = sorted(source.glob(name))
+    return found[0]
+
+
+def _openvino(encoding: str, source: Path, venv: Path) -> Path:
+    target = source / f"openvino-{encoding}"
+    if not target.exists():
+        part = source / f"openvino-{encoding}.part"
+        grouped = ["--group-size", "128", "--ratio", "1.0"] if encoding == "int4" else []
+        command = [venv / "bin" / "optimum-cli", "export", "openvino", "--model", source]
+        command += ["--task", "text-generation-with-past", "--weight-format", encoding, *grouped, part]
+        subprocess.run(command, check=True)
+        part.rename(target)
+    return target

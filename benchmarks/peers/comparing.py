@@ -1,0 +1,108 @@
+"""Two engines at the same work in turn, A B A B: every pair has prompts of its own, the same for both."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any
+
+from benchmarks.peers.engines import Engine
+from benchmarks.peers.works import Opener, Result, Work, prompts_of, run, run_fresh
+
+Probe = Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Who plays, and by which rules."""
+
+    ours: Opener
+    theirs: Opener
+    vocabulary: int
+    pairs: int
+    probe: Probe
+    """Asked before each pair."""
+    told: Callable[[str], None]
+    """What there is to say meanwhile."""
+
+
+def compare(works: Sequence[Work], contest: Contest) -> dict[str, Any]:
+    """The rows of all works, and the versions of both engines.
+
+    Works on loaded engines come first and share them; each has a warm-up that does not count. Those that
+    start afresh run once uncounted too, which leaves the files in the page cache.
+
+    Raises:
+        EngineError: one of them failed.
+    """
+    rows: list[dict[str, Any]] = []
+    versions: dict[str, dict[str, str]] = {}
+    random = Random()
+    loaded = [work for work in works if not work.is_fresh]
+    with ExitStack() as stack:
+        engines: list[Engine] = []
+        if loaded:
+            for name, opener in (("penstock", contest.ours), ("peer", contest.theirs)):
+                engines.append(stack.enter_context(opener(False)))
+                versions[name] = engines[-1].versions
+        for work in loaded:
+            rows += _rows(work, [partial(run, work, engine) for engine in engines], contest, random)
+    for work in works:
+        if work.is_fresh:
+            runners = [partial(run_fresh, work, opener) for opener in (contest.ours, contest.theirs)]
+            rows += _rows(work, runners, contest, random)
+    return {"rows": rows, "versions": versions}
+
+
+Runner = Callable[[list[list[int]]], Result]
+
+
+def _rows(work: Work, runners: Sequence[Runner], contest: Contest, random: Random) -> list[dict[str, Any]]:
+    found: list[list[Result]] = []
+    probes: list[dict[str, float]] = []
+    for pair in range(contest.pairs + 1):
+        prompts = prompts_of(work, contest.vocabulary, random)
+        machine = contest.probe()
+        results = [runner(prompts) for runner in runners]
+        figures = " ".join(f"{value:.4g}" for one in results for value in one.figures.values())
+        contest.told(f"{work.name} {pair or 'warm-up'}: {figures}")
+        if pair:
+            found.append(results)
+            probes.append(machine)
+    return [row_of(work, of, found, probes) for of in found[0][0].figures]
+
+
+def row_of(
+    work: Work, of: str, found: Sequence[Sequence[Result]], probes: Sequence[Mapping[str, float]]
+) -> dict[str, Any]:
+    """The row of one figure of a work: both engines' runs, their medians and the ratio of each pair.
+
+    Args:
+        work: that was done.
+        of: which of its figures.
+        found: a pair of results for each pair of runs: ours and theirs.
+        probes: what the machine gave before each pair.
+    """
+    ours, theirs = ([pair[side].figures[of] for pair in found] for side in (0, 1))
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return {
+        "work": work.name,
+        "of": of,
+        "unit": work.unit or ("" if of == "share" else "tokens/s"),
+        "less_is_better": work.less_is_better,
+        "ours": ours,
+        "theirs": theirs,
+        "median_ours": statistics.median(ours),
+        "median_theirs": statistics.median(theirs),
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "same_first_token": sum(a.tokens[0] == b.tokens[0] for a, b in found),
+        "machine": [dict(one) for one in probes],
+        "gb_s": statistics.median(one["gb_s"] for one in probes),
+        "tflop_s": statistics.median(one["tflop_s"] for one in probes),
+    }

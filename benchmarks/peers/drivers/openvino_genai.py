@@ -1,0 +1,49 @@
+"""OpenVINO GenAI: its pipeline of continuous batching over the paged cache, all else at its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import openvino
+import openvino_genai as api
+
+from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
+
+
+class Arrivals(api.StreamerBase):  # type: ignore[misc]
+    """Tells of tokens as they come."""
+
+    def __init__(self, arrived: Callable[[], None]) -> None:
+        super().__init__()
+        self._arrived = arrived
+
+    def write(self, token: int | list[int]) -> api.StreamingStatus:
+        """One token, or some."""
+        self._arrived()
+        return api.StreamingStatus.RUNNING
+
+    def end(self) -> None:
+        """No more come."""
+
+
+def open_engine(settings: Settings) -> Generate:
+    """Loads the folder that optimum-intel's export has written."""
+    scheduling = api.SchedulerConfig()
+    scheduling.enable_prefix_caching = False
+    scheduling.max_num_seqs = settings.prompts
+    properties = {"INFERENCE_NUM_THREADS": settings.threads}
+    pipeline = api.ContinuousBatchingPipeline(settings.model, scheduling, "CPU", properties)
+
+    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+        config = api.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
+        tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        streamer = Arrivals(arrived) if len(prompts) == 1 else None
+        results = pipeline.generate(tensors, [config] * len(prompts), streamer)
+        return [list(result.m_generation_ids[0]) for result in results]
+
+    return generate
+
+
+if __name__ == "__main__":
+    answer_requests(open_engine)

@@ -1,0 +1,44 @@
+"""Penstock itself, through `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
+from penstock import LLM, SamplingParams
+from penstock.answers import Answer
+
+
+class Watched(LLM):
+    """An `LLM` that tells when a step has brought tokens."""
+
+    arrived: Callable[[], None]
+
+    def _run(self, answers: Sequence[Answer]) -> Iterator[list[Answer]]:
+        for stepped in super()._run(answers):
+            if any(answer.num_new_tokens for answer in stepped):
+                self.arrived()
+            yield stepped
+
+
+def open_engine(settings: Settings) -> Generate:
+    """Loads a checkpoint."""
+    llm = Watched(
+        str(settings.model),
+        quantization_encoding=settings.encoding,
+        max_length=settings.max_length,
+        max_batch_size=settings.prompts,
+        num_threads=settings.threads,
+        enable_prefix_caching=False,
+    )
+
+    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+        llm.arrived = arrived
+        params = SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    return generate
+
+
+if __name__ == "__main__":
+    answer_requests(open_engine)

@@ -1,0 +1,55 @@
+"""transformers, eager: ``generate`` with the cache that it makes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
+
+
+class Arrivals(BaseStreamer):  # type: ignore[misc]
+    """Tells of tokens as they come; what comes first is the prompt."""
+
+    def __init__(self, arrived: Callable[[], None]) -> None:
+        self._arrived, self._puts = arrived, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt, then token after token."""
+        self._puts += 1
+        if self._puts == 2:
+            self._arrived()
+
+    def end(self) -> None:
+        """No more come."""
+
+
+def open_engine(settings: Settings) -> Generate:
+    """Loads a checkpoint."""
+    torch.set_num_threads(settings.threads)
+    dtype = getattr(torch, settings.encoding)
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval()
+
+    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            whole = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                streamer=Arrivals(arrived) if len(prompts) == 1 else None,
+            )
+        return [list(map(int, row)) for row in whole[:, ids.shape[1] :]]
+
+    return generate
+
+
+if __name__ == "__main__":
+    answer_requests(open_engine)

@@ -1,0 +1,50 @@
+"""vLLM's build for CPUs: its engine in this process, stepped by hand to see when tokens come."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import count
+
+from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
+
+
+def open_engine(settings: Settings) -> Generate:
+    """Loads a checkpoint. The engine's own process would add nothing but messages."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{settings.threads - 1}")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    engine = LLM(
+        str(settings.model),
+        dtype=settings.encoding,
+        skip_tokenizer_init=True,
+        max_model_len=settings.max_length,
+        max_num_seqs=settings.prompts,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    ).llm_engine
+    names = count()
+
+    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+        params = SamplingParams(
+            max_tokens=new_tokens, min_tokens=new_tokens, ignore_eos=True, temperature=0, detokenize=False
+        )
+        ids = [str(next(names)) for _ in prompts]
+        for name, prompt in zip(ids, prompts, strict=True):
+            engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
+        found: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found[output.request_id] = list(output.outputs[0].token_ids)
+                arrived()
+        return [found[name] for name in ids]
+
+    return generate
+
+
+if __name__ == "__main__":
+    answer_requests(open_engine)

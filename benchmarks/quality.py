@@ -1,0 +1,132 @@
+"""What each encoding does to a model: perplexity, mean KL divergence, agreement on the most probable token.
+
+    python benchmarks/quality.py                                  # the embedded model
+    python benchmarks/quality.py demo /models/small --json quality.json
+    python benchmarks/quality.py /models/one-billion --tokens 8192
+
+On two kinds of text: sampled from the model in float32 at temperature 1 with fixed seeds, through `LLM`; and,
+for the embedded model, documents that its training held out. Each encoding is held against float32 and
+against bfloat16. Beside them stands "4 bits, plain": every linear layer but the head rounded to 4 bits in
+groups of 32 by the group's largest weight, activations left in bfloat16: what int4 must be no worse than.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from against_transformers import machine
+
+from penstock import LLM
+from penstock.benchmarking.quality import Quality, compare_all, sample_texts, write_rounded
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))  # where the demo's text is made
+
+ENCODINGS = ("float32", "bfloat16", "int8", "int4")
+REFERENCES = ("float32", "bfloat16")
+PLAIN = "4 bits, plain"
+LENGTH = 512
+HELD_OUT_SEED = 1_000_004  # that of the figures in the model's card
+
+
+def main() -> None:
+    """Runs what the command line asks for and prints tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", default=["demo"])
+    parser.add_argument("--tokens", type=int, default=24 * 1024)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    print(machine())
+    found = []
+    for model in options.models:
+        if model != "demo" and not Path(model).is_dir():
+            print(f"\n{model}: is not there, skipped")
+            continue
+        found += measure(model, options.tokens, options.seed, options.threads)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=2) + "\n")
+
+
+def measure(model: str, tokens: int, seed: int, threads: int | None) -> list[dict[str, Any]]:
+    """All encodings of one model on all its texts."""
+    exact = open_model(model, "float32", threads)
+    length = min(LENGTH, exact.pipeline.memory_plan.max_length)
+    texts = {
+        "its own": sample_texts(
+            exact, first_token(exact), count=-(-tokens // length), length=length, seed=seed
+        )
+    }
+    if model == "demo":
+        texts["held out"] = held_out_texts(exact, tokens)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_rounded(exact.config.model.checkpoint, Path(folder))
+        models = {"float32": exact}
+        models |= {encoding: open_model(model, encoding, threads) for encoding in ENCODINGS[1:]}
+        models[PLAIN] = open_model(folder, "bfloat16", threads)
+        for kind, some in texts.items():
+            for encoding, against in compare_all(models, some, REFERENCES).items():
+                row = {"model": model, "text": kind, "encoding": encoding}
+                rows.append(row | {name: asdict(one) for name, one in against.items()})
+        for llm in models.values():
+            llm.close()
+    print_tables(model, rows)
+    return rows
+
+
+def open_model(model: str, encoding: str, threads: int | None) -> LLM:
+    return LLM(
+        model,
+        quantization_encoding=encoding,
+        enable_prefix_caching=False,
+        kv_cache_memory=1 << 28,
+        num_threads=threads,
+    )
+
+
+def first_token(llm: LLM) -> int:
+    """What texts begin with: the token for it, or that between two texts."""
+    config = llm.config.model.huggingface_config
+    for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
+        if isinstance(token := config.get(key), int):
+            return token
+    return 0
+
+
+def held_out_texts(llm: LLM, tokens: int) -> list[list[int]]:
+    """Documents of the kind that the embedded model was trained on, none of which it was trained on."""
+    from demo_corpus.tokens import Encoder, Packer
+
+    packer = Packer(Encoder(llm.tokenizer.backend), HELD_OUT_SEED, held_out=True, distinct=True)
+    return [[int(token) for token in packer.row(LENGTH - 1)[0]] for _ in range(-(-tokens // LENGTH))]
+
+
+def print_tables(model: str, rows: list[dict[str, Any]]) -> None:
+    kinds = list(dict.fromkeys(row["text"] for row in rows))
+    for kind in kinds:
+        own = [row for row in rows if row["text"] == kind]
+        base = next(row for row in own if row["encoding"] == "bfloat16")["float32"]["perplexity"]
+        print(f"\n{model}, {kind} text, {own[0]['float32']['num_tokens']} tokens")
+        print("encoding         perplexity  of bf16   KL float32    KL bf16   top-1 float32   bf16")
+        for row in own:
+            exact, rounded = Quality(**row["float32"]), Quality(**row["bfloat16"])
+            more = 100 * (exact.perplexity / base - 1)
+            print(
+                f"{row['encoding']:15} {exact.perplexity:11.4f} {more:+7.2f} % {exact.divergence:11.6f} "
+                f"{rounded.divergence:10.6f} {100 * exact.agreement:13.2f} % "
+                f"{100 * rounded.agreement:6.2f} %",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

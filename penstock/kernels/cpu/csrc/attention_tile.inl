@@ -1,0 +1,382 @@
+// A tile of keys against the queries of an item: scores, their softmax, and the weighted sum of the values.
+
+// A row of D values, filled up to pairs of vectors; D units of queries, up to vectors; few queries, to a power of 2.
+INLINE int64_t padded_width(int64_t D) { return round_up(D, 2 * W); }
+template <class P> INLINE int64_t padded_units(int64_t D) { return round_up(ceil_div(D, P::TERMS), W); }
+INLINE int64_t padded_count(int64_t M) { return M > FEW || M < 3 ? M : M > 4 ? 8 : 4; }
+
+// The keys (side 0) or values (side 1) of an item's sequence and kv head, by position. W of them from a multiple
+// of W on lie together in one block.
+template <class TC> struct Rows {
+  const TC* base;
+  const float* scales;
+  const int32_t* table;
+  int64_t shift, mask, block_stride, D;
+  Rows(const Attention& a, const Item& item, int64_t side)
+      : base((const TC*)a.cache + (side * a.N * a.K + item.kv_head) * a.S * a.D),
+        scales(a.scales + (side * a.N * a.K + item.kv_head) * a.S), table(a.tables + item.b * a.table_stride),
+        shift(__builtin_ctzll(a.S)), mask(a.S - 1), block_stride(a.K * a.S), D(a.D) {}
+  INLINE_MEMBER int64_t place(int64_t key) const { return table[key >> shift] * block_stride + (key & mask); }
+  INLINE_MEMBER const TC* operator[](int64_t key) const { return base + place(key) * D; }
+  INLINE_MEMBER void prefetch(int64_t key, int64_t end) const {
+    if (key >= end) return;
+    const char* from = (const char*)(*this)[key];
+    // To L2, which waits for more lines at once than L1: twice as fast as to L1 on keys from memory.
+    for (int64_t i = 0; i < W * D * (int64_t)sizeof(TC); i += 64) __builtin_prefetch(from + i, 0, 2);
+  }
+};
+
+// An unfinished softmax of each query m over some keys.
+struct Partial {
+  float* out;    // [M, Dp]: sum of exp(score - top) * value, as `put_in_order` finds it
+  float* total;  // [M, W]: sum of exp(score - top), each lane of its own keys
+  float* top;    // [M] largest score so far
+  static int64_t floats(int64_t M, int64_t Dp) { return round_up(M * (Dp + W + 1), 16); }
+  Partial(float* memory, int64_t M, int64_t Dp)
+      : out(memory), total(memory + M * Dp), top(memory + M * (Dp + W)) {}
+};
+
+// A thread's operands, as the products take them.
+template <class P> struct Packed {
+  typedef typename P::Unit Unit;
+  Unit* q;          // [M, padded units]
+  Unit* keys;       // [units, TILE]
+  Unit* values;     // [TILE / TERMS, Dp]
+  float* scores;    // [M, TILE]: sums of P, integers as they are
+  Unit* weights;    // [M, TILE / TERMS]
+  float* q_scales;  // [M]: what an integer score is to be multiplied by
+  float* factors;   // [M]: what an integer sum of values is
+  float *key_scales, *value_scales;  // [TILE]
+  static int64_t floats(int64_t M, int64_t D, int64_t Dp) {
+    return round_up(M * (padded_units<P>(D) + 2 * TILE + 2) + TILE * (D + Dp + 2), 16);
+  }
+  Packed(float* memory, int64_t M, int64_t D, int64_t Dp) {
+    scores = memory, memory += M * TILE;
+    keys = (Unit*)memory, memory += TILE * D;
+    values = (Unit*)memory, memory += TILE * Dp;
+    weights = (Unit*)memory, memory += M * TILE;
+    key_scales = memory, memory += TILE;
+    value_scales = memory, memory += TILE;
+    q = (Unit*)memory, memory += M * padded_units<P>(D);
+    q_scales = memory, memory += M;
+    factors = memory;
+  }
+};
+
+// ---- queries: units with zeros behind them; returns what an integer stands for ----
+
+template <class T> INLINE float pack_query(const T* q, float* units, int64_t D, Floats) {
+  store(units + padded_units<Floats>(D) - W, vf{});
+  for_vectors(D, EACH_VECTOR { store(units + i, load(q + i, lanes), lanes); });
+  return 1;
+}
+#if PENSTOCK_DOT
+INLINE float pack_query(const bf16* q, uint32_t* units, int64_t D, Pairs) {
+  store(units + padded_units<Pairs>(D) - W, vu{});
+  for_vectors(D / 2, EACH_VECTOR { store(units + i, load((const uint32_t*)q + i, lanes), lanes); });
+  return 1;
+}
+
+INLINE void store_shorts(uint32_t* units, int64_t i, vf x) {
+  _mm256_storeu_si256((__m256i*)((int16_t*)units + i), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+
+// To 15 bits: that loses less than bfloat16 lost already, and no sum of up to 1024 products with a byte is too
+// large for 32. A query with a NaN or an infinity has a NaN for its scale.
+INLINE float pack_query(const bf16* q, uint32_t* units, int64_t D, Shorts) {
+  constexpr float LIMIT = 16383;
+  vf tops = {}, odd = {};
+  for_vectors(D, EACH_VECTOR {
+    vf x = load(q + i, lanes);
+    tops = vmax(tops, as_float(as_bits(x) & 0x7fffffff));
+    odd += x * 0;
+  });
+  const float top = largest(tops), inverse = top > 0 ? LIMIT / top : 0;
+  store(units + padded_units<Shorts>(D) - W, vu{});
+  for (int64_t i = 0; i < D; i += W) store_shorts(units, i, load(q + i, min<int64_t>(W, D - i)) * inverse);
+  return top / LIMIT + sum(odd);
+}
+#endif
+
+// ---- keys: squares of W keys and W units, turned ----
+
+// Units u:u + n of a row, the others 0.
+template <class TC, class Lanes> INLINE vu load_units(const TC* row, int64_t u, Lanes lanes, Floats) {
+  return (vu)load(row + u, lanes);
+}
+#if PENSTOCK_DOT
+template <class Lanes> INLINE vu load_units(const bf16* row, int64_t u, Lanes lanes, Pairs) {
+  return load((const uint32_t*)row + u, lanes);
+}
+INLINE vu load_units(const int8_t* row, int64_t u, Whole, Shorts) {
+  return (vu)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(row + 2 * u)));
+}
+INLINE vu load_units(const int8_t* row, int64_t u, Some some, Shorts) {
+  return (vu)_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8((1u << 2 * some.n) - 1, row + 2 * u));
+}
+#endif
+
+// square[i]: unit u + i of W keys.
+template <class P, class TC, class Lanes>
+INLINE void turn_keys(vu (&square)[W], const TC* rows, int64_t D, int64_t u, Lanes lanes) {
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) square[i] = load_units(rows + i * D, u, lanes, P{});
+  transpose(square);
+}
+
+// W keys [W, D] into columns of keys [D / TERMS, TILE].
+template <class P, class TC> INLINE void pack_keys(const TC* rows, typename P::Unit* columns, int64_t D) {
+  for_vectors(D / P::TERMS, [&](int64_t u, auto lanes) __attribute__((always_inline)) {
+    vu square[W];
+    turn_keys<P>(square, rows, D, u, lanes);
+    for (int i = 0; i < count_of(lanes); i++) store((uint32_t*)columns + (u + i) * TILE, square[i]);
+  });
+}
+
+// The scores of W keys with ROWS queries, straight from the rows.
+template <class P, int ROWS, class TC>
+INLINE void score_keys(const TC* rows, const typename P::Unit* q, float* scores, int64_t D) {
+  typename P::Sums sums[ROWS] = {};
+  const int64_t stride = padded_units<P>(D);
+  for_vectors(D / P::TERMS, [&](int64_t u, auto lanes) __attribute__((always_inline)) {
+    vu square[W];
+    turn_keys<P>(square, rows, D, u, lanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++)
+      for (int m = 0; m < ROWS; m++)
+        sums[m] = P::add_product(sums[m], q[m * stride + u + i], (typename P::Units)square[i]);
+  });
+  for (int m = 0; m < ROWS; m++) store((uint32_t*)scores + m * TILE, (vu)sums[m]);
+}
+
+// ---- values ----
+
+// Two vectors of units of the values at `d` of the keys j to j + TERMS, of which the first lies at `row`. Those
+// outside begin:end are 0: what lies there may be stale, a NaN even, and a weight of 0 would not silence it.
+template <class TC>
+INLINE void load_values(vf (&units)[2], const TC* row, int64_t D, int64_t d, bool first, bool, Floats) {
+  for (int v = 0; v < 2; v++) {
+    int64_t n = max<int64_t>(0, min<int64_t>(W, D - d - v * W));
+    units[v] = !first ? vf{} : n == W ? load(row + d + v * W) : n ? load(row + d + v * W, n) : vf{};
+  }
+}
+#if PENSTOCK_DOT
+INLINE void interleave(vu (&units)[2], __m512i first, __m512i second) {
+  units[0] = (vu)_mm512_unpacklo_epi16(first, second);
+  units[1] = (vu)_mm512_unpackhi_epi16(first, second);
+}
+INLINE void load_values(vu (&units)[2], const bf16* row, int64_t D, int64_t d, bool first, bool second, Pairs) {
+  __mmask32 inside = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
+  interleave(units, _mm512_maskz_loadu_epi16(first ? inside : 0, row + d),
+             _mm512_maskz_loadu_epi16(second ? inside : 0, row + D + d));
+}
+INLINE void load_values(vu (&units)[2], const int8_t* row, int64_t D, int64_t d, bool first, bool second, Shorts) {
+  __mmask32 inside = D - d >= 2 * W ? ~0u : (1u << (D - d)) - 1;
+  interleave(units, _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(first ? inside : 0, row + d)),
+             _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(second ? inside : 0, row + D + d)));
+}
+#endif
+
+// The pairs of `interleave` stand in the order of 128-bit lanes; puts 2 W sums into that of the values.
+template <class P> INLINE void put_in_order(float* sums) {
+  if (P::TERMS == 1) return;
+  vf low = load(sums), high = load(sums + W);
+  vi from_low, from_high;
+  for (int i = 0; i < W; i++) {
+    from_low[i] = i / 8 * 4 + i % 4 + i / 4 % 2 * W;
+    from_high[i] = from_low[i] + W / 2;
+  }
+  store(sums, __builtin_shuffle(low, high, from_low));
+  store(sums + W, __builtin_shuffle(low, high, from_high));
+}
+
+// Values begin:end of a tile, of the W from `i` on that lie at `rows`.
+template <class P, class TC>
+INLINE void pack_values(typename P::Unit* packed, int64_t D, int64_t begin, int64_t end, int64_t i, const TC* rows) {
+  const int64_t Dp = padded_width(D);
+  for (int64_t j = begin / P::TERMS * P::TERMS; j < end; j += P::TERMS)
+    for (int64_t d = 0; d < D; d += 2 * W) {
+      typename P::Units units[2];
+      load_values(units, rows + (j - i) * D, D, d, j >= begin, j + 1 < end, P{});
+      store(packed + j / P::TERMS * Dp + d, units[0]);
+      store(packed + j / P::TERMS * Dp + d + W, units[1]);
+    }
+}
+
+// Adds the weighted sum of the values begin:end of a tile for ROWS queries, straight from the rows; 2 W * CHUNKS
+// columns from `d` on. On its way over the first columns it asks for the keys of the next tile: all at once, they
+// would make the values wait.
+template <class P, int ROWS, int CHUNKS, class TC>
+INLINE void add_values(const Rows<TC>& values, const Rows<TC>& keys, int64_t last_key, int64_t tile, int64_t begin, int64_t end, int64_t d,
+                       const Packed<P>& packed, float* out, int64_t D) {
+  const int64_t Dp = padded_width(D);
+  typename P::Sums sums[ROWS][2 * CHUNKS];
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < 2 * CHUNKS; v++) begin_sum(sums[m][v], out + m * Dp + d + v * W, true);
+  for (int64_t i = begin / W * W; i < end; i += W) {
+    if (d == 0) keys.prefetch(tile + TILE + i, last_key);
+    const TC* rows = values[tile + i];
+    const int64_t first = max(begin, i), last = min<int64_t>(end, i + W);
+    for (int64_t j = first / P::TERMS * P::TERMS; j < last; j += P::TERMS)
+      for (int c = 0; c < CHUNKS; c++) {
+        typename P::Units units[2];
+        load_values(units, rows + (j - i) * D, D, d + c * 2 * W, j >= first, j + 1 < last, P{});
+        for (int m = 0; m < ROWS; m++)
+          for (int v = 0; v < 2; v++)
+            sums[m][2 * c + v] = P::add_product(
+                sums[m][2 * c + v], packed.weights[(m * TILE + j) / P::TERMS], units[v]);
+      }
+  }
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < 2 * CHUNKS; v++)
+      end_sum(sums[m][v], out + m * Dp + d + v * W, true, P::INTEGER ? packed.factors[m] : 0);
+}
+
+// ---- the softmax ----
+
+INLINE vf as_score(const float* sums, Floats) { return load(sums); }
+INLINE void store_weights(float* weights, const vf (&own)[TILE / W], const vf (&weighted)[TILE / W], vf& total,
+                          float&, Floats) {
+  for (int i = 0; i < TILE / W; i++) {
+    store(weights + i * W, weighted[i]);
+    total += own[i];
+  }
+}
+#if PENSTOCK_DOT
+INLINE vf as_score(const float* sums, Pairs) { return load(sums); }
+INLINE vf as_score(const float* sums, Shorts) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(sums)); }
+// Summed as rounded: then the weights of a query add up to its total exactly as they are used.
+INLINE void store_weights(uint32_t* weights, const vf (&)[TILE / W], const vf (&weighted)[TILE / W], vf& total,
+                          float&, Pairs) {
+  for (int i = 0; i < TILE / W; i++) {
+    vh rounded = narrow(weighted[i]);
+    __builtin_memcpy((bf16*)weights + i * W, &rounded, sizeof rounded);
+    total += widen(rounded);
+  }
+}
+INLINE void store_weights(uint32_t* weights, const vf (&own)[TILE / W], const vf (&weighted)[TILE / W], vf& total,
+                          float& factor, Shorts) {
+  constexpr float LIMIT = 32767;  // 64 products of this and a byte have room in 32 bits
+  vf tops = vmax(vmax(weighted[0], weighted[1]), vmax(weighted[2], weighted[3]));
+  const float top = largest(tops), inverse = top > 0 ? LIMIT / top : 0;
+  factor = top / LIMIT;
+  for (int i = 0; i < TILE / W; i++) {
+    store_shorts(weights, i * W, weighted[i] * inverse);
+    total = fma(weighted[i], vf{}, total + own[i]);  // a scale that is no number leaves no integer to show it
+  }
+}
+#endif
+
+// One query's softmax over a tile of which it sees the keys begin:end. SCALED: keys and values have scales.
+template <class P, bool SCALED>
+INLINE void soften(const Attention& a, Packed<P>& packed, Partial& sums, int64_t m, int64_t Dp, int64_t begin,
+                   int64_t end) {
+  constexpr int COUNT = TILE / W, TERMS = P::INTEGER ? 4 : P::TERMS == 2 ? 3 : 5;  // what its weights have bits for
+  const vf nothing = all(-__builtin_inff());
+  const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
+  const bool whole = begin == 0 && end == TILE;
+  vf scores[COUNT], tops = all(sums.top[m]);
+  for (int i = 0; i < COUNT; i++) {
+    vf score = as_score(packed.scores + m * TILE + i * W, P{}) * scale;
+    if (SCALED) score *= load(packed.key_scales + i * W);
+    if (cap != 0) score = cap * tanh(score / cap);
+    scores[i] = score;
+  }
+  if (!whole)
+    for (int i = 0; i < COUNT; i++) {
+      vi j = lane_index() + i * W;
+      scores[i] = j >= (int32_t)begin ? scores[i] : nothing;
+      scores[i] = j < (int32_t)end ? scores[i] : nothing;
+    }
+  for (int i = 0; i < COUNT; i++) tops = vmax(tops, scores[i]);
+  const vf top = largest_everywhere(tops);
+  vf total = load(sums.total + m * W);
+  if (sums.top[m] != top[0]) {
+    vf shrink = exp_below<5>(all(sums.top[m]) - top);
+    sums.top[m] = top[0];
+    total *= shrink;
+    float* out = sums.out + m * Dp;
+    for (int64_t i = 0; i < Dp; i += W) store(out + i, load(out + i) * shrink);
+  }
+  vf own[COUNT], weighted[COUNT];
+  for (int i = 0; i < COUNT; i++) {
+    weighted[i] = own[i] = exp_below<TERMS>(scores[i] - top);
+    if (SCALED) {
+      weighted[i] *= load(packed.value_scales + i * W);
+      if (!whole) weighted[i] = scores[i] == nothing ? vf{} : weighted[i];  // a scale may be stale, a NaN even
+    }
+  }
+  store_weights(packed.weights + m * (TILE / P::TERMS), own, weighted, total, packed.factors[m], P{});
+  store(sums.total + m * W, total);
+}
+
+template <class P, bool SCALED>
+static void soften_all(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile) {
+  const int64_t Dp = padded_width(a.D);
+  for (int64_t row = 0, m = 0; row < item.rows; row++) {
+    int64_t position = item.position + row - tile;
+    int64_t first = a.window ? max<int64_t>(position - a.window + 1, 0) : 0, last = min(position, TILE - 1);
+    for (int64_t head = 0; head < item.heads; head++, m++) {
+      if (first <= last) {
+        soften<P, SCALED>(a, packed, sums, m, Dp, first, last + 1);
+      } else {  // sees nothing of this tile
+        __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);
+        packed.factors[m] = 0;
+      }
+    }
+  }
+}
+
+// ---- a tile ----
+
+template <class P, int ROWS, class TC>
+static void attend_tile_of_few(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile,
+                               const Rows<TC>& keys, const Rows<TC>& values, int64_t begin, int64_t end) {
+  constexpr int CHUNKS = ROWS < 8 && W == 16 ? 2 : 1;
+  for (int64_t i = begin / W * W; i < end; i += W) {
+    values.prefetch(tile + i, item.end);
+    score_keys<P, ROWS>(keys[tile + i], packed.q, packed.scores + i, a.D);
+  }
+  soften_all<P, sizeof(TC) == 1>(a, item, packed, sums, tile);
+  int64_t d = 0;
+  for (; d + 2 * W * CHUNKS <= padded_width(a.D); d += 2 * W * CHUNKS)
+    add_values<P, ROWS, CHUNKS>(values, keys, item.end, tile, begin, end, d, packed, sums.out, a.D);
+  for (; d < a.D; d += 2 * W) add_values<P, ROWS, 1>(values, keys, item.end, tile, begin, end, d, packed, sums.out, a.D);
+}
+
+template <class P, class TC>
+static void attend_tile_of_many(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile,
+                                const Rows<TC>& keys, const Rows<TC>& values, int64_t begin, int64_t end) {
+  const int64_t D = a.D, Dp = padded_width(D), M = item.rows * item.heads;
+  for (int64_t i = begin / W * W; i < end; i += W) {
+    values.prefetch(tile + i, item.end);
+    pack_keys<P>(keys[tile + i], packed.keys + i, D);
+  }
+  const float* none = packed.factors;  // scores stay integers: see as_score
+  product<P>(packed.q, padded_units<P>(D), packed.keys, TILE, packed.scores, TILE, M, TILE, D / P::TERMS, false, none);
+  soften_all<P, sizeof(TC) == 1>(a, item, packed, sums, tile);
+  for (int64_t i = begin / W * W; i < end; i += W) {
+    keys.prefetch(tile + TILE + i, item.end);
+    pack_values<P>(packed.values, D, max(begin, i), min<int64_t>(end, i + W), i, values[tile + i]);
+  }
+  int64_t first = begin / P::TERMS, last = ceil_div(end, P::TERMS);
+  product<P>(packed.weights + first, TILE / P::TERMS, packed.values + first * Dp, Dp, sums.out, Dp, M, Dp,
+             last - first, true, packed.factors);
+}
+
+template <class P, class TC>
+static void attend_tile(const Attention& a, const Item& item, Packed<P>& packed, Partial& sums, int64_t tile) {
+  const int64_t begin = max<int64_t>(item.begin - tile, 0), end = min(item.end - tile, TILE);
+  const Rows<TC> keys(a, item, 0), values(a, item, 1);
+  if (sizeof(TC) == 1)
+    for (int64_t i = begin / W * W; i < end; i += W) {
+      store(packed.key_scales + i, load(keys.scales + keys.place(tile + i)));
+      store(packed.value_scales + i, load(values.scales + values.place(tile + i)));
+    }
+  const int64_t M = padded_count(item.rows * item.heads);
+  if (M == 1) attend_tile_of_few<P, 1>(a, item, packed, sums, tile, keys, values, begin, end);
+  else if (M == 2) attend_tile_of_few<P, 2>(a, item, packed, sums, tile, keys, values, begin, end);
+  else if (M == 4) attend_tile_of_few<P, 4>(a, item, packed, sums, tile, keys, values, begin, end);
+  else if (M == 8) attend_tile_of_few<P, 8>(a, item, packed, sums, tile, keys, values, begin, end);
+  else attend_tile_of_many<P>(a, item, packed, sums, tile, keys, values, begin, end);
+}

@@ -1,0 +1,246 @@
+// Weights from rows, as checkpoints have them, to panels (kernels/panels.py), quantised on the way where the encoding
+// says so: kernels/quantized.py is the definition, to the bit.
+
+struct Pack {  // rows [N, K] -> panels
+  int64_t encoding;     // as in Linear
+  int64_t source_type;  // 0 float32, 1 bfloat16, 2 float16, 3 integers that are quantised already (for int8 and int4)
+  const void* source;
+  int64_t stride;
+  const uint16_t* source_scales;  // float16 [N, ceil(K / GROUP)], of integers for int4; else null
+  void* panels;
+  float* scales;  // [N], of int8 from floats; else null
+  int64_t N, K;
+};
+
+struct half {
+  uint16_t bits;
+};
+INLINE vf load(const half* p) { return load_half((const uint16_t*)p); }
+INLINE vf load(const half* p, int64_t n) {
+  uint16_t lanes[W] = {};
+  __builtin_memcpy(lanes, p, n * 2);
+  return load_half(lanes);
+}
+
+// Rounded to nearest even; |x| <= 65504.
+INLINE vu narrow_half(vf x) {
+#if PENSTOCK_LANES == 16
+  return __builtin_convertvector((vh)_mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), vu);
+#else
+  vu bits = as_bits(x), magnitude = bits & 0x7fffffff;
+  vu normal = ((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13) - (112 << 10);
+  vu subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000;  // 2^-24 is the last place of either
+  return (magnitude < 0x38800000 ? subnormal : normal) | (bits >> 16 & 0x8000);
+#endif
+}
+INLINE vf widen_half(vu bits) { return widen_half(__builtin_convertvector(bits, vh)); }
+
+// ---- units of 4 bytes: a float, two bfloat16, four bytes ----
+
+template <class T> struct FloatUnits {
+  static constexpr int64_t INPUTS = 1;
+  template <class L> INLINE vu at(const T* row, int64_t unit, L lanes) { return as_bits(load(row + unit, lanes)); }
+  INLINE vu at_end(const T* row, int64_t unit, int64_t inputs) { return at(row, unit, Some{inputs}); }
+};
+
+template <class T> struct PairUnits {
+  static constexpr int64_t INPUTS = 2;
+  INLINE vu at(const T* row, int64_t unit, Whole) {
+    bf16 pairs[2 * W];
+    store(pairs, load(row + 2 * unit));
+    store(pairs + W, load(row + 2 * unit + W));
+    return load((const uint32_t*)pairs);
+  }
+  INLINE vu at_end(const T* row, int64_t unit, int64_t inputs) {
+    bf16 pairs[2 * W] = {};
+    for (int64_t i = 0; i < inputs; i++) put(pairs + i, load(row + 2 * unit + i, 1)[0]);
+    return load((const uint32_t*)pairs);
+  }
+};
+template <> INLINE_MEMBER vu PairUnits<bf16>::at(const bf16* row, int64_t unit, Whole) {
+  return load((const uint32_t*)(row + 2 * unit));
+}
+
+struct ByteUnits {
+  static constexpr int64_t INPUTS = 4;
+  INLINE vu at(const int8_t* row, int64_t unit, Whole) { return load((const uint32_t*)(row + 4 * unit)) ^ 0x80808080; }
+  INLINE vu at_end(const int8_t* row, int64_t unit, int64_t inputs) {
+    int8_t bytes[4 * W] = {};
+    __builtin_memcpy(bytes, row + 4 * unit, inputs);
+    return at(bytes, 0, Whole{});
+  }
+};
+
+// `count` rows to columns of a panel [units, PANEL].
+template <class U, class T>
+static void turn_rows(const T* rows, int64_t stride, int64_t count, int64_t K, uint32_t* panel) {
+  for (int64_t first = 0; first < PANEL; first += W) {
+    const int64_t here = min<int64_t>(max<int64_t>(count - first, 0), W);
+    for (int64_t unit = 0; unit * U::INPUTS < K; unit += W) {
+      const int64_t inputs = K - unit * U::INPUTS;
+      vu square[W];
+      for (int64_t i = 0; i < W; i++) {
+        const T* row = rows + (first + i) * stride;
+        if (i >= here) square[i] = U::INPUTS == 4 ? 0x80808080 - vu{} : vu{};
+        else if (inputs >= W * U::INPUTS) square[i] = U::at(row, unit, Whole{});
+        else square[i] = U::at_end(row, unit, inputs);
+      }
+      transpose(square);
+      const int64_t units = min<int64_t>(ceil_div(inputs, U::INPUTS), W);
+      for (int64_t i = 0; i < units; i++) store(panel + (unit + i) * PANEL + first, square[i]);
+    }
+  }
+}
+
+// ---- int4: the scale of a group, W outputs at a time ----
+
+constexpr float LARGEST_HALF = 65504;
+constexpr int DIVISORS = 17;
+
+INLINE vf vmin(vf a, vf b) {
+#if PENSTOCK_LANES == 16
+  return _mm512_min_ps(a, b);
+#elif PENSTOCK_LANES == 8
+  return _mm256_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+INLINE vf clamped(vf x, float low, float high) { return vmin(vmax(x, all(low)), all(high)); }
+INLINE vf inverse_of(vf scale) { return scale == 0.0f ? vf{} : 1.0f / scale; }
+INLINE vf nearest_nibble(vf w, vf inverse) { return round_even(clamped(w * inverse, -8, 7)); }
+
+// w [GROUP, W] -> the float16 scales, and integers -8..7 [GROUP, W].
+static void search_scales(const float* w, int32_t* integers, uint16_t* scales) {
+  vf largest = {}, top = {};
+  for (int k = 0; k < GROUP; k++) {
+    vf weight = load(w + k * W), magnitude = as_float(as_bits(weight) & 0x7fffffff);
+    largest = magnitude > top ? weight : largest;
+    top = magnitude > top ? magnitude : top;
+  }
+  vf least = all(__builtin_inff()), best = {};
+  vu best_half = 0x7e00 - vu{};  // NaN, where no scale is any good
+  for (int i = 0; i < DIVISORS; i++) {
+    vu bits = narrow_half(clamped(largest / -(7 + i / 8.0f), -LARGEST_HALF, LARGEST_HALF));
+    bits = bits == 0x8000 ? vu{} : bits;  // no -0
+    const vf scale = widen_half(bits), inverse = inverse_of(scale);
+    vf error = {};
+#pragma GCC unroll 32
+    for (int k = 0; k < GROUP; k++) {
+      vf weight = load(w + k * W), difference = fma(-nearest_nibble(weight, inverse), scale, weight);  // the product is exact
+      error += difference * difference;
+    }
+    best = error < least ? scale : best;
+    best_half = error < least ? bits : best_half;
+    least = error < least ? error : least;
+  }
+  const vf inverse = inverse_of(best);
+  const vi is_sound = best_half != 0x7e00;
+  for (int k = 0; k < GROUP; k++) {
+    vi nearest = to_integers(nearest_nibble(load(w + k * W), inverse));
+    store((uint32_t*)integers + k * W, (vu)(is_sound ? nearest : vi{}));
+  }
+  vh halves = __builtin_convertvector(best_half, vh);
+  __builtin_memcpy(scales, &halves, sizeof halves);
+}
+
+// Integers -8..7 [GROUP, W] to a column, W wide, of a record.
+INLINE void store_nibbles(const int32_t* integers, char* record, int64_t column) {
+  for (int step = 0; step < 4; step++) {
+    vu bytes = {};
+    for (int j = 0; j < 4; j++) {
+      bytes |= (load((const uint32_t*)integers + (8 * step + j) * W) + 8) << (8 * j);
+      bytes |= (load((const uint32_t*)integers + (8 * step + 4 + j) * W) + 8) << (8 * j + 4);
+    }
+    store((uint32_t*)record + step * PANEL + column, bytes);
+  }
+}
+
+template <class T>
+static void pack_nibbles(const T* rows, int64_t stride, int64_t count, int64_t K, char* panel) {
+  const int64_t record = PANEL * (GROUP / 2 + 2);
+  float w[GROUP * W];
+  int32_t integers[GROUP * W];
+  for (int64_t column = 0; column < PANEL; column += W) {
+    const int64_t here = min<int64_t>(max<int64_t>(count - column, 0), W);
+    for (int64_t k = 0; k < K; k += GROUP) {
+      for (int64_t part = 0; part < GROUP; part += W) {
+        const int64_t left = K - k - part;
+        vu square[W];
+        for (int64_t i = 0; i < W; i++) {
+          const T* row = rows + (column + i) * stride + k + part;
+          square[i] = i >= here || left <= 0 ? vu{} : as_bits(left >= W ? load(row) : load(row, left));
+        }
+        transpose(square);
+        for (int64_t i = 0; i < W; i++) store((uint32_t*)w + (part + i) * W, square[i]);
+      }
+      char* to = panel + k / GROUP * record;
+      search_scales(w, integers, (uint16_t*)(to + 16 * PANEL) + column);
+      store_nibbles(integers, to, column);
+    }
+  }
+}
+
+static void copy_nibbles(const int8_t* rows, int64_t stride, const uint16_t* scales, int64_t count, int64_t K,
+                         char* panel) {
+  const int64_t record = PANEL * (GROUP / 2 + 2), groups = ceil_div(K, GROUP);
+  for (int64_t group = 0; group < groups; group++) {
+    char* to = panel + group * record;
+    uint16_t* halves = (uint16_t*)(to + 16 * PANEL);
+    for (int64_t column = 0; column < PANEL; column++) {
+      const bool inside = column < count;
+      halves[column] = inside ? scales[column * groups + group] : 0;
+      for (int64_t step = 0; step < 4; step++)
+        for (int64_t j = 0; j < 4; j++) {
+          const int64_t k = group * GROUP + 8 * step + j;
+          const int low = inside && k < K ? rows[column * stride + k] : 0;
+          const int high = inside && k + 4 < K ? rows[column * stride + k + 4] : 0;
+          to[(step * PANEL + column) * 4 + j] = (char)((low + 8) | (high + 8) << 4);
+        }
+    }
+  }
+}
+
+// ---- the kernel ----
+
+template <class T> static void pack_panel(const Pack& a, int64_t panel) {
+  const int64_t first = panel * PANEL, count = min(PANEL, a.N - first);
+  const T* rows = (const T*)a.source + first * a.stride;
+  char* panels = (char*)a.panels;
+  if (a.encoding == 0) {
+    turn_rows<FloatUnits<T>>(rows, a.stride, count, a.K, (uint32_t*)panels + panel * a.K * PANEL);
+  } else if (a.encoding == 1) {
+    turn_rows<PairUnits<T>>(rows, a.stride, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 2) * PANEL);
+  } else if (a.encoding == 2) {
+    int8_t* integers = (int8_t*)penstock_scratch(OWN, PANEL * a.K);
+    for (int64_t i = 0; i < count; i++)
+      quantize(rows + i * a.stride, a.K, integers + i * a.K, a.scales + first + i);
+    turn_rows<ByteUnits>(integers, a.K, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 4) * PANEL);
+  } else {
+    pack_nibbles(rows, a.stride, count, a.K, panels + panel * ceil_div(a.K, GROUP) * PANEL * (GROUP / 2 + 2));
+  }
+}
+
+template <> void pack_panel<int8_t>(const Pack& a, int64_t panel) {
+  const int64_t first = panel * PANEL, count = min(PANEL, a.N - first);
+  const int8_t* rows = (const int8_t*)a.source + first * a.stride;
+  if (a.encoding == 2) {
+    turn_rows<ByteUnits>(rows, a.stride, count, a.K, (uint32_t*)a.panels + panel * ceil_div(a.K, 4) * PANEL);
+  } else {
+    const int64_t groups = ceil_div(a.K, GROUP);
+    copy_nibbles(rows, a.stride, a.source_scales + first * groups, count, a.K,
+                 (char*)a.panels + panel * groups * PANEL * (GROUP / 2 + 2));
+  }
+}
+
+static int64_t work(const Pack& a) { return a.N * a.K * (a.encoding == 3 ? 100 : ELEMENT); }
+
+static void run(const Pack& a, const Team& team) {
+  over_pieces(team, ceil_div(a.N, PANEL), [&](int64_t panel) {
+    if (a.source_type == 0) pack_panel<float>(a, panel);
+    if (a.source_type == 1) pack_panel<bf16>(a, panel);
+    if (a.source_type == 2) pack_panel<half>(a, panel);
+    if (a.source_type == 3) pack_panel<int8_t>(a, panel);
+  });
+}
+KERNEL(pack, Pack)

@@ -1,0 +1,392 @@
+// Linear layers in 8 and 4 bits (kernels/quantized.py): int8 weights with a scale for each output, int4 weights with
+// a float16 scale for each GROUP of inputs. Rows of x are quantised first, to 8 bits, by a scale for each row or
+// group. Integers are added exactly, so that their order is free; what is float keeps the order of the groups: a
+// row's bits depend on no other row.
+//
+// Weights are the unsigned operand of the byte products, as w + 128 or w + 8; sums start at -128 or -8 times the sum
+// of x, which takes that back.
+
+constexpr int64_t GROUP = 32;
+constexpr int64_t QUANTIZED_AHEAD = 4096;  // bytes between a line that is read and the one fetched for later
+constexpr int64_t CHUNK_BYTES = 8 << 20;  // of quantised x, that stay in the last cache while all weights pass
+
+// ---- rows in 8 bits ----
+
+typedef int8_t vb __attribute__((vector_size(W)));
+
+// Rows as integers [rows, stride] with, for each row and group, a scale and what its sums start at, [rows, groups].
+// In int8 all inputs are one group.
+struct QuantizedRows {
+  int8_t* integers;
+  float* scales;
+  int32_t* starts;
+  int64_t stride, groups;
+
+  // A line apart from a power of two, at which rows would fall on each other in the cache.
+  static int64_t stride_of(int64_t K) { return round_up(K, 64) + 64; }
+  static int64_t bytes(int64_t rows, int64_t K, int64_t groups) {
+    return rows * (stride_of(K) + round_up(groups, 16) * 8);
+  }
+  QuantizedRows(char* memory, int64_t rows, int64_t K, int64_t groups)
+      : integers((int8_t*)memory), scales((float*)(memory + rows * stride_of(K))),
+        starts((int32_t*)(scales + rows * round_up(groups, 16))), stride(stride_of(K)), groups(round_up(groups, 16)) {}
+  INLINE_MEMBER QuantizedRows below(int64_t rows) const {
+    QuantizedRows part = *this;
+    part.integers += rows * stride, part.scales += rows * groups, part.starts += rows * groups;
+    return part;
+  }
+};
+
+INLINE vu umax(vu a, vu b) { return a > b ? a : b; }
+template <class V> INLINE V exchanged_lanes(V x, int distance) { return __builtin_shuffle(x, lane_index() ^ distance); }
+INLINE uint32_t largest(vu x) {
+#pragma GCC unroll 4
+  for (int distance = W / 2; distance; distance /= 2) x = umax(x, exchanged_lanes(x, distance));
+  return x[0];
+}
+INLINE int32_t sum(vi x) {
+#pragma GCC unroll 4
+  for (int distance = W / 2; distance; distance /= 2) x += exchanged_lanes(x, distance);
+  return x[0];
+}
+
+// To the nearest integer, halves to even; |x| < 2^22.
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23
+INLINE vf round_even(vf x) { return (x + ROUNDER) - ROUNDER; }
+INLINE vi to_integers(vf x) { return (vi)as_bits(x + ROUNDER) - 0x4b400000; }
+
+INLINE void store_bytes(int8_t* p, vi x) {
+#if PENSTOCK_LANES == 16
+  _mm_storeu_si128((__m128i*)p, _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)x));
+#else
+  vb bytes = __builtin_convertvector(x, vb);
+  __builtin_memcpy(p, &bytes, sizeof bytes);
+#endif
+}
+
+// Integers -127..127 of n numbers, their scale, and their sum.
+template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
+  vu tops = {};
+  for_vectors(n, EACH_VECTOR { tops = umax(tops, as_bits(load(x + i, lanes)) & 0x7fffffff); });
+  const uint32_t bits = largest(tops);  // of an infinity above all numbers, of a NaN above that
+  float top;
+  __builtin_memcpy(&top, &bits, 4);
+  if (bits >= 0x7f800000 || top < 1e-30f) {
+    *scale = bits >= 0x7f800000 ? __builtin_nanf("") : 0;
+    __builtin_memset(integers, 0, n);
+    return 0;
+  }
+  *scale = top / 127;
+  const float inverse = 127 / top;
+  vi total = {};
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    vi rounded = to_integers(load(x + i) * inverse);
+    total += rounded;
+    store_bytes(integers + i, rounded);
+  }
+  if (i < n) {
+    int8_t rest[W];
+    vi rounded = to_integers(load(x + i, n - i) * inverse);
+    total += rounded;
+    store_bytes(rest, rounded);
+    __builtin_memcpy(integers + i, rest, n - i);
+  }
+  return sum(total);
+}
+
+template <class T> static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to) {
+  if (encoding == 2) {
+    *to.starts = -128 * quantize(x, K, to.integers, to.scales);
+  } else {
+    int64_t group = 0;
+    for (; (group + 1) * GROUP <= K; group++)
+      to.starts[group] = -8 * quantize(x + group * GROUP, GROUP, to.integers + group * GROUP, to.scales + group);
+    if (group * GROUP < K)
+      to.starts[group] = -8 * quantize(x + group * GROUP, K - group * GROUP, to.integers + group * GROUP,
+                                       to.scales + group);
+  }
+  __builtin_memset(to.integers + K, 0, to.stride - K);
+}
+
+// ---- products of bytes: four of each lane, unsigned by signed, added to a sum ----
+
+#if PENSTOCK_LANES == 16
+constexpr int BYTE_ROWS = 6, BYTE_VECTORS = 4, NIBBLE_ROWS = 6, NIBBLE_VECTORS = 2;
+INLINE vi add_bytes(vi sum, vu w, vu x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
+#elif PENSTOCK_LANES == 8
+constexpr int BYTE_ROWS = 2, BYTE_VECTORS = 4, NIBBLE_ROWS = 2, NIBBLE_VECTORS = 2;
+// In 16 bits, the even bytes and the odd: products of unsigned by signed bytes in pairs could overflow 16 bits.
+INLINE vi add_bytes(vi sum, vu w, vu x) {
+  const __m256i even = _mm256_set1_epi32(0x00ff00ff);
+  __m256i low = _mm256_madd_epi16(_mm256_and_si256((__m256i)w, even),
+                                  _mm256_srai_epi16(_mm256_slli_epi16((__m256i)x, 8), 8));
+  __m256i high = _mm256_madd_epi16(_mm256_srli_epi16((__m256i)w, 8), _mm256_srai_epi16((__m256i)x, 8));
+  return (vi)_mm256_add_epi32((__m256i)sum, _mm256_add_epi32(low, high));
+}
+#else
+constexpr int BYTE_ROWS = 2, BYTE_VECTORS = 4, NIBBLE_ROWS = 2, NIBBLE_VECTORS = 2;
+INLINE vi add_bytes(vi sum, vu w, vu x) {
+  for (int shift = 0; shift < 32; shift += 8) sum += (vi)(w >> shift & 0xff) * ((vi)(x << (24 - shift)) >> 24);
+  return sum;
+}
+#endif
+
+// A group's sum, of bytes 0..15.
+#if PENSTOCK_LANES == 8
+// Of pairs in 16 bits: 16 products of 15 * 127 fit.
+INLINE vi first_nibbles(int32_t) { return vi{}; }
+INLINE vi add_nibbles(vi sum, vu w, vu x) {
+  return (vi)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+}
+INLINE vi sum_of_nibbles(vi sum, int32_t start) {
+  return (vi)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)) + start;
+}
+#else
+INLINE vi first_nibbles(int32_t start) { return start - vi{}; }
+INLINE vi add_nibbles(vi sum, vu w, vu x) { return add_bytes(sum, w, x); }
+INLINE vi sum_of_nibbles(vi sum, int32_t) { return sum; }
+#endif
+
+INLINE vu four_bytes(const int8_t* x) {
+  uint32_t unit;
+  __builtin_memcpy(&unit, x, 4);
+  return unit - vu{};
+}
+
+INLINE vf widen_half(vh half) {
+#if PENSTOCK_LANES == 16
+  return _mm512_maskz_cvtph_ps(0xffff, (__m256i)half);
+#else
+  vu bits = __builtin_convertvector(half, vu), magnitude = (bits & 0x7fff) << 13;
+  vu wide = as_bits(as_float(magnitude) * 0x1p112f);
+  return as_float((magnitude < 0x7c00u << 13 ? wide : magnitude | 0x7f800000) | (bits & 0x8000) << 16);
+#endif
+}
+INLINE vf load_half(const uint16_t* p) {
+  vh half;
+  __builtin_memcpy(&half, p, sizeof half);
+  return widen_half(half);
+}
+
+// ---- a block of a panel by some rows ----
+
+// A part of a panel along K, that stays in the core's cache while all rows pass over it.
+struct ByteBlock {
+  QuantizedRows x;     // from the block's first input on
+  const char* w;
+  int64_t units;       // of the block: 4 inputs in int8, a group in int4
+  const char* ahead;   // what is fetched meanwhile; null: nothing
+  uint32_t* sums;      // [rows, PANEL], of the blocks before and for those to come: integers in int8, floats in int4
+  bool first;
+
+  INLINE_MEMBER ByteBlock below(int64_t rows) const {
+    ByteBlock block = *this;
+    block.x = x.below(rows);
+    block.sums += rows * PANEL;
+    return block;
+  }
+};
+
+struct Bytes {
+  static constexpr int64_t INPUTS = 4, UNIT_BYTES = 4 * PANEL, LINES = UNIT_BYTES / 64, ROWS_AT_ONCE = BYTE_ROWS;
+  static constexpr int64_t BLOCK_UNITS = 256;
+  static constexpr int vectors(int64_t) { return BYTE_VECTORS; }  // of a panel, that some rows take at a time
+
+  template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
+    constexpr int VECTORS = vectors(ROWS);
+    for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
+      uint32_t* kept = block.sums + column;
+      vi sums[ROWS][VECTORS];
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++)
+          sums[r][v] = block.first ? block.x.starts[r * block.x.groups] - vi{} : (vi)load(kept + r * PANEL + v * W);
+      const int8_t* x = block.x.integers;
+      const int64_t x_stride = block.x.stride;
+      const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * FETCHED * 64 * block.units;
+      for (int64_t i = 0; i < block.units; i++, x += 4, w += UNIT_BYTES, ahead += FETCHED * 64) {
+        for (int line = 0; line < FETCHED; line++) __builtin_prefetch(ahead + line * 64, 0, 2);
+        vu weights[VECTORS];
+        for (int v = 0; v < VECTORS; v++) weights[v] = load((const uint32_t*)w + v * W);
+        for (int r = 0; r < ROWS; r++) {
+          const vu bytes = four_bytes(x + r * x_stride);
+          for (int v = 0; v < VECTORS; v++) sums[r][v] = add_bytes(sums[r][v], weights[v], bytes);
+        }
+      }
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, (vu)sums[r][v]);
+    }
+  }
+
+  INLINE vf result(vu sums, vf scale_x, vf scale_w) { return __builtin_convertvector((vi)sums, vf) * (scale_x * scale_w); }
+};
+
+struct Nibbles {
+  static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = PANEL * (GROUP / 2 + 2), LINES = UNIT_BYTES / 64;
+  static constexpr int64_t ROWS_AT_ONCE = NIBBLE_ROWS, BLOCK_UNITS = 48;
+  static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 3 ? 4 : NIBBLE_VECTORS; }
+
+  template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
+    constexpr int VECTORS = vectors(ROWS);
+    for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
+      float* kept = (float*)block.sums + column;
+      vf sums[ROWS][VECTORS];
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(kept + r * PANEL + v * W);
+      const int8_t* x = block.x.integers;
+      const int64_t x_stride = block.x.stride, groups = block.x.groups;
+      const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * FETCHED * 64 * block.units;
+      for (int64_t g = 0; g < block.units; g++, x += GROUP, w += UNIT_BYTES, ahead += FETCHED * 64) {
+        vi totals[ROWS][VECTORS];
+        for (int r = 0; r < ROWS; r++)
+          for (int v = 0; v < VECTORS; v++) totals[r][v] = first_nibbles(block.x.starts[r * groups + g]);
+#pragma GCC unroll 4
+        for (int step = 0; step < 4; step++) {
+          for (int line = step; line < FETCHED; line += 4) __builtin_prefetch(ahead + line * 64, 0, 2);
+          vu low[VECTORS], high[VECTORS];
+          for (int v = 0; v < VECTORS; v++) {
+            vu pairs = load((const uint32_t*)(w + step * 4 * PANEL) + v * W);
+            low[v] = pairs & 0x0f0f0f0f;
+            high[v] = pairs >> 4 & 0x0f0f0f0f;
+          }
+          for (int r = 0; r < ROWS; r++) {
+            const vu bytes = four_bytes(x + r * x_stride + 8 * step), others = four_bytes(x + r * x_stride + 8 * step + 4);
+            for (int v = 0; v < VECTORS; v++) {
+              totals[r][v] = add_nibbles(totals[r][v], low[v], bytes);
+              totals[r][v] = add_nibbles(totals[r][v], high[v], others);
+            }
+          }
+        }
+        const uint16_t* halves = (const uint16_t*)(w - column * 4 + 16 * PANEL) + column;
+        vf scales[VECTORS];
+        for (int v = 0; v < VECTORS; v++) scales[v] = load_half(halves + v * W);
+        for (int r = 0; r < ROWS; r++)
+          for (int v = 0; v < VECTORS; v++) {
+            vi total = sum_of_nibbles(totals[r][v], block.x.starts[r * groups + g]);
+            vf scaled = __builtin_convertvector(total, vf) * block.x.scales[r * groups + g];
+            sums[r][v] = fma(scaled, scales[v], sums[r][v]);
+          }
+      }
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, sums[r][v]);
+    }
+  }
+
+  INLINE vf result(vu sums, vf, vf) { return as_float(sums); }
+};
+
+template <class S, int ROWS, int FETCHED> static void multiply_rows(const ByteBlock& block) {
+  S::template multiply<ROWS, FETCHED>(block);
+}
+
+template <class S, int FETCHED> static void multiply_rows(const ByteBlock& block, int64_t rows) {
+  switch (rows) {
+    case 1: multiply_rows<S, 1, FETCHED>(block); break;
+    case 2: multiply_rows<S, 2, FETCHED>(block); break;
+#if PENSTOCK_LANES == 16
+    case 3: multiply_rows<S, 3, FETCHED>(block); break;
+    case 4: multiply_rows<S, 4, FETCHED>(block); break;
+    case 5: multiply_rows<S, 5, FETCHED>(block); break;
+    case 6: multiply_rows<S, 6, FETCHED>(block); break;
+#endif
+  }
+}
+
+// All rows with a block, some at a time, about equally many. Meanwhile the lines that are wanted next are fetched, a
+// few with each unit of a pass: all at once they would fill the buffers that misses wait in.
+template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t rows) {
+  constexpr int ALL = S::LINES, HALF = (ALL + 1) / 2, FOURTH = (ALL + 3) / 4, SIXTH = (ALL + 5) / 6;
+  const int64_t tiles = ceil_div(rows, S::ROWS_AT_ONCE), passes = tiles * (PANEL / W / S::vectors(rows / tiles));
+  const int64_t fetched = passes == 1 ? ALL : passes == 2 ? HALF : passes <= 4 ? FOURTH : SIXTH;
+  int64_t line = block.ahead ? 0 : ALL;
+  for (int64_t tile = 0; tile < tiles; tile++) {
+    const int64_t begin = rows * tile / tiles, height = rows * (tile + 1) / tiles - begin;
+    ByteBlock part = block.below(begin);
+    if (line >= ALL) {
+      multiply_rows<S, 0>(part, height);
+      continue;
+    }
+    part.ahead += line * 64 * block.units;
+    line += fetched * (PANEL / W / S::vectors(height));
+    if (fetched == ALL) multiply_rows<S, ALL>(part, height);
+    else if (fetched == HALF) multiply_rows<S, HALF>(part, height);
+    else if (fetched == FOURTH) multiply_rows<S, FOURTH>(part, height);
+    else multiply_rows<S, SIXTH>(part, height);
+  }
+}
+
+// The outputs of a panel for `rows` rows, from `begin` on, which are quantised in `x`.
+template <class S>
+static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t panel,
+                           int64_t next, uint32_t* sums) {
+  const int64_t units = ceil_div(a.K, S::INPUTS), column = panel * PANEL;
+  const char* w = (const char*)a.panels + panel * units * S::UNIT_BYTES;
+  const bool once = rows <= S::ROWS_AT_ONCE && W == 16;  // then nothing is to stay in the cache
+  const int64_t blocks = once ? 1 : ceil_div(units, S::BLOCK_UNITS);
+  for (int64_t number = 0; number < blocks; number++) {
+    const int64_t from = units * number / blocks, to = units * (number + 1) / blocks;
+    ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0};
+    block.x.integers += from * S::INPUTS;
+    if (S::INPUTS == GROUP) block.x.scales += from, block.x.starts += from;
+    if (once) block.ahead = block.w + QUANTIZED_AHEAD;
+    else if (number < blocks - 1) block.ahead = w + to * S::UNIT_BYTES;
+    else if (next >= 0) block.ahead = (const char*)a.panels + next * units * S::UNIT_BYTES;
+    multiply_all_rows<S>(block, rows);
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    const vf scale_x = all(x.scales[r * x.groups]);
+    for_vectors(min(PANEL, a.N - column), EACH_VECTOR {
+      vf scale_w = a.scales ? load(a.scales + column + i, lanes) : vf{};
+      vf y = S::result(load(sums + r * PANEL + i), scale_x, scale_w);
+      WITH_TYPE(a.type, T, {
+        if (a.bias) y += load((const T*)a.bias + column + i, lanes);
+        store((T*)a.y + (begin + r) * a.y_stride + column + i, y, lanes);
+      });
+    });
+  }
+}
+
+template <class S> static void multiply_quantized(const Linear& a, const Team& team) {
+  const int64_t panels = ceil_div(a.N, PANEL), groups = a.encoding == 3 ? ceil_div(a.K, GROUP) : 1;
+  const int64_t row_bytes = QuantizedRows::bytes(1, a.K, groups);
+  const int64_t most = min(a.rows, max<int64_t>(CHUNK_BYTES / row_bytes, 256)), tall = min<int64_t>(most, 240);
+  const bool redundant = team.size == 1 || a.rows <= 3;  // cheaper than a barrier
+  const int64_t bytes = round_up(QuantizedRows::bytes(most, a.K, groups), 64);
+  char* own = (char*)penstock_scratch(OWN, tall * PANEL * 4 + (redundant ? bytes : 0));
+  char* memory = own + tall * PANEL * 4;
+  if (!redundant) memory = (char*)team.share(team.rank == 0 ? penstock_scratch(SHARED, bytes) : nullptr);
+  const QuantizedRows x(memory, most, a.K, groups);
+  for (int64_t first = 0; first < a.rows; first += most) {
+    const int64_t rows = min(most, a.rows - first), chunks = ceil_div(rows, tall);
+    if (first) team.barrier();  // the last rows are still being read
+    auto quantize_rows = [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++)
+        WITH_TYPE(a.type, T, quantize_row((const T*)a.x + (first + row) * a.x_stride, a.K, a.encoding, x.below(row)));
+    };
+    if (redundant) {
+      quantize_rows(0, rows);
+    } else {
+      over_rows(team, rows, quantize_rows);
+      team.barrier();
+    }
+    // Several panels in a row where rows are few, as memory is read fastest in long runs; the last one by one.
+    const int64_t run = chunks > 1 ? 1 : 4, runs = chunks > 1 ? 0 : panels * 3 / 4 / run;
+    over_pieces(team, runs + (panels - runs * run) * chunks, [&](int64_t piece) {
+      const bool long_one = piece < runs;
+      const int64_t panel = long_one ? piece * run : runs * run + (piece - runs) / chunks;
+      const int64_t chunk = long_one ? 0 : (piece - runs) % chunks, count = long_one ? run : 1;
+      const int64_t begin = rows * chunk / chunks, end = rows * (chunk + 1) / chunks;
+      for (int64_t i = 0; i < count; i++) {
+        int64_t next = i + 1 < count ? panel + i + 1 : panel + i + 1 + (long_one ? run : 1) * (team.size - 1);
+        multiply_panel<S>(a, x.below(begin), first + begin, end - begin, panel + i, next < panels ? next : -1,
+                          (uint32_t*)own);
+      }
+    });
+  }
+}
+
+static void run_quantized(const Linear& a, const Team& team) {
+  if (!a.rows) return;
+  if (a.encoding == 2) multiply_quantized<Bytes>(a, team);
+  if (a.encoding == 3) multiply_quantized<Nibbles>(a, team);
+}

@@ -1,0 +1,49 @@
+// New keys and values to their places in the paged cache.
+
+struct StoreKV {  // k, v [n, K, D] with strides, to slots [n] = block * S + offset of cache [2, N, K, S, D]
+  int64_t type, cache_type;  // cache_type 2: int8
+  const void *k, *v;
+  void* cache;
+  float* scales;  // [2, N, K, S] of an int8 cache, else null
+  const int64_t* slots;
+  int64_t n, N, K, S, D, k_row, k_head, v_row, v_head;
+};
+
+template <class T, class TC> INLINE void store_head(const T* x, TC* row, float*, int64_t D) {
+  for_vectors(D, EACH_VECTOR { store(row + i, load(x + i, lanes), lanes); });
+}
+// Bytes of which the largest is 127, and what one of them stands for; NaN where x is not all numbers.
+template <class T> INLINE void store_head(const T* x, int8_t* row, float* scale, int64_t D) {
+  vf tops = {}, odd = {};
+  for_vectors(D, EACH_VECTOR {
+    vf y = load(x + i, lanes);
+    tops = vmax(tops, as_float(as_bits(y) & 0x7fffffff));
+    odd += y * 0;
+  });
+  *scale = max(largest(tops), 1e-12f) / 127 + sum(odd);
+  const vf divisor = all(*scale);
+  for_vectors(D, EACH_VECTOR { store(row + i, load(x + i, lanes) / divisor, lanes); });
+}
+
+template <class T, class TC> static void store_kv(const StoreKV& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t h = 0; h < a.K; h++) {
+        int64_t place = (a.slots[t] / a.S * a.K + h) * a.S + a.slots[t] % a.S, side = a.N * a.K * a.S;
+        TC* cache = (TC*)a.cache;
+        store_head((const T*)a.k + t * a.k_row + h * a.k_head, cache + place * a.D, a.scales + place, a.D);
+        place += side;
+        store_head((const T*)a.v + t * a.v_row + h * a.v_head, cache + place * a.D, a.scales + place, a.D);
+      }
+  });
+}
+
+static int64_t work(const StoreKV& a) { return ELEMENT * a.n * 2 * a.K * a.D; }
+static void run(const StoreKV& a, const Team& team) {
+  WITH_TYPE(a.type, T, {
+    if (a.cache_type == 0) store_kv<T, float>(a, team);
+    if (a.cache_type == 1) store_kv<T, bf16>(a, team);
+    if (a.cache_type == 2) store_kv<T, int8_t>(a, team);
+  });
+}
+KERNEL(store_kv, StoreKV)

@@ -1,0 +1,154 @@
+"""Linear layers: packed in panels, and multiplied by one family of kernels for any number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.library import Kernels
+from penstock.kernels.cpu.memory import WeightMemory
+from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, pack_panels
+from penstock.kernels.inputs import LoRAInputs
+from penstock.kernels.linear import LinearSlice, PackedLinear, bias_of_encoding, encoding_named
+from penstock.kernels.reference import ReferenceOps
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Types of activations that the kernels take, as csrc numbers them."""
+
+LONG = 1 << 27
+"""Multiplications from which a kernel takes long enough to release the GIL: some milliseconds."""
+
+
+class CpuLinear(ReferenceOps):
+    """Linear layers and adapters, for float32 and bfloat16 activations.
+
+    Args:
+        kernels: those of one instruction set.
+    """
+
+    name = "cpu"
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._weights = WeightMemory()
+
+    def pack_linear(
+        self,
+        weight: Tensor | Sequence[Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None = None,
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        if encoding not in ENCODINGS:
+            return super().pack_linear(weight, encoding, bias=bias, slices=slices)
+        parts = [weight] if isinstance(weight, Tensor) else weight
+        return self._packed(parts, None, encoding, bias, slices)
+
+    def pack_quantized(
+        self,
+        rows: Mapping[str, Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None = None,
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        if encoding not in QUANTIZED:
+            return super().pack_quantized(rows, encoding, bias=bias, slices=slices)
+        return self._packed([rows["weight"]], rows["scales"], encoding, bias, slices)
+
+    def _packed(
+        self,
+        parts: Sequence[Tensor],
+        scales: Tensor | None,
+        encoding: str,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+    ) -> PackedLinear:
+        with torch.no_grad():
+            tensors = pack_panels(self._kernels, self._weights, encoding, parts, scales)
+        out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
+        bias = bias_of_encoding(bias, encoding)
+        return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
+
+    def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
+        bias, kind = packed.bias, TYPES.get(x.dtype)
+        row_stride, stride = x.stride()
+        fits = packed.layout == "panels" and stride == 1 and (bias is None or bias.dtype == x.dtype)
+        if kind is None or not fits or not _takes(packed.encoding, x.dtype):
+            return super().linear(x, packed, lora=lora)
+        rows, in_features, out_features = x.shape[0], packed.in_features, packed.out_features
+        assert x.shape[1] == in_features, "a layer of another width"
+        y = self._empty((rows, out_features), x.dtype)
+        scales = packed.tensors.get("scales")
+        long = rows * in_features * out_features > LONG
+        (self._kernels.long_linear if long else self._kernels.linear)(
+            ENCODINGS[packed.encoding],
+            kind,
+            x.data_ptr(),
+            row_stride,
+            packed.tensors["panels"].data_ptr(),
+            0 if scales is None else scales.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            out_features,
+            rows,
+            out_features,
+            in_features,
+        )
+        return y if lora is None else self._add_lora(y, x, packed, lora)
+
+    def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
+        kind = TYPES.get(x.dtype)
+        parts = [part for part in packed.slices if part.name in lora.matrices]
+        fits = kind is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
+        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in parts):
+            return super()._add_lora(y, x, packed, lora)
+        order, segments = lora.order, lora.segments
+        for part in parts:
+            down, up = lora.matrices[part.name]
+            ranks = lora.ranks.get(part.name)
+            _, rank, in_features = down.shape
+            width = part.stop - part.start
+            long = len(order) * rank * (in_features + width) > LONG
+            (self._kernels.long_lora if long else self._kernels.lora)(
+                kind,
+                x.data_ptr(),
+                x.stride(0),
+                down.data_ptr(),
+                up.data_ptr(),
+                y.data_ptr() + part.start * y.element_size(),
+                y.stride(0),
+                order.data_ptr(),
+                segments.data_ptr(),
+                0 if ranks is None else ranks.data_ptr(),
+                len(segments),
+                rank,
+                width,
+                in_features,
+            )
+        return y
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Where a kernel writes a result: contiguous, what is in it undefined."""
+        return torch.empty(shape, dtype=dtype)
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """A tensor made of weights alone, which a kernel reads."""
+        return tensor
+
+
+def _takes(encoding: str, dtype: torch.dtype) -> bool:
+    """Whether there is a product of activations of this type with weights in this encoding."""
+    return encoding in QUANTIZED or _computes_in(encoding) == dtype
+
+
+def _computes_in(encoding: str) -> torch.dtype:
+    return encoding_named(encoding).compute_dtype.to_torch()
+
+
+def _are_stacked(down: Tensor, up: Tensor, dtype: torch.dtype) -> bool:
+    """Whether A ``[n, R, in]`` and B, a view of ``[n, R, out]``, lie in memory as the kernel reads them."""
+    return down.dtype == up.dtype == dtype and down.is_contiguous() and up.transpose(1, 2).is_contiguous()

@@ -1,0 +1,80 @@
+"""Weights from rows, as checkpoints have them, to panels, by the kernel that quantises on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.library import Kernels
+from penstock.kernels.cpu.memory import WeightMemory
+from penstock.kernels.panels import GROUP, PANEL
+
+ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+"""Encodings that have panels, as csrc numbers them."""
+
+QUANTIZED = ("int8", "int4")
+"""Those whose products quantise the activations, of whatever type."""
+
+_SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+"""Types of rows: floats, and integers that are quantised already."""
+
+
+def pack_panels(
+    kernels: Kernels,
+    memory: WeightMemory,
+    encoding: str,
+    parts: Sequence[Tensor],
+    scales: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """A weight in panels, from its parts ``[out, in]`` one behind the other.
+
+    Parts that begin with a panel are packed where they lie, in a mapped file perhaps; only others are put
+    together first.
+
+    Args:
+        kernels: those of one instruction set.
+        memory: where panels are put.
+        encoding: one of `ENCODINGS`.
+        parts: of one type of floats; or one, of the integers of an encoding that is quantised already.
+        scales: what goes with integers.
+    """
+    if any(len(part) % PANEL for part in parts[:-1]) or len({part.dtype for part in parts}) > 1:
+        parts = [torch.cat(tuple(parts))]
+    rows, inputs = sum(len(part) for part in parts), parts[0].shape[1]
+    panels = memory.empty(*_form(encoding, rows, inputs))
+    tensors = {"panels": panels}
+    if encoding == "int8":
+        tensors["scales"] = torch.empty(rows) if scales is None else scales.contiguous()
+    written = tensors.get("scales") if scales is None else None
+    halves = scales.contiguous() if encoding == "int4" and scales is not None else None
+    start = 0
+    for part in parts:
+        source = part if part.dtype in _SOURCES else part.float()
+        source = source if source.stride(1) == 1 else source.contiguous()
+        kernels.pack(
+            ENCODINGS[encoding],
+            _SOURCES[source.dtype],
+            source.data_ptr(),
+            source.stride(0),
+            0 if halves is None else halves.data_ptr(),
+            panels[start // PANEL :].data_ptr(),
+            0 if written is None else written[start:].data_ptr(),
+            len(source),
+            inputs,
+        )
+        start += len(part)
+    return tensors
+
+
+def _form(encoding: str, rows: int, inputs: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and type of the panels of a weight ``[rows, inputs]``."""
+    count = -(-rows // PANEL)
+    if encoding == "float32":
+        return (count, inputs, PANEL), torch.float32
+    if encoding == "bfloat16":
+        return (count, -(-inputs // 2), PANEL, 2), torch.bfloat16
+    if encoding == "int8":
+        return (count, -(-inputs // 4), PANEL, 4), torch.uint8
+    return (count, -(-inputs // GROUP), PANEL * (GROUP // 2 + 2)), torch.uint8

@@ -1,0 +1,166 @@
+"""JSON strings as grammars: characters as they are, escapes, bounded lengths, patterns, names."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from penstock.errors import UnsupportedSchemaError
+from penstock.pipelines.grammars import regex
+from penstock.pipelines.grammars.ebnf import (
+    ALL_CHARACTERS,
+    NOTHING,
+    Ranges,
+    Rules,
+    char_class,
+    choice,
+    literal,
+    repeated,
+    sequence,
+    without,
+)
+from penstock.pipelines.grammars.shapes import Text
+
+_PLAIN = without(ALL_CHARACTERS, [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])  # stand for themselves in a string
+_SHORT = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
+_LONG = without([(0, 0x1F)], [(8, 10), (12, 13)])  # control characters without a short escape
+ESCAPE = "\\"
+_MOST_COUNTED_CHARACTERS = 256
+_Spelling: TypeAlias = tuple[str | None, str | None]  # a class of characters as they are, a rule of escapes
+
+
+class StringWriter:
+    """Writes the rules of strings.
+
+    Args:
+        rules: where they are added.
+        escaped: characters that no string has as they are.
+    """
+
+    def __init__(self, rules: Rules, escaped: list[int]) -> None:
+        self._rules = rules
+        self._escaped = escaped
+        self._plain = without(_PLAIN, [(point, point) for point in escaped])
+
+    def text(self, shape: Text) -> str | None:
+        """The rule of a string; None where the bounds exclude its expression."""
+        quote = literal('"')
+        if shape.tree is None:
+            spelling: _Spelling = (char_class(self._plain), self._any_escape())
+            content = self._repeated(spelling, shape.least, shape.most, quote)
+        else:
+            tree = _with_length(shape)
+            if tree is None:
+                return None
+            if isinstance(tree, regex.Repeat) and isinstance(tree.part, regex.Char):
+                content = self._repeated(self._spelling(tree.part.ranges), tree.least, tree.most, quote)
+            else:
+                content = sequence(regex.to_ebnf(tree, self._characters), quote)
+        return self._rules.add("string", sequence(quote, content))
+
+    def _any_escape(self) -> str:
+        """An escape as any JSON writer may write it; the two halves of a pair are one character."""
+        digit = "[0-9a-fA-F]"
+        single = f"([0-9a-cA-CefEF] {digit} {digit} {digit} | [dD] [0-7] {digit} {digit})"
+        pair = f"[dD] [89abAB] {digit} {digit} {literal(ESCAPE + 'u')} [dD] [c-fC-F] {digit} {digit}"
+        short = '["\\\\/bfnrt]'
+        return self._rules.add("escape", f'{literal(ESCAPE)} ({short} | "u" ({single} | {pair}))')
+
+    def _characters(self, ranges: Ranges, least: int, most: int | None) -> str:
+        """So many characters of these, written the shortest way."""
+        return self._repeated(self._spelling(ranges), least, most, NOTHING)
+
+    def _spelling(self, ranges: Ranges) -> _Spelling:
+        plain = [
+            part
+            for part in ((max(a, c), min(b, d)) for a, b in ranges for c, d in self._plain)
+            if part[0] <= part[1]
+        ]
+        longs = [*(point for first, last in _LONG for point in range(first, last + 1)), *self._escaped]
+        controls = [(point, f"u{point:04x}") for point in longs]
+        escapes = [
+            literal(f"{ESCAPE}{written}")
+            for point, written in [*_SHORT.items(), *controls]
+            if any(low <= point <= high for low, high in ranges)
+        ]
+        escape = self._rules.add("short_escape", choice(escapes)) if escapes else None
+        return char_class(plain) if plain else None, escape
+
+    def _repeated(self, spelling: _Spelling, least: int, most: int | None, end: str) -> str:
+        """From ``least`` to ``most`` characters, then ``end``.
+
+        xgrammar prepares a mask for each state of a rule, and finds out token by token what may come behind
+        its end. So a class repeats by itself, a number of characters is a rule for each, and the end stands
+        in the last: otherwise a mask takes a thousand times longer.
+        """
+        plain, escape = spelling
+        if plain is None or escape is None:
+            only = plain or escape
+            assert only is not None
+            if most is None or end == NOTHING:
+                return sequence(repeated(only, least, most), end)
+            one_more = [only]
+        else:
+            if (least, most) == (1, 1) and end == NOTHING:
+                return choice([plain, escape])
+            one_more = [plain, escape]
+        if most is None:
+            if least:
+                rest = self._repeated(spelling, 0, None, end)
+                return self._repeated(spelling, least, least, self._rules.add("rest", rest))
+            return sequence(f"{plain}*", f"({escape} {plain}*)*", end)
+        if most > _MOST_COUNTED_CHARACTERS:
+            return sequence(repeated(one_more[0], least, most), end)  # with escapes each token would be slow
+        following = end
+        for count in range(most - 1, -1, -1):
+            options = [sequence(one, following) for one in one_more]
+            following = self._rules.add("counted", choice([*([end] if count >= least else []), *options]))
+        return following
+
+    def new_name(self, taken: list[str]) -> str:
+        """The rest of a name behind its quotation mark, with the one at its end; none of those taken.
+
+        Written the shortest way only: in another spelling it would be a name that is taken.
+        """
+        free = self._rules.add("rest", sequence(self._characters(ALL_CHARACTERS, 0, None), literal('"')))
+        return self._name_beside(taken, 0, free)
+
+    def _name_beside(self, taken: list[str], depth: int, free: str) -> str:
+        """As `new_name`, behind ``depth`` characters that all of ``taken`` have in common."""
+        if not taken:
+            return free
+        ends_here = any(len(name) == depth for name in taken)
+        branches: dict[str, list[str]] = {}
+        for name in taken:
+            if len(name) > depth:
+                branches.setdefault(name[depth], []).append(name)
+        # A chain of single characters would need a rule, and a level of recursion, for each.
+        options = [] if ends_here else [literal('"')]
+        points = [(ord(character), ord(character)) for character in branches]
+        options.append(sequence(self._characters(without(ALL_CHARACTERS, points), 1, 1), free))
+        for character, names in branches.items():
+            point = ord(character)
+            rest = self._name_beside(names, depth + 1, free)
+            options.append(sequence(self._characters([(point, point)], 1, 1), rest))
+        return self._rules.add("name", choice(options))
+
+
+def _with_length(shape: Text) -> regex.Node | None:
+    """The expression together with the bounds of the length; None where they exclude each other."""
+    assert shape.tree is not None
+    only = shape.tree
+    while isinstance(only, regex.Seq) and len(only.parts) == 1:
+        only = only.parts[0]
+    low, high = regex.lengths(only)
+    if (shape.most is not None and low > shape.most) or (high is not None and high < shape.least):
+        return None
+    if low >= shape.least and (shape.most is None or (high is not None and high <= shape.most)):
+        return only
+    if isinstance(only, regex.Repeat) and isinstance(only.part, regex.Char):
+        most = shape.most if only.most is None else min(only.most, shape.most or only.most)
+        return regex.Repeat(only.part, max(only.least, shape.least), most)
+    assert shape.said_by is not None
+    reason = (
+        "together with minLength or maxLength only where it implies them, or repeats a single class "
+        "(^[a-z]*$): say the length in the pattern"
+    )
+    raise UnsupportedSchemaError(shape.keyword, shape.said_by.where, reason)

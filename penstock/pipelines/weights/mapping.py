@@ -1,0 +1,47 @@
+"""Files as memory: their bytes are read as they are looked at, and can be let go of again."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.errors import WeightsError
+
+
+def map_file(file: Path) -> Tensor:
+    """The bytes of a file ``[size]``, mapped: read as it is looked at, and writes never reach the file.
+
+    Raises:
+        WeightsError: it cannot be mapped.
+    """
+    try:
+        return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as problem:
+        raise WeightsError(file, f"cannot be mapped: {problem}") from problem
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """Takes the whole pages of a contiguous tensor that is mapped from a file, and was never written to, out
+    of this process; a look at them brings them back, from the system's cache of the file or the file itself.
+
+    Without this a model that is packed as it is read takes twice its memory until the file is closed, in the
+    eyes of whoever limits a process by the pages it holds.
+    """
+    page = mmap.PAGESIZE
+    begin = -(-tensor.data_ptr() // page) * page
+    end = (tensor.data_ptr() + tensor.nbytes) // page * page
+    if end > begin and (advise := _madvise()) is not None:
+        advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+@cache
+def _madvise() -> ctypes._NamedFuncPointer | None:
+    """The C library's function; None where there is none of that meaning, as on Windows."""
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return None
+    return ctypes.CDLL(None).madvise

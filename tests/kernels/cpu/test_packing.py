@@ -1,0 +1,92 @@
+"""The packer: panels from rows, to the bit as `kernels.quantized` and `kernels.panels` define them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.kernels import encoding_named
+from penstock.kernels.cpu import CpuOps, variants
+from penstock.kernels.cpu.memory import WeightMemory
+from penstock.kernels.cpu.packing import ENCODINGS, pack_panels
+from penstock.kernels.panels import to_panels
+
+VARIANTS = {ops.isa: ops for ops in variants()}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=VARIANTS or [pytest.param("none", marks=pytest.mark.skip("no kernels are built"))])
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    return VARIANTS[request.param]
+
+
+@pytest.fixture(params=ENCODINGS)
+def encoding(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    """What lies in memory; of a NaN the bits count, too."""
+    return {
+        name: tensor.contiguous().view(torch.uint8).flatten().tolist() for name, tensor in tensors.items()
+    }
+
+
+def assert_as_defined(ops: CpuOps, encoding: str, weight: Tensor) -> None:
+    rows = encoding_named(encoding).pack(weight)
+    defined = bits(to_panels(encoding, rows))
+    assert bits(dict(ops.pack_linear(weight, encoding).tensors)) == defined
+    if encoding in ("int8", "int4"):  # from integers as well
+        again = pack_panels(ops._kernels, WeightMemory(), encoding, [rows["weight"]], rows["scales"])
+        assert bits(again) == defined
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (64, 64), (65, 2), (70, 33), (63, 31), (130, 515), (200, 4)], ids=str
+)
+def test_shapes_and_types(ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(shape) * 0.05).to(dtype)
+    weight[0, 0] = 30
+    assert_as_defined(ops, encoding, weight)
+    wider = torch.randn(shape[0], shape[1] + 3).to(dtype)
+    assert_as_defined(ops, encoding, wider[:, 1:-2])  # rows apart
+
+
+NUMBERS = st.one_of(
+    st.floats(-100000, 100000, width=32),
+    st.floats(-(2**-20), 2**-20, width=32, allow_subnormal=False),
+    st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False),
+    st.integers(-9, 9).map(float),
+)
+
+
+@pytest.mark.parametrize("encoding", ["int8", "int4"])
+@settings(max_examples=60, deadline=None)
+@given(
+    weight=st.integers(1, 40).flatmap(
+        lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=1, max_size=5)
+    )
+)
+def test_any_numbers(encoding: str, weight: list[list[float]]) -> None:
+    for ops in VARIANTS.values():
+        assert_as_defined(ops, encoding, torch.tensor(weight))
+
+
+def test_every_float16_scale(ops: CpuOps) -> None:
+    """A group whose largest weight is -8 times a float16 keeps that number as its scale, of whatever size."""
+    halves = torch.arange(1, 0x7C00, dtype=torch.int16).view(torch.float16)
+    weight = torch.zeros(len(halves), 32)
+    weight[:, 5] = halves.float() * -8
+    weight[:, 6] = halves.float() * 7
+    assert_as_defined(ops, "int4", weight)
+    tensors = encoding_named("int4").pack(weight)
+    assert torch.equal(tensors["scales"].flatten(), halves)
+    x = torch.zeros(1, 32)
+    x[0, 6] = 127
+    y = ops.linear(x, ops.pack_linear(weight, "int4"))
+    assert torch.equal(y[0], halves.float() * 7 * 127)

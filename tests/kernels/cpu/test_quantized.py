@@ -1,0 +1,172 @@
+"""Linear layers in 8 and 4 bits: the kernels of every instruction set against the definition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import PackedLinear, encoding_named
+from penstock.kernels.cpu import CpuOps, variants
+
+VARIANTS = {ops.isa: ops for ops in variants()}
+SHAPES = [(64, 64), (70, 33), (1, 1), (130, 100), (200, 4100), (65, 2), (129, 3000)]
+"""Outputs and inputs: whole panels and parts of one; K no multiple of 2, 4, 32; several blocks of K."""
+
+
+@pytest.fixture(params=VARIANTS or [pytest.param("none", marks=pytest.mark.skip("no kernels are built"))])
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    torch.manual_seed(0)
+    return VARIANTS[request.param]
+
+
+@pytest.fixture(params=["int8", "int4"])
+def encoding(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def packed_as(ops: CpuOps, weight: Tensor, encoding: str, bias: Tensor | None = None) -> PackedLinear:
+    packed = ops.pack_linear(weight, encoding)
+    assert packed.layout == "panels"
+    return PackedLinear(
+        encoding, packed.tensors, packed.in_features, packed.out_features, bias, (), packed.layout
+    )
+
+
+def expected_of(weight: Tensor, encoding: str, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The product as the encoding defines it in float32, and the sum of its terms' magnitudes."""
+    kind = encoding_named(encoding)
+    tensors = kind.pack(weight)
+    wide_bias = None if bias is None else bias.float()
+    y = kind.multiply(x.float(), tensors, wide_bias)
+    terms = x.float().abs() @ kind.unpack(tensors).abs().T
+    return y, terms if wide_bias is None else terms + wide_bias.abs()
+
+
+def assert_is_rounded(y: Tensor, expected: Tensor, terms: Tensor) -> None:
+    """``y`` is ``expected`` but for the order of a few roundings in float32, and one to its own type."""
+    own = 0.0 if y.dtype == torch.float32 else 2**-8
+    assert bool(((y.float() - expected).abs() <= own * expected.abs() + 2**-21 * terms).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products(
+    ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int], with_bias: bool
+) -> None:
+    weight = torch.randn(shape)
+    x = torch.randn(33, shape[1] + 5).to(dtype)[:, 3 : 3 + shape[1]]  # rows apart, and not aligned
+    x[5, 0] = 10000.0
+    x[7] = 0
+    bias = torch.randn(shape[0]).to(dtype) if with_bias else None
+    y = ops.linear(x, packed_as(ops, weight, encoding, bias))
+    assert y.dtype == dtype
+    expected, terms = expected_of(weight, encoding, x, bias)
+    assert_is_rounded(y, expected, terms)
+    if encoding == "int8" and dtype == torch.float32:
+        assert torch.equal(y, expected)  # no float sum whose order could differ
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("shape", [(300, 1500), (70, 33)], ids=str)
+def test_a_row_is_the_same_in_every_batch(
+    ops: CpuOps, encoding: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    x, packed = torch.randn(700, shape[1]).to(dtype), packed_as(ops, torch.randn(shape), encoding)
+    together = ops.linear(x, packed)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for begin, end in ((0, 0), (0, 1), (3, 5), (6, 9), (0, 4), (2, 7), (0, 6), (1, 8), (0, 33), (0, 700)):
+            assert torch.equal(ops.linear(x[begin:end], packed), together[begin:end])
+
+
+@pytest.mark.usefixtures("_threads")
+def test_more_rows_than_are_quantised_at_once(ops: CpuOps, encoding: str) -> None:
+    x, packed = torch.randn(300, 40000).bfloat16(), packed_as(ops, torch.randn(3, 40000), encoding)
+    torch.set_num_threads(2)
+    together = ops.linear(x, packed)
+    torch.set_num_threads(1)
+    assert torch.equal(ops.linear(x[250:], packed), together[250:])
+    assert torch.equal(ops.linear(x[:40], packed), together[:40])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("place", [0, 130])  # in a whole vector, and in the rest of the row
+def test_a_row_that_is_not_finite_gives_nan_and_no_other_row_does(
+    ops: CpuOps, encoding: str, dtype: torch.dtype, rows: int, place: int, bad: float
+) -> None:
+    x, packed = torch.randn(rows, 131).to(dtype), packed_as(ops, torch.randn(70, 131), encoding)
+    plain = ops.linear(x, packed)
+    x[3, place] = bad
+    y = ops.linear(x, packed)
+    assert y[3].isnan().all()
+    others = [row for row in range(rows) if row != 3]
+    assert torch.equal(y[others], plain[others])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_sums_are_exact_at_the_extremes(ops: CpuOps, sign: int, rows: int) -> None:
+    inputs = 14336
+    packed = packed_as(ops, torch.full((2, inputs), 127.0 * sign), "int8")
+    y = ops.linear(torch.full((rows, inputs), 127.0), packed)
+    assert torch.equal(y, torch.full((rows, 2), float(127 * 127 * inputs * sign)))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_groups_are_exact_at_the_extremes(ops: CpuOps, sign: int) -> None:
+    """-8 and 127 all over: the largest sums of 16 bits on the way."""
+    packed = packed_as(ops, torch.full((2, 64), -8.0), "int4")
+    assert torch.equal(
+        ops.linear(torch.full((3, 64), 127.0 * sign), packed), torch.full((3, 2), -8.0 * 127 * 64 * sign)
+    )
+    packed = packed_as(ops, torch.tensor([[7.0, -8.0] * 32]), "int4")
+    x = torch.tensor([[127.0 * sign, -127.0 * sign] * 32])
+    assert ops.linear(x, packed).tolist() == [[sign * 127.0 * 15 * 32]]
+
+
+def test_nothing_beyond_the_outputs_is_written(ops: CpuOps, encoding: str, dtype: torch.dtype) -> None:
+    x, packed = torch.randn(9, 40).to(dtype), packed_as(ops, torch.randn(70, 40), encoding)
+    y = torch.full((9, 72), 5.0, dtype=dtype)
+    scales = packed.tensors.get("scales")
+    ops._kernels.linear(
+        {"int8": 2, "int4": 3}[encoding],
+        int(dtype == torch.bfloat16),
+        x.data_ptr(),
+        40,
+        packed.tensors["panels"].data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        0,
+        y.data_ptr(),
+        72,
+        9,
+        70,
+        40,
+    )
+    assert torch.equal(y[:, :70], ops.linear(x, packed))
+    assert bool((y[:, 70:] == 5).all())
+
+
+def test_weights_that_are_not_finite_give_nan_in_their_output(ops: CpuOps, encoding: str) -> None:
+    weight = torch.randn(70, 100)
+    weight[7, 99], weight[66, 0] = math.nan, math.inf
+    y = ops.linear(torch.randn(3, 100), packed_as(ops, weight, encoding))
+    assert y[:, [7, 66]].isnan().all()
+    y[:, [7, 66]] = 0
+    assert y.isfinite().all()

@@ -1,0 +1,103 @@
+"""Weights in panels: where each number lies, and the way back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.kernels import PackedLinear, pack_linear, unpack_linear
+from penstock.kernels.cpu import variants
+from penstock.kernels.linear import encoding_named, tensors_in_rows
+from penstock.kernels.panels import GROUP, PANEL, from_panels, has_panels, to_panels
+
+ENCODINGS = ("float32", "bfloat16", "int8", "int4")
+SIZES = st.integers(1, 150)
+
+
+def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
+    """Random tensors of an encoding: all that its types hold, not only what packing makes."""
+    if encoding == "int8":
+        weight = torch.randint(-128, 128, (outputs, inputs)).to(torch.int8)
+        return {"weight": weight, "scales": torch.randn(outputs)}
+    if encoding == "int4":
+        weight = torch.randint(-8, 8, (outputs, inputs)).to(torch.int8)
+        return {"weight": weight, "scales": torch.randn(outputs, -(-inputs // GROUP)).half()}
+    return {"weight": torch.randn(outputs, inputs).to(getattr(torch, encoding))}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@given(outputs=SIZES, inputs=SIZES, seed=st.integers(0, 9))
+def test_there_and_back(encoding: str, outputs: int, inputs: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    rows = rows_of(encoding, outputs, inputs)
+    panels = to_panels(encoding, rows)
+    back = from_panels(encoding, panels, outputs, inputs)
+    assert back.keys() == rows.keys()
+    for name, tensor in rows.items():
+        assert back[name].dtype == tensor.dtype
+        assert torch.equal(back[name], tensor)
+        assert back[name].is_contiguous()
+    assert all(tensor.is_contiguous() for tensor in panels.values())
+    assert panels["panels"].shape[0] == -(-outputs // PANEL)
+    packed = PackedLinear(encoding, panels, inputs, outputs, layout="panels")
+    assert torch.equal(unpack_linear(packed), encoding_named(encoding).unpack(rows))
+    assert tensors_in_rows(packed).keys() == rows.keys()
+
+
+@given(outputs=SIZES, inputs=SIZES, data=st.data())
+def test_where_a_weight_lies(outputs: int, inputs: int, data: st.DataObject) -> None:
+    n = data.draw(st.integers(0, outputs - 1))
+    k = data.draw(st.integers(0, inputs - 1))
+    panel, column = divmod(n, 64)
+    for encoding in ENCODINGS:
+        rows = rows_of(encoding, outputs, inputs)
+        weight, panels = rows["weight"][n, k], to_panels(encoding, rows)["panels"]
+        if encoding == "float32":
+            assert panels[panel, k, column] == weight
+        elif encoding == "bfloat16":
+            assert panels[panel, k // 2, column, k % 2] == weight
+        elif encoding == "int8":
+            assert panels[panel, k // 4, column, k % 4] == int(weight) + 128
+        else:
+            group, step, place = k // 32, k % 32 // 8, k % 8
+            record = panels[panel, group]
+            byte = int(record[256 * step + 4 * column + place % 4])
+            assert (byte >> 4 if place >= 4 else byte & 15) == int(weight) + 8
+            assert record[1024:].view(torch.float16)[column] == rows["scales"][n, group]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@given(outputs=SIZES, inputs=SIZES)
+def test_what_is_filled_up_counts_nothing(encoding: str, outputs: int, inputs: int) -> None:
+    panels = to_panels(encoding, rows_of(encoding, outputs, inputs))
+    size = 64 * panels["panels"].shape[0], {"float32": 1, "bfloat16": 2, "int8": 4, "int4": 32}[encoding]
+    filled = size[0], -(-inputs // size[1]) * size[1]
+    if "scales" in panels:  # of the outputs that there are
+        panels["scales"] = torch.ones(size[0])
+    weight = from_panels(encoding, panels, *filled)["weight"]
+    assert not weight[outputs:].any()
+    assert not weight[:, inputs:].any()
+
+
+def test_encodings_without_panels_lie_in_rows() -> None:
+    assert all(has_panels(name) for name in ENCODINGS)
+    assert not has_panels("float16")
+    for ops in variants():
+        assert ops.pack_linear(torch.randn(5, 7), "float16").layout == "rows"
+    assert pack_linear(torch.randn(5, 7), "float32").layout == "rows"
+
+
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
+@given(outputs=SIZES, inputs=SIZES)
+def test_back_ends_pack_what_is_defined(encoding: str, outputs: int, inputs: int) -> None:
+    weight = torch.randn(outputs, inputs)
+    defined = to_panels(encoding, encoding_named(encoding).pack(weight))
+    for ops in variants():
+        packed = ops.pack_linear(weight, encoding)
+        assert packed.layout == "panels"
+        assert packed.tensors.keys() == defined.keys()
+        assert all(torch.equal(packed.tensors[name], tensor) for name, tensor in defined.items())
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in packed.tensors.values())

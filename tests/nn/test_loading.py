@@ -1,0 +1,134 @@
+"""From tensors to packed layers: which encoding, which parts, what is let go of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.driver import CPU
+from penstock.engine import InferenceSession
+from penstock.kernels import ENCODINGS, Ops, unpack_linear
+from penstock.kernels.reference import ReferenceOps
+from penstock.nn import Loader, encoding_of_head, encoding_of_linear
+
+BACK_ENDS = {"reference": ReferenceOps(), "best": InferenceSession([CPU()]).ops}
+
+
+class Source:
+    """Named tensors, some of which are quantised already."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], quantized: Mapping[str, str] | None = None) -> None:
+        self.tensors, self.quantized = tensors, quantized or {}
+        self.released: list[str] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        assert name not in self.released, "its pages would be read again"
+        assert self.tensors[name].shape == shape
+        return self.tensors[name]
+
+    def quantized_rows(
+        self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
+    ) -> Mapping[str, Tensor] | None:
+        if self.quantized.get(name) != encoding:
+            return None
+        rows = ENCODINGS[encoding].pack(self.tensors[name])
+        return rows | {"scales": 2 * rows["scales"]}  # what nobody else would make of it
+
+    def release(self, name: str) -> None:
+        self.released.append(name)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def load(source: Source, encoding: str, ops: Ops) -> Loader:
+    return Loader(source, encoding, torch.device("cpu"), ops)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shape", "expected"),
+    [
+        ("int4", (64, 64), "int4"),
+        ("int4", (63, 640), "int8"),
+        ("int4", (640, 63), "int8"),
+        ("int8", (8, 8), "int8"),
+        ("bfloat16", (8, 8), "bfloat16"),
+    ],
+)
+def test_small_layers_have_eight_bits(encoding: str, shape: tuple[int, int], expected: str) -> None:
+    assert encoding_of_linear(encoding, *shape) == expected
+
+
+def test_the_head_has_eight_bits_at_least() -> None:
+    heads = {encoding: encoding_of_head(encoding) for encoding in ENCODINGS}
+    assert heads.pop("int4") == "int8"
+    assert all(head == encoding for encoding, head in heads.items())
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("sizes", [(128, 64, 70), (96, 32, 64), (64,)], ids=str)
+def test_parts_are_packed_as_the_whole_is(back_end: str, encoding: str, sizes: tuple[int, ...]) -> None:
+    parts = {f"part{i}": size for i, size in enumerate(sizes)}
+    tensors = {f"x.{name}.weight": random(size, 80, seed=size) for name, size in parts.items()}
+    biases = {f"x.{name}.bias": random(size) for name, size in parts.items()}
+    source = Source(tensors | biases)
+    packed = load(source, encoding, BACK_ENDS[back_end]).fused("x", parts, 80, bias=True).packed
+    whole = torch.cat(list(tensors.values()))
+    kind = ENCODINGS[encoding]
+    assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(whole)))
+    assert packed.bias is not None
+    assert torch.equal(packed.bias, torch.cat(list(biases.values())).to(kind.compute_dtype.to_torch()))
+    assert [(part.name, part.stop - part.start) for part in packed.slices] == [
+        (f"x.{name}", size) for name, size in parts.items()
+    ]
+    assert source.released == list(tensors)
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_every_type_of_floats(back_end: str, dtype: torch.dtype) -> None:
+    weight = random(70, 96).to(dtype)
+    for encoding in ("float32", "bfloat16", "int8", "int4"):
+        packed = load(Source({"x.weight": weight}), encoding, BACK_ENDS[back_end]).linear("x", 70, 96).packed
+        kind = ENCODINGS[encoding]
+        assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(weight)))
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_transposed_weight(back_end: str) -> None:
+    weight = random(96, 70)
+    packed = load(Source({"x.weight": weight}), "int8", BACK_ENDS[back_end]).linear(
+        "x", 70, 96, transposed=True
+    )
+    kind = ENCODINGS["int8"]
+    assert torch.equal(unpack_linear(packed.packed), kind.unpack(kind.pack(weight.T)))
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("encoding", ["int8", "int4"])
+def test_rows_that_are_quantised_stay_as_they_are(back_end: str, encoding: str) -> None:
+    """Beside them the other parts of a fused layer are quantised."""
+    tensors = {f"x.{name}.weight": random(64, 80, seed=i) for i, name in enumerate("ab")}
+    source = Source(tensors, {"x.a.weight": encoding})
+    packed = load(source, encoding, BACK_ENDS[back_end]).fused("x", {"a": 64, "b": 64}, 80).packed
+    assert packed.encoding == encoding
+    own, made = unpack_linear(packed).split(64)
+    kind = ENCODINGS[encoding]
+    assert torch.equal(own, 2 * kind.unpack(kind.pack(tensors["x.a.weight"])))
+    assert torch.equal(made, kind.unpack(kind.pack(tensors["x.b.weight"])))
+    assert source.released == list(tensors)
+
+
+def test_a_router_keeps_its_digits() -> None:
+    loader = load(Source({}), "int4", ReferenceOps())
+    assert loader.pack(random(64, 64), {"gate": 64}, plain=True).packed.encoding == "bfloat16"
+    assert loader.pack(random(64, 64), {"up": 64}).packed.encoding == "int4"
+    assert list(loader.linears) == ["gate", "up"]

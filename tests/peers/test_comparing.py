@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import pytest
+from support import fake_engine
+
+from benchmarks.peers.comparing import Contest, compare, row_of
+from benchmarks.peers.engines import Engine
+from benchmarks.peers.reporting import better_to_the_right, number, plot, table_of
+from benchmarks.peers.works import WORKS, Result, max_length_of, prompts_of
+
+LOAD = {"model": "model", "encoding": "int4", "threads": 2, "max_length": 64, "prompts": 1}
+VOCABULARY = 100
+
+
+@pytest.fixture
+def contest(tmp_path: Path) -> Contest:
+    def opener(name: str, watch_memory: bool) -> Engine:
+        log = tmp_path / f"{name}{next(numbers)}"
+        return Engine([sys.executable, fake_engine.__file__], LOAD, {}, log, watch_memory)
+
+    numbers = count()
+    speeds: Iterator[int] = count(10)
+    return Contest(
+        partial(opener, "ours"),
+        partial(opener, "theirs"),
+        VOCABULARY,
+        pairs=2,
+        probe=lambda: {"gb_s": next(speeds), "tflop_s": 1.0},
+        told=lambda text: None,
+    )
+
+
+def test_all_works(contest: Contest, tmp_path: Path) -> None:
+    found = compare(
+        [WORKS[name] for name in ("cold", "decode", "prefill", "batch", "long", "memory")], contest
+    )
+    rows = {(row["work"], row["of"]): row for row in found["rows"]}
+    assert list(rows) == [
+        ("decode", ""),
+        ("prefill", ""),
+        ("batch", ""),
+        ("long", "at 128"),
+        ("long", "at 4096"),
+        ("long", "share"),
+        ("cold", ""),
+        ("memory", ""),
+    ]
+    for row in rows.values():
+        assert len(row["ours"]) == len(row["theirs"]) == len(row["machine"]) == 2
+        assert row["same_first_token"] == 2  # both count on from the same prompts
+        assert row["ratio"] > 0
+    assert rows["decode", ""]["gb_s"] == 11.5  # of 10 for the warm-up, then 11 and 12
+    assert 63 / 0.02 < rows["decode", ""]["median_ours"] < 63 / 0.01
+    assert rows["batch", ""]["median_ours"] < 32 * 64 / 0.01
+    assert 0.01 < rows["cold", ""]["median_theirs"] < 30
+    assert rows["memory", ""]["median_ours"] > 1
+    assert [row["less_is_better"] for row in rows.values()] == 6 * [False] + 2 * [True]
+    assert set(found["versions"]) == {"penstock", "peer"}
+    json.dumps(found)
+    assert len(list(tmp_path.iterdir())) == 2 + 2 * 2 * 3  # two loaded ones; each fresh run has its own
+
+
+def result(value: float, token: int = 5) -> Result:
+    return Result({"": value}, [token, 9])
+
+
+def test_the_ratio_is_the_median_of_the_pairs_own() -> None:
+    found = [(result(10), result(10)), (result(30), result(10)), (result(16), result(8, token=6))]
+    row = row_of(WORKS["decode"], "", found, [{"gb_s": speed, "tflop_s": 1} for speed in (30, 10, 20)])
+    assert row["ours"] == [10, 30, 16]
+    assert (row["median_ours"], row["median_theirs"]) == (16, 10)
+    assert (row["ratio"], row["lowest"], row["highest"]) == (2, 1, 3)  # 16 by 10 is not what is meant
+    assert (row["gb_s"], row["same_first_token"], row["unit"]) == (20, 2, "tokens/s")
+
+
+def test_prompts_are_fresh_and_of_the_size() -> None:
+    random = Random(0)
+    first, second = (prompts_of(WORKS["batch"], VOCABULARY, random) for _ in range(2))
+    assert {len(prompt) for prompt in first} == {256}
+    assert len(first) == 32
+    assert first != second
+    assert len({tuple(prompt) for prompt in first}) == 32
+    assert {token for prompt in first for token in prompt} <= set(range(3, VOCABULARY))
+
+
+def test_the_longest_text_of_all_works() -> None:
+    assert max_length_of([WORKS["decode"], WORKS["prefill"]]) == 1088  # 1025, in blocks of 64
+    assert max_length_of([WORKS["decode"]]) == 192
+
+
+def report() -> dict[str, object]:
+    machine = [{"gb_s": 30.0, "tflop_s": 0.5}] * 2
+    faster = row_of(WORKS["decode"], "", [(result(30), result(20)), (result(40), result(20))], machine)
+    slower = row_of(WORKS["cold"], "", [(result(4), result(2)), (result(6), result(2))], machine)
+    return {
+        "peer": "llama_cpp",
+        "peer_version": "0.3.36",
+        "peer_encoding": "Q4_0",
+        "shape": "l1b",
+        "encoding": "int4",
+        "rows": [faster, slower],
+    }
+
+
+def test_the_table_has_a_row_for_each_figure() -> None:
+    assert table_of([report()]) == (
+        "| model | encoding | work | Penstock | peer | ratio | pairs | machine |\n"
+        "|---|---|---|---:|---|---:|---:|---|\n"
+        "| l1b | int4 | decode | 35 tokens/s | 20, llama_cpp 0.3.36 Q4_0 | **1.75** (1.50 to 2.00) | 2 "
+        "| 30 GB/s, 0.50 TFLOP/s |\n"
+        "| l1b | int4 | cold, less is better | 5 s | 2, llama_cpp 0.3.36 Q4_0 | **2.50** (2.00 to 3.00) | 2 "
+        "| 30 GB/s, 0.50 TFLOP/s |\n"
+    )
+    assert [number(value) for value in (1234.5, 99.96, 12.345, 0.01234)] == ["1234", "100", "12.3", "0.0123"]
+
+
+def test_to_the_right_is_better() -> None:
+    faster, slower = report()["rows"]  # type: ignore[misc]
+    assert better_to_the_right(faster) == (1.75, 1.5, 2)
+    assert better_to_the_right(slower) == (0.4, 1 / 3, 0.5)
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws the plot")
+    plot([report(), report()], tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import fake_engine
+
+from benchmarks.peers.engines import Engine, EngineError
+
+LOAD = {"model": "somewhere/model", "encoding": "int4", "threads": 2, "max_length": 64, "prompts": 1}
+
+
+def start(tmp_path: Path, fault: str = "", watch_memory: bool = False) -> Engine:
+    command = [sys.executable, fake_engine.__file__, fault]
+    return Engine(command, LOAD, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, tmp_path / "log", watch_memory)
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def becomes(pid: int, wanted: str) -> bool:
+    """Signals take their time; a process that is gone counts as a zombie."""
+    for _ in range(500):
+        try:
+            found = state(pid)
+        except OSError:
+            found = "Z"
+        if found == wanted:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_answers_are_those_of_the_driver_whatever_it_prints(tmp_path: Path) -> None:
+    with start(tmp_path) as engine:
+        answer = engine.generate([[3, 4], [7]], 3)
+        assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
+        assert 0 <= answer["first"] <= answer["seconds"] - 0.01  # the first of two arrivals
+        assert engine.generate([[1]], 1)["tokens"] == [[2]]
+        assert engine.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+        assert engine.versions["pytest"] == pytest.__version__
+        assert engine.seconds_since_start() >= engine.seconds_to_load > 0
+    assert "loading model\na line of the native library" in (tmp_path / "log").read_text()
+
+
+def test_it_is_stopped_between_requests_and_ends_with_its_children(tmp_path: Path) -> None:
+    with start(tmp_path, "child") as engine:
+        child = int((tmp_path / "log").read_text().split("child ")[1].split()[0])
+        for _ in range(2):
+            assert becomes(engine.process_id, "T")
+            assert becomes(child, "T")
+            engine.generate([[1]], 2)
+    assert becomes(engine.process_id, "Z")
+    assert becomes(child, "Z")
+
+
+def test_an_engine_that_dies_says_with_what(tmp_path: Path) -> None:
+    with (
+        start(tmp_path, "dies") as engine,
+        pytest.raises(EngineError, match=r"ended with 1; the end of .*log:\n[^$]*out of tokens"),
+    ):
+        engine.generate([[1]], 2)
+    assert becomes(engine.process_id, "Z")
+
+
+def test_an_engine_that_cannot_load_leaves_nothing_behind(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '600'], stdout=2)\n"
+        "sys.exit(f'{child.pid} no memory')"
+    )
+    with pytest.raises(EngineError, match=r"ended with 1; the end of .*:\n[0-9]+ no memory") as caught:
+        Engine([sys.executable, "-c", code], LOAD, {}, tmp_path / "log")
+    child = int(str(caught.value).splitlines()[-1].split()[0])
+    assert becomes(child, "Z")
+
+
+def test_fewer_tokens_than_asked_for_are_no_answer(tmp_path: Path) -> None:
+    with start(tmp_path, "short") as engine:
+        with pytest.raises(EngineError, match=r"asked for 2 x 4 tokens, got 2 answers of \[3\] tokens"):
+            engine.generate([[1], [2]], 4)
+        with pytest.raises(EngineError, match=r"of \[0\] tokens"):
+            engine.generate([[1]], 1)
+
+
+def test_memory_is_that_of_the_process_and_its_children(tmp_path: Path) -> None:
+    peaks = []
+    for fault in ("", "large"):
+        with start(tmp_path, fault, watch_memory=True) as engine:
+            engine.generate([[1]], 1)
+            peaks.append(engine.peak_bytes())
+            assert engine.peak_bytes() == peaks[-1]
+    small, large = peaks
+    assert 1 << 20 < small < 64 << 20
+    assert large - small == pytest.approx(32 << 20, rel=0.2)
+
+
+def test_the_log_is_of_this_engine_alone(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("of yesterday\n")
+    start(tmp_path).close()
+    assert "yesterday" not in (tmp_path / "log").read_text()
+
+
+def test_the_environment_is_passed_on(tmp_path: Path) -> None:
+    code = "import os, sys; sys.exit(os.environ['PEER_TEST'] + ' ' + os.environ['PYTHONPATH'])"
+    with pytest.raises(EngineError, match=f"hello .*{os.path.basename(Path(__file__).parents[2])}"):
+        Engine([sys.executable, "-c", code], LOAD, {"PEER_TEST": "hello"}, tmp_path / "log")

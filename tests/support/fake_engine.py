@@ -1,0 +1,39 @@
+"""A peer that counts: ``python fake_engine.py``, with what it should do wrong as its argument."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
+
+FAULT = sys.argv[1] if len(sys.argv) > 1 else ""
+
+
+def open_engine(settings: Settings) -> Generate:
+    """The answer to a prompt counts on from its last token."""
+    print("loading", settings.model.name, flush=True)
+    os.write(1, b"a line of the native library\n")
+    held = bytearray(32 << 20) if FAULT == "large" else bytearray()
+    held[:: 1 << 12] = bytes(len(held[:: 1 << 12]))
+    if FAULT == "child":
+        print("child", subprocess.Popen(["sleep", "600"]).pid, file=sys.stderr, flush=True)
+
+    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+        if FAULT == "dies":
+            sys.exit("out of tokens")
+        if FAULT == "short":
+            new_tokens -= 1
+        arrived()
+        time.sleep(0.05 if held else 0.01)
+        arrived()
+        return [[prompt[-1] + 1 + i for i in range(new_tokens)] for prompt in prompts]
+
+    return generate
+
+
+if __name__ == "__main__":
+    answer_requests(open_engine)
