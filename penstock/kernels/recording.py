@@ -102,12 +102,11 @@ class Plan:
 
         def resolve(ref: TensorRef) -> Tensor:
             if ref.home == "arena":
-                memory = arena[self.arena_offsets[ref.index] :]
-                home = memory[: len(memory) // ref.dtype.itemsize * ref.dtype.itemsize].view(ref.dtype)
-            else:
-                home = (self.weights if ref.home == "weight" else inputs)[ref.index]
-                home = torch.as_strided(home, (home.untyped_storage().nbytes() // home.itemsize,), (1,), 0)
-            return torch.as_strided(home, ref.shape, ref.strides, home.storage_offset() + ref.offset)
+                home, offset = arena, self.arena_offsets[ref.index] // ref.dtype.itemsize + ref.offset
+            else:  # whose memory may hold tensors of several types
+                home, offset = (self.weights if ref.home == "weight" else inputs)[ref.index], ref.offset
+            empty = torch.empty(0, dtype=ref.dtype, device=home.device)
+            return empty.set_(home.untyped_storage(), offset, ref.shape, ref.strides)
 
         return resolve
 

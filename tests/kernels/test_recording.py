@@ -107,3 +107,18 @@ def test_views_and_every_other_operation() -> None:
     gated = ReferenceOps().gated_activation(again, "gelu")
     expected = ReferenceOps().put_rows(gated, other_rows, gated[:2])[other_rows]
     assert torch.equal(result, expected)
+
+
+def test_weights_of_several_types_in_one_memory() -> None:
+    memory = torch.zeros(1024, dtype=torch.uint8)
+    table, norm = memory[128:640].view(torch.bfloat16).view(16, 16), memory[640:704].view(torch.float32)
+    table.copy_(torch.randn(16, 16))
+    norm.copy_(torch.randn(16))
+    tokens = torch.tensor([3, 1])
+
+    def step(ops: Ops) -> list[torch.Tensor]:
+        return [ops.rms_norm(ops.embedding(tokens, table), norm, 1e-5)]
+
+    plan = record(ReferenceOps(), {"tokens": tokens}, step)
+    (result,) = plan.replay(ReferenceOps(), {"tokens": torch.tensor([15, 7])})
+    assert torch.equal(result, ReferenceOps().rms_norm(table[[15, 7]], norm, 1e-5))

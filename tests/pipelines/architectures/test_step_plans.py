@@ -17,8 +17,10 @@ from penstock.pipelines.core import TextContext
 
 pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
 
-CASES = [(isa, "bfloat16") for isa in cpu.available_isas()] + [
-    (isa, "float32") for isa in cpu.available_isas()[-2:]
+CASES = [
+    *((isa, "bfloat16") for isa in cpu.available_isas()),
+    *((isa, "float32") for isa in cpu.available_isas()[-2:]),
+    *((isa, encoding) for isa in cpu.available_isas()[-1:] for encoding in ("int8", "int4")),
 ]
 
 
