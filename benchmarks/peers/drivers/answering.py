@@ -49,7 +49,9 @@ class Settings:
 
 def answer_requests(open_engine: Callable[[Settings], Generate]) -> None:
     """Serves standard input to its end; ``open_engine`` loads what the first request names."""
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)  # no engine goes on alone where its reader was killed
+    ctypes.CDLL(None).prctl(
+        _DEATH_SIGNAL, signal.SIGKILL
+    )  # no engine goes on alone where its reader was killed
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     generate: Generate | None = None
