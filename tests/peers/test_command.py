@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from benchmarks.peers.__main__ import main
+from benchmarks.peers.checkpoints import checkpoint, sentencepiece_model, vocabulary_of
+from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, environment_of, python_of
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 320,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> Path:
+    path = tmp_path / "small"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(SHAPE))
+    return path
+
+
+def command(*words: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+def test_a_checkpoint_has_what_peers_want_and_is_written_once(shape: Path, tmp_path: Path) -> None:
+    folder = checkpoint(str(shape), tmp_path / "checkpoints")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["max_position_embeddings"] == 8192
+    assert vocabulary_of(folder) == 320
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert checkpoint(str(shape), tmp_path / "checkpoints") == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    (folder / "complete").unlink()  # as after a stop in the middle
+    checkpoint(str(shape), tmp_path / "checkpoints")
+    assert (folder / "model.safetensors").stat().st_mtime_ns > written
+
+
+def test_the_pieces_of_the_smallest_sentencepiece_model() -> None:
+    assert sentencepiece_model()[:16] == b"\x0a\x0e\x0a\x05<unk>\x15\x00\x00\x00\x00\x18\x02"
+
+
+def test_a_preloaded_library_is_that_of_the_environment() -> None:
+    assert environment_of(PEERS["vllm"], Path("/venvs"), 3) == {
+        "OMP_NUM_THREADS": "3",
+        "LD_PRELOAD": "/venvs/vllm/lib/libiomp5.so",
+    }
+    assert environment_of(PEERS["llama_cpp"], Path("/venvs"), 2) == {"OMP_NUM_THREADS": "2"}
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    found = command("run", "vllm", "--encoding", "int8")
+    assert found.exit_code == 2
+    assert "vllm has nothing to set against int8: it has bfloat16 (bfloat16)" in found.output
+    found = command("run", "vllm", "--venvs", tmp_path)
+    assert found.exit_code == 2
+    assert "`python -m benchmarks.peers setup vllm` does it" in found.output
+
+
+@pytest.mark.peers
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", PEERS)
+def test_a_small_model_on_a_real_peer(name: str, shape: Path, tmp_path: Path) -> None:
+    if not python_of(DEFAULT_FOLDER / name).exists():
+        pytest.skip(f"{name} is not installed: python -m benchmarks.peers setup {name}")
+    small = DEFAULT_FOLDER / "checkpoints" / shape.name
+    words = ["run", name, "--shape", shape, "--pairs", "1", "--json", tmp_path / "out.json"]
+    found = command(*words, "--works", "decode", "--works", "prefill", "--works", "batch")
+    assert found.exit_code == 0, found.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [row["work"] for row in report["rows"]] == ["decode", "prefill", "batch"]
+    assert report["versions"]["peer"][PEERS[name].package] == report["peer_version"]
+    assert command("table", tmp_path / "out.json").output in found.output
+    assert small.exists()
