@@ -78,8 +78,8 @@ def describe_environment() -> Environment:
     devices = []
     for device in found:
         session = InferenceSession([device])
-        runs = {"kernels": session.ops.chosen(), "planned_steps": session.planned_steps}
-        devices.append(DeviceMemory(str(device), **device.stats, **runs))
+        kernels, planned = session.ops.chosen(), session.planned_steps
+        devices.append(DeviceMemory(str(device), **device.stats, kernels=kernels, planned_steps=planned))
     return Environment(
         versions=_versions(),
         python=platform.python_version(),

@@ -32,6 +32,19 @@ def opened(checkpoint: Path, isa: str, encoding: str, *, planned: bool) -> TextG
     return pipeline
 
 
+def last_logits(pipeline: TextGenerationPipeline, contexts: list[TextContext]) -> torch.Tensor:  # [B, V]
+    """Logits behind the last row of each, the others' left out."""
+    kv: Any = pipeline.kv
+    for context in contexts:
+        kv.claim(context)
+        kv.reserve(context)
+    model: Any = pipeline.model
+    logits: torch.Tensor = model.execute(
+        model.prepare_initial_token_inputs([contexts], kv.inputs(contexts))
+    ).logits
+    return logits
+
+
 def logits_of_a_script(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
     """Sequences that come, grow over blocks and windows, are preempted and go on, in several batches."""
     seen: list[torch.Tensor] = []
@@ -57,8 +70,13 @@ def logits_of_a_script(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
     for _ in range(3):
         run(one)
         run(one, three)
-    for _ in range(8):  # its text again, in chunks beside the others
-        run(two, three, rows=4)
+    for number in range(8):  # its text again, in chunks before and behind another's single tokens
+        two.set_token_indices(active_idx=two.start_idx + 4)
+        contexts = [two, three] if number % 3 else [three, two]
+        logits = last_logits(pipeline, contexts)
+        seen.append(logits)
+        for context, own in zip(contexts, logits, strict=True):
+            feed(pipeline, context, int(own.argmax()))
     run(two, rows=100)
     for _ in range(6):
         run(one, two, three)
