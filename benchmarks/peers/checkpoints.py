@@ -88,8 +88,8 @@ def _gguf(encoding: str, source: Path, venvs: Path) -> Path:
     plain, wanted = source / "bf16.gguf", source / f"{encoding}.gguf"
     if not plain.exists():
         part = plain.with_suffix(".part")
-        command = [python, _converter(venvs / "llama_cpp.source"), source, "--outtype", "bf16"]
-        subprocess.run([*command, "--outfile", part], check=True)
+        script = _converter(venvs / "llama_cpp.source")
+        subprocess.run([python, script, source, "--outtype", "bf16", "--outfile", part], check=True)
         part.rename(plain)
     if not wanted.exists():
         part = wanted.with_suffix(".part")
@@ -114,7 +114,7 @@ def _openvino(encoding: str, source: Path, venv: Path) -> Path:
     if not target.exists():
         part = source / f"openvino-{encoding}.part"
         grouped = ["--group-size", "128", "--ratio", "1.0"] if encoding == "int4" else []
-        command = [venv / "bin" / "optimum-cli", "export", "openvino", "--model", source]
+        command: list[str | Path] = [venv / "bin" / "optimum-cli", "export", "openvino", "--model", source]
         command += ["--task", "text-generation-with-past", "--weight-format", encoding, *grouped, part]
         subprocess.run(command, check=True)
         part.rename(target)

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import cast
 
 import pytest
 from support import fake_engine
@@ -14,7 +15,7 @@ from support import fake_engine
 from benchmarks.peers.comparing import Contest, compare, row_of
 from benchmarks.peers.engines import Engine
 from benchmarks.peers.reporting import better_to_the_right, number, plot, table_of
-from benchmarks.peers.works import WORKS, Result, max_length_of, prompts_of
+from benchmarks.peers.works import WORKS, Result, max_length_of, prompts_of, run
 
 LOAD = {"model": "model", "encoding": "int4", "threads": 2, "max_length": 64, "prompts": 1}
 VOCABULARY = 100
@@ -58,14 +59,34 @@ def test_all_works(contest: Contest, tmp_path: Path) -> None:
         assert row["same_first_token"] == 2  # both count on from the same prompts
         assert row["ratio"] > 0
     assert rows["decode", ""]["gb_s"] == 11.5  # of 10 for the warm-up, then 11 and 12
-    assert 63 / 0.02 < rows["decode", ""]["median_ours"] < 63 / 0.01
-    assert rows["batch", ""]["median_ours"] < 32 * 64 / 0.01
-    assert 0.01 < rows["cold", ""]["median_theirs"] < 30
     assert rows["memory", ""]["median_ours"] > 1
     assert [row["less_is_better"] for row in rows.values()] == 6 * [False] + 2 * [True]
     assert set(found["versions"]) == {"penstock", "peer"}
     json.dumps(found)
     assert len(list(tmp_path.iterdir())) == 2 + 2 * 2 * 3  # two loaded ones; each fresh run has its own
+
+
+class Clock:
+    """An engine whose first token takes 2 s and all of them 5, and 11 where the prompt is long."""
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, object]:
+        return {"tokens": [[7]], "first": 2.0, "seconds": 11.0 if len(prompts[0]) > 1024 else 5.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [
+        ("decode", {"": 63 / 3}),
+        ("prefill", {"": 1024 / 2}),
+        ("batch", {"": 32 * 64 / 5}),
+        ("long", {"at 128": 63 / 3, "at 4096": 63 / 9, "share": 3 / 9}),
+    ],
+)
+def test_figures_of_a_run(name: str, figures: dict[str, float]) -> None:
+    work = WORKS[name]
+    found = run(work, cast(Engine, Clock()), prompts_of(work, VOCABULARY, Random()))
+    assert found.figures == pytest.approx(figures)
+    assert found.tokens == [7]
 
 
 def result(value: float, token: int = 5) -> Result:

@@ -91,12 +91,13 @@ def test_memory_is_that_of_the_process_and_its_children(tmp_path: Path) -> None:
     peaks = []
     for fault in ("", "large"):
         with start(tmp_path, fault, watch_memory=True) as engine:
-            engine.generate([[1]], 1)
+            for _ in range(5):  # long enough to be looked at
+                engine.generate([[1]], 1)
             peaks.append(engine.peak_bytes())
             assert engine.peak_bytes() == peaks[-1]
     small, large = peaks
     assert 1 << 20 < small < 64 << 20
-    assert large - small == pytest.approx(32 << 20, rel=0.2)
+    assert 32 << 20 < large - small < 64 << 20  # a child holds it, and is an interpreter too
 
 
 def test_the_log_is_of_this_engine_alone(tmp_path: Path) -> None:

@@ -77,6 +77,6 @@ def timed(generate: Generate, prompts: Tokens, new_tokens: int) -> dict[str, Any
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of all packages beside it."""
-    found = {one.name: one.version for one in importlib.metadata.distributions()}
+    """Of Python and of all packages beside it, whose names are spelled with hyphens."""
+    found = {one.name.lower().replace("_", "-"): one.version for one in importlib.metadata.distributions()}
     return {"python": platform.python_version(), **dict(sorted(found.items()))}
