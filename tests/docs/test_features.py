@@ -123,7 +123,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
 
 def cell_of(first: str, second: str) -> str:
     """What the page says of two features."""
-    _, _, table = PAGE.partition("## What combines with what")
+    table = PAGE.partition("## What combines with what")[2].partition("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in table.splitlines()

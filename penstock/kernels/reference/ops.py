@@ -107,7 +107,7 @@ class ReferenceOps(Ops):
     def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
         scores = logits.float()
         # By logits, since shares may be equal where these are not; and stable, since topk leaves ties open.
-        ranked, order = scores.sort(-1, descending=True, stable=True)
+        ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
         chosen = order[:, :top]
         if routing == "chosen":
             return ranked[:, :top].softmax(-1), chosen
