@@ -7,7 +7,6 @@
 // of x, which takes that back.
 
 constexpr int64_t GROUP = 32;
-constexpr int64_t QUANTIZED_AHEAD = 4096;  // bytes between a line that is read and the one fetched for later
 constexpr int64_t CHUNK_BYTES = 8 << 20;  // of quantised x, that stay in the last cache while all weights pass
 
 // ---- rows in 8 bits ----
@@ -297,7 +296,7 @@ template <class S, int FETCHED> static void multiply_rows(const ByteBlock& block
 template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t rows) {
   constexpr int ALL = S::LINES, HALF = (ALL + 1) / 2, FOURTH = (ALL + 3) / 4, SIXTH = (ALL + 5) / 6;
   const int64_t tiles = ceil_div(rows, S::ROWS_AT_ONCE), passes = tiles * (PANEL / W / S::vectors(rows / tiles));
-  const int64_t fetched = passes == 1 ? ALL : passes == 2 ? HALF : passes <= 4 ? FOURTH : SIXTH;
+  const int64_t fetched = passes <= 2 ? HALF : passes <= 4 ? FOURTH : SIXTH;
   int64_t line = block.ahead ? 0 : ALL;
   for (int64_t tile = 0; tile < tiles; tile++) {
     const int64_t begin = rows * tile / tiles, height = rows * (tile + 1) / tiles - begin;
@@ -308,8 +307,7 @@ template <class S> static void multiply_all_rows(const ByteBlock& block, int64_t
     }
     part.ahead += line * 64 * block.units;
     line += fetched * (PANEL / W / S::vectors(height));
-    if (fetched == ALL) multiply_rows<S, ALL>(part, height);
-    else if (fetched == HALF) multiply_rows<S, HALF>(part, height);
+    if (fetched == HALF) multiply_rows<S, HALF>(part, height);
     else if (fetched == FOURTH) multiply_rows<S, FOURTH>(part, height);
     else multiply_rows<S, SIXTH>(part, height);
   }
@@ -321,14 +319,15 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
                            int64_t next, uint32_t* sums) {
   const int64_t units = ceil_div(a.K, S::INPUTS), column = panel * PANEL;
   const char* w = (const char*)a.panels + panel * units * S::UNIT_BYTES;
-  const bool once = rows <= S::ROWS_AT_ONCE && W == 16;  // then nothing is to stay in the cache
+  // A single pass reads as fast as memory gives without our help, and nothing is to stay in the cache.
+  const bool once = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
   const int64_t blocks = once ? 1 : ceil_div(units, S::BLOCK_UNITS);
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = units * number / blocks, to = units * (number + 1) / blocks;
     ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0};
     block.x.integers += from * S::INPUTS;
     if (S::INPUTS == GROUP) block.x.scales += from, block.x.starts += from;
-    if (once) block.ahead = block.w + QUANTIZED_AHEAD;
+    if (once) block.ahead = nullptr;
     else if (number < blocks - 1) block.ahead = w + to * S::UNIT_BYTES;
     else if (next >= 0) block.ahead = (const char*)a.panels + next * units * S::UNIT_BYTES;
     multiply_all_rows<S>(block, rows);
