@@ -26,6 +26,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.cpu import CpuOps, variants
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.architectures.llama import tiny_config
+from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.pipelines.speculative import FixedWidth, NGramProposer
 
@@ -41,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config() | sizes)
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=["float32", "bfloat16", "int8", "int4"])
 def encoding(request: pytest.FixtureRequest) -> str:
     encoding: str = request.param
     return encoding
@@ -134,10 +135,15 @@ def test_speculated_text_is_plain_text(pipeline: TextGenerationPipeline) -> None
     assert pipeline.speculation_stats.num_proposed > 0
 
 
-def test_an_encoding_that_the_checkpoint_decides_on(checkpoint: Path, tmp_path: Path) -> None:
+def test_float16_is_computed_in_bfloat16(checkpoint: Path, tmp_path: Path) -> None:
     values = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"dtype": "float16"}))
     (tmp_path / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
-    open_pipeline(tmp_path, quantization_encoding=None)
-    with pytest.raises(ConfigError, match=r"deterministic: needs .* or bfloat16, which is 'float16'"):
-        open_pipeline(tmp_path, quantization_encoding=None, deterministic=True)
+    pipeline = open_pipeline(tmp_path, quantization_encoding=None, deterministic=True)
+    assert pipeline.model.pipeline_config.model.encoding == "bfloat16"
+
+
+def test_an_encoding_without_such_kernels(checkpoint: Path) -> None:
+    given = {"model_path": str(checkpoint), "quantization_encoding": "float16", "devices": "gpu"}
+    with pytest.raises(ConfigError, match=r"deterministic: needs .* int4, is 'float16'"):
+        PipelineConfig.from_flat(given | {"deterministic": True})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -224,7 +224,9 @@ def test_the_text_goes_on_where_the_prompt_ends(name: str, shared_data: Path) ->
         start = data.draw(st.lists(st.sampled_from([*ids, *special, 5]), max_size=9))
         prompt = [*start, special[0], *near] if special and start else near
         assert prompt_text(tokenizer, near) == before
-        expected = tokenizer.decode_ids([*near, *answer])[len(before) :]
+        whole = tokenizer.decode_ids([*near, *answer])
+        assume(whole.startswith(before))  # wrong bytes behind right ones can make all of them wrong
+        expected = whole[len(before) :]
         assert text_behind(tokenizer, prompt, answer) == expected
         detokenizer = Detokenizer(tokenizer, prompt=np.array(prompt, dtype=np.int64))
         cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6))), len(answer)]
