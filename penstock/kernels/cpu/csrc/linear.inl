@@ -24,6 +24,8 @@ constexpr int64_t STEP_BYTES = 4 * PANEL;     // of a panel: a float, or two bfl
 constexpr int64_t BLOCK_STEPS = 512;          // of a panel that stay in a core's cache, with as many that are fetched
 constexpr int64_t CHUNK_ROWS = 252;           // of x, so that their sums stay there too
 constexpr int64_t LINE = 64;                  // bytes
+constexpr int64_t RUN = 4;                    // panels that a thread takes at a time, where rows are few
+constexpr int64_t FETCHED_BYTES = 256 << 10;  // of the next layer's, that a waiting thread puts into its cache
 
 // How a step of a panel is multiplied: `terms` numbers of each row of x with those of 64 outputs.
 struct FloatSteps {
@@ -207,7 +209,7 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
 template <class S> static void multiply(const Linear& a, const Team& team) {
   const int64_t panels = ceil_div(a.N, PANEL), chunks = max<int64_t>(1, ceil_div(a.rows, CHUNK_ROWS));
   const int64_t bytes = ceil_div(a.K, S::TERMS) * STEP_BYTES;
-  const int64_t run = 4, runs = chunks > 1 ? 0 : panels * 3 / 4 / run;
+  const int64_t run = RUN, runs = chunks > 1 ? 0 : panels * 3 / 4 / run;
   const char* w = (const char*)a.panels;
   float* sums = (float*)penstock_scratch(OWN, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
   over_pieces(team, runs + (panels - runs * run) * chunks, [=](int64_t piece) {
@@ -223,9 +225,22 @@ template <class S> static void multiply(const Linear& a, const Team& team) {
   });
 }
 
+// The first panel that a thread is given, of `bytes` each: see `multiply`.
+INLINE Ahead first_panels(const Linear& a, const Team& team, int64_t bytes) {
+  const int64_t panels = ceil_div(a.N, PANEL), runs = panels * 3 / 4 / RUN;
+  const int64_t panel = team.rank < runs ? team.rank * RUN : runs * RUN + team.rank - runs;
+  const char* begin = (const char*)a.panels + panel * bytes;
+  return panel < panels ? Ahead{begin, begin + min(bytes * RUN, FETCHED_BYTES)} : Ahead{};
+}
+
 #include "quantized.inl"
 
 static int64_t work(const Linear& a) { return a.rows * a.N * a.K; }
+INLINE Ahead first_read(const Linear& a, const Team& team) {
+  if (work(a) < ALONE_IN_PLAN) return {};
+  const int64_t steps[] = {a.K, ceil_div(a.K, 2), ceil_div(a.K, Bytes::INPUTS), ceil_div(a.K, Nibbles::INPUTS)};
+  return first_panels(a, team, steps[a.encoding] * (a.encoding == 3 ? Nibbles::UNIT_BYTES : STEP_BYTES));
+}
 static void run(const Linear& a, const Team& team) {
   if (a.encoding == 0) multiply<FloatSteps>(a, team);
   if (a.encoding == 1) multiply<PairSteps>(a, team);

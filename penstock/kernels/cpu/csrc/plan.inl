@@ -12,14 +12,26 @@ struct Neighbours {
   int64_t pause;        // ns, of the last time; 0 where no waiting was seen since
 };
 
+constexpr int64_t FARTHEST = 8;  // steps that are looked ahead
 constexpr int64_t LONG_WAIT = 100000;                              // ns in a step, before the team is given up
 constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;  // ns; doubled while waiting goes on
+
+// What this thread reads first of the next operation that says so. It is fetched while the thread waits for others:
+// for the end of an operation, or while small ones run on another thread. Memory would have nothing to do meanwhile.
+static Ahead next_read(const Step* steps, int64_t from, int64_t count, const Team& team) {
+  for (int64_t i = from; i < min(from + FARTHEST, count); i++) {
+    Ahead ahead = steps[i].operation->first_read(steps[i].arguments, team);
+    if (ahead.next) return ahead;
+  }
+  return {};
+}
 
 // Small operations run on one thread, and several in a row without a barrier.
 static void run_steps(const Step* steps, int64_t count, Team team) {
   TeamState& state = *team.state;
   const int64_t begin = nanoseconds();
   bool alone = false;  // whether thread 0 is ahead of the others
+  Ahead ahead = team.size > 1 ? next_read(steps, 0, count, team) : Ahead{};
   for (int64_t i = 0; i < count; i++) {
     const Step& step = steps[i];
     team.record = i;
@@ -31,10 +43,11 @@ static void run_steps(const Step* steps, int64_t count, Team team) {
     // Waiting for a third of the time is no uneven share of the work.
     if (team.rank == 0 && state.waited > LONG_WAIT && 3 * state.waited > nanoseconds() - begin)
       __atomic_store_n(&state.last, i, __ATOMIC_RELAXED);  // the others read it behind the next barrier
-    if (alone) team.barrier();
+    if (alone) team.barrier(ahead);
     alone = false;
     step.operation->run(step.arguments, team);
-    team.barrier();
+    if (step.operation->first_read(step.arguments, team).next) ahead = next_read(steps, i + 1, count, team);
+    team.barrier(ahead);
     if (__atomic_load_n(&state.last, __ATOMIC_RELAXED) == i) {
       if (team.rank) return;
       team.size = 1;

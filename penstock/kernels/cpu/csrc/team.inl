@@ -31,13 +31,23 @@ INLINE void pause() {
 #endif
 }
 
+// Memory that a thread will read soon: fetched, line by line, while it has nothing else to do.
+struct Ahead {
+  const char *next, *end;
+  INLINE_MEMBER void fetch() {
+    if (next < end) __builtin_prefetch(next, 0, 2);
+    next += 64;
+  }
+};
+
 // Waits until the generation is no longer `old`. Returns the ns of it, or 0 where spinning was enough.
-static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, int32_t old) {
+static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, int32_t old, Ahead& ahead) {
   const int64_t begin = nanoseconds();
   do {
     for (int i = 0; i < 64; i++) {
       if (__atomic_load_n(&state.generation, __ATOMIC_ACQUIRE) != old) return 0;
-      pause();
+      if (ahead.next < ahead.end) ahead.fetch();
+      else pause();
     }
   } while (nanoseconds() - begin < SPIN);
   // Somebody else has a core of ours. Asleep, this one is free for the thread that we wait for.
@@ -60,10 +70,14 @@ struct Team {
 
   // Returns once all threads of the team are here.
   INLINE_MEMBER void barrier() const {
+    Ahead nothing = {};
+    barrier(nothing);
+  }
+  INLINE_MEMBER void barrier(Ahead& ahead) const {
     if (size == 1) return;
     const int32_t generation = __atomic_load_n(&state->generation, __ATOMIC_RELAXED);  // waits for this thread
     if (__atomic_add_fetch(&state->arrived, 1, __ATOMIC_ACQ_REL) < size) {
-      const int64_t waited = wait_for_generation(*state, generation);
+      const int64_t waited = wait_for_generation(*state, generation, ahead);
       if (rank == 0) state->waited += waited;
       return;
     }
@@ -94,15 +108,17 @@ struct Team {
   }
 };
 
-// Hands out pieces 0:count, each to the thread that asks next: body(piece). No barrier at the end. At most once
-// between two barriers, which start the count anew.
+// Hands out pieces 0:count, each to the thread that asks next: body(piece). A thread's first is that of its rank,
+// which it may have fetched something for. No barrier at the end. At most once between two barriers, which start the
+// count anew.
 template <class Body> INLINE void over_pieces(const Team& team, int64_t count, Body body) {
   if (team.size == 1) {
     for (int64_t piece = 0; piece < count; piece++) body(piece);
     return;
   }
-  int64_t piece;
-  while ((piece = __atomic_fetch_add(&team.state->next, 1, __ATOMIC_RELAXED)) < count) body(piece);
+  for (int64_t piece = team.rank; piece < count;
+       piece = team.size + __atomic_fetch_add(&team.state->next, 1, __ATOMIC_RELAXED))
+    body(piece);
 }
 
 // Calls body(begin, end) on ranges that cover 0:rows, one for each thread. No barrier at the end.
@@ -130,20 +146,28 @@ template <class Args> INLINE int64_t run_alone(const Args& a) {
   return state.failed;
 }
 
+// What a thread of the team reads first, and is known before the operation begins: weights. Nothing, unless an
+// operation says so by a function of its own.
+template <class Args> INLINE Ahead first_read(const Args&, const Team&) { return {}; }
+
 // How a plan runs an operation whose arguments it does not know.
 struct Operation {
   int64_t (*work)(const void* arguments);
   void (*run)(const void* arguments, const Team& team);
+  Ahead (*first_read)(const void* arguments, const Team& team);
 };
 
 // Exports the kernel `name`: as a function to call, and as an operation of the step plan. Needs
 //   int64_t work(const Args&)            in multiply-adds; known before the step begins, and the same for all threads
 //   void run(const Args&, const Team&)   called by all threads of the team; whoever calls it puts a barrier behind
+// and may have
+//   Ahead first_read(const Args&, const Team&)
 #define KERNEL(name, Args)                                                                          \
   EXPORT(int64_t, name)(const Args& a) { return run_alone(a); }                                     \
   extern "C" {                                                                                      \
   VISIBLE extern const Operation SYMBOL(name##_operation);                                          \
   const Operation SYMBOL(name##_operation) = {                                                      \
       [](const void* arguments) -> int64_t { return work(*(const Args*)arguments); },               \
-      [](const void* arguments, const Team& team) { run(*(const Args*)arguments, team); }};         \
+      [](const void* arguments, const Team& team) { run(*(const Args*)arguments, team); },          \
+      [](const void* arguments, const Team& team) { return first_read(*(const Args*)arguments, team); }}; \
   }
