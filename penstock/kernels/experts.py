@@ -19,9 +19,12 @@ class ClampedSwish:
     limit: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PackedExperts:
-    """The weights of N experts, ready for `Ops.experts`: each linear is packed as any other."""
+    """The weights of N experts, ready for `Ops.experts`: each linear is packed as any other.
+
+    Known by identity: a back end may keep beside them what it found out about them.
+    """
 
     gate_up: tuple[PackedLinear, ...]  # N of [E] -> [2F]: gates, then ups
     down: tuple[PackedLinear, ...]  # N of [F] -> [E]

@@ -6,7 +6,8 @@
 it names each tensor by where it lives, so that whoever replays it needs neither the model nor Python
 between two operations:
 
-* a *weight* is held by the plan: packed linears, tables, norms, the KV cache;
+* a *weight* is held by the plan: packed linears, tables, norms, the KV cache; experts, of which a layer may
+  have hundreds, as the one object that they are;
 * an *input* is given anew to each replay: tokens, positions, block tables;
 * everything else lies at an offset of the *arena*, whose places are used again once their tensor is dead.
 
@@ -51,7 +52,10 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One operation: its arguments with every tensor replaced by a `TensorRef`, and where results go."""
+    """One operation: its arguments with every tensor replaced by a `TensorRef`, and where results go.
+
+    `PackedExperts` stay as they are.
+    """
 
     operation: str
     arguments: Mapping[str, Any]
@@ -345,6 +349,8 @@ def _map(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     """``value`` with ``function`` applied to every ``kind`` in it, through dataclasses, mappings, tuples."""
     if isinstance(value, kind):
         return function(value)
+    if isinstance(value, PackedExperts):  # thousands of weights in a model, none of which changes
+        return value
     if isinstance(value, Mapping):
         return {name: _map(one, kind, function) for name, one in value.items()}
     if isinstance(value, tuple):

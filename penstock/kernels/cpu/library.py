@@ -20,7 +20,7 @@ ISAS = ("generic", "avx2", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 5
+ABI = 6
 """The layout of the kernels' arguments; ``penstock_abi`` in csrc/host.cpp says which one a library has."""
 
 Kernel = Callable[..., int]
@@ -42,6 +42,7 @@ _ARGUMENTS = {
     "linear": "2q P q 4P 4q",
     "pack": "2q P q 3P 2q",
     "lora": "q P q 3P q 3P 4q",
+    "experts": "2q P q P q P q 2P 7q 2d",
     "attention": "2q 8P 10q 2d",
     "sample": "q P 3q 6P q P",
 }
@@ -68,17 +69,19 @@ class Kernels:
     linear: Kernel
     pack: Kernel
     lora: Kernel
+    experts: Kernel
     attention: Kernel
     sample: Kernel
     long_linear: Kernel
     long_lora: Kernel
+    long_experts: Kernel
     long_attention: Kernel
     long_sample: Kernel
     """``long_``: released the GIL while it runs. Taking it back beside a busy thread costs 100 us, so that
     what takes less keeps it."""
 
 
-_LONG_ONES = ("linear", "lora", "attention", "sample")
+_LONG_ONES = ("linear", "lora", "experts", "attention", "sample")
 
 
 @dataclass(frozen=True, slots=True)

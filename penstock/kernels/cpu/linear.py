@@ -77,7 +77,7 @@ class CpuLinear(ReferenceOps):
         bias, kind = packed.bias, TYPES.get(x.dtype)
         row_stride, stride = x.stride()
         fits = packed.layout == "panels" and stride == 1 and (bias is None or bias.dtype == x.dtype)
-        if kind is None or not fits or not _takes(packed.encoding, x.dtype):
+        if kind is None or not fits or not takes(packed.encoding, x.dtype):
             return super().linear(x, packed, lora=lora)
         rows, in_features, out_features = x.shape[0], packed.in_features, packed.out_features
         assert x.shape[1] == in_features, "a layer of another width"
@@ -140,7 +140,7 @@ class CpuLinear(ReferenceOps):
         return tensor
 
 
-def _takes(encoding: str, dtype: torch.dtype) -> bool:
+def takes(encoding: str, dtype: torch.dtype) -> bool:
     """Whether there is a product of activations of this type with weights in this encoding."""
     return encoding in QUANTIZED or _computes_in(encoding) == dtype
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.linear import LONG, TYPES, CpuLinear
+from penstock.kernels.cpu.experts import ACTIVATIONS, CpuExperts
+from penstock.kernels.cpu.linear import LONG, TYPES
 from penstock.kernels.experts import ClampedSwish
 from penstock.kernels.inputs import LayerKV, SamplingInputs
 from penstock.kernels.ops import Activation, Routing
 
 _CACHE_TYPES = {**TYPES, torch.int8: 2}
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _SCALE, _SOFT_CAP = 4, 5  # functions beside the activations
 _ROUTINGS = {"all": 0, "all_normed": 1, "chosen": 2}
 
@@ -20,7 +20,7 @@ _WIDEST_HEAD = 1024
 """Sums of more products of integers could leave 32 bits (csrc/attention_tile.inl)."""
 
 
-class CpuOps(CpuLinear):
+class CpuOps(CpuExperts):
     """C++ kernels for float32 and bfloat16 activations.
 
     A row's bits depend on nothing but the row: not on its batch, its place there, or the threads.
@@ -193,7 +193,7 @@ class CpuOps(CpuLinear):
         out = self._empty((rows, width // 2), x.dtype)
         self._kernels.gated_activation(
             kind,
-            _ACTIVATIONS[activation],
+            ACTIVATIONS[activation],
             x.data_ptr(),
             out.data_ptr(),
             rows,
@@ -203,7 +203,7 @@ class CpuOps(CpuLinear):
         return out
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        out = self._change(x, _ACTIVATIONS[activation], 0.0)
+        out = self._change(x, ACTIVATIONS[activation], 0.0)
         return super().activation(x, activation) if out is None else out
 
     def scale(self, x: Tensor, factor: float) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu.library import Capture, CompiledSteps, Neighbours, capturing_kernels
 from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.experts import PackedExperts
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import OPERATIONS
 from penstock.kernels.recording import Plan, UnrecordableStepError, tensors_of
@@ -54,7 +55,10 @@ class CompiledPlan:
             lowering.lower(record.operation, arguments, [resolve(ref) for ref in record.results])
             packed = arguments.get("packed")
             if isinstance(packed, PackedLinear):
-                work += len(arguments["x"]) * packed.in_features * packed.out_features
+                work += len(arguments["x"]) * _multiplications(packed)
+            if isinstance(packed, PackedExperts):
+                one = _multiplications(packed.gate_up[0]) + _multiplications(packed.down[0])
+                work += arguments["chosen"].numel() * one
         self._steps = CompiledSteps(ops.isa, lowering.captured, long=work > _LONG, neighbours=neighbours)
         self._held = (plan, arena, lowering.kept)  # their memory is known to the steps by address alone
         self._results = [resolve(ref) for ref in plan.results]
@@ -91,6 +95,11 @@ class CompiledPlan:
             raise IndexError(f"{failed} of a recorded step was given a row that its table has not")
 
 
+def _multiplications(packed: PackedLinear) -> int:
+    """Of one row."""
+    return packed.in_features * packed.out_features
+
+
 def _refusing(operation: str) -> Any:
     def refuse(self: Any, *arguments: Any, **options: Any) -> NoReturn:
         raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
@@ -112,6 +121,7 @@ class _LoweringOps(CpuOps, _Refusals):  # type: ignore[misc, valid-type]  # a cl
         self.kept: list[Tensor] = []
         self._places: list[Tensor] = []
         super().__init__(capturing_kernels(ops.isa, self.captured))
+        self._tables = ops._tables  # of the same experts: one table for all plans
 
     def lower(self, operation: str, arguments: Mapping[str, Any], places: Sequence[Tensor]) -> None:
         """Captures the kernels of one operation, whose results go to ``places``."""

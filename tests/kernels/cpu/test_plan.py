@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import ClampedSwish, LayerKV, Ops, cpu, encoding_named
+from penstock.kernels import ClampedSwish, LayerKV, Ops, PackedExperts, cpu, encoding_named
 from penstock.kernels.cpu import CpuOps, StepPlans
 from penstock.kernels.cpu.library import Neighbours
 from penstock.kernels.cpu.plan import CompiledPlan
@@ -38,6 +38,9 @@ def everything(ops: CpuOps, encoding: str, width: int) -> Step:
     packed = ops.pack_linear(torch.randn(4 * width, width) / width**0.5, encoding)
     back = ops.pack_linear(torch.randn(width, 2 * width) / width**0.5, encoding)
     dtype = encoding_named(encoding).compute_dtype.to_torch()
+    gate_ups = tuple(ops.pack_linear(torch.randn(96, width) / width**0.5, encoding) for _ in range(6))
+    downs = tuple(ops.pack_linear(torch.randn(width, 48) / 7, encoding) for _ in range(6))
+    experts = PackedExperts(gate_ups, downs)
     table, weight, bias = torch.randn(50, width).to(dtype), torch.randn(width), torch.randn(width)
     angles = torch.randn(100, 8)
     cache, sinks = torch.zeros(2, 9, 2, 16, 16).to(dtype), torch.randn(4).bfloat16()
@@ -56,8 +59,8 @@ def everything(ops: CpuOps, encoding: str, width: int) -> Step:
         gated = ops.gated_activation(gates, "silu")
         clamped = ops.clamped_swish(gates, ClampedSwish(1.7, 7.0))
         y = ops.linear(ops.add(gated, clamped), back)
-        shares, chosen = ops.route(ops.soft_cap(ops.activation(y, "gelu"), 5.0), 3, "chosen")
-        return [y, out, shares, chosen, k]
+        shares, chosen = ops.route(ops.soft_cap(ops.activation(y, "gelu"), 5.0)[:, :6], 3, "chosen")
+        return [y, out, ops.experts(x, experts, shares, chosen, "silu"), shares, chosen, k]
 
     return step
 

@@ -55,6 +55,7 @@ constexpr int W = PENSTOCK_LANES;
 #include "linear.inl"
 #include "pack.inl"
 #include "lora.inl"
+#include "experts.inl"
 #include "sampling.inl"
 #include "plan.inl"
 

@@ -1,0 +1,215 @@
+// Experts: out [rows, E] = the sum over each row's chosen experts of down(gate(gate_up(x))) times its share.
+//
+// A place is one row's visit to one expert. Places are sorted by expert, so that the rows of an expert lie together
+// and its weights are read once for them; the products are those of linear.inl and quantized.inl, panel by panel, and
+// the gates those of elementwise.inl. The outputs of a row are added in the order of its experts' numbers: its bits
+// depend on no other row.
+
+struct ExpertWeights {  // one row of the table: null for what an encoding, or a layer, has not
+  const void* panels;
+  const float* scales;
+  const void* bias;
+};
+
+struct Experts {  // rows of x, chosen and shares strided; out contiguous
+  int64_t type, gating;  // gating 0 to 3: the activations; 4: clamped swish
+  const void* x;
+  int64_t x_stride;
+  const int64_t* chosen;  // [rows, top], 0..count - 1
+  int64_t chosen_stride;
+  const float* shares;  // [rows, top]
+  int64_t shares_stride;
+  const ExpertWeights* table;  // [count, 2]: gate_up [2F, E], down [E, F]
+  void* out;
+  int64_t rows, top, count, gate_up_encoding, down_encoding, E, F;
+  double alpha, limit;
+};
+
+constexpr int64_t JOB_ROWS = 240;                // whose sums stay in the core's cache
+constexpr int64_t ROUND_BYTES = 16 << 20;        // of what places hold between the layers
+constexpr int64_t FEWEST_PLACES = 256;           // of a round, where they hold more: no fewer than JOB_ROWS
+constexpr int64_t RUNS_A_THREAD = 8, LONGEST_RUN = 4;  // panels are handed out some at once, see linear.inl
+
+// Some places of one expert, in sorted order.
+struct Job {
+  int64_t expert, begin, rows;
+};
+
+INLINE int64_t groups_of(int64_t encoding, int64_t K) { return encoding == 3 ? ceil_div(K, GROUP) : 1; }
+
+// Bytes that rows take as the input of a linear layer: in 8 bits for the encodings that want it so.
+INLINE int64_t input_bytes(int64_t encoding, int64_t element, int64_t rows, int64_t K) {
+  return round_up(encoding < 2 ? rows * K * element : QuantizedRows::bytes(rows, K, groups_of(encoding, K)), LINE);
+}
+
+// What threads share. The layout of its memory is worked out by each of them alike.
+struct ExpertsMemory {
+  // Of all places:
+  int64_t *ends, *order, *sorted, *filled;  // [count + 1], [places], [rows, top], [rows]
+  Job* jobs;                                // [<= places]
+  int64_t* num_jobs;
+  float* totals;                            // [rows, E], where there is more than one round
+  // Of the places of a round:
+  int64_t most;
+  char *x, *gates, *inner, *quantized, *y;
+  int64_t bytes;
+
+  ExpertsMemory(const Experts& a, char* memory) {
+    const int64_t places = a.rows * a.top, element = a.type == 0 ? 4 : 2;
+    const int64_t place_bytes = input_bytes(a.gate_up_encoding, element, 1, a.E) + 3 * a.F * element +
+                                input_bytes(a.down_encoding, element, 1, a.F) + a.E * element;
+    most = min(places, max(ROUND_BYTES / place_bytes, FEWEST_PLACES));
+    bytes = 0;
+    auto take = [&](int64_t size) __attribute__((always_inline)) {
+      char* begin = memory + bytes;
+      bytes += round_up(size, LINE);
+      return begin;
+    };
+    ends = (int64_t*)take((a.count + 1) * 8);
+    order = (int64_t*)take(places * 8);
+    sorted = (int64_t*)take(places * 8);
+    filled = (int64_t*)take(a.rows * 8);
+    jobs = (Job*)take(places * sizeof(Job));
+    num_jobs = (int64_t*)take(8);
+    totals = (float*)take(most < places ? a.rows * a.E * 4 : 0);
+    x = take(input_bytes(a.gate_up_encoding, element, most, a.E));
+    gates = take(most * 2 * a.F * element);
+    inner = take(most * a.F * element);
+    quantized = a.down_encoding < 2 ? inner : take(input_bytes(a.down_encoding, element, most, a.F));
+    y = take(most * a.E * element);
+  }
+};
+
+// Sorts the places by expert. Fails with the number of a place whose expert there is not.
+static void sort_places(const Experts& a, const ExpertsMemory& memory, const Team& team) {
+  const int64_t places = a.rows * a.top;
+  int64_t* ends = memory.ends;
+  auto expert_of = [&](int64_t place) __attribute__((always_inline)) {
+    const int64_t expert = a.chosen[place / a.top * a.chosen_stride + place % a.top];
+    if (expert >= 0 && expert < a.count) return expert;
+    team.fail(place);
+    return (int64_t)0;
+  };
+  __builtin_memset(ends, 0, (a.count + 1) * 8);
+  __builtin_memset(memory.filled, 0, a.rows * 8);
+  for (int64_t place = 0; place < places; place++) ends[expert_of(place) + 1]++;
+  for (int64_t expert = 0; expert < a.count; expert++) ends[expert + 1] += ends[expert];
+  for (int64_t place = 0; place < places; place++) memory.order[ends[expert_of(place)]++] = place;
+  for (int64_t i = 0; i < places; i++) {
+    const int64_t row = memory.order[i] / a.top;
+    memory.sorted[row * a.top + memory.filled[row]++] = i;
+  }
+  int64_t jobs = 0;
+  for (int64_t expert = 0, begin = 0; expert < a.count; begin = ends[expert++]) {
+    const int64_t rows = ends[expert] - begin, parts = ceil_div(rows, JOB_ROWS);
+    for (int64_t part = 0; part < parts; part++) {
+      const int64_t from = rows * part / parts, to = rows * (part + 1) / parts;
+      memory.jobs[jobs++] = Job{expert, begin + from, to - from};
+    }
+  }
+  *memory.num_jobs = jobs;
+}
+
+// Some panels of a layer for some rows of its input, which are in `x` where the encoding wants them in 8 bits.
+static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t first,
+                         int64_t last, void* sums) {
+  const int64_t bytes = (a.encoding == 0 ? a.K : ceil_div(a.K, 2)) * STEP_BYTES;
+  for (int64_t panel = first; panel < last; panel++) {
+    const int64_t next = panel + 1 < last ? panel + 1 : -1;
+    const char *w = (const char*)a.panels + panel * bytes, *ahead = next < 0 ? nullptr : w + bytes;
+    if (a.encoding == 0) multiply_panel<FloatSteps>(a, begin, rows, w, ahead, panel * PANEL, (float*)sums);
+    if (a.encoding == 1) multiply_panel<PairSteps>(a, begin, rows, w, ahead, panel * PANEL, (float*)sums);
+    if (a.encoding == 2) multiply_panel<Bytes>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
+    if (a.encoding == 3) multiply_panel<Nibbles>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
+  }
+}
+
+// One layer of every expert of a round, on that expert's rows. `layer` has all but the weights.
+static void multiply_jobs(const Experts& a, Linear layer, int64_t which, int64_t most, const Job* jobs, int64_t count,
+                          const Team& team) {
+  const QuantizedRows x((char*)layer.x, most, layer.K, groups_of(layer.encoding, layer.K));
+  const int64_t panels = ceil_div(layer.N, PANEL);
+  const int64_t run = min(max<int64_t>(panels * count / (team.size * RUNS_A_THREAD), 1), LONGEST_RUN);
+  const int64_t runs = ceil_div(panels, run);
+  void* sums = penstock_scratch(OWN, JOB_ROWS * PANEL * sizeof(float));
+  over_pieces(team, runs * count, [&](int64_t piece) {
+    const Job& job = jobs[piece / runs];
+    const ExpertWeights& weights = a.table[2 * job.expert + which];
+    Linear own = layer;
+    own.panels = weights.panels, own.scales = weights.scales, own.bias = weights.bias;
+    const int64_t first = piece % runs * run;
+    multiply_run(own, x, job.begin - jobs->begin, job.rows, first, min(first + run, panels), sums);
+  });
+}
+
+template <class T>
+static void multiply_round(const Experts& a, const ExpertsMemory& memory, const Job* jobs, int64_t count,
+                           const Team& team) {
+  const int64_t first = jobs->begin, places = jobs[count - 1].begin + jobs[count - 1].rows - first;
+  const Team alone = {1, 0, team.state, team.record};
+  const QuantizedRows x(memory.x, memory.most, a.E, groups_of(a.gate_up_encoding, a.E));
+  const QuantizedRows inner(memory.quantized, memory.most, a.F, groups_of(a.down_encoding, a.F));
+  over_rows(team, places, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const T* row = (const T*)a.x + memory.order[first + i] / a.top * a.x_stride;
+      if (a.gate_up_encoding < 2) __builtin_memcpy((T*)memory.x + i * a.E, row, a.E * sizeof(T));
+      else quantize_row(row, a.E, a.gate_up_encoding, x.below(i));
+    }
+  });
+  team.barrier();
+  const Linear gate_up = {a.gate_up_encoding, a.type,       memory.x, a.E,    nullptr,   nullptr, nullptr,
+                          memory.gates,       2 * a.F, places,   2 * a.F, a.E};
+  multiply_jobs(a, gate_up, 0, memory.most, jobs, count, team);
+  team.barrier();
+  over_rows(team, places, [&](int64_t begin, int64_t end) {
+    const T* gates = (const T*)memory.gates + begin * 2 * a.F;
+    T* gated = (T*)memory.inner + begin * a.F;
+    if (a.gating < 4) run(GatedActivation{a.type, a.gating, gates, gated, end - begin, a.F, 2 * a.F}, alone);
+    else run(ClampedSwish{a.type, gates, gated, end - begin, a.F, 2 * a.F, a.alpha, a.limit}, alone);
+    if (a.down_encoding < 2) return;
+    for (int64_t i = begin; i < end; i++)
+      quantize_row((const T*)memory.inner + i * a.F, a.F, a.down_encoding, inner.below(i));
+  });
+  team.barrier();
+  const Linear down = {a.down_encoding, a.type, memory.quantized, a.F, nullptr, nullptr, nullptr,
+                       memory.y,        a.E,    places,           a.E, a.F};
+  multiply_jobs(a, down, 1, memory.most, jobs, count, team);
+  team.barrier();
+  const bool last = first + places == a.rows * a.top;
+  over_rows(team, a.rows, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const int64_t* own = memory.sorted + row * a.top;
+      int64_t from = 0, to = 0;
+      while (from < a.top && own[from] < first) from++;
+      for (to = from; to < a.top && own[to] < first + places;) to++;
+      const float* shares = a.shares + row * a.shares_stride;
+      for_vectors(a.E, EACH_VECTOR {
+        vf total = first ? load(memory.totals + row * a.E + i, lanes) : vf{};
+        for (int64_t j = from; j < to; j++)
+          total += load((const T*)memory.y + (own[j] - first) * a.E + i, lanes) *
+                   shares[memory.order[own[j]] - row * a.top];
+        if (last) store((T*)a.out + row * a.E + i, total, lanes);
+        else store(memory.totals + row * a.E + i, total, lanes);
+      });
+    }
+  });
+}
+
+static int64_t work(const Experts& a) { return 3 * a.rows * a.top * a.E * a.F; }
+static void run(const Experts& a, const Team& team) {
+  if (!a.rows) return;
+  char* shared = nullptr;
+  if (team.rank == 0) {
+    shared = (char*)penstock_scratch(SHARED, ExpertsMemory(a, nullptr).bytes);
+    sort_places(a, ExpertsMemory(a, shared), team);
+  }
+  const ExpertsMemory memory(a, team.share(shared));
+  const int64_t jobs = *memory.num_jobs;
+  for (int64_t first = 0, next; first < jobs; first = next) {
+    int64_t places = 0;
+    for (next = first; next < jobs && places + memory.jobs[next].rows <= memory.most; next++)
+      places += memory.jobs[next].rows;
+    WITH_TYPE(a.type, T, multiply_round<T>(a, memory, memory.jobs + first, next - first, team));
+  }
+}
+KERNEL(experts, Experts)

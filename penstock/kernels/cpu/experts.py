@@ -1,0 +1,133 @@
+"""Experts: all that a batch visits in one call, their weights found in a table of addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.library import Kernels
+from penstock.kernels.cpu.linear import LONG, TYPES, CpuLinear, takes
+from penstock.kernels.cpu.packing import ENCODINGS
+from penstock.kernels.experts import ClampedSwish, PackedExperts
+from penstock.kernels.inputs import LoRAInputs
+from penstock.kernels.linear import PackedLinear
+from penstock.kernels.ops import Gating
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+"""Activations as csrc numbers them."""
+
+_CLAMPED = 4  # beside the activations
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Where the weights of experts lie that are all alike."""
+
+    addresses: Tensor  # [N, 2, 3] int64: panels, scales and bias of gate_up and of down; 0 for none
+    gate_up: PackedLinear  # of one of them
+    down: PackedLinear
+
+
+class CpuExperts(CpuLinear):
+    """Experts without adapters, for float32 and bfloat16 activations.
+
+    Args:
+        kernels: those of one instruction set.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__(kernels)
+        self._tables: WeakKeyDictionary[PackedExperts, _Table | None] = WeakKeyDictionary()
+
+    def experts(
+        self,
+        x: Tensor,
+        packed: PackedExperts,
+        shares: Tensor,
+        chosen: Tensor,
+        gating: Gating,
+        *,
+        lora: LoRAInputs | None = None,
+    ) -> Tensor:
+        table, kind, (row_stride, stride) = self._table_of(packed), TYPES.get(x.dtype), x.stride()
+        types_fit = shares.dtype == torch.float32 and chosen.dtype == torch.int64
+        rows_fit = stride == shares.stride(1) == chosen.stride(1) == 1 and chosen.shape[1] > 0
+        if table is None or kind is None or lora is not None or not (types_fit and rows_fit):
+            return super().experts(x, packed, shares, chosen, gating, lora=lora)
+        gate_up, down = table.gate_up, table.down
+        if not (_fits(gate_up, x.dtype) and _fits(down, x.dtype)):
+            return super().experts(x, packed, shares, chosen, gating)
+        (rows, hidden), top, inner = x.shape, chosen.shape[1], down.in_features
+        assert hidden == gate_up.in_features, "experts of another width"
+        assert len(shares) == len(chosen) == rows
+        if isinstance(gating, ClampedSwish):
+            gate, alpha, limit = _CLAMPED, gating.alpha, gating.limit
+        else:
+            gate, alpha, limit = ACTIVATIONS[gating], 0.0, 0.0
+        out = self._empty(x.shape, x.dtype)
+        long = 3 * rows * top * hidden * inner > LONG
+        bad = (self._kernels.long_experts if long else self._kernels.experts)(
+            kind,
+            gate,
+            x.data_ptr(),
+            row_stride,
+            chosen.data_ptr(),
+            chosen.stride(0),
+            shares.data_ptr(),
+            shares.stride(0),
+            self._kept(table.addresses).data_ptr(),
+            out.data_ptr(),
+            rows,
+            top,
+            len(packed.down),
+            ENCODINGS[gate_up.encoding],
+            ENCODINGS[down.encoding],
+            hidden,
+            inner,
+            alpha,
+            limit,
+        )
+        if bad != -1:
+            raise IndexError(f"expert {int(chosen.flatten()[bad])} of {len(packed.down)}")
+        return out
+
+    def _table_of(self, packed: PackedExperts) -> _Table | None:
+        """Made when the experts are first met; None if the kernel cannot take them."""
+        if packed not in self._tables:
+            self._tables[packed] = _table_of(packed)
+        return self._tables[packed]
+
+
+def _table_of(packed: PackedExperts) -> _Table | None:
+    if not (_are_alike(packed.gate_up) and _are_alike(packed.down)):
+        return None
+    gate_up, down = packed.gate_up[0], packed.down[0]
+    if gate_up.out_features != 2 * down.in_features or gate_up.in_features != down.out_features:
+        return None
+    pairs = zip(packed.gate_up, packed.down, strict=True)
+    addresses = torch.tensor([[_addresses_of(one) for one in pair] for pair in pairs], dtype=torch.int64)
+    return _Table(addresses, gate_up, down)
+
+
+def _are_alike(linears: Sequence[PackedLinear]) -> bool:
+    """Whether they are in panels, and differ in nothing but the numbers."""
+    return all(one.layout == "panels" for one in linears) and len({_form(one) for one in linears}) == 1
+
+
+def _form(linear: PackedLinear) -> tuple[str, int, int, torch.dtype | None]:
+    bias = None if linear.bias is None else linear.bias.dtype
+    return linear.encoding, linear.in_features, linear.out_features, bias
+
+
+def _addresses_of(linear: PackedLinear) -> list[int]:
+    tensors = (linear.tensors["panels"], linear.tensors.get("scales"), linear.bias)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _fits(linear: PackedLinear, dtype: torch.dtype) -> bool:
+    """Whether there is a product with activations of this type, and the bias is of it too."""
+    return takes(linear.encoding, dtype) and (linear.bias is None or linear.bias.dtype == dtype)
