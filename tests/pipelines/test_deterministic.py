@@ -1,4 +1,4 @@
-"""Deterministic pipelines on all sets of C++ kernels, in float32 and bfloat16: logits compared by bits."""
+"""Deterministic pipelines on all sets of C++ kernels, in every encoding: logits compared by bits."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from support.running import (
 
 from penstock.errors import ConfigError
 from penstock.kernels.cpu import CpuOps, variants
-from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines import PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.architectures.llama import tiny_config
-from penstock.pipelines.config import PipelineConfig
+from penstock.pipelines.config.pipeline import DETERMINISTIC_ENCODINGS
 from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.pipelines.speculative import FixedWidth, NGramProposer
 
 PROMPT = random_tokens(150, 130, seed=1)
-"""More rows than the fast kernels multiply themselves."""
+"""More rows than a recorded step has, and than a tile of any kernel."""
 
 KERNELS = {ops.isa: ops for ops in variants()}
 
@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config() | sizes)
 
 
-@pytest.fixture(params=["float32", "bfloat16", "int8", "int4"])
+@pytest.fixture(params=DETERMINISTIC_ENCODINGS)
 def encoding(request: pytest.FixtureRequest) -> str:
     encoding: str = request.param
     return encoding
@@ -139,11 +139,8 @@ def test_float16_is_computed_in_bfloat16(checkpoint: Path, tmp_path: Path) -> No
     values = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"dtype": "float16"}))
     (tmp_path / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
-    pipeline = open_pipeline(tmp_path, quantization_encoding=None, deterministic=True)
-    assert pipeline.model.pipeline_config.model.encoding == "bfloat16"
-
-
-def test_an_encoding_without_such_kernels(checkpoint: Path) -> None:
-    given = {"model_path": str(checkpoint), "quantization_encoding": "float16", "devices": "gpu"}
+    on_cpu = open_pipeline(tmp_path, quantization_encoding=None, deterministic=True)
+    assert on_cpu.config.model.encoding == "bfloat16"
+    on_gpu = {"model_path": str(tmp_path), "devices": "gpu", "deterministic": True}
     with pytest.raises(ConfigError, match=r"deterministic: needs .* int4, is 'float16'"):
-        PipelineConfig.from_flat(given | {"deterministic": True})
+        PipelineConfig.from_flat(on_gpu).check_determinism()

@@ -72,3 +72,9 @@ def test_less_than_a_page_is_left_alone() -> None:
     numbers = torch.ones(8)
     drop_pages(numbers)
     assert torch.equal(numbers, torch.ones(8))
+
+
+def test_memory_of_no_file_is_left_alone() -> None:
+    numbers = torch.arange(1 << 20)
+    drop_pages(numbers)
+    assert torch.equal(numbers, torch.arange(1 << 20))

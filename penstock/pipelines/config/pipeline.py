@@ -119,7 +119,7 @@ class PipelineConfig:
     deterministic: bool = setting(
         False,
         FLAG,
-        "Bit-equal results alone, batched, chunked and cached, in float32 and bfloat16.",
+        "Bit-equal results alone, batched, chunked and cached; refused in encodings that cannot promise it.",
     )
     num_threads: int | None = setting(
         None, THREADS, "Threads that compute on the CPU; by default one a core."

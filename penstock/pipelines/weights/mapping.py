@@ -35,8 +35,22 @@ def drop_pages(tensor: Tensor) -> None:
     page = mmap.PAGESIZE
     begin = -(-tensor.data_ptr() // page) * page
     end = (tensor.data_ptr() + tensor.nbytes) // page * page
-    if end > begin and (advise := _madvise()) is not None:
+    if end > begin and (advise := _madvise()) is not None and _is_of_a_file(begin, end):
         advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def _is_of_a_file(begin: int, end: int) -> bool:
+    """Whether these addresses lie in one mapping of a file: pages of anything else would come back as zeros."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return False
+    for line in lines:  # "7f00-7f10 r--p 00000000 08:01 1234 /path"
+        addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
+        first, last = (int(address, 16) for address in addresses.split("-"))
+        if first <= begin < last:
+            return end <= last and inode != "0"
+    return False
 
 
 @cache

@@ -3,8 +3,8 @@
 //
 // A tile is a few rows of x by a panel: their sums stay in registers while the panel is read once, in order. It is
 // read from memory for the first tile only, and from the core's own cache for the others, as K is taken in blocks;
-// they fetch the next block meanwhile, so that memory does not wait for them. Each output is one chain of additions in the order of k, whatever the rows,
-// the tiles and the blocks: a row's bits depend on no other row.
+// they fetch the next block meanwhile, so that memory does not wait for them. Each output is one chain of additions
+// in the order of k, whatever the rows, the tiles and the blocks: a row's bits depend on no other row.
 
 struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales: of encodings that have them apart
   int64_t encoding, type;  // 0 float32, 1 bfloat16 (then x is of that type), 2 int8, 3 int4 (quantized.inl)

@@ -1,0 +1,71 @@
+"""Requests in whatever company, recorded or not, give what each gives alone and eagerly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import write_checkpoint
+from support.running import open_pipeline
+from support.speculating import Oracle, mixed, scheduled, texts_of
+
+from penstock.kernels import cpu
+from penstock.kernels.cpu import step_plans
+from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines.architectures.llama import tiny_config
+
+pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 2}
+    return write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config() | sizes)
+
+
+def opened(checkpoint: Path, *, planned: bool, **config: Any) -> TextGenerationPipeline:
+    options = {"kv_cache_block_size": 16, "max_length": 96, "enable_prefix_caching": planned}
+    pipeline = open_pipeline(checkpoint, **options, **config)
+    pipeline.session.use_plans = planned
+    return pipeline
+
+
+@pytest.mark.parametrize("kv_type", [None, "int8"])
+@pytest.mark.parametrize("encoding", ["bfloat16", "int8", "int4"])
+def test_alone_and_eager(checkpoint: Path, encoding: str, kv_type: str | None) -> None:
+    config: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_dtype": kv_type}
+    alone = opened(checkpoint, planned=False, **config)
+    expected: dict[str, Any] = {}
+    for context in mixed():
+        expected |= scheduled(alone, [context], max_batch_size=1)[0]
+    num_blocks = alone.memory_plan.num_blocks[0]
+    memory = alone.memory_plan.kv_cache_size * 12 // num_blocks  # so few that contexts are preempted
+    pipeline = opened(checkpoint, planned=True, max_batch_size=1, kv_cache_memory=memory, **config)
+    preempted = 0
+
+    @settings(max_examples=5)
+    @given(
+        batch_size=st.sampled_from([2, 7]),
+        tokens=st.sampled_from([8, 24, 400]),
+        plans=st.sampled_from([1, 64]),
+        drafts=st.sampled_from([0, 1, 5]),
+    )
+    def check(batch_size: int, tokens: int, plans: int, drafts: int) -> None:
+        nonlocal preempted
+        oracle = Oracle(texts_of(expected), lambda j: j % 4 == 3, drafts)
+        pipeline.proposer = oracle if drafts else None
+        limits = {"max_batch_size": batch_size, "max_batch_input_tokens": tokens, "min_chunk_size": 4}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_plans, "_PLANS", plans)
+            found, scheduler = scheduled(pipeline, mixed(), **limits)
+        assert found == expected
+        preempted += scheduler.num_preemptions
+
+    check()
+    assert preempted
+    pipeline.proposer = None
+    scheduled(pipeline, mixed()[:1], max_batch_size=1)
+    assert pipeline.session.plan_status.startswith("planned")
