@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -43,19 +43,31 @@ def compare(works: Sequence[Work], contest: Contest) -> dict[str, Any]:
     versions: dict[str, dict[str, str]] = {}
     random = Random()
     loaded = [work for work in works if not work.is_fresh]
+    openers = [
+        _noting(versions, name, opener)
+        for name, opener in (("penstock", contest.ours), ("peer", contest.theirs))
+    ]
     with ExitStack() as stack:
-        engines: list[Engine] = []
-        if loaded:
-            for name, opener in (("penstock", contest.ours), ("peer", contest.theirs)):
-                engines.append(stack.enter_context(opener(False)))
-                versions[name] = engines[-1].versions
+        engines = [stack.enter_context(opener(False)) for opener in openers] if loaded else []
         for work in loaded:
             rows += _rows(work, [partial(run, work, engine) for engine in engines], contest, random)
     for work in works:
         if work.is_fresh:
-            runners = [partial(run_fresh, work, opener) for opener in (contest.ours, contest.theirs)]
+            runners = [partial(run_fresh, work, opener) for opener in openers]
             rows += _rows(work, runners, contest, random)
     return {"rows": rows, "versions": versions}
+
+
+def _noting(versions: dict[str, dict[str, str]], name: str, opener: Opener) -> Opener:
+    """``opener``, that also notes under ``name`` which versions the engine is made of."""
+
+    @contextmanager
+    def opened(watch_memory: bool) -> Iterator[Engine]:
+        with opener(watch_memory) as engine:
+            versions[name] = engine.versions
+            yield engine
+
+    return opened
 
 
 Runner = Callable[[list[list[int]]], Result]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from random import Random
 
 from benchmarks.peers.engines import Engine
 
-Opener = Callable[[bool], Engine]
+Opener = Callable[[bool], AbstractContextManager[Engine]]
 """Starts an engine and loads its model; True: with an eye on its memory."""
 
 

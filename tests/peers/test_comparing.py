@@ -73,6 +73,12 @@ class Clock:
         return {"tokens": [[7]], "first": 2.0, "seconds": 11.0 if len(prompts[0]) > 1024 else 5.0}
 
 
+def test_versions_are_noted_where_every_run_starts_afresh(contest: Contest) -> None:
+    versions = compare([WORKS["cold"]], contest)["versions"]
+    assert set(versions) == {"penstock", "peer"}
+    assert all(versions.values())
+
+
 @pytest.mark.parametrize(
     ("name", "figures"),
     [
