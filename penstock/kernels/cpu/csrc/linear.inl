@@ -24,7 +24,7 @@ constexpr int64_t STEP_BYTES = 4 * PANEL;     // of a panel: a float, or two bfl
 constexpr int64_t BLOCK_STEPS = 512;          // of a panel that stay in a core's cache, with as many that are fetched
 constexpr int64_t CHUNK_ROWS = 252;           // of x, so that their sums stay there too
 constexpr int64_t LINE = 64;                  // bytes
-constexpr int64_t RUN = 4;                    // panels that a thread takes at a time, where rows are few
+constexpr int64_t RUN = 4, FEW_ROWS = 8;      // panels that a thread takes at a time, where rows are few
 constexpr int64_t FETCHED_BYTES = 256 << 10;  // of the next layer's, that a waiting thread puts into its cache
 
 // How a step of a panel is multiplied: `terms` numbers of each row of x with those of 64 outputs.
@@ -204,12 +204,15 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
   }
 }
 
+// Of many rows a panel is work enough: with more at a time, one thread would wait long for the other.
+INLINE int64_t run_of(const Linear& a) { return a.rows <= FEW_ROWS ? RUN : 1; }
+
 // Panels times chunks of rows are handed out as threads ask for them: one that has to wait for its core takes
 // fewer. At first several panels at once, as memory is read fastest in long runs, and then one by one.
 template <class S> static void multiply(const Linear& a, const Team& team) {
   const int64_t panels = ceil_div(a.N, PANEL), chunks = max<int64_t>(1, ceil_div(a.rows, CHUNK_ROWS));
   const int64_t bytes = ceil_div(a.K, S::TERMS) * STEP_BYTES;
-  const int64_t run = RUN, runs = chunks > 1 ? 0 : panels * 3 / 4 / run;
+  const int64_t run = run_of(a), runs = chunks > 1 ? 0 : panels * 3 / 4 / run;
   const char* w = (const char*)a.panels;
   float* sums = (float*)penstock_scratch(OWN, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
   over_pieces(team, runs + (panels - runs * run) * chunks, [=](int64_t piece) {
@@ -227,10 +230,10 @@ template <class S> static void multiply(const Linear& a, const Team& team) {
 
 // The first panel that a thread is given, of `bytes` each: see `multiply`.
 INLINE Ahead first_panels(const Linear& a, const Team& team, int64_t bytes) {
-  const int64_t panels = ceil_div(a.N, PANEL), runs = panels * 3 / 4 / RUN;
-  const int64_t panel = team.rank < runs ? team.rank * RUN : runs * RUN + team.rank - runs;
+  const int64_t panels = ceil_div(a.N, PANEL), run = run_of(a), runs = panels * 3 / 4 / run;
+  const int64_t panel = team.rank < runs ? team.rank * run : runs * run + team.rank - runs;
   const char* begin = (const char*)a.panels + panel * bytes;
-  return panel < panels ? Ahead{begin, begin + min(bytes * RUN, FETCHED_BYTES)} : Ahead{};
+  return panel < panels ? Ahead{begin, begin + min(bytes * run, FETCHED_BYTES)} : Ahead{};
 }
 
 #include "quantized.inl"

@@ -13,7 +13,7 @@ struct Neighbours {
 };
 
 constexpr int64_t FARTHEST = 8;  // steps that are looked ahead
-constexpr int64_t LONG_WAIT = 100000;                              // ns in a step, before the team is given up
+constexpr int64_t LONG_WAIT = 1000000;                             // ns in a step, before the team is given up
 constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;  // ns; doubled while waiting goes on
 
 // What this thread reads first of the next operation that says so. It is fetched while the thread waits for others:

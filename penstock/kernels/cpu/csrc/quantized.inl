@@ -369,7 +369,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
       team.barrier();
     }
     // Several panels in a row where rows are few, as memory is read fastest in long runs; the last one by one.
-    const int64_t run = chunks > 1 ? 1 : RUN, runs = chunks > 1 ? 0 : panels * 3 / 4 / run;
+    const int64_t run = run_of(a), runs = chunks > 1 ? 0 : panels * 3 / 4 / run;
     over_pieces(team, runs + (panels - runs * run) * chunks, [&](int64_t piece) {
       const bool long_one = piece < runs;
       const int64_t panel = long_one ? piece * run : runs * run + (piece - runs) / chunks;

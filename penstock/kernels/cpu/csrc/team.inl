@@ -1,7 +1,7 @@
 // The threads that run an operation together. All of them call its `run`; what they do in turn is separated by
 // barriers, which spin: the others are at work and arrive within microseconds.
 
-constexpr int64_t SPIN = 50000;  // ns that a thread spins at a barrier; then it sleeps, as the core may be wanted
+constexpr int64_t SPIN = 200000;  // ns that a thread spins at a barrier; then it sleeps, as the core may be wanted
 
 // What the threads of a team share. Lives on the stack of the thread that opened the region.
 struct TeamState {
