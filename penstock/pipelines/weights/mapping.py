@@ -40,7 +40,7 @@ def drop_pages(tensor: Tensor) -> None:
 
 
 def _is_of_a_file(begin: int, end: int) -> bool:
-    """Whether these addresses lie in one mapping of a file: pages of anything else would come back as zeros."""
+    """Whether these addresses lie in one mapping of a file: pages of anything else come back as zeros."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
