@@ -22,6 +22,7 @@ constexpr int VECTORS = W == 16 ? 4 : 2;      // of a panel that a tile takes at
 constexpr int TILE_ROWS = W == 4 ? 4 : 6;     // with VECTORS sums each, what the registers hold
 constexpr int64_t STEP_BYTES = 4 * PANEL;     // of a panel: a float, or two bfloat16, of each output
 constexpr int64_t BLOCK_STEPS = 512;          // of a panel that stay in a core's cache, with as many that are fetched
+constexpr int64_t CACHED_BYTES = 8 << 20;     // of x, that stay in the last cache while all weights pass
 constexpr int64_t CHUNK_ROWS = 252;           // of x, so that their sums stay there too
 constexpr int64_t LINE = 64;                  // bytes
 constexpr int64_t RUN = 4, FEW_ROWS = 8;      // panels that a thread takes at a time, where rows are few
@@ -215,10 +216,15 @@ template <class S> static void multiply(const Linear& a, const Team& team) {
   const int64_t run = run_of(a), runs = chunks > 1 ? 0 : panels * 3 / 4 / run;
   const char* w = (const char*)a.panels;
   float* sums = (float*)penstock_scratch(OWN, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
+  // Of very many rows all panels take some chunks first, that stay in the last cache, and then the next.
+  const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(typename S::T);
+  const int64_t most = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
   over_pieces(team, runs + (panels - runs * run) * chunks, [=](int64_t piece) {
     const bool long_one = piece < runs;
-    const int64_t first = long_one ? piece * run : runs * run + (piece - runs) / chunks;
-    const int64_t chunk = long_one ? 0 : (piece - runs) % chunks, count = long_one ? run : 1;
+    const int64_t round = long_one ? 0 : (piece - runs) / (panels * most), begun = round * most;
+    const int64_t within = piece - runs - begun * panels, width = min(most, chunks - begun);
+    const int64_t first = long_one ? piece * run : runs * run + within / width;
+    const int64_t chunk = long_one ? 0 : begun + within % width, count = long_one ? run : 1;
     const int64_t begin = a.rows * chunk / chunks, end = a.rows * (chunk + 1) / chunks;
     for (int64_t panel = first; panel < first + count; panel++) {
       int64_t next = panel + 1 < first + count ? panel + 1 : panel + 1 + (long_one ? run : 1) * (team.size - 1);
