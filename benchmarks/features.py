@@ -13,7 +13,6 @@ The work: ``--batch`` prompts of 128 tokens and 32 more each, greedy, no end of 
     n              four answers a prompt, against four times as many prompts
     beams          four beams, against four times as many prompts
     prefix         the second time a prompt is seen, against the first; cache on
-    deterministic  against float32 without it
 
 Costs are ratios of seconds, feature over plain: 1.00 is free. The machine should be idle.
 """
@@ -161,18 +160,6 @@ def prefix(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
     return run, run
 
 
-def deterministic(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
-    llms = [
-        LLM(folder, quantization_encoding="float32", enable_prefix_caching=False, deterministic=one)
-        for one in (False, True)
-    ]
-    params = SamplingParams(**PLAIN)
-    return (
-        lambda seed: llms[0].generate(prompts(batch, seed), params, use_tqdm=False),
-        lambda seed: llms[1].generate(prompts(batch, seed), params, use_tqdm=False),
-    )
-
-
 def write_adapter(folder: Path, name: str, shape: dict[str, int], seed: int) -> Path:
     """A PEFT directory of random matrices for every linear layer of a Llama."""
     path = folder / name
@@ -230,7 +217,6 @@ FEATURES: dict[str, Callable[[str, str, int], tuple[Run, Run]]] = {
     "n": n,
     "beams": beams,
     "prefix": prefix,
-    "deterministic": deterministic,
 }
 
 if __name__ == "__main__":
