@@ -205,41 +205,58 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
   }
 }
 
-// Of many rows a panel is work enough: with more at a time, one thread would wait long for the other.
-INLINE int64_t run_of(const Linear& a) { return a.rows <= FEW_ROWS ? RUN : 1; }
+// Panels times chunks of rows, as they are handed out to threads when they ask for them: one that has to wait for its
+// core takes fewer. Of few rows first several panels at once, as memory is read fastest in long runs, and then one by
+// one; of many a panel is work enough, and with more at a time one thread would wait long for the other. Of very many
+// rows all panels take `width` chunks first, that stay in the last cache, and then the next.
+struct Pieces {
+  int64_t rows, panels, chunks, width, run, runs;
 
-// Panels times chunks of rows are handed out as threads ask for them: one that has to wait for its core takes
-// fewer. At first several panels at once, as memory is read fastest in long runs, and then one by one.
+  Pieces(const Linear& a, int64_t rows, int64_t chunks, int64_t width)
+      : rows(rows), panels(ceil_div(a.N, PANEL)), chunks(chunks), width(width), run(a.rows <= FEW_ROWS ? RUN : 1),
+        runs(chunks > 1 ? 0 : panels * 3 / 4 / run) {}
+  INLINE_MEMBER int64_t count() const { return runs + (panels - runs * run) * chunks; }
+
+  // Calls body(panel, next, begin, end) for each panel of a piece, with a range of rows. `next` is the panel that the
+  // thread is likely to be given after it, or -1.
+  template <class Body> INLINE_MEMBER void each(const Team& team, int64_t piece, Body body) const {
+    const bool is_run = piece < runs;
+    const int64_t round = is_run ? 0 : (piece - runs) / (panels * width), begun = round * width;
+    const int64_t within = piece - runs - begun * panels, wide = min(width, chunks - begun);
+    const int64_t first = first_of(piece, within / wide), count = is_run ? run : 1;
+    const int64_t chunk = is_run ? 0 : begun + within % wide;
+    for (int64_t panel = first; panel < first + count; panel++) {
+      int64_t next = panel + 1 < first + count ? panel + 1 : panel + 1 + count * (team.size - 1);
+      body(panel, next < panels ? next : -1, rows * chunk / chunks, rows * (chunk + 1) / chunks);
+    }
+  }
+  INLINE_MEMBER int64_t first_of(int64_t piece, int64_t single) const {
+    return piece < runs ? piece * run : runs * run + single;
+  }
+};
+
 template <class S> static void multiply(const Linear& a, const Team& team) {
-  const int64_t panels = ceil_div(a.N, PANEL), chunks = max<int64_t>(1, ceil_div(a.rows, CHUNK_ROWS));
+  const int64_t chunks = max<int64_t>(1, ceil_div(a.rows, CHUNK_ROWS));
   const int64_t bytes = ceil_div(a.K, S::TERMS) * STEP_BYTES;
-  const int64_t run = run_of(a), runs = chunks > 1 ? 0 : panels * 3 / 4 / run;
+  const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(typename S::T);
+  const int64_t width = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
   const char* w = (const char*)a.panels;
   float* sums = (float*)penstock_scratch(OWN, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
-  // Of very many rows all panels take some chunks first, that stay in the last cache, and then the next.
-  const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(typename S::T);
-  const int64_t most = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
-  over_pieces(team, runs + (panels - runs * run) * chunks, [=](int64_t piece) {
-    const bool long_one = piece < runs;
-    const int64_t round = long_one ? 0 : (piece - runs) / (panels * most), begun = round * most;
-    const int64_t within = piece - runs - begun * panels, width = min(most, chunks - begun);
-    const int64_t first = long_one ? piece * run : runs * run + within / width;
-    const int64_t chunk = long_one ? 0 : begun + within % width, count = long_one ? run : 1;
-    const int64_t begin = a.rows * chunk / chunks, end = a.rows * (chunk + 1) / chunks;
-    for (int64_t panel = first; panel < first + count; panel++) {
-      int64_t next = panel + 1 < first + count ? panel + 1 : panel + 1 + (long_one ? run : 1) * (team.size - 1);
-      multiply_panel<S>(a, begin, end - begin, w + panel * bytes, next < panels ? w + next * bytes : nullptr,
-                        panel * PANEL, sums);
-    }
+  const Pieces pieces(a, a.rows, chunks, width);
+  over_pieces(team, pieces.count(), [&](int64_t piece) {
+    pieces.each(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+      multiply_panel<S>(a, begin, end - begin, w + panel * bytes, next < 0 ? nullptr : w + next * bytes, panel * PANEL,
+                        sums);
+    });
   });
 }
 
-// The first panel that a thread is given, of `bytes` each: see `multiply`.
+// The first panels that a thread is given where rows are few, of `bytes` each: see `over_pieces`.
 INLINE Ahead first_panels(const Linear& a, const Team& team, int64_t bytes) {
-  const int64_t panels = ceil_div(a.N, PANEL), run = run_of(a), runs = panels * 3 / 4 / run;
-  const int64_t panel = team.rank < runs ? team.rank * run : runs * run + team.rank - runs;
+  const Pieces pieces(a, a.rows, 1, 1);
+  const int64_t panel = pieces.first_of(team.rank, team.rank - pieces.runs);
   const char* begin = (const char*)a.panels + panel * bytes;
-  return panel < panels ? Ahead{begin, begin + min(bytes * run, FETCHED_BYTES)} : Ahead{};
+  return panel < pieces.panels ? Ahead{begin, begin + min(bytes * pieces.run, FETCHED_BYTES)} : Ahead{};
 }
 
 #include "quantized.inl"

@@ -108,7 +108,7 @@ INLINE vf vmin(vf a, vf b) {
 }
 INLINE vf clamped(vf x, float low, float high) { return vmin(vmax(x, all(low)), all(high)); }
 INLINE vf inverse_of(vf scale) { return scale == 0.0f ? vf{} : 1.0f / scale; }
-INLINE vf nearest_nibble(vf w, vf inverse) { return round_even(clamped(w * inverse, -8, 7)); }
+INLINE vf nearest_nibble(vf w, vf inverse) { return rounded(clamped(w * inverse, -8, 7)); }
 
 // w [GROUP, W] -> the float16 scales, and integers -8..7 [GROUP, W].
 static void search_scales(const float* w, int32_t* integers, uint16_t* scales) {
@@ -137,7 +137,7 @@ static void search_scales(const float* w, int32_t* integers, uint16_t* scales) {
   const vf inverse = inverse_of(best);
   const vi is_sound = best_half != 0x7e00;
   for (int k = 0; k < GROUP; k++) {
-    vi nearest = to_integers(nearest_nibble(load(w + k * W), inverse));
+    vi nearest = rounded_to_integers(nearest_nibble(load(w + k * W), inverse));
     store((uint32_t*)integers + k * W, (vu)(is_sound ? nearest : vi{}));
   }
   vh halves = __builtin_convertvector(best_half, vh);

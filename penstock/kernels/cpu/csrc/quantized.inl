@@ -11,8 +11,6 @@ constexpr int64_t CHUNK_BYTES = 8 << 20;  // of quantised x, that stay in the la
 
 // ---- rows in 8 bits ----
 
-typedef int8_t vb __attribute__((vector_size(W)));
-
 // Rows as integers [rows, stride] with, for each row and group, a scale and what its sums start at, [rows, groups].
 // In int8 all inputs are one group.
 struct QuantizedRows {
@@ -49,20 +47,6 @@ INLINE int32_t sum(vi x) {
   return x[0];
 }
 
-// To the nearest integer, halves to even; |x| < 2^22.
-constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23
-INLINE vf round_even(vf x) { return (x + ROUNDER) - ROUNDER; }
-INLINE vi to_integers(vf x) { return (vi)as_bits(x + ROUNDER) - 0x4b400000; }
-
-INLINE void store_bytes(int8_t* p, vi x) {
-#if PENSTOCK_LANES == 16
-  _mm_storeu_si128((__m128i*)p, _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)x));
-#else
-  vb bytes = __builtin_convertvector(x, vb);
-  __builtin_memcpy(p, &bytes, sizeof bytes);
-#endif
-}
-
 // Integers -127..127 of n numbers, their scale, and their sum.
 template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
   vu tops = {};
@@ -78,19 +62,11 @@ template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* intege
   *scale = top / 127;
   const float inverse = 127 / top;
   vi total = {};
-  int64_t i = 0;
-  for (; i + W <= n; i += W) {
-    vi rounded = to_integers(load(x + i) * inverse);
-    total += rounded;
-    store_bytes(integers + i, rounded);
-  }
-  if (i < n) {
-    int8_t rest[W];
-    vi rounded = to_integers(load(x + i, n - i) * inverse);
-    total += rounded;
-    store_bytes(rest, rounded);
-    __builtin_memcpy(integers + i, rest, n - i);
-  }
+  for_vectors(n, EACH_VECTOR {
+    vf scaled = load(x + i, lanes) * inverse;
+    total += rounded_to_integers(scaled);
+    store(integers + i, scaled, lanes);
+  });
   return sum(total);
 }
 
@@ -346,7 +322,7 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
 }
 
 template <class S> static void multiply_quantized(const Linear& a, const Team& team) {
-  const int64_t panels = ceil_div(a.N, PANEL), groups = a.encoding == 3 ? ceil_div(a.K, GROUP) : 1;
+  const int64_t groups = a.encoding == 3 ? ceil_div(a.K, GROUP) : 1;
   const int64_t row_bytes = QuantizedRows::bytes(1, a.K, groups);
   const int64_t most = min(a.rows, max<int64_t>(CHUNK_BYTES / row_bytes, 256)), tall = min<int64_t>(most, 240);
   const bool redundant = team.size == 1 || a.rows <= 3;  // cheaper than a barrier
@@ -368,18 +344,11 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
       over_rows(team, rows, quantize_rows);
       team.barrier();
     }
-    // Several panels in a row where rows are few, as memory is read fastest in long runs; the last one by one.
-    const int64_t run = run_of(a), runs = chunks > 1 ? 0 : panels * 3 / 4 / run;
-    over_pieces(team, runs + (panels - runs * run) * chunks, [&](int64_t piece) {
-      const bool long_one = piece < runs;
-      const int64_t panel = long_one ? piece * run : runs * run + (piece - runs) / chunks;
-      const int64_t chunk = long_one ? 0 : (piece - runs) % chunks, count = long_one ? run : 1;
-      const int64_t begin = rows * chunk / chunks, end = rows * (chunk + 1) / chunks;
-      for (int64_t i = 0; i < count; i++) {
-        int64_t next = i + 1 < count ? panel + i + 1 : panel + i + 1 + (long_one ? run : 1) * (team.size - 1);
-        multiply_panel<S>(a, x.below(begin), first + begin, end - begin, panel + i, next < panels ? next : -1,
-                          (uint32_t*)own);
-      }
+    const Pieces pieces(a, rows, chunks, chunks);
+    over_pieces(team, pieces.count(), [&](int64_t piece) {
+      pieces.each(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
+        multiply_panel<S>(a, x.below(begin), first + begin, end - begin, panel, next, (uint32_t*)own);
+      });
     });
   }
 }

@@ -76,11 +76,10 @@ INLINE vh narrow(vf x) {
 #endif
 }
 
-// To the nearest, to even ones in the middle. |x| < 2^22.
-INLINE vi rounded_to_integers(vf x) {
-  const float shift = 12582912.0f;  // 1.5 * 2^23: a sum with it has no place for a fraction
-  return (vi)as_bits(x + shift) - 0x4b400000;
-}
+// To the nearest integer, to even ones in the middle. |x| < 2^22.
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: a sum with it has no place for a fraction
+INLINE vf rounded(vf x) { return (x + ROUNDER) - ROUNDER; }
+INLINE vi rounded_to_integers(vf x) { return (vi)as_bits(x + ROUNDER) - 0x4b400000; }
 
 INLINE vf load(const float* p) {
   vf x;
@@ -105,8 +104,8 @@ INLINE vu load(const uint32_t* p) {
 INLINE void store(float* p, vf x) { __builtin_memcpy(p, &x, sizeof x); }
 INLINE void store(uint32_t* p, vu x) { __builtin_memcpy(p, &x, sizeof x); }
 INLINE void store(int8_t* p, vf x) {  // rounded to nearest even
-  vb rounded = __builtin_convertvector(rounded_to_integers(x), vb);
-  __builtin_memcpy(p, &rounded, sizeof rounded);
+  vb bytes = __builtin_convertvector(rounded_to_integers(x), vb);
+  __builtin_memcpy(p, &bytes, sizeof bytes);
 }
 INLINE void store(bf16* p, vf x) {
   vh rounded = narrow(x);
