@@ -35,7 +35,7 @@ class _Commands(click.Group):
     """The group of all commands, which turns errors into one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return [*_COMMANDS]  # not list(): once penstock.cli.list is imported, that is the module
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
@@ -46,7 +46,7 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl([*_COMMANDS.items()])
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:
         if isinstance(sys.stdout, io.TextIOWrapper):

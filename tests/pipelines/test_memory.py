@@ -21,6 +21,7 @@ from penstock.pipelines.memory import (
     estimate_kv_cache_size,
     plan_memory,
 )
+from penstock.pipelines.memory.demand import DEFAULT_STEP_SIZE, wanted_step_size
 from penstock.pipelines.memory.plan import SMALLEST_STEP
 from penstock.pipelines.memory.refusals import format_bytes
 
@@ -164,7 +165,7 @@ def test_more_memory_is_never_worse_than_what_is_no_last_resort(
         less = plan(config, spec, free=free, **sizes)
     except InsufficientMemoryError:
         return
-    assume(less.max_batch_input_tokens >= min(SMALLEST_STEP, config.max_batch_input_tokens))
+    assume(less.max_batch_input_tokens >= min(SMALLEST_STEP, wanted_step_size(config)))
     greater = plan(config, spec, free=free + more, **sizes)
     assert greater.max_length >= less.max_length
     assert greater.max_batch_input_tokens >= less.max_batch_input_tokens
@@ -289,11 +290,19 @@ def test_steps_get_smaller_before_sequences_do() -> None:
 
 
 def test_steps_get_as_small_as_they_must_where_nothing_else_fits() -> None:
-    size = 8192 * 100
+    size = DEFAULT_STEP_SIZE["cpu"] * 100
     found = plan(activations=size, length=32, free=64 * 100 + 2 * BLOCK)
     assert (found.max_batch_input_tokens, found.max_length) == (64, 32)
     with pytest.raises(InsufficientMemoryError, match="activations 100 bytes"):
         plan(activations=size, length=32, free=99)
+
+
+def test_a_step_has_room_for_a_token_of_each_of_a_large_batch() -> None:
+    found = plan(PipelineConfig(max_batch_size=2000), length=16, free=10**8)
+    assert (found.max_batch_size, found.max_batch_input_tokens) == (2000, 2000)
+    given = PipelineConfig(max_batch_size=2000, max_batch_input_tokens=3000)
+    assert plan(given, length=16, free=10**8).max_batch_input_tokens == 3000
+    assert plan(free=10**8).max_batch_input_tokens == DEFAULT_STEP_SIZE["cpu"]
 
 
 def test_a_batch_that_was_asked_for_is_blamed() -> None:

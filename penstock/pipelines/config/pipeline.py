@@ -93,8 +93,8 @@ class PipelineConfig:
     """Everything that decides how a pipeline runs.
 
     >>> config = PipelineConfig.from_flat({"model_path": "demo", "kv_cache_block_size": 16})
-    >>> config.kv_cache.block_size, config.max_batch_input_tokens
-    (16, 8192)
+    >>> config.kv_cache.block_size, config.max_num_steps
+    (16, 1)
 
     Raises:
         ConfigError: a field has an impossible value, or two do not go together.
@@ -109,7 +109,9 @@ class PipelineConfig:
     max_batch_size: int | None = setting(
         None, COUNT, "Most requests that run at once; by default what the device and the memory allow."
     )
-    max_batch_input_tokens: int = setting(8192, COUNT, "Most tokens that one step computes.")
+    max_batch_input_tokens: int | None = setting(
+        None, COUNT, "Most tokens that one step computes; by default 1024 on a CPU and 8192 on a GPU."
+    )
     enable_chunked_prefill: bool = setting(
         True, FLAG, "Compute long prompts in pieces, between the steps of other requests."
     )

@@ -14,13 +14,25 @@ if TYPE_CHECKING:
 DEFAULT_MAX_BATCH_SIZE: Mapping[str, int] = {"cpu": 32, "gpu": 256}
 """By device type, where the configuration says nothing and the memory allows."""
 
+DEFAULT_STEP_SIZE: Mapping[str, int] = {"cpu": 1024, "gpu": 8192}
+"""Tokens, by device type. On a CPU a step of more gains nothing: its activations leave the caches, so that
+each token takes longer, and other requests wait for the whole of it."""
+
 
 def wanted_batch_size(pipeline_config: PipelineConfig) -> int:
     """``max_batch_size``, or the default where none is configured: then each has a row in a step."""
     if pipeline_config.max_batch_size is not None:
         return pipeline_config.max_batch_size
     default = DEFAULT_MAX_BATCH_SIZE[pipeline_config.model.devices[0].device_type]
-    return min(default, pipeline_config.max_batch_input_tokens)
+    return min(default, wanted_step_size(pipeline_config))
+
+
+def wanted_step_size(pipeline_config: PipelineConfig) -> int:
+    """``max_batch_input_tokens``, or the default where none is configured: at least the batch size."""
+    if pipeline_config.max_batch_input_tokens is not None:
+        return pipeline_config.max_batch_input_tokens
+    default = DEFAULT_STEP_SIZE[pipeline_config.model.devices[0].device_type]
+    return max(default, pipeline_config.max_batch_size or 0)
 
 
 MOST_DRAFT_ROWS = 256
@@ -45,9 +57,8 @@ class BlockDemand:
         self._groups = spec.groups
         self._bytes_per_block = spec.bytes_per_block(self._block_size)
         self._num_steps = max(pipeline_config.max_num_steps, 1 + pipeline_config.speculative.most_drafts)
-        self._chunk_size = (
-            pipeline_config.max_batch_input_tokens if pipeline_config.enable_chunked_prefill else None
-        )
+        chunks = pipeline_config.enable_chunked_prefill
+        self._chunk_size = wanted_step_size(pipeline_config) if chunks else None
 
     def size(self, num_blocks: tuple[int, ...]) -> int:
         """Bytes of that many blocks of each group."""

@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from penstock.dtype import DType
-from penstock.pipelines.memory.demand import wanted_logit_rows
+from penstock.pipelines.memory.demand import wanted_logit_rows, wanted_step_size
 from penstock.pipelines.weights import mxfp4
 from penstock.pipelines.weights.safetensors import TensorHeader
 
@@ -61,7 +61,7 @@ def estimate_activation_memory(pipeline_config: PipelineConfig, huggingface_conf
     widest = max((max(shape[-2:]) for shape in shapes if shape), default=0)
     text_config = huggingface_config.section("text_config") or huggingface_config  # of more than text
     vocabulary = text_config.count("vocab_size", default=0)
-    rows = pipeline_config.max_batch_input_tokens * 6 * widest * size
+    rows = wanted_step_size(pipeline_config) * 6 * widest * size
     return rows + wanted_logit_rows(pipeline_config) * vocabulary * 20
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import InsufficientMemoryError
 from penstock.pipelines.config import PipelineConfig, upper_bounded_default
-from penstock.pipelines.memory.demand import BlockDemand, largest, wanted_batch_size
+from penstock.pipelines.memory.demand import BlockDemand, largest, wanted_batch_size, wanted_step_size
 from penstock.pipelines.memory.refusals import format_bytes, refuse_cache, refuse_static
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def plan_memory(
             spec,
             model_max_length,
             weights_size,
-            activation_size * step_size // pipeline_config.max_batch_input_tokens,
+            activation_size * step_size // wanted_step_size(pipeline_config),
             free_memory,
             adapters_size,
         )
@@ -157,7 +157,7 @@ def estimate_kv_cache_size(
 
 def _step_sizes(pipeline_config: PipelineConfig, activation_size: int, least: int) -> Iterator[int]:
     """The size configured, and its halves where prompts can be chunked and there is something to gain."""
-    size = pipeline_config.max_batch_input_tokens
+    size = wanted_step_size(pipeline_config)
     yield size
     while pipeline_config.enable_chunked_prefill and activation_size and size >= 2 * least:
         size //= 2
@@ -192,7 +192,7 @@ def _plan(
     return MemoryPlan(
         max_length=max_length,
         max_batch_size=max_batch_size,
-        max_batch_input_tokens=pipeline_config.max_batch_input_tokens,
+        max_batch_input_tokens=wanted_step_size(pipeline_config),
         num_blocks=num_blocks,
         block_size=kv_config.block_size,
         weights_size=weights_size,
