@@ -186,8 +186,8 @@ template <class P> INLINE void put_in_order(float* sums) {
     from_low[i] = i / 8 * 4 + i % 4 + i / 4 % 2 * W;
     from_high[i] = from_low[i] + W / 2;
   }
-  store(sums, __builtin_shuffle(low, high, from_low));
-  store(sums + W, __builtin_shuffle(low, high, from_high));
+  store(sums, shuffled(low, high, from_low));
+  store(sums + W, shuffled(low, high, from_high));
 }
 
 // Values begin:end of a tile, of the W from `i` on that lie at `rows`.

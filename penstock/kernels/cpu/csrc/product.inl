@@ -101,8 +101,8 @@ template <int H> INLINE void exchange(vu* rows) {
   for (int i = 0; i < W; i++) {
     if (i & H) continue;
     vu a = rows[i], b = rows[i + H];
-    rows[i] = __builtin_shuffle(a, b, low);
-    rows[i + H] = __builtin_shuffle(a, b, high);
+    rows[i] = shuffled(a, b, low);
+    rows[i + H] = shuffled(a, b, high);
   }
 }
 

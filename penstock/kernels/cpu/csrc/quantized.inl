@@ -35,7 +35,7 @@ struct QuantizedRows {
 };
 
 INLINE vu umax(vu a, vu b) { return a > b ? a : b; }
-template <class V> INLINE V exchanged_lanes(V x, int distance) { return __builtin_shuffle(x, lane_index() ^ distance); }
+template <class V> INLINE V exchanged_lanes(V x, int distance) { return shuffled(x, lane_index() ^ distance); }
 INLINE uint32_t largest(vu x) {
 #pragma GCC unroll 4
   for (int distance = W / 2; distance; distance /= 2) x = umax(x, exchanged_lanes(x, distance));

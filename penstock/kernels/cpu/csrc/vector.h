@@ -176,7 +176,27 @@ template <class L> INLINE vf visible_lanes(vf x, L lanes) { return filled(x, -__
 
 // ---- across lanes ----
 
-INLINE vf exchanged(vf x, int distance) { return __builtin_shuffle(x, lane_index() ^ distance); }
+// Lane i is lane from[i] of a, or of a and b behind it.
+template <class V> INLINE V shuffled(V a, vi from) {
+#ifdef __clang__
+  V y;
+  for (int i = 0; i < W; i++) y[i] = a[from[i]];
+  return y;
+#else
+  return __builtin_shuffle(a, from);
+#endif
+}
+template <class V> INLINE V shuffled(V a, V b, vi from) {
+#ifdef __clang__
+  V y;
+  for (int i = 0; i < W; i++) y[i] = from[i] < W ? a[from[i]] : b[from[i] - W];
+  return y;
+#else
+  return __builtin_shuffle(a, b, from);
+#endif
+}
+
+INLINE vf exchanged(vf x, int distance) { return shuffled(x, lane_index() ^ distance); }
 
 INLINE float sum(vf x) {
 #pragma GCC unroll 4
@@ -187,7 +207,7 @@ INLINE float sum(vf x) {
 // Where bit DISTANCE of a lane is 0: a, else b, each with its lane at that distance added.
 template <int DISTANCE> INLINE vf halves(vf a, vf b) {
   const vi lane = lane_index(), low = (lane & DISTANCE) != 0 ? lane + (W - DISTANCE) : lane;
-  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + DISTANCE);
+  return shuffled(a, b, low) + shuffled(a, b, low + DISTANCE);
 }
 
 // sum(x[i]) in lane i, to the bit, for the vectors there are: one, two or four.
@@ -196,13 +216,13 @@ INLINE vf sum_each(vf (&x)[2]) {
   vf y = halves<W / 2>(x[0], x[1]);
 #pragma GCC unroll 4
   for (int distance = W / 4; distance; distance /= 2) y += exchanged(y, distance);
-  return __builtin_shuffle(y, lane_index() * (W / 2) & (W - 1));
+  return shuffled(y, lane_index() * (W / 2) & (W - 1));
 }
 INLINE vf sum_each(vf (&x)[4]) {
   vf y = halves<W / 4>(halves<W / 2>(x[0], x[2]), halves<W / 2>(x[1], x[3]));
 #pragma GCC unroll 4
   for (int distance = W / 8; distance; distance /= 2) y += exchanged(y, distance);
-  return __builtin_shuffle(y, lane_index() * (W / 4) & (W - 1));
+  return shuffled(y, lane_index() * (W / 4) & (W - 1));
 }
 
 // The largest lane, in all lanes.
