@@ -3,33 +3,47 @@
 #   docker run -p 8000:8000 -v models:/models -e PENSTOCK_API_KEY=... penstock --model Qwen/Qwen3-0.6B
 # PIP_ARGS says where torch comes from, best an index of builds for CPUs, which are a tenth of the size:
 #   docker build --build-arg PIP_ARGS='--index-url ...' -t penstock .
+# BASE is the Debian with a Python in /usr/local that both stages start from: another version's, or a registry's of your own.
+ARG BASE=python:3.12-slim-bookworm
 
-FROM python:3.12-slim-bookworm AS build
+FROM $BASE AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ cmake ninja-build \
     && rm -rf /var/lib/apt/lists/*
 ARG PIP_ARGS=""
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/penstock/bin:$PATH
 RUN python -m venv /opt/penstock
 COPY constraints.txt /source/
-RUN /opt/penstock/bin/pip install -c /source/constraints.txt $PIP_ARGS torch
-COPY CMakeLists.txt LICENSE NOTICE README.md pyproject.toml /source/
+RUN pip install -c /source/constraints.txt $PIP_ARGS torch
+# What Penstock needs comes before its source, so that a change of the source alone installs nothing else anew.
+# xgrammar asks for triton, a compiler for GPUs of 1 GB that nothing here uses; neither does torch's C++ API.
+COPY pyproject.toml /source/
+RUN python -c "import tomllib; project = tomllib.load(open('/source/pyproject.toml', 'rb'))['project']; \
+    extras = project['optional-dependencies']; \
+    print(*project['dependencies'], *extras['serve'], *extras['grammar'], sep='\n')" > /source/needed.txt \
+    && pip install -c /source/constraints.txt -r /source/needed.txt \
+    && pip uninstall -y triton \
+    && cd /opt/penstock/lib/python*/site-packages/torch && rm -rf include test bin/test_*
+COPY CMakeLists.txt LICENSE NOTICE README.md /source/
 COPY penstock /source/penstock
-# A build that failed would install the reference kernels alone: here that is an error.
-RUN /opt/penstock/bin/pip install -c /source/constraints.txt '/source[serve,grammar]' \
-    && /opt/penstock/bin/penstock env --json | grep -qv '"isa": "none"'
+# Elsewhere a build of the C++ kernels that fails leaves Penstock with the reference kernels: here it is an error.
+# A prefix of its own makes Penstock a small layer of the image over that of the packages.
+RUN pip install --no-deps -C wheel.cmake=true --prefix /opt/own /source \
+    && PYTHONPATH=$(echo /opt/own/lib/python*/site-packages) python -c "import penstock.kernels.cpu as kernels; \
+    assert kernels.isa() != 'none', 'the C++ kernels were built, but cannot be loaded'"
 
-FROM python:3.12-slim-bookworm
+FROM $BASE
 RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/* \
-    && useradd --system --create-home --home-dir /home/penstock --uid 10001 penstock \
+    && useradd --create-home --uid 10001 penstock \
     && install -d -o penstock -g penstock /models
 COPY --from=build /opt/penstock /opt/penstock
+COPY --from=build /opt/own /opt/penstock
 ENV PATH=/opt/penstock/bin:$PATH HF_HOME=/models PYTHONUNBUFFERED=1
 USER penstock
 WORKDIR /home/penstock
 VOLUME /models
 EXPOSE 8000
 # /health is good once the model is loaded: large ones take their time.
-HEALTHCHECK --interval=15s --timeout=5s --start-period=30m --start-interval=2s --retries=3 \
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 # First signal: running requests finish, for as long as --shutdown-grace says; docker stop -t 40 waits for it.
 STOPSIGNAL SIGTERM

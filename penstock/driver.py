@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock import limits
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -189,17 +190,5 @@ def _host_memory() -> tuple[int, int]:
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         pass
-    limit = _cgroup_number("memory.max")
-    if limit is not None and limit < total:
-        used = _cgroup_number("memory.current") or 0
-        total, free = limit, min(free, max(limit - used, 0))
-    return total, free
-
-
-def _cgroup_number(name: str) -> int | None:
-    try:
-        with open(f"/sys/fs/cgroup/{name}") as file:
-            text = file.read().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+    limit = limits.memory()
+    return (min(total, limit[0]), min(free, limit[1])) if limit is not None else (total, free)

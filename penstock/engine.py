@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from penstock import limits
 from penstock.driver import CPU, Device
 from penstock.errors import ConfigError
 
@@ -19,7 +21,8 @@ class InferenceSession:
 
     Args:
         devices: the devices to run on; the host's processor if not given.
-        num_threads: threads of the one OpenMP team of this process; as many as torch chooses if not given.
+        num_threads: threads of the one OpenMP team of this process. If not given, as many as torch chooses
+            (one a core, or ``OMP_NUM_THREADS``), but no more than a container's limit of time is worth.
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class InferenceSession:
         self.use_plans = True
         """False has every step run operation by operation: to compare."""
         self._plans: StepPlans | None = None
+        if num_threads is None:
+            num_threads = _threads_of_limit()
         if num_threads is not None:
             import torch
 
@@ -88,3 +93,16 @@ class InferenceSession:
         left = [name for name, owner in self.ops.chosen().items() if owner != self.ops.name]
         without = f" without {', '.join(left)}" if left else ""
         return f"of up to {plans.most_rows} rows{without}"
+
+
+def _threads_of_limit() -> int | None:
+    """How many threads a limit of processor time is worth; None leaves the choice to torch.
+
+    More would be stopped together until the next period, in the middle of a step.
+    """
+    granted = limits.cores()
+    if granted is None or "OMP_NUM_THREADS" in os.environ:
+        return None
+    import torch
+
+    return min(torch.get_num_threads(), max(int(granted), 1))

@@ -96,6 +96,50 @@ def test_the_image_starts_a_server_and_asks_for_its_health() -> None:
     assert re.findall(r"^USER (.*)$", DOCKERFILE, flags=re.MULTILINE) == ["penstock"]
 
 
+def test_both_stages_start_from_the_same_image() -> None:
+    bases = re.findall(r"^FROM (\S+)", DOCKERFILE, flags=re.MULTILINE)
+    assert bases == ["$BASE", "$BASE"]
+    assert "ARG BASE=python:" in DOCKERFILE[: DOCKERFILE.index("FROM $BASE")]
+
+
+def test_the_image_is_built_by_engines_that_are_not_the_newest() -> None:
+    """`--start-interval`, heredocs and `RUN --mount` stop or confuse those that came before them."""
+    (flags,) = re.findall(r"^HEALTHCHECK((?: --\S+)+)", DOCKERFILE, flags=re.MULTILINE)
+    names = set(re.findall(r"--([\w-]+)=", flags))
+    assert names <= {"interval", "timeout", "start-period", "retries"}
+    assert "start-period" in names
+    assert not re.search(r"<<|RUN --", DOCKERFILE)
+
+
+def test_the_image_installs_what_the_project_needs(tmp_path: Path) -> None:
+    """The list of packages is written from pyproject.toml, before the source is there."""
+    (code,) = re.findall(
+        r'^RUN python -c "(.*?)" > (?=/source/needed\.txt)', DOCKERFILE, re.MULTILINE | re.DOTALL
+    )
+    code = code.replace("\\\n", "").replace("/source/", f"{ROOT}/")
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.split("\n")[:-1] == [*PROJECT["dependencies"], *EXTRAS["serve"], *EXTRAS["grammar"]]
+
+
+def test_a_source_change_installs_no_package_anew() -> None:
+    steps = [step.partition("\n")[0] for step in re.split(r"\n(?=[A-Z]+ )", DOCKERFILE)]
+    source = steps.index("COPY penstock /source/penstock")
+    installs = [
+        number for number, step in enumerate(steps) if "pip install" in step or "RUN python -c" in step
+    ]
+    assert len([number for number in installs if number < source]) == 2
+    (last,) = [steps[number] for number in installs if number > source]
+    assert "--no-deps" in last
+
+
+def test_the_image_has_the_cpp_kernels_or_is_none() -> None:
+    """The project's own build goes on without them: a setting of the command line is stronger than that."""
+    (override,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["overrides"]
+    assert override == {"if": {"failed": True}, "wheel": {"cmake": False}}
+    assert "-C wheel.cmake=true" in DOCKERFILE
+    assert "kernels.isa() != 'none'" in DOCKERFILE
+
+
 def test_the_unit_starts_a_server_and_waits_for_its_end() -> None:
     settings = dict(re.findall(r"^(\w+)=(.*)$", UNIT, flags=re.MULTILINE))
     program, *arguments = shlex.split(settings["ExecStart"])

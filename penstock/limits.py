@@ -1,0 +1,81 @@
+"""What Linux's control groups leave to this process: the memory and the time of a container or a service.
+
+The system's own figures (``/proc/meminfo``, the number of cores) are those of the whole machine, in a
+container too. Control groups of versions 2 and 1 are read; a group is limited by those above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_MOUNT = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def memory() -> tuple[int, int] | None:
+    """The least limit and the least that is free, in bytes; None where nothing limits memory.
+
+    The file cache is charged to a group, but goes as soon as memory is short: it counts as free.
+    """
+    limits, free = [], []
+    for folder, version in _groups("memory"):
+        names = ("memory.max", "memory.current") if version == 2 else _MEMORY_V1
+        limit, used = (_number(folder / name) for name in names)
+        if limit is not None and used is not None:
+            limits.append(limit)
+            free.append(max(limit - used + _file_cache(folder, "" if version == 2 else "total_"), 0))
+    return (min(limits), min(free)) if limits else None
+
+
+_MEMORY_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def cores() -> float | None:
+    """How many cores' worth of time the process gets; None where nothing limits it."""
+    shares = []
+    for folder, version in _groups("cpu"):
+        if version == 2:
+            words = (_text(folder / "cpu.max") or "").split()  # "max 100000" without a limit
+        else:
+            words = [_text(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]  # -1 without
+        if len(words) == 2 and all(word.isdigit() and int(word) for word in words):
+            shares.append(int(words[0]) / int(words[1]))
+    return min(shares, default=None)
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, int]]:
+    """The folders of this process's group and of those above it, each with the version of its files.
+
+    A container sees its own group at the top, whatever path its processes are told that they are in.
+    """
+    for line in (_text(_MEMBERSHIP) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            top, version = _MOUNT / controller, 1
+        elif not controllers:
+            top, version = _MOUNT, 2
+        else:
+            continue
+        parts = [part for part in path.split("/") if part]
+        for count in range(len(parts) + 1) if ".." not in parts else [0]:
+            yield top.joinpath(*parts[:count]), version
+
+
+def _file_cache(folder: Path, prefix: str) -> int:
+    """Bytes of the page cache that a group is charged for, without shared memory."""
+    wanted = (f"{prefix}inactive_file", f"{prefix}active_file")
+    rows = (line.split() for line in (_text(folder / "memory.stat") or "").splitlines())
+    return sum(int(value) for name, value in rows if name in wanted)
+
+
+def _number(file: Path) -> int | None:
+    text = _text(file) or ""
+    return int(text) if text.isdigit() else None
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None
