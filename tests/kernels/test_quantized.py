@@ -87,18 +87,25 @@ def long_way(weight: np.ndarray) -> tuple[list[int], float]:
     """Integers and scale of one group, number by number."""
     one = np.float32
     largest = weight[int(np.argmax(np.abs(weight)))]
-    least, best, best_scale = one(np.inf), [0] * 32, math.nan
-    for i in range(17):
-        scale = one(np.float16(np.clip(largest / one(-(7 + i / 8)), -65504, 65504)))
-        inverse = one(0) if scale == 0 else one(1) / scale
-        integers = [int(np.rint(np.clip(w * inverse, -8, 7))) for w in weight]
-        error = one(0)
-        for w, integer in zip(weight, integers, strict=True):
-            difference = w - scale * one(integer)
-            error += difference * difference
-        if error < least:
-            least, best, best_scale = error, integers, float(scale)
-    return best, best_scale
+    best, best_scale = one(-1), one(0)
+    for i in range(7):
+        divisor = -one(7 + i / 3)
+        inverse = one(0) if abs(largest) < 1e-30 else divisor / largest
+        product = square = one(0)
+        for w in weight:
+            x = w * inverse
+            integer = one(np.rint(np.clip(x, -8, 7)))
+            product += x * integer
+            square += integer * integer
+        if square == 0:
+            return [0] * 32, 0.0
+        in_weights = product / divisor
+        if in_weights * in_weights / square > best:
+            best = in_weights * in_weights / square
+            best_scale = product / square * (largest / divisor)
+    scale = one(np.float16(np.clip(best_scale, -65504, 65504))) + one(0)
+    inverse = one(0) if scale == 0 else one(1) / scale
+    return [int(np.rint(np.clip(w * inverse, -8, 7))) for w in weight], float(scale)
 
 
 FLOATS = (
@@ -109,7 +116,7 @@ FLOATS = (
 
 
 @given(st.lists(FLOATS, min_size=32, max_size=32))
-def test_the_scale_of_a_group_is_that_of_the_least_error(values: list[float]) -> None:
+def test_the_scale_of_a_group_is_the_one_that_fits_best(values: list[float]) -> None:
     tensors = encoding_named("int4").pack(torch.tensor([values]))
     integers, scale = long_way(np.array(values, np.float32))
     assert tensors["weight"].tolist() == [integers]

@@ -95,7 +95,8 @@ static void turn_rows(const T* rows, int64_t stride, int64_t count, int64_t K, u
 // ---- int4: the scale of a group, W outputs at a time ----
 
 constexpr float LARGEST_HALF = 65504;
-constexpr int DIVISORS = 17;
+constexpr int DIVISORS = 7;
+constexpr float LEAST_WEIGHT = 1e-30f;  // a largest weight below counts as 0
 
 INLINE vf vmin(vf a, vf b) {
 #if PENSTOCK_LANES == 16
@@ -118,29 +119,31 @@ static void search_scales(const float* w, int32_t* integers, uint16_t* scales) {
     largest = magnitude > top ? weight : largest;
     top = magnitude > top ? magnitude : top;
   }
-  vf least = all(__builtin_inff()), best = {};
-  vu best_half = 0x7e00 - vu{};  // NaN, where no scale is any good
+  vf best = all(-1), scale = all(__builtin_nanf(""));  // NaN, where no scale is any good
   for (int i = 0; i < DIVISORS; i++) {
-    vu bits = narrow_half(clamped(largest / -(7 + i / 8.0f), -LARGEST_HALF, LARGEST_HALF));
-    bits = bits == 0x8000 ? vu{} : bits;  // no -0
-    const vf scale = widen_half(bits), inverse = inverse_of(scale);
-    vf error = {};
+    const vf divisor = all(-(7 + i / 3.0)), inverse = top < LEAST_WEIGHT ? vf{} : divisor / largest;
+    vf product = {}, square = {};
 #pragma GCC unroll 32
     for (int k = 0; k < GROUP; k++) {
-      vf weight = load(w + k * W), difference = fma(-nearest_nibble(weight, inverse), scale, weight);  // the product is exact
-      error += difference * difference;
+      const vf x = load(w + k * W) * inverse, nearest = rounded(clamped(x, -8, 7));
+      product += x * nearest;
+      square = fma(nearest, nearest, square);  // exact
     }
-    best = error < least ? scale : best;
-    best_half = error < least ? bits : best_half;
-    least = error < least ? error : least;
+    const vf in_weights = product / divisor;
+    const vf fit = square == 0.0f ? vf{} : in_weights * in_weights / square;
+    const vf fitting = square == 0.0f ? vf{} : product / square * (largest / divisor);
+    scale = fit > best ? fitting : scale;
+    best = fit > best ? fit : best;
   }
-  const vf inverse = inverse_of(best);
-  const vi is_sound = best_half != 0x7e00;
+  const vi is_sound = best >= 0.0f;
+  vu bits = is_sound ? narrow_half(clamped(scale, -LARGEST_HALF, LARGEST_HALF)) : 0x7e00 - vu{};
+  bits = bits == 0x8000 ? vu{} : bits;  // no -0
+  const vf inverse = inverse_of(widen_half(bits));
   for (int k = 0; k < GROUP; k++) {
     vi nearest = rounded_to_integers(nearest_nibble(load(w + k * W), inverse));
     store((uint32_t*)integers + k * W, (vu)(is_sound ? nearest : vi{}));
   }
-  vh halves = __builtin_convertvector(best_half, vh);
+  vh halves = __builtin_convertvector(bits, vh);
   __builtin_memcpy(scales, &halves, sizeof halves);
 }
 
