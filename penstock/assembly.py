@@ -16,6 +16,8 @@ from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from penstock.pipelines.pipeline import PipelineModel, TextGenerationPipeline
     from penstock.scheduler.worker import Work
 
@@ -81,6 +83,41 @@ def check_checkpoint(config: PipelineConfig) -> TextTokenizer:
         model.build(loader, config.model.huggingface_config, length)
     weights.finish(model.ignored_weights)
     return tokenizer
+
+
+def pack_checkpoint(config: PipelineConfig) -> Path:
+    """Packs the weights of the configured model, and keeps them where its loads find them.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        ConfigError: its device has no packed form that could be kept.
+        OSError: the file cannot be written.
+    """
+    import torch
+
+    from penstock.driver import load_devices
+    from penstock.engine import InferenceSession
+    from penstock.nn import Loader
+    from penstock.pipelines.decoder import DecoderModel
+    from penstock.pipelines.packed_weights import KeptLayers
+    from penstock.pipelines.weights import Weights
+    from penstock.progress import LoadingProgress
+
+    model = _load_model(config)
+    assert issubclass(model, DecoderModel)
+    devices = load_devices(config.model.devices)
+    layers = KeptLayers(InferenceSession(devices, num_threads=config.num_threads).ops)
+    weights = Weights.open(config.model.checkpoint)
+    length = model.calculate_max_seq_len(config, config.model.huggingface_config)
+    with torch.no_grad(), LoadingProgress(weights.num_bytes) as progress:
+        weights.on_read = progress.advance
+        loader = Loader(weights, config.model.encoding, devices[0].torch_device, layers)
+        model.build(loader, config.model.huggingface_config, length)
+    weights.finish(model.ignored_weights)
+    return layers.write(config.model)
 
 
 def _load_model(config: PipelineConfig) -> type[PipelineModel[Any]]:

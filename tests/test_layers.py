@@ -89,6 +89,9 @@ TABLE = {
     "pipelines.kv_cache": Row("torch numpy .kernels .driver .dtype .pipelines.core"),
     "pipelines.kv_cache.interface": Row("numpy .pipelines.core"),
     "pipelines.kv_cache.block_pool": Row(""),
+    "pipelines.packed_weights": Row(
+        "torch .__version__ .kernels .nn .pipelines.weights", typing=".pipelines.config"
+    ),
     "pipelines.registry": Row(".dtype .pipelines.core", typing=".pipelines.config"),
     "pipelines.architectures": Row(
         "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.decoder"
@@ -132,7 +135,7 @@ TABLE = {
     "pipelines.decoder": Row(
         "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.kv_cache"
         " .pipelines.log_probabilities .pipelines.lora .pipelines.memory .pipelines.model"
-        " .pipelines.step_tensors .pipelines.weights .progress",
+        " .pipelines.packed_weights .pipelines.step_tensors .pipelines.weights .progress",
         typing=".engine",
     ),
     "pipelines.step_tensors": Row("torch .pipelines.model"),

@@ -17,23 +17,29 @@ if TYPE_CHECKING:
 @click.option(
     "--checksums", is_flag=True, help="Read every file of a model from the hub, and compare its checksum."
 )
+@click.option(
+    "--pack",
+    is_flag=True,
+    help="Keep the weights packed for the CPU, as large as they are in memory: later starts map that file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @config_options
-def command(checksums: bool, as_json: bool, print_config: bool, **flags: Any) -> None:
+def command(checksums: bool, pack: bool, as_json: bool, print_config: bool, **flags: Any) -> None:
     """Download a model and check it, ahead of its use: with its draft model and adapters, if it has any.
 
     Checked is that the architecture is known and can run in the encoding, that the files are whole and have
-    every tensor in its shape and no other, and that the tokenizer loads. The weights are not loaded.
+    every tensor in its shape and no other, and that the tokenizer loads. The weights are loaded for --pack
+    alone, whose file is used as long as the checkpoint stays what it is.
     """
     config = config_from_flags(flags)
     if print_config:
         print_settings(config.describe())
         return
-    models = [_checked(config, checksums)]
+    models = [_checked(config, checksums, pack)]
     if config.speculative.method == "draft_model":
         from penstock.pipelines.speculative.draft_model import draft_config
 
-        models.append(_checked(draft_config(config), checksums))
+        models.append(_checked(draft_config(config), checksums, pack))
     adapters = _checked_adapters(config)
     if as_json:
         click.echo(json.dumps({"models": models, "adapters": adapters}, ensure_ascii=False))
@@ -46,17 +52,21 @@ def command(checksums: bool, as_json: bool, print_config: bool, **flags: Any) ->
         click.echo(f"  tokenizer     {model['vocab_size']:,} tokens, {template} a chat template")
         if checksums:
             click.echo(f"  checksums     {model['num_checksums']} files are as the hub has them")
+        if pack:
+            size = model["num_packed_bytes"] / 2**20
+            click.echo(f"  packed        {size:,.1f} MiB in {model['packed']}")
     for name, path in adapters.items():
         click.echo(f"adapter {name}: {path}")
 
 
-def _checked(config: PipelineConfig, checksums: bool) -> dict[str, Any]:
-    from penstock.assembly import check_checkpoint
+def _checked(config: PipelineConfig, checksums: bool, pack: bool) -> dict[str, Any]:
+    from penstock.assembly import check_checkpoint, pack_checkpoint
     from penstock.pipelines.weights.checksums import check_checksums
 
     model = config.model
     num_checksums = check_checksums(model.checkpoint) if checksums else None
     tokenizer = check_checkpoint(config)
+    packed = pack_checkpoint(config) if pack else None
     headers = model.tensor_headers
     return {
         "model": model.model_path,
@@ -68,6 +78,7 @@ def _checked(config: PipelineConfig, checksums: bool) -> dict[str, Any]:
         "vocab_size": tokenizer.vocab_size,
         "has_chat_template": tokenizer.has_chat_template,
         **({} if num_checksums is None else {"num_checksums": num_checksums}),
+        **({} if packed is None else {"packed": str(packed), "num_packed_bytes": packed.stat().st_size}),
     }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.experts import ClampedSwish, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
-from penstock.kernels.linear import LinearSlice, PackedLinear, pack_linear, pack_quantized
+from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, pack_linear, pack_quantized
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Gating = Activation | ClampedSwish
@@ -51,6 +51,9 @@ class Ops(ABC):
 
     name: str
     """What ``penstock env`` calls the back end."""
+
+    layout: Layout = "rows"
+    """How the weights that it packs lie in memory."""
 
     def pack_linear(
         self,

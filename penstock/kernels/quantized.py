@@ -121,8 +121,9 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def _search_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Integers and the float16 scales of groups of weights ``[out, G, 32]``.
 
-    Of the integers q that each divisor gives weights w, the best scale is ``sum(wq) / sum(qq)``, and those are
-    chosen that leave the smallest error with it: the largest ``sum(wq)^2 / sum(qq)``, the first of several.
+    Of the integers q that each divisor gives weights w, the best scale is ``sum(wq) / sum(qq)``, and those
+    are chosen that leave the smallest error with it: the largest ``sum(wq)^2 / sum(qq)``, the first of
+    several.
     A group with a NaN or an infinity in it has the scale NaN and integers 0.
     """
     place = groups.abs().argmax(-1, keepdim=True)  # the first of the largest

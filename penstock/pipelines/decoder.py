@@ -26,6 +26,7 @@ from penstock.pipelines.log_probabilities import compute_log_probabilities
 from penstock.pipelines.lora import LoRAManager
 from penstock.pipelines.memory import estimate_activation_memory, estimate_kv_cache_size, plan_memory
 from penstock.pipelines.model import ModelInputs, ModelOutputs, PipelineModel
+from penstock.pipelines.packed_weights import packer_of
 from penstock.pipelines.step_tensors import shape_of, tensors_of_step, why_eager, with_tensors
 from penstock.progress import LoadingProgress
 
@@ -69,8 +70,8 @@ class DecoderModel(PipelineModel[TextContext]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.torch_device = self.devices[0].torch_device
-        encoding = self.pipeline_config.model.encoding
-        loader = Loader(self.weights, encoding, self.torch_device, self.session.ops)
+        model = self.pipeline_config.model
+        loader = Loader(self.weights, model.encoding, self.torch_device, packer_of(model, self.session.ops))
         with torch.no_grad(), LoadingProgress(self.weights.num_bytes) as progress:
             self.weights.on_read = progress.advance
             self.network = self.build(loader, self.huggingface_config, self.max_seq_len)

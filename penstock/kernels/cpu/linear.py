@@ -29,6 +29,7 @@ class CpuLinear(ReferenceOps):
     """
 
     name = "cpu"
+    layout = "panels"
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

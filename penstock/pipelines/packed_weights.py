@@ -1,0 +1,256 @@
+"""Packed weights in a file: a load that finds them maps what the kernels read, and packs nothing.
+
+``penstock warm-cache --pack`` writes such a file. It is a safetensors file
+(https://huggingface.co/docs/safetensors) of the layers in the order of their load, whose metadata says what
+they were made of: as soon as the checkpoint, the encoding or Penstock is another one, it counts for nothing.
+The system keeps its pages as it does those of the checkpoint, for all processes together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from penstock import __version__
+from penstock.errors import ConfigError, WeightsError
+from penstock.kernels import LinearSlice, Ops, PackedLinear
+from penstock.kernels.linear import bias_of_encoding
+from penstock.kernels.panels import LAYOUTS_VERSION
+from penstock.nn.loading import Packer
+from penstock.pipelines.weights.mapping import map_in_huge_pages, read_in_huge_pages
+from penstock.pipelines.weights.safetensors import read_header
+
+if TYPE_CHECKING:
+    from penstock.pipelines.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 64  # bytes: of a cache line, which no load of a kernel crosses
+_TYPES = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+
+
+def packed_file(model: ModelConfig) -> Path:
+    """Where the packed weights of a model in its encoding are kept, there or not: below
+    ``$XDG_CACHE_HOME/penstock/packed``, by default ``~/.cache/penstock/packed``."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    checkpoint = model.checkpoint.absolute()
+    key = hashlib.sha256(f"{checkpoint}\n{model.encoding}".encode()).hexdigest()[:16]
+    return cache / "penstock" / "packed" / f"{checkpoint.stem}-{model.encoding}-{key}.safetensors"
+
+
+def packer_of(model: ModelConfig, ops: Ops) -> Packer:
+    """What packs a model's layers, in the order of their load: a file that holds them, or the back end."""
+    file = packed_file(model)
+    if ops.layout != "panels" or not file.is_file():
+        return ops
+    try:
+        metadata, tensors = _read(file)
+    except WeightsError as problem:
+        logger.warning("packed weights are not used: %s", problem)
+        return ops
+    if metadata.get("made_of") != _made_of(model):
+        logger.info("packed weights are not used: %s is of another checkpoint or version", file)
+        return ops
+    logger.info("packed weights are mapped from %s", file)
+    return PackedLayers(ops, [_Layer.parsed(one) for one in json.loads(metadata["layers"])], tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What a file says of a layer."""
+
+    encoding: str
+    in_features: int
+    slices: tuple[LinearSlice, ...]
+    tensors: tuple[str, ...]  # what `PackedLinear` calls them
+
+    @classmethod
+    def of(cls, packed: PackedLinear) -> _Layer:
+        return cls(packed.encoding, packed.in_features, packed.slices, tuple(packed.tensors))
+
+    @classmethod
+    def parsed(cls, fields: Mapping[str, Any]) -> _Layer:
+        slices = tuple(LinearSlice(*one) for one in fields["slices"])
+        return cls(fields["encoding"], fields["in_features"], slices, tuple(fields["tensors"]))
+
+    def fields(self) -> dict[str, Any]:
+        slices = [(one.name, one.start, one.stop) for one in self.slices]
+        return {
+            "encoding": self.encoding,
+            "in_features": self.in_features,
+            "slices": slices,
+            "tensors": self.tensors,
+        }
+
+
+class PackedLayers(Packer):
+    """Hands out layers that were packed before, in the same order. One that is not as the load asks for it is
+    packed anew.
+
+    Args:
+        packer: what packs those.
+        layers: what there is.
+        tensors: by place and name: ``3.panels``.
+    """
+
+    def __init__(self, packer: Packer, layers: Sequence[_Layer], tensors: Mapping[str, Tensor]) -> None:
+        self._packer = packer
+        self._layers = layers
+        self._tensors = tensors
+        self._next = 0
+
+    def pack_linear(
+        self,
+        weight: Sequence[Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+    ) -> PackedLinear:
+        found = self._found(encoding, weight[0].shape[1], bias, slices)
+        return found or self._packer.pack_linear(weight, encoding, bias=bias, slices=slices)
+
+    def pack_quantized(
+        self,
+        rows: Mapping[str, Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+    ) -> PackedLinear:
+        found = self._found(encoding, rows["weight"].shape[1], bias, slices)
+        return found or self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
+
+    def _found(
+        self, encoding: str, in_features: int, bias: Tensor | None, slices: Sequence[LinearSlice]
+    ) -> PackedLinear | None:
+        place, self._next = self._next, self._next + 1
+        layer = self._layers[place] if place < len(self._layers) else None
+        if layer is None or layer != _Layer(encoding, in_features, tuple(slices), layer.tensors):
+            return None
+        tensors = {name: self._tensors[f"{place}.{name}"] for name in layer.tensors}
+        out_features, bias = slices[-1].stop, bias_of_encoding(bias, encoding)
+        return PackedLinear(encoding, tensors, in_features, out_features, bias, layer.slices, "panels")
+
+
+class KeptLayers(Packer):
+    """Packs as a back end does, and keeps what it packed.
+
+    Args:
+        ops: the back end.
+
+    Raises:
+        ConfigError: it packs nothing that a file could hold.
+    """
+
+    def __init__(self, ops: Ops) -> None:
+        if ops.layout != "panels":
+            raise ConfigError("devices", f"nothing is packed for the {ops.name} kernels: leave out --pack")
+        self._ops = ops
+        self.layers: list[PackedLinear] = []
+        """In the order of the load."""
+
+    def pack_linear(
+        self,
+        weight: Sequence[Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+    ) -> PackedLinear:
+        self.layers.append(self._ops.pack_linear(weight, encoding, bias=bias, slices=slices))
+        return self.layers[-1]
+
+    def pack_quantized(
+        self,
+        rows: Mapping[str, Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+    ) -> PackedLinear:
+        self.layers.append(self._ops.pack_quantized(rows, encoding, bias=bias, slices=slices))
+        return self.layers[-1]
+
+    def write(self, model: ModelConfig) -> Path:
+        """Writes them where a load of the model finds them, in place of what is there.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        assert all(layer.layout == "panels" for layer in self.layers)
+        file = packed_file(model)
+        named = [
+            (f"{place}.{name}", tensor)
+            for place, layer in enumerate(self.layers)
+            for name, tensor in layer.tensors.items()
+        ]
+        named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # what would leave a gap comes last
+        layers = [_Layer.of(layer).fields() for layer in self.layers]
+        header: dict[str, Any] = {"__metadata__": {"made_of": _made_of(model), "layers": json.dumps(layers)}}
+        end = 0
+        for name, tensor in named:
+            begin, end = end, end + tensor.nbytes
+            header[name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            with unfinished.open("wb") as stream:
+                stream.write(len(text).to_bytes(8, "little") + text)
+                for _, tensor in named:
+                    stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
+            read_in_huge_pages(unfinished)
+            unfinished.replace(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        return file
+
+
+def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata, and the tensors, mapped.
+
+    Raises:
+        WeightsError: it is damaged, or none of ours.
+    """
+    read_header(file)  # sees to it that the tensors lie in the file, and fill their shapes
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        entries = json.loads(stream.read(length))
+    metadata, content = entries.pop("__metadata__", {}), map_in_huge_pages(file)[8 + length :]
+    tensors = {}
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        tensors[name] = content[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
+    return metadata, tensors
+
+
+def _made_of(model: ModelConfig) -> str:
+    """All that packed layers depend on: files are told apart by place, size and time, as reading gigabytes
+    to compare them would take longer than packing."""
+    files = sorted({header.file.resolve() for header in model.tensor_headers.values()})
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    config = json.dumps(model.huggingface_config.to_dict(), sort_keys=True, default=str)
+    digest = hashlib.sha256(config.encode()).hexdigest()
+    return json.dumps([__version__, LAYOUTS_VERSION, model.encoding, states, digest])
