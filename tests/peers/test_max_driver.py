@@ -1,4 +1,4 @@
-"""The driver of MAX on a package of that name which counts: what it asks for, and what it makes of answers."""
+"""The driver of MAX on a package of that name which counts: what it asks for, what it makes of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MAX: its pipeline for text in this process, on the CPU, all else at its defaults; float32, or a GGUF file."""
+"""MAX: its pipeline for text in this process, on the CPU, all else at its defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Loads a checkpoint, or a GGUF file beside one. Its graph is compiled when it is first seen: minutes.
+    """Loads a checkpoint, or a GGUF file beside one. The graph is compiled when it is new: minutes.
 
     Raises:
         RuntimeError: MAX has no such encoding on a CPU.
