@@ -90,7 +90,7 @@ PEERS: Mapping[str, Peer] = {
             "max",
             "max",
             "max",
-            {"float32": "float32", "int4": "q4_0"},  # it has bfloat16 on no CPU, and no int8 of its own
+            {"float32": "float32", "int4": "q4_k"},  # on a CPU it has no bfloat16 and no int8
             [["torch", "numpy"], ["max[all]"]],
         ),
     ]

@@ -67,7 +67,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     assert "vllm has nothing to set against int8: it has bfloat16 (bfloat16)" in found.output
     found = command("run", "max", "--encoding", "bfloat16")
     assert found.exit_code == 2
-    assert "max has nothing to set against bfloat16: it has float32 (float32), int4 (q4_0)" in found.output
+    assert "max has nothing to set against bfloat16: it has float32 (float32), int4 (q4_k)" in found.output
     found = command("run", "vllm", "--venvs", tmp_path)
     assert found.exit_code == 2
     assert "`python -m benchmarks.peers setup vllm` does it" in found.output
@@ -77,11 +77,11 @@ def test_max_reads_the_checkpoint_or_what_llama_cpp_makes_of_it(tmp_path: Path) 
     peer, source = PEERS["max"], tmp_path / "checkpoint"
     source.mkdir()
     assert converted(peer, "float32", source, tmp_path) == source
-    with pytest.raises(InputError, match=r"Q4_0.gguf is made by llama.cpp's tools: .* llama_cpp"):
-        converted(peer, "q4_0", source, tmp_path)
-    (source / "Q4_0.gguf").touch()
+    with pytest.raises(InputError, match=r"Q4_K_M.gguf is made by llama.cpp's tools: .* llama_cpp"):
+        converted(peer, "q4_k", source, tmp_path)
+    (source / "Q4_K_M.gguf").touch()
     (source / "bf16.gguf").touch()
-    assert converted(peer, "q4_0", source, tmp_path) == source / "Q4_0.gguf"
+    assert converted(peer, "q4_k", source, tmp_path) == source / "Q4_K_M.gguf"
 
 
 @pytest.mark.peers

@@ -92,12 +92,12 @@ def test_token_ids_go_in_and_come_out(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_has_its_checkpoint_beside_it(tmp_path: Path) -> None:
-    engine(tmp_path, "somewhere/model/Q4_0.gguf", "q4_0").close()
+    engine(tmp_path, "somewhere/model/Q4_K_M.gguf", "q4_k").close()
     (loaded,) = told(tmp_path)
-    assert (loaded["model_path"], loaded["weight_path"]) == ("somewhere/model", ["somewhere/model/Q4_0.gguf"])
+    assert (loaded["model_path"], loaded["weight_path"]) == ("somewhere/model", ["somewhere/model/Q4_K_M.gguf"])
 
 
 def test_what_max_has_on_no_cpu_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"MAX has bfloat16 on gpu alone, not on a CPU; take float32, q4_0"):
+    with pytest.raises(EngineError, match=r"MAX has bfloat16 on gpu alone, not on a CPU; take float32, q4_k"):
         engine(tmp_path, "somewhere/model", "bfloat16")
     assert told(tmp_path) == []

@@ -27,7 +27,7 @@ def open_engine(settings: Settings) -> Generate:
     if "cpu" not in (devices := api.supported_encoding_supported_devices(settings.encoding)):
         raise RuntimeError(
             f"MAX has {settings.encoding} on {' and '.join(devices)} alone, not on a CPU; "
-            "take float32, q4_0, q4_k or q6_k"
+            "take float32, q4_k, q4_0 or q6_k"
         )
     is_gguf = settings.model.suffix == ".gguf"
     folder = settings.model.parent if is_gguf else settings.model
