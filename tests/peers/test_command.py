@@ -92,7 +92,7 @@ def test_a_small_model_on_a_real_peer(name: str, shape: Path, tmp_path: Path) ->
         pytest.skip(f"{name} is not installed: python -m benchmarks.peers setup {name}")
     small = DEFAULT_FOLDER / "checkpoints" / shape.name
     encoding = next(iter(PEERS[name].encodings))
-    words = ["run", name, "--shape", shape, "--encoding", encoding, "--pairs", "1"]
+    words: list[str | Path] = ["run", name, "--shape", shape, "--encoding", encoding, "--pairs", "1"]
     words += ["--json", tmp_path / "out.json"]
     found = command(*words, "--works", "decode", "--works", "prefill", "--works", "batch")
     assert found.exit_code == 0, found.output

@@ -92,9 +92,9 @@ def test_token_ids_go_in_and_come_out(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_has_its_checkpoint_beside_it(tmp_path: Path) -> None:
-    engine(tmp_path, "somewhere/model/Q4_K_M.gguf", "q4_k").close()
+    engine(tmp_path, "somewhere/Q4_K_M.gguf", "q4_k").close()
     (loaded,) = told(tmp_path)
-    assert (loaded["model_path"], loaded["weight_path"]) == ("somewhere/model", ["somewhere/model/Q4_K_M.gguf"])
+    assert (loaded["model_path"], loaded["weight_path"]) == ("somewhere", ["somewhere/Q4_K_M.gguf"])
 
 
 def test_what_max_has_on_no_cpu_is_refused(tmp_path: Path) -> None:
