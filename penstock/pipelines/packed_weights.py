@@ -76,24 +76,25 @@ class _Layer:
     """What a file says of a layer."""
 
     encoding: str
-    in_features: int
+    shape: tuple[int, int]  # [out, in]
     slices: tuple[LinearSlice, ...]
     tensors: tuple[str, ...]  # what `PackedLinear` calls them
 
     @classmethod
     def of(cls, packed: PackedLinear) -> _Layer:
-        return cls(packed.encoding, packed.in_features, packed.slices, tuple(packed.tensors))
+        shape = (packed.out_features, packed.in_features)
+        return cls(packed.encoding, shape, packed.slices, tuple(packed.tensors))
 
     @classmethod
     def parsed(cls, fields: Mapping[str, Any]) -> _Layer:
         slices = tuple(LinearSlice(*one) for one in fields["slices"])
-        return cls(fields["encoding"], fields["in_features"], slices, tuple(fields["tensors"]))
+        return cls(fields["encoding"], tuple(fields["shape"]), slices, tuple(fields["tensors"]))
 
     def fields(self) -> dict[str, Any]:
         slices = [(one.name, one.start, one.stop) for one in self.slices]
         return {
             "encoding": self.encoding,
-            "in_features": self.in_features,
+            "shape": self.shape,
             "slices": slices,
             "tensors": self.tensors,
         }
@@ -123,7 +124,8 @@ class PackedLayers(Packer):
         bias: Tensor | None,
         slices: Sequence[LinearSlice],
     ) -> PackedLinear:
-        found = self._found(encoding, weight[0].shape[1], bias, slices)
+        shape = (sum(len(part) for part in weight), weight[0].shape[1])
+        found = self._found(encoding, shape, bias, slices)
         return found or self._packer.pack_linear(weight, encoding, bias=bias, slices=slices)
 
     def pack_quantized(
@@ -134,19 +136,19 @@ class PackedLayers(Packer):
         bias: Tensor | None,
         slices: Sequence[LinearSlice],
     ) -> PackedLinear:
-        found = self._found(encoding, rows["weight"].shape[1], bias, slices)
+        found = self._found(encoding, (len(rows["weight"]), rows["weight"].shape[1]), bias, slices)
         return found or self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
 
     def _found(
-        self, encoding: str, in_features: int, bias: Tensor | None, slices: Sequence[LinearSlice]
+        self, encoding: str, shape: tuple[int, int], bias: Tensor | None, slices: Sequence[LinearSlice]
     ) -> PackedLinear | None:
         place, self._next = self._next, self._next + 1
         layer = self._layers[place] if place < len(self._layers) else None
-        if layer is None or layer != _Layer(encoding, in_features, tuple(slices), layer.tensors):
+        if layer is None or layer != _Layer(encoding, shape, tuple(slices), layer.tensors):
             return None
         tensors = {name: self._tensors[f"{place}.{name}"] for name in layer.tensors}
-        out_features, bias = slices[-1].stop, bias_of_encoding(bias, encoding)
-        return PackedLinear(encoding, tensors, in_features, out_features, bias, layer.slices, "panels")
+        offset = bias_of_encoding(bias, encoding)
+        return PackedLinear(encoding, tensors, shape[1], shape[0], offset, layer.slices, "panels")
 
 
 class KeptLayers(Packer):

@@ -19,6 +19,7 @@ from support.gguf_files import GGMLQuantizationType, tokenizer_metadata, write_g
 from support.tiny_llm import write_tiny_llm
 
 from penstock.cli import cli
+from penstock.kernels.cpu import available_isas
 from penstock.pipelines.registry import PIPELINE_REGISTRY
 from penstock.pipelines.weights import loading
 
@@ -65,6 +66,18 @@ def test_json(tmp_path: Path) -> None:
     assert not model["has_chat_template"]
     assert model["num_tensors"] == len(load_file(folder / "model.safetensors"))
     assert model["num_bytes"] == sum(one.nbytes for one in load_file(folder / "model.safetensors").values())
+
+
+@pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
+def test_weights_are_packed_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_tiny_llm(tmp_path / "tiny")
+    assert "packed" not in told("--model", folder)["models"][0]
+    result = warm("--model", folder, "--quantization-encoding", "int8", "--pack")
+    assert re.search(r"packed +0\.\d MiB in .*/cache/penstock/packed/tiny-int8-", result.stdout)
+    (model,) = told("--model", folder, "--pack")["models"]
+    assert Path(model["packed"]).stat().st_size == model["num_packed_bytes"]
+    assert len(list((tmp_path / "cache" / "penstock" / "packed").iterdir())) == 2, "one an encoding"
 
 
 @pytest.mark.parametrize("name", [one.name for one in PIPELINE_REGISTRY.architectures])

@@ -51,8 +51,8 @@ def _advise_huge_pages(content: mmap.mmap) -> None:
 
 
 def read_in_huge_pages(file: Path) -> None:
-    """Has the system take a file that was just written into its cache anew: as it was written, most of it lies
-    in small pages there, and they stay."""
+    """Has the system take a file that was just written into its cache anew: as it was written, most of it
+    lies in small pages there, and they stay."""
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
         if hasattr(os, "posix_fadvise"):
