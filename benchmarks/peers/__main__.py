@@ -24,7 +24,7 @@ from typing import Any
 
 import click
 
-from benchmarks.peers.checkpoints import checkpoint, converted, vocabulary_of
+from benchmarks.peers.checkpoints import checkpoint, converted, pack, vocabulary_of
 from benchmarks.peers.comparing import Contest, compare
 from benchmarks.peers.engines import ROOT, Engine
 from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, environment_of, python_of, set_up
@@ -92,6 +92,10 @@ def run(
     chosen = [WORKS[work] for work in works]
     source = checkpoint(shape, venvs / "checkpoints")
     model = converted(peer, theirs, source, venvs)
+    ours = {"OMP_NUM_THREADS": str(threads)}
+    if "cold" in works:  # as the peers' models are converted ahead
+        ours["XDG_CACHE_HOME"] = str(venvs / "penstock")
+        pack(source, encoding, ours)
     load = {
         "threads": threads,
         "max_length": max_length_of(chosen),
@@ -109,7 +113,7 @@ def run(
             sys.executable,
             "penstock",
             {"model": str(source), "encoding": encoding},
-            {"OMP_NUM_THREADS": str(threads)},
+            ours,
         ),
         theirs=opener(
             python_of(venvs / name),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -86,6 +88,17 @@ def converted(peer: Peer, encoding: str, source: Path, venvs: Path) -> Path:
     if peer.name == "max" and encoding in _GGUF_OF_MAX:
         return _gguf(_GGUF_OF_MAX[encoding], source, venvs)
     return source
+
+
+def pack(source: Path, encoding: str, environment: dict[str, str]) -> None:
+    """Has Penstock keep its packed weights of a checkpoint, in the cache that the environment names.
+
+    Raises:
+        CalledProcessError: it failed, and has said why.
+    """
+    command = [sys.executable, "-m", "penstock", "warm-cache", "--pack", "--model", str(source)]
+    command += ["--quantization-encoding", encoding]
+    subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, check=True)
 
 
 def _gguf(encoding: str, source: Path, venvs: Path) -> Path:
