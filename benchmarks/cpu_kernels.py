@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ def attentions() -> Iterator[Case]:
                 yield Case(
                     f"attention {str(dtype).removeprefix('torch.')} {what}",
                     partial(ops.attention, q, kv, offsets, lengths, scale=0.125),
-                    partial(_sdpa, q, contiguous, batch, new_rows),
+                    partial(_sdpa, q, contiguous, batch, new_rows, _mask(new_rows, length)),
                     "scaled_dot_product_attention on contiguous keys",
                     2 * batch * length * kv_heads * dim * dtype.itemsize,
                     4 * batch * heads * dim * new_rows * (length - (new_rows - 1) / 2),
@@ -213,13 +214,20 @@ def _next_linear(ops: CpuOps, x: Tensor, weights: Iterator[PackedLinear]) -> Ten
     return ops.linear(x, next(weights))
 
 
-def _sdpa(q: Tensor, pairs: Tensor, batch: int, new_rows: int) -> Tensor:
+def _sdpa(q: Tensor, pairs: Tensor, batch: int, new_rows: int, mask: Tensor | None) -> Tensor:
     keys, values = pairs
     queries = q.view(batch, new_rows, *q.shape[1:]).transpose(1, 2)
-    causal = new_rows > 1
-    return F.scaled_dot_product_attention(
-        queries, keys, values, is_causal=causal, scale=0.125, enable_gqa=queries.shape[1] != keys.shape[1]
-    )
+    options: dict[str, Any] = {"scale": 0.125, "enable_gqa": queries.shape[1] != keys.shape[1]}
+    if mask is None:
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=new_rows > 1, **options)
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, **options)
+
+
+def _mask(new_rows: int, length: int) -> Tensor | None:  # [new_rows, length]
+    """What the last rows of a text see of it, where ``is_causal`` would have them at its beginning."""
+    if new_rows in (1, length):
+        return None
+    return torch.ones(new_rows, length, dtype=torch.bool).tril(length - new_rows)
 
 
 def _report(case: Case) -> None:
