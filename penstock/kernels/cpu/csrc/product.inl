@@ -92,10 +92,10 @@ static void product(const typename P::Unit* a, int64_t lda, const typename P::Un
 
 // At distance H (1, 2, 4 ...), exchanges the H-wide squares beside the diagonal.
 template <int H> INLINE void exchange(vu* rows) {
-  vu low, high;
+  vi low, high;
   for (int j = 0; j < W; j++) {
-    low[j] = (uint32_t)(j & H ? W + j - H : j);
-    high[j] = (uint32_t)(j & H ? W + j : j + H);
+    low[j] = j & H ? W + j - H : j;
+    high[j] = j & H ? W + j : j + H;
   }
 #pragma GCC unroll 16
   for (int i = 0; i < W; i++) {
