@@ -7,6 +7,7 @@
 
 constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // taken together
 constexpr int RANKS = W == 16 ? 4 : 2;         // of A: with ADAPTED_ROWS sums each, what the registers hold
+constexpr int FETCHING_ROWS = 4;               // of a tile, up to which it waits for memory: rows of A and B are short
 constexpr int64_t TILES_A_THREAD = 4;          // from which on threads share tiles, not ranks and outputs
 constexpr int64_t LEAST_OUTPUTS = 64;          // of one thread: lines of y are its own
 
@@ -74,7 +75,10 @@ INLINE void dot_rows(const T* const* x, const T* down, float* h, int64_t h_strid
   vf sums[XS][RANKS] = {};
   for_vectors(n, EACH_VECTOR {
     vf weights[RANKS];
-    for (int r = 0; r < RANKS; r++) weights[r] = load(down + r * n + i, lanes);
+    for (int r = 0; r < RANKS; r++) {
+      weights[r] = load(down + r * n + i, lanes);
+      if (XS <= FETCHING_ROWS && i % (LINE / (int64_t)sizeof(T)) == 0) __builtin_prefetch(down + (RANKS + r) * n + i);
+    }
     for (int t = 0; t < XS; t++) {
       vf units = load(x[t] + i, lanes);
       for (int r = 0; r < RANKS; r++) sums[t][r] = fma(units, weights[r], sums[t][r]);
@@ -90,7 +94,9 @@ INLINE void add_outputs(const float* h, int64_t h_stride, const T* b, int64_t ra
   vf sums[XS][VECTORS] = {};
   for (int64_t r = 0; r < rank; r++) {
     for (int v = 0; v < VECTORS; v++) {
-      vf weights = load(b + r * N + i + v * W, lanes);
+      const T* from = b + r * N + i + v * W;
+      vf weights = load(from, lanes);
+      if (XS <= FETCHING_ROWS && v * W * (int64_t)sizeof(T) % LINE == 0) __builtin_prefetch(from + VECTORS * W);
       for (int t = 0; t < XS; t++) sums[t][v] = fma(all(h[t * h_stride + r]), weights, sums[t][v]);
     }
   }
