@@ -180,10 +180,26 @@ def test_an_adapter_for_more_layers_makes_other_plans(checkpoint: Path, adapters
         Script(opened(checkpoint, few, ISAS[-1], "bfloat16", planned=each)) for each in (True, False)
     )
     for script in (planned, eager):
-        for name in ("some", "all", "some"):
+        for name in ("some", "some", "all", "some"):  # all shapes have their plans before "all" comes
             contexts = script.begin(name, None)
             script.run(contexts, 3)
             script.release(contexts)
     for one, other in zip(planned.logits, eager.logits, strict=True):
         assert torch.equal(one, other)
     assert planned.ran[-1] == "planned"
+
+
+def test_the_head_of_some_rows_knows_their_adapters(checkpoint: Path, adapters: dict[str, Path]) -> None:
+    """Of chunks, whose last rows alone go through the head, recorded or not."""
+    pipeline = opened(checkpoint, adapters, ISAS[-1], "bfloat16", planned=True)
+    model: Any = pipeline.model
+    kv: Any = pipeline.kv
+    names = ["all", None, "head", "some", "head"]
+    contexts = [context_of(random_tokens(3 + i, 130, seed=i), adapter=name) for i, name in enumerate(names)]
+    expected = torch.stack([logits[-1] for logits in step_logits(pipeline, contexts)])
+    ran = []
+    for _ in range(3):
+        inputs = model.prepare_initial_token_inputs([contexts], kv.inputs(contexts))
+        assert torch.equal(model.execute(inputs).logits.float(), expected)
+        ran.append(pipeline.session.plan_status.partition(":")[0])
+    assert ran == ["eager", "planned", "planned"]
