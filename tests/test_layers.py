@@ -138,7 +138,7 @@ TABLE = {
         " .pipelines.packed_weights .pipelines.step_tensors .pipelines.weights .progress",
         typing=".engine",
     ),
-    "pipelines.step_tensors": Row("torch .pipelines.model"),
+    "pipelines.step_tensors": Row("torch .kernels .pipelines.model"),
     "pipelines.transformer": Row(".nn .pipelines.config .pipelines.decoder .pipelines.kv_cache"),
     "pipelines.step": Row(
         "torch numpy .engine .pipelines.core .pipelines.kv_cache .pipelines.model .pipelines.sampling"

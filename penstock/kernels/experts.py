@@ -29,6 +29,10 @@ class PackedExperts:
     gate_up: tuple[PackedLinear, ...]  # N of [E] -> [2F]: gates, then ups
     down: tuple[PackedLinear, ...]  # N of [F] -> [E]
 
+    def slice_names(self) -> Iterator[str]:
+        """The names that their linears have in the checkpoint."""
+        return (part.name for linear in (*self.gate_up, *self.down) for part in linear.slices)
+
 
 def grouped_by_expert(chosen: Tensor, experts: int, at_most: int) -> Iterator[tuple[Tensor, dict[int, int]]]:
     """The places of ``chosen [T, k]``, counted row by row, those that name one expert together.

@@ -6,8 +6,9 @@ M blocks a sequence at most in this step, V vocabulary, L layers, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ class KVCacheInputs:
         return replace(self, lengths=self.lengths + 1, groups=tuple(groups))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoRAInputs:
     """The adapters of one step: which row uses which, and their matrices by checkpoint name."""
 
@@ -78,23 +79,27 @@ class LoRAInputs:
     ranks: Mapping[str, Tensor] = field(default_factory=dict)
     """Slice name -> ``[n]`` int64 in the host's memory: how many of the R ranks each adapter uses; 0 where
     it leaves the slice alone. All of them for a slice that is missing here."""
-    order: Tensor = field(init=False)
-    """``[P]`` int64: the rows that have an adapter, those of one adapter together."""
-    segments: Tensor = field(init=False)
-    """``[G, 3]`` int64 in the host's memory: an adapter, and the range of ``order`` that is its rows'."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def groups(self) -> tuple[tuple[int, Tensor], ...]:
+        """Each adapter that some row has, ascending, and its rows ``[P]`` int64."""
         rows = self.rows.cpu().numpy()
         order = np.argsort(rows, kind="stable")[(rows < 0).sum() :]
         adapters, counts = np.unique(rows[order], return_counts=True)
-        stops = counts.cumsum()
-        segments = np.stack([adapters, stops - counts, stops], axis=1)
-        object.__setattr__(self, "order", torch.from_numpy(order).to(self.rows.device))
-        object.__setattr__(self, "segments", torch.from_numpy(segments))
+        own = torch.from_numpy(order).to(self.rows.device).split_with_sizes(counts.tolist())
+        return tuple(zip(adapters.tolist(), own, strict=True))
 
     def take(self, rows: Tensor) -> LoRAInputs:
         """The same adapters for some of the rows, ``rows [R]`` int64: those that a layer goes on with."""
         return replace(self, rows=self.rows[rows])
+
+    def on(self, names: Iterable[str]) -> LoRAInputs | None:
+        """What the adapters have for these slices; None for nothing."""
+        own = [name for name in names if name in self.matrices]
+        if not own:
+            return None
+        ranks = {name: self.ranks[name] for name in own if name in self.ranks}
+        return LoRAInputs(self.rows, {name: self.matrices[name] for name in own}, ranks)
 
 
 @dataclass(frozen=True, slots=True)

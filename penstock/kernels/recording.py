@@ -6,9 +6,9 @@
 it names each tensor by where it lives, so that whoever replays it needs neither the model nor Python
 between two operations:
 
-* a *weight* is held by the plan: packed linears, tables, norms, the KV cache; experts, of which a layer may
-  have hundreds, as the one object that they are;
-* an *input* is given anew to each replay: tokens, positions, block tables;
+* a *weight* is held by the plan: packed linears, tables, norms, the KV cache, the room for adapters, whose
+  numbers change in place; experts, of which a layer may have hundreds, as the one object that they are;
+* an *input* is given anew to each replay: tokens, positions, block tables, which row has which adapter;
 * everything else lies at an offset of the *arena*, whose places are used again once their tensor is dead.
 
 A step can be recorded if its model applies nothing but operations and views to activations; any other
@@ -195,9 +195,9 @@ class RecordingOps(Ops):
         return self._run("embedding", {"tokens": tokens}, {"table": table})
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
-        if lora is not None:
-            raise UnrecordableStepError("adapters change from step to step")
-        return self._run("linear", {"x": x}, {"packed": packed})
+        own = lora and lora.on(part.name for part in packed.slices)
+        adapters = {"lora": own} if own else {}
+        return self._run("linear", {"x": x, **adapters}, {"packed": packed})
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._run("rms_norm", {"x": x}, {"weight": weight, "eps": eps})
@@ -263,8 +263,8 @@ class RecordingOps(Ops):
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:
-        if lora is not None:
-            raise UnrecordableStepError("adapters change from step to step")
+        if lora is not None and lora.on(packed.slice_names()):
+            raise UnrecordableStepError("adapters on experts")
         activations = {"x": x, "shares": shares, "chosen": chosen}
         return self._run("experts", activations, {"packed": packed, "gating": gating})
 
@@ -295,6 +295,10 @@ class RecordingOps(Ops):
                 "slots": self._recorder.activation(value.slots),
             }
             return replace(value, **known)
+        if isinstance(value, LoRAInputs):  # its matrices stay where they are, whatever is in them
+            rows, weight = self._recorder.activation(value.rows), self._recorder.weight
+            matrices, ranks = (_map(one, Tensor, weight) for one in (value.matrices, value.ranks))
+            return replace(value, **{"rows": rows, "matrices": matrices, "ranks": ranks})
         return _map(value, Tensor, self._recorder.activation)
 
 

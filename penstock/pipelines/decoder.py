@@ -231,7 +231,7 @@ class DecoderModel(PipelineModel[TextContext]):
         )
         hidden, normed = self.network(model_inputs.tokens, step, model_inputs.input_embeds)
         if lora is not None and len(rows) < len(normed):
-            step = replace(step, lora=lora.take(rows))
+            step = replace(step, lora=replace(lora, rows=ops.take_rows(lora.rows[:, None], rows)[:, 0]))
         logits = self.network.head(ops.take_rows(normed, rows), step)
         wanted = self.return_hidden_states
         if wanted is ReturnHiddenStates.NONE:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from itertools import islice
 
 from torch import Tensor
 
+from penstock.kernels import LoRAInputs
 from penstock.pipelines.model import ModelInputs
 
 
@@ -16,8 +18,6 @@ def why_eager(inputs: ModelInputs, most_rows: int) -> str | None:
         return "there is no KV cache"
     if len(inputs.tokens) > most_rows:
         return f"more than {most_rows} rows"
-    if inputs.lora is not None:
-        return "adapters"
     return None if inputs.input_embeds is None else "given embeddings"
 
 
@@ -31,8 +31,16 @@ def shape_of(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
         inputs.logit_rows.shape[0],
         inputs.text_lengths is None,
         kv.caches[0].data_ptr(),  # a step writes to the cache that it was recorded with
+        _room_for_adapters(inputs.lora),
         *(columns(group.block_tables.shape[1]) for group in kv.groups),
     )
+
+
+def _room_for_adapters(lora: LoRAInputs | None) -> Hashable:
+    """What a step reads of adapters: layers are added to it, and none moves or is taken away."""
+    if lora is None:
+        return ()
+    return (len(lora.matrices), *(down.data_ptr() for down, _ in islice(lora.matrices.values(), 1)))
 
 
 def tensors_of_step(inputs: ModelInputs) -> dict[str, Tensor]:
@@ -51,6 +59,8 @@ def tensors_of_step(inputs: ModelInputs) -> dict[str, Tensor]:
         tensors[f"slots.{index}"] = group.slots
     if inputs.text_lengths is not None:
         tensors["text_lengths"] = inputs.text_lengths
+    if inputs.lora is not None:
+        tensors["adapters"] = inputs.lora.rows
     return tensors
 
 
@@ -69,4 +79,5 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
         logit_rows=tensors["logit_rows"],
         kv=replace(inputs.kv, lengths=tensors["lengths"], groups=groups),
         text_lengths=tensors.get("text_lengths"),
+        lora=inputs.lora and replace(inputs.lora, rows=tensors["adapters"]),
     )

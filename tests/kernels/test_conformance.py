@@ -330,11 +330,10 @@ def test_the_comparison_sees_a_wrong_adapter(ops: Ops, dtype: torch.dtype, fault
 def test_rows_are_grouped_by_adapter(rows: list[int], random: Random) -> None:
     lora = LoRAInputs(torch.tensor(rows), {})
     seen = []
-    for adapter, begin, end in lora.segments.tolist():
-        assert begin < end
-        members = lora.order[begin:end].tolist()
-        assert [rows[row] for row in members] == [adapter] * len(members)
-        seen += members
+    for adapter, own in lora.groups:
+        assert len(own)
+        assert [rows[row] for row in own.tolist()] == [adapter] * len(own)
+        seen += own.tolist()
     assert sorted(seen) == [row for row, adapter in enumerate(rows) if adapter >= 0]
     taken = random.choices(range(len(rows)), k=5)
     assert lora.take(torch.tensor(taken)).rows.tolist() == [rows[row] for row in taken]

@@ -30,10 +30,11 @@ class _Table:
     addresses: Tensor  # [N, 2, 3] int64: panels, scales and bias of gate_up and of down; 0 for none
     gate_up: PackedLinear  # of one of them
     down: PackedLinear
+    names: frozenset[str]  # of all of them, in the checkpoint
 
 
 class CpuExperts(CpuLinear):
-    """Experts without adapters, for float32 and bfloat16 activations.
+    """Experts that no adapter is on, for float32 and bfloat16 activations.
 
     Args:
         kernels: those of one instruction set.
@@ -56,11 +57,12 @@ class CpuExperts(CpuLinear):
         table, kind, (row_stride, stride) = self._table_of(packed), TYPES.get(x.dtype), x.stride()
         types_fit = shares.dtype == torch.float32 and chosen.dtype == torch.int64
         rows_fit = stride == shares.stride(1) == chosen.stride(1) == 1 and chosen.shape[1] > 0
-        if table is None or kind is None or lora is not None or not (types_fit and rows_fit):
+        adapted = lora is not None and table is not None and not table.names.isdisjoint(lora.matrices)
+        if table is None or kind is None or adapted or not (types_fit and rows_fit):
             return super().experts(x, packed, shares, chosen, gating, lora=lora)
         gate_up, down = table.gate_up, table.down
         if not (_fits(gate_up, x.dtype) and _fits(down, x.dtype)):
-            return super().experts(x, packed, shares, chosen, gating)
+            return super().experts(x, packed, shares, chosen, gating, lora=lora)
         (rows, hidden), top, inner = x.shape, chosen.shape[1], down.in_features
         assert hidden == gate_up.in_features, "experts of another width"
         assert len(shares) == len(chosen) == rows
@@ -110,7 +112,7 @@ def _table_of(packed: PackedExperts) -> _Table | None:
         return None
     pairs = zip(packed.gate_up, packed.down, strict=True)
     addresses = torch.tensor([[_addresses_of(one) for one in pair] for pair in pairs], dtype=torch.int64)
-    return _Table(addresses, gate_up, down)
+    return _Table(addresses, gate_up, down, frozenset(packed.slice_names()))
 
 
 def _are_alike(linears: Sequence[PackedLinear]) -> bool:

@@ -102,34 +102,37 @@ class CpuLinear(ReferenceOps):
         return y if lora is None else self._add_lora(y, x, packed, lora)
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
-        kind = TYPES.get(x.dtype)
-        parts = [part for part in packed.slices if part.name in lora.matrices]
+        own = [part for part in packed.slices if part.name in lora.matrices]
+        if not own or not len(x):
+            return y
+        kind, rows = TYPES.get(x.dtype), lora.rows
         fits = kind is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
-        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in parts):
+        fits = fits and rows.dtype == torch.int64 and rows.is_contiguous()
+        if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in own):
             return super()._add_lora(y, x, packed, lora)
-        order, segments = lora.order, lora.segments
-        for part in parts:
-            down, up = lora.matrices[part.name]
-            ranks = lora.ranks.get(part.name)
-            _, rank, in_features = down.shape
-            width = part.stop - part.start
-            long = len(order) * rank * (in_features + width) > LONG
-            (self._kernels.long_lora if long else self._kernels.lora)(
-                kind,
-                x.data_ptr(),
-                x.stride(0),
-                down.data_ptr(),
-                up.data_ptr(),
-                y.data_ptr() + part.start * y.element_size(),
-                y.stride(0),
-                order.data_ptr(),
-                segments.data_ptr(),
-                0 if ranks is None else ranks.data_ptr(),
-                len(segments),
-                rank,
-                width,
-                in_features,
-            )
+        assert len(rows) == len(x)
+        slots, parts, work = len(lora.matrices[own[0].name][0]), [], 0
+        for part in own:
+            (down, up), ranks = lora.matrices[part.name], lora.ranks.get(part.name)
+            assert len(down) == slots, "layers have room for unlike numbers of adapters"
+            most, width = down.shape[1], part.stop - part.start
+            addresses = down.data_ptr(), up.data_ptr(), 0 if ranks is None else ranks.data_ptr()
+            parts.append((*addresses, most, part.start, width))
+            work += len(x) * most * (x.shape[1] + width)
+        table = self._kept(torch.tensor(parts, dtype=torch.int64))
+        (self._kernels.long_lora if work > LONG else self._kernels.lora)(
+            kind,
+            x.data_ptr(),
+            x.stride(0),
+            y.data_ptr(),
+            y.stride(0),
+            rows.data_ptr(),
+            table.data_ptr(),
+            len(x),
+            len(parts),
+            slots,
+            x.shape[1],
+        )
         return y
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

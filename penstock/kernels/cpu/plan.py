@@ -118,7 +118,9 @@ def _refusing(operation: str) -> Any:
 
 
 _Refusals: type[ReferenceOps] = type(
-    "_Refusals", (ReferenceOps,), {name: _refusing(name) for name in OPERATIONS}
+    "_Refusals",
+    (ReferenceOps,),
+    {name: _refusing(name) for name in OPERATIONS} | {"_add_lora": _refusing("linear with adapters")},
 )
 """Stands between `CpuOps` and the reference, where a method of `CpuOps` looks for what it cannot do."""
 

@@ -169,9 +169,8 @@ class ReferenceOps(Ops):
                 continue
             down, up = matrices  # [n, R, in], [n, out, R]
             ranks = lora.ranks.get(part.name)
-            for adapter, begin, end in lora.segments.tolist():
+            for adapter, rows in lora.groups:
                 rank = down.shape[1] if ranks is None else int(ranks[adapter])
-                rows = lora.order[begin:end]
                 if rank:
                     delta = multiply_floats(x[rows].float(), down[adapter, :rank].float(), None)
                     delta = multiply_floats(delta, up[adapter, :, :rank].float(), None)

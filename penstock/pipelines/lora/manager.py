@@ -177,12 +177,8 @@ class LoRAManager:
             return None
         slots = self._slots.place(adapters, keep=self._running)
         indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in chosen])
-        layers = {layer for adapter in adapters.values() for layer in adapter.matrices}
-        return LoRAInputs(
-            torch.from_numpy(indices.repeat(counts)).to(self._device),
-            {layer: self._slots.matrices[layer] for layer in layers},
-            {layer: self._slots.ranks[layer] for layer in layers},
-        )
+        rows = torch.from_numpy(indices.repeat(counts)).to(self._device)
+        return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
     def _use(self, context: InputContext) -> _Use:
         use = self._uses.get(context.request_id)

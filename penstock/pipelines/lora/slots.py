@@ -14,7 +14,8 @@ from penstock.pipelines.lora.adapter import Adapter, Layers, layer_shape
 class AdapterSlots:
     """As many adapters as there are slots, by their digests; the least recently used one makes room.
 
-    Memory for a layer is taken when the first adapter comes that has something for it.
+    Memory for a layer is taken when the first adapter comes that has something for it. It stays where it is
+    from then on, whatever adapter comes into it: recorded steps read it there.
 
     Args:
         num_slots: n, how many adapters there is room for.
@@ -31,9 +32,11 @@ class AdapterSlots:
         self._held: list[Adapter | None] = [None] * num_slots
         self._last_used = [0] * num_slots
         self._clock = count(1)
-        self.matrices: dict[str, tuple[Tensor, Tensor]] = {}
-        """Layer -> A ``[n, R, in]`` and B ``[n, out, R]``, a view of ``[n, R, out]``."""
-        self.ranks: dict[str, Tensor] = {}
+        self.matrices: Mapping[str, tuple[Tensor, Tensor]] = {}
+        """Layer -> A ``[n, R, in]`` and B ``[n, out, R]``, a view of ``[n, R, out]``.
+
+        Another mapping where layers are added: whoever holds one keeps the layers that it had."""
+        self.ranks: Mapping[str, Tensor] = {}
         """Layer -> ``[n]`` int64 in the host's memory; what lies beyond a rank means nothing."""
 
     @property
@@ -69,9 +72,12 @@ class AdapterSlots:
     def _put(self, slot: int, adapter: Adapter) -> None:
         for ranks in self.ranks.values():
             ranks[slot] = 0
+        new = [layer for layer in adapter.matrices if layer not in self.matrices]
+        if new:
+            self.matrices = {**self.matrices, **{layer: self._room(layer) for layer in new}}
+            no_ranks = {layer: torch.zeros(len(self._held), dtype=torch.int64) for layer in new}
+            self.ranks = {**self.ranks, **no_ranks}
         for layer, (down, up) in adapter.matrices.items():
-            if layer not in self.matrices:
-                self._make_room(layer)
             all_down, all_up = self.matrices[layer]
             rank = down.shape[0]
             all_down[slot, :rank].copy_(down)
@@ -79,11 +85,10 @@ class AdapterSlots:
             self.ranks[layer][slot] = rank
         self._held[slot] = adapter
 
-    def _make_room(self, layer: str) -> None:
+    def _room(self, layer: str) -> tuple[Tensor, Tensor]:
         num_slots, rank = len(self._held), self._max_rank
         out_features, in_features = layer_shape(self._layers, layer)
         options = {"dtype": self._dtype, "device": self._device}
         down = torch.zeros(num_slots, rank, in_features, **options)  # type: ignore[call-overload]
         up = torch.zeros(num_slots, rank, out_features, **options)  # type: ignore[call-overload]
-        self.matrices[layer] = down, up.transpose(1, 2)
-        self.ranks[layer] = torch.zeros(num_slots, dtype=torch.int64)
+        return down, up.transpose(1, 2)

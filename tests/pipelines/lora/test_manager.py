@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,38 @@ def test_a_batch_without_adapters_costs_nothing(make: Callable[..., LoRAManager]
     assert make().inputs([request(None), request(None)], np.array([1, 2])) is None
 
 
-def test_layers_nobody_adapts_are_left_out(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
+def test_layers_nobody_adapted_are_left_out(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
     manager = make(1)
     manager.load("k", str(write(tmp_path / "k", 3.0, "m.k_proj", 4)))
-    for names, layers in (("a", {"m.q_proj"}), ("k", {"m.k_proj"}), ("ak", {"m.q_proj", "m.k_proj"})):
+    found = []
+    for names in ("a", "k", "ak", "a"):
         inputs = manager.inputs([request(name) for name in names], np.ones(len(names), int))
         assert inputs is not None
-        assert set(inputs.matrices) == set(inputs.ranks) == layers
-    assert inputs.ranks["m.q_proj"].tolist().count(2) == 1
+        found.append(inputs)
+    layers = [set(inputs.matrices) for inputs in found]
+    assert layers == [set(inputs.ranks) for inputs in found]
+    assert layers == [{"m.q_proj"}, *[{"m.q_proj", "m.k_proj"}] * 3], "those of the first stay what they were"
+    for layer in ("m.q_proj", "m.k_proj"):
+        assert inputs.ranks[layer].tolist().count(2) == 1
+        assert inputs.ranks[layer].tolist().count(0) == 3
+
+
+def test_room_for_a_layer_stays_where_it_is(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
+    """Recorded steps know it by its address: others are added, and slots get other contents in place."""
+    manager = make(3, max_loras=1)
+    manager.load("k", str(write(tmp_path / "k", 3.0, "m.k_proj", 4)))
+    places: list[dict[str, list[int]]] = []
+    for name in ("a", "b", "k", "c"):
+        inputs = manager.inputs([request(name)], np.ones(1, int))
+        assert inputs is not None
+        places.append(
+            {
+                layer: [one.data_ptr() for one in (*inputs.matrices[layer], inputs.ranks[layer])]
+                for layer in inputs.matrices
+            }
+        )
+    for before, after in pairwise(places):
+        assert before.items() <= after.items()
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), max_size=30))

@@ -1,4 +1,5 @@
 // y [T, N] += (x A^T) B of each row's adapter, for the rows that have one: A [adapters, R, n], B [adapters, R, N].
+// All adapted slices of a fused layer at once, each with an A and a B of its own.
 //
 // Rows are taken a few at a time, those of one adapter together, so that its matrices are read once for them.
 // Each product is summed in the order of n, then of R, in floats, and added to y once: a row's bits depend on
@@ -6,102 +7,229 @@
 
 constexpr int ADAPTED_ROWS = W == 16 ? 6 : 4;  // taken together
 constexpr int RANKS = W == 16 ? 4 : 2;         // of A: with ADAPTED_ROWS sums each, what the registers hold
+constexpr int FETCHING_ROWS = 4;               // of a tile, up to which it waits for memory: rows of A and B are short
+constexpr int64_t TILES_A_THREAD = 4;          // from which on threads share tiles, not ranks and outputs
+constexpr int64_t LEAST_OUTPUTS = 64;          // of one thread: lines of y are its own
 
-struct Lora {
-  int64_t type;  // of all of them
-  const void* x;
-  int64_t x_stride;
+// An adapted slice of the outputs.
+struct LoraPart {
   const void *a, *b;
-  void* y;
-  int64_t y_stride;
-  const int64_t* order;     // rows, those of one adapter together
-  const int64_t* segments;  // [count, 3]: an adapter, and the range of `order` that is its rows'
-  const int64_t* ranks;     // [adapters]: how many of the R it uses; null for all
-  int64_t count, R, N, n;
+  const int64_t* ranks;  // [adapters]: how many of the R it uses; null for all
+  int64_t R, start, N;
+
+  INLINE_MEMBER int64_t rank_of(int64_t adapter) const { return ranks ? ranks[adapter] : R; }
 };
 
-// h [XS, R] = x [XS, n] of some RANKS rows of A: each sum over lanes first, then across them.
+struct Lora {
+  int64_t type;  // of x, y, A and B
+  const void* x;
+  int64_t x_stride;
+  void* y;
+  int64_t y_stride;
+  const int64_t* rows;  // [count]: each row's adapter, -1 for none
+  const LoraPart* parts;
+  int64_t count, num_parts, adapters, n;
+};
+
+// Places begin:end of the order are the rows of an adapter.
+struct Segment {
+  int64_t adapter, begin, end;
+  INLINE_MEMBER int64_t tiles() const { return ceil_div(end - begin, ADAPTED_ROWS); }
+  INLINE_MEMBER Segment tile(int64_t number) const {  // of about equal height
+    const int64_t height = end - begin, count = tiles();
+    return {adapter, begin + height * number / count, begin + height * (number + 1) / count};
+  }
+};
+
+// The rows that have an adapter, those of one together. Each thread sorts them for itself.
+struct Adapted {
+  int64_t* order;
+  Segment* segments;
+  int64_t count, tiles;
+
+  static int64_t bytes(const Lora& a) { return a.count * 8 + a.adapters * (int64_t)sizeof(Segment); }
+  Adapted(const Lora& a, char* memory) : order((int64_t*)memory), segments((Segment*)(order + a.count)) {
+    for (int64_t s = 0; s < a.adapters; s++) segments[s] = {s, 0, 0};
+    for (int64_t t = 0; t < a.count; t++)
+      if (a.rows[t] >= 0) segments[a.rows[t]].end++;
+    int64_t begin = 0;
+    for (int64_t s = 0; s < a.adapters; s++) {
+      const int64_t height = segments[s].end;
+      segments[s].begin = segments[s].end = begin;
+      begin += height;
+    }
+    for (int64_t t = 0; t < a.count; t++)
+      if (a.rows[t] >= 0) order[segments[a.rows[t]].end++] = t;
+    count = tiles = 0;
+    for (int64_t s = 0; s < a.adapters; s++) {
+      if (segments[s].begin == segments[s].end) continue;
+      segments[count] = segments[s];
+      tiles += segments[count++].tiles();
+    }
+  }
+};
+
+// h [XS, ranks] = x [XS, n] of some RANKS rows of A: each sum over lanes first, then across them.
 template <class T, int RANKS, int XS>
-INLINE void dot_rows(const float* x, const T* down, float* h, int64_t R, int64_t n) {
+INLINE void dot_rows(const T* const* x, const T* down, float* h, int64_t h_stride, int64_t n) {
   vf sums[XS][RANKS] = {};
   for_vectors(n, EACH_VECTOR {
     vf weights[RANKS];
-    for (int r = 0; r < RANKS; r++) weights[r] = load(down + r * n + i, lanes);
+    for (int r = 0; r < RANKS; r++) {
+      weights[r] = load(down + r * n + i, lanes);
+      if (XS <= FETCHING_ROWS && i % (LINE / (int64_t)sizeof(T)) == 0) __builtin_prefetch(down + (RANKS + r) * n + i);
+    }
     for (int t = 0; t < XS; t++) {
-      vf units = load(x + t * n + i, lanes);
+      vf units = load(x[t] + i, lanes);
       for (int r = 0; r < RANKS; r++) sums[t][r] = fma(units, weights[r], sums[t][r]);
     }
   });
-  for (int t = 0; t < XS; t++) store(h + t * R, sum_each(sums[t]), Some{RANKS});
+  for (int t = 0; t < XS; t++) store(h + t * h_stride, sum_each(sums[t]), Some{RANKS});
 }
 
-// y [XS rows] += h [XS, R] b [rank, N]
-template <class T, int XS>
-INLINE void add_up(const float* h, int64_t R, const T* b, int64_t rank, int64_t N, T* const* y) {
-  for_vectors(N, EACH_VECTOR {
-    vf sums[XS] = {};
-    for (int64_t r = 0; r < rank; r++) {
-      vf weights = load(b + r * N + i, lanes);
-      for (int t = 0; t < XS; t++) sums[t] = fma(all(h[t * R + r]), weights, sums[t]);
+// y [XS rows] += h [XS, rank] B [rank, N], for the outputs of VECTORS vectors.
+template <class T, int XS, int VECTORS, class L>
+INLINE void add_outputs(const float* h, int64_t h_stride, const T* b, int64_t rank, int64_t N, T* const* y, int64_t i,
+                        L lanes) {
+  vf sums[XS][VECTORS] = {};
+  for (int64_t r = 0; r < rank; r++) {
+    for (int v = 0; v < VECTORS; v++) {
+      const T* from = b + r * N + i + v * W;
+      vf weights = load(from, lanes);
+      if (XS <= FETCHING_ROWS && v * W * (int64_t)sizeof(T) % LINE == 0) __builtin_prefetch(from + VECTORS * W);
+      for (int t = 0; t < XS; t++) sums[t][v] = fma(all(h[t * h_stride + r]), weights, sums[t][v]);
     }
-    for (int t = 0; t < XS; t++) store(y[t] + i, load(y[t] + i, lanes) + sums[t], lanes);
-  });
+  }
+  for (int t = 0; t < XS; t++)
+    for (int v = 0; v < VECTORS; v++) {
+      T* to = y[t] + i + v * W;
+      store(to, load(to, lanes) + sums[t][v], lanes);
+    }
 }
 
-// XS rows of one adapter.
-template <class T, int XS>
-static void add_lora_rows(const Lora& a, const int64_t* rows, int64_t adapter, int64_t rank) {
-  const T *down = (const T*)a.a + adapter * a.R * a.n, *up = (const T*)a.b + adapter * a.R * a.N;
-  float* x = (float*)penstock_scratch(OWN, XS * (a.n + a.R) * sizeof(float));
-  float* h = x + XS * a.n;
+// One tile, XS rows of one adapter, and a slice. h [XS, ..] are their places of what is between A and B.
+template <class T, int XS> struct Tile {
+  const T* x[XS];
   T* y[XS];
-  for (int t = 0; t < XS; t++) {
-    const T* from = (const T*)a.x + rows[t] * a.x_stride;
-    float* to = x + t * a.n;
-    for_vectors(a.n, EACH_VECTOR { store(to + i, load(from + i, lanes), lanes); });
-    y[t] = (T*)a.y + rows[t] * a.y_stride;
+  const T *down, *up;
+  float* h;
+  int64_t h_stride, rank, n, N;
+
+  INLINE_MEMBER Tile(const Lora& a, const LoraPart& part, const int64_t* order, const Segment& tile, float* h,
+                     int64_t h_stride)
+      : down((const T*)part.a + tile.adapter * part.R * a.n), up((const T*)part.b + tile.adapter * part.R * part.N),
+        h(h), h_stride(h_stride), rank(part.rank_of(tile.adapter)), n(a.n), N(part.N) {
+    for (int t = 0; t < XS; t++) {
+      const int64_t row = order[tile.begin + t];
+      x[t] = (const T*)a.x + row * a.x_stride;
+      y[t] = (T*)a.y + row * a.y_stride + part.start;
+    }
   }
-  int64_t r = 0;
-  for (; r + RANKS <= rank; r += RANKS) dot_rows<T, RANKS, XS>(x, down + r * a.n, h + r, a.R, a.n);
-  for (; r < rank; r++) dot_rows<T, 1, XS>(x, down + r * a.n, h + r, a.R, a.n);
-  add_up<T, XS>(h, a.R, up, rank, a.N, y);
+  INLINE_MEMBER void multiply_down(int64_t r, int64_t end) const {
+    for (; r + RANKS <= end; r += RANKS) dot_rows<T, RANKS, XS>(x, down + r * n, h + r, h_stride, n);
+    for (; r < end; r++) dot_rows<T, 1, XS>(x, down + r * n, h + r, h_stride, n);
+  }
+  INLINE_MEMBER void multiply_up(int64_t i, int64_t end) const {
+    constexpr int VECTORS = XS == 1 ? 8 : XS == 2 ? 4 : XS <= 4 ? 2 : 1;
+    for (; i + VECTORS * W <= end; i += VECTORS * W)
+      add_outputs<T, XS, VECTORS>(h, h_stride, up, rank, N, y, i, Whole{});
+    for (; i + W <= end; i += W) add_outputs<T, XS, 1>(h, h_stride, up, rank, N, y, i, Whole{});
+    if (i < end) add_outputs<T, XS, 1>(h, h_stride, up, rank, N, y, i, Some{end - i});
+  }
+};
+
+// Ranks of A, outputs of B, that are to be multiplied.
+struct Extent {
+  int64_t first_rank, last_rank, first_output, last_output;
+};
+
+template <class T, int XS>
+static void multiply_lora(const Lora& a, const LoraPart& part, const int64_t* order, const Segment& rows, float* h,
+                          int64_t h_stride, const Extent& extent) {
+  const Tile<T, XS> tile(a, part, order, rows, h, h_stride);
+  tile.multiply_down(extent.first_rank, min(extent.last_rank, tile.rank));
+  if (tile.rank) tile.multiply_up(extent.first_output, extent.last_output);
 }
 
 template <class T>
-static void add_lora_rows(const Lora& a, const int64_t* rows, int64_t count, int64_t adapter, int64_t rank) {
-  switch (count) {
-    case 1: add_lora_rows<T, 1>(a, rows, adapter, rank); break;
-    case 2: add_lora_rows<T, 2>(a, rows, adapter, rank); break;
-    case 3: add_lora_rows<T, 3>(a, rows, adapter, rank); break;
-    case 4: add_lora_rows<T, 4>(a, rows, adapter, rank); break;
+static void multiply_lora(const Lora& a, const LoraPart& part, const int64_t* order, const Segment& rows, float* h,
+                          int64_t h_stride, const Extent& extent) {
+  switch (rows.end - rows.begin) {
+    case 1: multiply_lora<T, 1>(a, part, order, rows, h, h_stride, extent); break;
+    case 2: multiply_lora<T, 2>(a, part, order, rows, h, h_stride, extent); break;
+    case 3: multiply_lora<T, 3>(a, part, order, rows, h, h_stride, extent); break;
+    case 4: multiply_lora<T, 4>(a, part, order, rows, h, h_stride, extent); break;
 #if PENSTOCK_LANES == 16
-    case 5: add_lora_rows<T, 5>(a, rows, adapter, rank); break;
-    case 6: add_lora_rows<T, 6>(a, rows, adapter, rank); break;
+    case 5: multiply_lora<T, 5>(a, part, order, rows, h, h_stride, extent); break;
+    case 6: multiply_lora<T, 6>(a, part, order, rows, h, h_stride, extent); break;
 #endif
   }
 }
 
-template <class T> static void lora(const Lora& a, const Team& team) {
-  const int64_t rows = a.count ? a.segments[3 * a.count - 1] : 0;
-  const int64_t tiles = ceil_div(rows, ADAPTED_ROWS) + a.count;  // at least as many as there are
-  over_pieces(team, tiles, [=](int64_t tile) {
-    int64_t left = tile;
-    for (int64_t s = 0; s < a.count; s++) {
-      const int64_t *segment = a.segments + 3 * s, height = segment[2] - segment[1];
-      const int64_t own = ceil_div(height, ADAPTED_ROWS);
-      if (left < own) {
-        int64_t begin = segment[1] + height * left / own, end = segment[1] + height * (left + 1) / own;
-        int64_t rank = a.ranks ? a.ranks[segment[0]] : a.R;
-        if (rank) add_lora_rows<T>(a, a.order + begin, end - begin, segment[0], rank);
-        break;
-      }
-      left -= own;
+// Many rows: a tile is one thread's, from x to y.
+template <class T> static void multiply_tiles(const Lora& a, const Team& team, const Adapted& adapted, float* h) {
+  over_pieces(team, adapted.tiles, [&](int64_t number) {
+    const Segment* segment = adapted.segments;
+    for (; number >= segment->tiles(); segment++) number -= segment->tiles();
+    const Segment rows = segment->tile(number);
+    for (int64_t p = 0; p < a.num_parts; p++) {
+      const LoraPart& part = a.parts[p];
+      multiply_lora<T>(a, part, adapted.order, rows, h, part.R, {0, part.R, 0, part.N});
     }
   });
 }
 
+// Few rows: threads share the ranks of each adapter, and then the outputs.
+template <class T> static void multiply_shares(const Lora& a, const Team& team, const Adapted& adapted) {
+  int64_t width = 0;
+  for (int64_t p = 0; p < a.num_parts; p++) width += a.parts[p].R;
+  const int64_t places = adapted.segments[adapted.count - 1].end;
+  float* h = team.share(
+      team.rank ? nullptr : (float*)penstock_scratch(SHARED, places * width * (int64_t)sizeof(float)));
+  auto share = [&](bool up) __attribute__((always_inline)) {
+    over_pieces(team, adapted.count * a.num_parts * team.size, [&](int64_t piece) {
+      const int64_t number = piece % team.size, p = piece / team.size % a.num_parts;
+      const Segment& segment = adapted.segments[piece / team.size / a.num_parts];
+      const LoraPart& part = a.parts[p];
+      const int64_t whole = up ? part.N : part.rank_of(segment.adapter);
+      const int64_t step = round_up(ceil_div(whole, team.size), up ? LEAST_OUTPUTS : RANKS);
+      const int64_t begin = min(number * step, whole), end = min(begin + step, whole);
+      if (begin == end) return;
+      float* own = h + segment.begin * width;
+      for (int64_t before = 0; before < p; before++) own += a.parts[before].R;
+      for (int64_t i = 0; i < segment.tiles(); i++) {
+        const Segment rows = segment.tile(i);
+        const Extent extent = up ? Extent{0, 0, begin, end} : Extent{begin, end, 0, 0};
+        multiply_lora<T>(a, part, adapted.order, rows, own + (rows.begin - segment.begin) * width, width, extent);
+      }
+    });
+  };
+  share(false);
+  team.barrier();
+  share(true);
+}
+
+template <class T> static void lora(const Lora& a, const Team& team) {
+  int64_t most = 0;
+  for (int64_t p = 0; p < a.num_parts; p++) most = max(most, a.parts[p].R);
+  const int64_t bytes = round_up(Adapted::bytes(a), LINE);
+  char* memory = (char*)penstock_scratch(OWN, bytes + ADAPTED_ROWS * most * sizeof(float));
+  const Adapted adapted(a, memory);
+  if (team.size == 1 || adapted.tiles >= TILES_A_THREAD * team.size)
+    multiply_tiles<T>(a, team, adapted, (float*)(memory + bytes));
+  else if (adapted.count) multiply_shares<T>(a, team, adapted);
+}
+
+// As if every row had the adapter of the largest rank: which it has, an operation before may be about to say.
 static int64_t work(const Lora& a) {
-  return (a.count ? a.segments[3 * a.count - 1] : 0) * a.R * (a.N + a.n);
+  int64_t total = 0;
+  for (int64_t p = 0; p < a.num_parts; p++) {
+    const LoraPart& part = a.parts[p];
+    int64_t most = part.ranks ? 0 : part.R;
+    for (int64_t s = 0; part.ranks && s < a.adapters; s++) most = max(most, part.ranks[s]);
+    total += most * (a.n + part.N);
+  }
+  return a.count * total;
 }
 static void run(const Lora& a, const Team& team) { WITH_TYPE(a.type, T, lora<T>(a, team)); }
 KERNEL(lora, Lora)

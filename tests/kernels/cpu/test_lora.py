@@ -1,0 +1,161 @@
+"""Adapters on the kernels: shared by threads or not, alone or recorded, a row's bits are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import LinearSlice, LoRAInputs, Ops, PackedLinear, cpu
+from penstock.kernels.cpu import CpuOps
+from penstock.kernels.cpu.library import Neighbours
+from penstock.kernels.cpu.plan import CompiledPlan
+from penstock.kernels.recording import UnrecordableStepError, record
+from penstock.kernels.reference import ReferenceOps
+
+variants = cpu.variants()
+pytestmark = pytest.mark.skipif(not variants, reason="the C++ kernels are not built")
+ADAPTERS = 5
+SLICES = (LinearSlice("q", 0, 200), LinearSlice("k", 200, 240), LinearSlice("v", 240, 301))
+
+
+@pytest.fixture(params=variants, ids=lambda ops: ops.isa)
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    torch.manual_seed(0)
+    found: CpuOps = request.param
+    return found
+
+
+def room(inputs: int, rank: int, dtype: torch.dtype, names: str = "qv") -> LoRAInputs:
+    """For adapters on some slices, whose ranks are all 0; NaN is what lies beyond a rank."""
+    matrices, ranks = {}, {}
+    for part in SLICES:
+        if part.name in names:
+            down = torch.full((ADAPTERS, rank, inputs), torch.nan, dtype=dtype)
+            up = torch.full((ADAPTERS, rank, part.stop - part.start), torch.nan, dtype=dtype)
+            matrices[part.name] = (down, up.transpose(1, 2))
+            ranks[part.name] = torch.zeros(ADAPTERS, dtype=torch.int64)
+    return LoRAInputs(torch.empty(0, dtype=torch.int64), matrices, ranks)
+
+
+def load(lora: LoRAInputs, adapter: int, ranks: Mapping[str, int]) -> None:
+    """Other random numbers for an adapter, in place."""
+    for name, (down, up) in lora.matrices.items():
+        rank = ranks.get(name, 0)
+        down[adapter], up[adapter] = torch.nan, torch.nan
+        down[adapter, :rank] = torch.randn(rank, down.shape[2]).to(down.dtype) / down.shape[2] ** 0.5
+        up[adapter, :, :rank] = torch.randn(up.shape[1], rank).to(up.dtype)
+        lora.ranks[name][adapter] = rank
+
+
+def filled(inputs: int, rank: int, dtype: torch.dtype) -> LoRAInputs:
+    lora = room(inputs, rank, dtype)
+    for adapter, ranks in enumerate([(rank, rank), (1, rank), (rank // 2, 3), (0, 7), (rank - 1, 0)]):
+        load(lora, adapter, dict(zip("qv", ranks, strict=True)))
+    return lora
+
+
+def of(lora: LoRAInputs, rows: Tensor) -> LoRAInputs:
+    return LoRAInputs(rows, lora.matrices, lora.ranks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "rank"), [(20, 12), (700, 64), (1500, 16)])
+def test_a_row_is_what_it_is_alone(ops: CpuOps, dtype: torch.dtype, inputs: int, rank: int) -> None:
+    """Over a base of zeros, which hides no bit. Of narrow ones a row is one thread's, several wide ones are
+    shared by rank and output, and many row by row."""
+    zeros = ops.pack_linear(torch.zeros(301, inputs), str(dtype).removeprefix("torch."), slices=SLICES)
+    lora, x = filled(inputs, rank, dtype), torch.randn(90, 2 * inputs).to(dtype)[:, :inputs]
+    for number in range(-1, ADAPTERS):
+        which = torch.full((90,), number)
+        each = [ops.linear(x[i : i + 1], zeros, lora=of(lora, which[i : i + 1])) for i in range(90)]
+        alone = torch.cat(each)
+        assert not alone.isnan().any()
+        for count in (2, 3, 8, 47, 90):
+            assert torch.equal(ops.linear(x[:count], zeros, lora=of(lora, which[:count])), alone[:count])
+        mixed = torch.randint(-1, ADAPTERS, (90,))
+        mixed[::7] = number
+        for count in (1, 8, 20, 90):
+            got = ops.linear(x[:count], zeros, lora=of(lora, mixed[:count]))
+            own = mixed[:count] == number
+            assert torch.equal(got[own], alone[:count][own])
+
+
+def compiled(
+    ops: CpuOps, packed: PackedLinear, lora: LoRAInputs, x: Tensor, rows: Tensor, last: Tensor
+) -> CompiledPlan:
+    own = {"x": x.clone(), "rows": rows.clone(), "last": last.clone()}
+    plan = record(ops, own, lambda recording: step(recording, packed, lora, own))
+    return CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), Neighbours())
+
+
+def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, given: Mapping[str, Tensor]) -> list[Tensor]:
+    """A layer over all rows, and over some of them, whose adapters an operation finds."""
+    taken = ops.take_rows(given["rows"][:, None], given["last"])[:, 0]
+    some = ops.take_rows(given["x"], given["last"])
+    return [
+        ops.linear(given["x"], packed, lora=of(lora, given["rows"])),
+        ops.linear(some, packed, lora=of(lora, taken)),
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(("inputs", "count"), [(33, 1), (33, 6), (700, 1), (700, 8), (700, 60)])
+def test_a_recorded_layer_reads_what_is_there_now(
+    ops: CpuOps, encoding: str, inputs: int, count: int
+) -> None:
+    """Other adapters in the same slots, of other ranks, on other slices."""
+    packed = ops.pack_linear(torch.randn(301, inputs) / inputs**0.5, encoding, slices=SLICES)
+    dtype = torch.float32 if encoding == "float32" else torch.bfloat16
+    lora, seen = room(inputs, 64, dtype), []
+    first = torch.randn(count, inputs).to(dtype)
+    last = torch.arange(count)[: (count + 1) // 2]
+    plan = compiled(ops, packed, lora, first, torch.full((count,), -1), last)
+    assert len(plan) == 6  # two rows taken, two layers and their adapters
+    for change in range(6):
+        for adapter in range(change % 2, ADAPTERS, 2):
+            load(lora, adapter, {"q": (16 * change + adapter) % 65, "v": (37 * change + 5) % 65})
+        given = {
+            "x": torch.randn(count, inputs).to(dtype),
+            "rows": torch.randint(-1 if change else ADAPTERS - 1, ADAPTERS, (count,)),
+            "last": torch.randperm(count)[: len(last)],
+        }
+        got = plan.replay(list(given.values()))
+        expected = step(ops, packed, lora, given)
+        assert not any(one.isnan().any() for one in got)
+        assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+        seen.append(torch.equal(got[0], ops.linear(given["x"], packed)))
+    assert not all(seen), "adapters made a difference"
+
+
+def test_recorded_on_the_reference() -> None:
+    reference = ReferenceOps()
+    packed = reference.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
+    lora = filled(20, 12, torch.float32)
+    given = {"x": torch.randn(4, 20), "rows": torch.tensor([0, -1, 2, 0]), "last": torch.tensor([2, 3])}
+    plan = record(reference, given, lambda recording: step(recording, packed, lora, given))
+    other = {"x": torch.randn(4, 20), "rows": torch.tensor([-1, 4, 1, 3]), "last": torch.tensor([1, 0])}
+    load(lora, 1, {"q": 5, "v": 2})
+    expected = step(reference, packed, lora, other)
+    assert all(
+        torch.equal(one, two) for one, two in zip(plan.replay(reference, other), expected, strict=True)
+    )
+
+
+def test_a_layer_that_nobody_adapts_is_recorded_without(ops: CpuOps) -> None:
+    packed = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
+    other = room(20, 12, torch.float32, names="")
+    plan = compiled(ops, packed, other, torch.randn(3, 20), torch.tensor([0, 1, -1]), torch.tensor([1]))
+    assert len(plan) == 4
+
+
+def test_matrices_that_lie_otherwise_are_not_compiled(ops: CpuOps) -> None:
+    """They are the reference's, which cannot be part of a plan."""
+    packed = ops.pack_linear(torch.randn(301, 20), "float32", slices=SLICES)
+    lora = filled(20, 12, torch.float32)
+    matrices = {name: (down, up.contiguous()) for name, (down, up) in lora.matrices.items()}
+    otherwise = LoRAInputs(lora.rows, matrices, lora.ranks)
+    with pytest.raises(UnrecordableStepError, match="linear with adapters has no kernel"):
+        compiled(ops, packed, otherwise, torch.randn(2, 20), torch.tensor([0, 1]), torch.tensor([1]))
