@@ -48,10 +48,10 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 def packed_file(model: ModelConfig) -> Path:
     """Where the packed weights of a model in its encoding are kept, there or not: below
     ``$XDG_CACHE_HOME/penstock/packed``, by default ``~/.cache/penstock/packed``."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     checkpoint = model.checkpoint.absolute()
     key = hashlib.sha256(f"{checkpoint}\n{model.encoding}".encode()).hexdigest()[:16]
-    return cache / "penstock" / "packed" / f"{checkpoint.stem}-{model.encoding}-{key}.safetensors"
+    return cache / "penstock" / "packed" / f"{checkpoint.name}-{model.encoding}-{key}.safetensors"
 
 
 def packer_of(model: ModelConfig, ops: Ops) -> Packer:
@@ -60,14 +60,17 @@ def packer_of(model: ModelConfig, ops: Ops) -> Packer:
     if ops.layout != "panels" or not file.is_file():
         return ops
     try:
-        metadata, tensors = _read(file)
+        header, start = _read_header(file)
     except WeightsError as problem:
         logger.warning("packed weights are not used: %s", problem)
         return ops
+    metadata = header.pop("__metadata__", {})
     if metadata.get("made_of") != _made_of(model):
         logger.info("packed weights are not used: %s is of another checkpoint or version", file)
         return ops
     logger.info("packed weights are mapped from %s", file)
+    content = map_in_huge_pages(file)[start:]
+    tensors = {name: _view(content, entry) for name, entry in header.items()}
     return PackedLayers(ops, [_Layer.parsed(one) for one in json.loads(metadata["layers"])], tensors)
 
 
@@ -230,22 +233,21 @@ class KeptLayers(Packer):
         return file
 
 
-def _read(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata, and the tensors, mapped.
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where the tensors begin.
 
     Raises:
-        WeightsError: it is damaged, or none of ours.
+        WeightsError: the file is damaged: tensors do not lie in it, or do not fill their shapes.
     """
-    read_header(file)  # sees to it that the tensors lie in the file, and fill their shapes
+    read_header(file)
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        entries = json.loads(stream.read(length))
-    metadata, content = entries.pop("__metadata__", {}), map_in_huge_pages(file)[8 + length :]
-    tensors = {}
-    for name, entry in entries.items():
-        begin, end = entry["data_offsets"]
-        tensors[name] = content[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
-    return metadata, tensors
+        return json.loads(stream.read(length)), 8 + length
+
+
+def _view(content: Tensor, entry: Mapping[str, Any]) -> Tensor:
+    begin, end = entry["data_offsets"]
+    return content[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
 
 
 def _made_of(model: ModelConfig) -> str:

@@ -134,6 +134,14 @@ def test_a_damaged_file(
     assert "packed weights are not used" in caplog.text
 
 
+def test_a_file_of_something_else(tiny: Path, packings: list[str]) -> None:
+    file = pack_checkpoint(config_of(tiny))
+    save_file({"a": torch.ones(3, dtype=torch.float64)}, file)
+    packings.clear()
+    logits(tiny)
+    assert packings
+
+
 def test_layers_in_another_order_are_packed_anew(
     tiny: Path, packings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
