@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -26,6 +26,14 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
     torch.manual_seed(0)
     found: CpuOps = request.param
     return found
+
+
+@pytest.fixture(params=[2, 5])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 def room(inputs: int, rank: int, dtype: torch.dtype, names: str = "qv") -> LoRAInputs:
@@ -63,15 +71,19 @@ def of(lora: LoRAInputs, rows: Tensor) -> LoRAInputs:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "rank"), [(20, 12), (700, 64), (1500, 16)])
-def test_a_row_is_what_it_is_alone(ops: CpuOps, dtype: torch.dtype, inputs: int, rank: int) -> None:
+def test_a_row_is_what_it_is_alone(
+    ops: CpuOps, dtype: torch.dtype, inputs: int, rank: int, threads: int
+) -> None:
     """Over a base of zeros, which hides no bit. Of narrow ones a row is one thread's, several wide ones are
     shared by rank and output, and many row by row."""
     zeros = ops.pack_linear(torch.zeros(301, inputs), str(dtype).removeprefix("torch."), slices=SLICES)
     lora, x = filled(inputs, rank, dtype), torch.randn(90, 2 * inputs).to(dtype)[:, :inputs]
     for number in range(-1, ADAPTERS):
         which = torch.full((90,), number)
+        torch.set_num_threads(1)
         each = [ops.linear(x[i : i + 1], zeros, lora=of(lora, which[i : i + 1])) for i in range(90)]
         alone = torch.cat(each)
+        torch.set_num_threads(threads)
         assert not alone.isnan().any()
         for count in (2, 3, 8, 47, 90):
             assert torch.equal(ops.linear(x[:count], zeros, lora=of(lora, which[:count])), alone[:count])
@@ -104,7 +116,7 @@ def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, given: Mapping[str, T
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(("inputs", "count"), [(33, 1), (33, 6), (700, 1), (700, 8), (700, 60)])
 def test_a_recorded_layer_reads_what_is_there_now(
-    ops: CpuOps, encoding: str, inputs: int, count: int
+    ops: CpuOps, encoding: str, inputs: int, count: int, threads: int
 ) -> None:
     """Other adapters in the same slots, of other ranks, on other slices."""
     packed = ops.pack_linear(torch.randn(301, inputs) / inputs**0.5, encoding, slices=SLICES)
@@ -123,7 +135,9 @@ def test_a_recorded_layer_reads_what_is_there_now(
             "last": torch.randperm(count)[: len(last)],
         }
         got = plan.replay(list(given.values()))
+        torch.set_num_threads(1)
         expected = step(ops, packed, lora, given)
+        torch.set_num_threads(threads)
         assert not any(one.isnan().any() for one in got)
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
         seen.append(torch.equal(got[0], ops.linear(given["x"], packed)))

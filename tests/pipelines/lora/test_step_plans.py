@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,15 @@ def test_the_bits_of_an_eager_step(
     assert set(eager.ran) == {"eager"}
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_adapters_that_all_threads_share(tmp_path: Path) -> None:
     """Wide enough that ranks and outputs of one row are shared, of many rows, and of some in between."""
     sizes = {"hidden_size": 384, "intermediate_size": 640, "num_hidden_layers": 1}
@@ -126,6 +135,7 @@ def test_adapters_that_all_threads_share(tmp_path: Path) -> None:
     }
     scripts = []
     for planned in (True, False):
+        torch.set_num_threads(2 if planned else 1)
         script = Script(opened(checkpoint, adapters, ISAS[-1], "bfloat16", planned=planned))
         for names in (["large"], ["small"], ["large", "small", None, "large", "large", None, "large"]):
             contexts = script.begin(*names)
