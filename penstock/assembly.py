@@ -10,6 +10,7 @@ from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import ConfigError
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.pipelines.tokenizer import TextTokenizer
@@ -96,28 +97,24 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
         ConfigError: its device has no packed form that could be kept.
         OSError: the file cannot be written.
     """
-    import torch
-
     from penstock.driver import load_devices
     from penstock.engine import InferenceSession
     from penstock.nn import Loader
     from penstock.pipelines.decoder import DecoderModel
-    from penstock.pipelines.packed_weights import KeptLayers
+    from penstock.pipelines.packed_weights import write_packed
     from penstock.pipelines.weights import Weights
-    from penstock.progress import LoadingProgress
 
     model = _load_model(config)
     assert issubclass(model, DecoderModel)
     devices = load_devices(config.model.devices)
-    layers = KeptLayers(InferenceSession(devices, num_threads=config.num_threads).ops)
+    ops = InferenceSession(devices, num_threads=config.num_threads).ops
+    if ops.layout != "panels":
+        raise ConfigError("devices", f"nothing is packed for the {ops.name} kernels: leave out --pack")
     weights = Weights.open(config.model.checkpoint)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
-    with torch.no_grad(), LoadingProgress(weights.num_bytes) as progress:
-        weights.on_read = progress.advance
-        loader = Loader(weights, config.model.encoding, devices[0].torch_device, layers)
-        model.build(loader, config.model.huggingface_config, length)
-    weights.finish(model.ignored_weights)
-    return layers.write(config.model)
+    loader = Loader(weights, config.model.encoding, devices[0].torch_device, ops)
+    model.read(weights, loader, config.model.huggingface_config, length)
+    return write_packed(config.model, loader.layers)
 
 
 def _load_model(config: PipelineConfig) -> type[PipelineModel[Any]]:

@@ -63,6 +63,20 @@ class Packer(Protocol):
         ...
 
 
+class LayerStore(Protocol):
+    """Layers that were packed before."""
+
+    def take(
+        self,
+        encoding: str,
+        shape: tuple[int, int],  # [out, in]
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+    ) -> PackedLinear | None:
+        """The next layer of a load, if it is this one; None if it is to be packed."""
+        ...
+
+
 SMALLEST_INT4 = 64
 """Inputs, and outputs, below which a layer gains nothing from 4 bits and is packed in 8."""
 
@@ -86,19 +100,31 @@ class Loader:
         encoding: that of linear layers, where it suits them: see `encoding_of_linear`, `encoding_of_head`.
         device: where to.
         packer: what packs them there; the reference back end if not given.
+        store: where layers may be packed already.
     """
 
     def __init__(
-        self, source: TensorSource, encoding: str, device: torch.device, packer: Packer | None = None
+        self,
+        source: TensorSource,
+        encoding: str,
+        device: torch.device,
+        packer: Packer | None = None,
+        store: LayerStore | None = None,
     ) -> None:
         self.source = source
         self.encoding = encoding
         self.device = device
         self._packer = packer or ReferenceOps()
+        self._store = store
         self.dtype = encoding_named(encoding).compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
-        self.linears: dict[str, PackedLinear] = {}
-        """All linear layers read so far by their names in the checkpoint; a fused one under each name."""
+        self.layers: list[PackedLinear] = []
+        """All linear layers read so far, in order."""
+
+    @property
+    def linears(self) -> dict[str, PackedLinear]:
+        """The layers by their names in the checkpoint; a fused one under each name."""
+        return {part.name: layer for layer in self.layers for part in layer.slices}
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A weight that is used as it is: an embedding table, a norm's scale."""
@@ -206,11 +232,14 @@ class Loader:
             start += size
         if bias is not None:
             bias = bias.to(self.device)
-        if isinstance(weight, Mapping):
+        whole = [weight["weight"]] if isinstance(weight, Mapping) else weight
+        shape = (sum(len(part) for part in whole), whole[0].shape[1])
+        packed = self._store.take(encoding, shape, bias, slices) if self._store else None
+        if packed is None and isinstance(weight, Mapping):
             rows = {name: tensor.to(self.device) for name, tensor in weight.items()}
             packed = self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
-        else:
-            whole = [part.to(self.device) for part in weight]
-            packed = self._packer.pack_linear(whole, encoding, bias=bias, slices=slices)
-        self.linears |= {part.name: packed for part in slices}
+        elif packed is None:
+            parts_there = [part.to(self.device) for part in whole]
+            packed = self._packer.pack_linear(parts_there, encoding, bias=bias, slices=slices)
+        self.layers.append(packed)
         return Linear(packed)

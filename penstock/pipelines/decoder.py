@@ -26,8 +26,9 @@ from penstock.pipelines.log_probabilities import compute_log_probabilities
 from penstock.pipelines.lora import LoRAManager
 from penstock.pipelines.memory import estimate_activation_memory, estimate_kv_cache_size, plan_memory
 from penstock.pipelines.model import ModelInputs, ModelOutputs, PipelineModel
-from penstock.pipelines.packed_weights import packer_of
+from penstock.pipelines.packed_weights import open_packed
 from penstock.pipelines.step_tensors import shape_of, tensors_of_step, why_eager, with_tensors
+from penstock.pipelines.weights import Weights
 from penstock.progress import LoadingProgress
 
 if TYPE_CHECKING:
@@ -71,12 +72,10 @@ class DecoderModel(PipelineModel[TextContext]):
         super().__init__(*args, **kwargs)
         self.torch_device = self.devices[0].torch_device
         model = self.pipeline_config.model
-        loader = Loader(self.weights, model.encoding, self.torch_device, packer_of(model, self.session.ops))
-        with torch.no_grad(), LoadingProgress(self.weights.num_bytes) as progress:
-            self.weights.on_read = progress.advance
-            self.network = self.build(loader, self.huggingface_config, self.max_seq_len)
-            self.weights.on_read = None
-        self.weights.finish(self.ignored_weights)
+        ops = self.session.ops
+        store = open_packed(model, ops.layout)
+        loader = Loader(self.weights, model.encoding, self.torch_device, ops, store)
+        self.network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         self._lora_manager = self._load_adapters(loader)
 
     @property
@@ -98,6 +97,22 @@ class DecoderModel(PipelineModel[TextContext]):
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
         return estimate_activation_memory(pipeline_config, huggingface_config)
+
+    @classmethod
+    def read(
+        cls, weights: Weights, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int
+    ) -> Network:
+        """Builds the network from all of a checkpoint, in sight of whoever waits for it.
+
+        Raises:
+            WeightsError: lists the tensors that are at fault.
+        """
+        with torch.no_grad(), LoadingProgress(weights.num_bytes) as progress:
+            weights.on_read = progress.advance
+            network = cls.build(load, huggingface_config, max_length)
+            weights.on_read = None
+        weights.finish(cls.ignored_weights)
+        return network
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
         """Bytes that the KV cache takes, when it may take this many."""

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from penstock import __version__
-from penstock.errors import ConfigError, WeightsError
-from penstock.kernels import LinearSlice, Ops, PackedLinear
-from penstock.kernels.linear import bias_of_encoding
+from penstock.errors import WeightsError
+from penstock.kernels import LinearSlice, PackedLinear
+from penstock.kernels.linear import Layout, bias_of_encoding
 from penstock.kernels.panels import LAYOUTS_VERSION
-from penstock.nn.loading import Packer
 from penstock.pipelines.weights.mapping import map_in_huge_pages, read_in_huge_pages
 from penstock.pipelines.weights.safetensors import read_header
 
@@ -54,24 +53,24 @@ def packed_file(model: ModelConfig) -> Path:
     return cache / "penstock" / "packed" / f"{checkpoint.name}-{model.encoding}-{key}.safetensors"
 
 
-def packer_of(model: ModelConfig, ops: Ops) -> Packer:
-    """What packs a model's layers, in the order of their load: a file that holds them, or the back end."""
+def open_packed(model: ModelConfig, layout: Layout) -> StoredLayers | None:
+    """The layers of a model that were packed before for back ends of this layout, if there are any."""
     file = packed_file(model)
-    if ops.layout != "panels" or not file.is_file():
-        return ops
+    if layout != "panels" or not file.is_file():
+        return None
     try:
         header, start = _read_header(file)
     except WeightsError as problem:
         logger.warning("packed weights are not used: %s", problem)
-        return ops
+        return None
     metadata = header.pop("__metadata__", {})
     if metadata.get("made_of") != _made_of(model):
         logger.info("packed weights are not used: %s is of another checkpoint or version", file)
-        return ops
+        return None
     logger.info("packed weights are mapped from %s", file)
     content = map_in_huge_pages(file)[start:]
     tensors = {name: _view(content, entry) for name, entry in header.items()}
-    return PackedLayers(ops, [_Layer.parsed(one) for one in json.loads(metadata["layers"])], tensors)
+    return StoredLayers([_Layer.parsed(one) for one in json.loads(metadata["layers"])], tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,46 +102,20 @@ class _Layer:
         }
 
 
-class PackedLayers(Packer):
-    """Hands out layers that were packed before, in the same order. One that is not as the load asks for it is
-    packed anew.
+class StoredLayers:
+    """Hands out layers that were packed before, in the order of their load: a `LayerStore`.
 
     Args:
-        packer: what packs those.
         layers: what there is.
         tensors: by place and name: ``3.panels``.
     """
 
-    def __init__(self, packer: Packer, layers: Sequence[_Layer], tensors: Mapping[str, Tensor]) -> None:
-        self._packer = packer
+    def __init__(self, layers: Sequence[_Layer], tensors: Mapping[str, Tensor]) -> None:
         self._layers = layers
         self._tensors = tensors
         self._next = 0
 
-    def pack_linear(
-        self,
-        weight: Sequence[Tensor],
-        encoding: str,
-        *,
-        bias: Tensor | None,
-        slices: Sequence[LinearSlice],
-    ) -> PackedLinear:
-        shape = (sum(len(part) for part in weight), weight[0].shape[1])
-        found = self._found(encoding, shape, bias, slices)
-        return found or self._packer.pack_linear(weight, encoding, bias=bias, slices=slices)
-
-    def pack_quantized(
-        self,
-        rows: Mapping[str, Tensor],
-        encoding: str,
-        *,
-        bias: Tensor | None,
-        slices: Sequence[LinearSlice],
-    ) -> PackedLinear:
-        found = self._found(encoding, (len(rows["weight"]), rows["weight"].shape[1]), bias, slices)
-        return found or self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
-
-    def _found(
+    def take(
         self, encoding: str, shape: tuple[int, int], bias: Tensor | None, slices: Sequence[LinearSlice]
     ) -> PackedLinear | None:
         place, self._next = self._next, self._next + 1
@@ -154,83 +127,44 @@ class PackedLayers(Packer):
         return PackedLinear(encoding, tensors, shape[1], shape[0], offset, layer.slices, "panels")
 
 
-class KeptLayers(Packer):
-    """Packs as a back end does, and keeps what it packed.
-
-    Args:
-        ops: the back end.
+def write_packed(model: ModelConfig, packed: Sequence[PackedLinear]) -> Path:
+    """Writes the layers of a load where the next ones of the model find them, in place of what is there.
 
     Raises:
-        ConfigError: it packs nothing that a file could hold.
+        OSError: the file cannot be written.
     """
-
-    def __init__(self, ops: Ops) -> None:
-        if ops.layout != "panels":
-            raise ConfigError("devices", f"nothing is packed for the {ops.name} kernels: leave out --pack")
-        self._ops = ops
-        self.layers: list[PackedLinear] = []
-        """In the order of the load."""
-
-    def pack_linear(
-        self,
-        weight: Sequence[Tensor],
-        encoding: str,
-        *,
-        bias: Tensor | None,
-        slices: Sequence[LinearSlice],
-    ) -> PackedLinear:
-        self.layers.append(self._ops.pack_linear(weight, encoding, bias=bias, slices=slices))
-        return self.layers[-1]
-
-    def pack_quantized(
-        self,
-        rows: Mapping[str, Tensor],
-        encoding: str,
-        *,
-        bias: Tensor | None,
-        slices: Sequence[LinearSlice],
-    ) -> PackedLinear:
-        self.layers.append(self._ops.pack_quantized(rows, encoding, bias=bias, slices=slices))
-        return self.layers[-1]
-
-    def write(self, model: ModelConfig) -> Path:
-        """Writes them where a load of the model finds them, in place of what is there.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        assert all(layer.layout == "panels" for layer in self.layers)
-        file = packed_file(model)
-        named = [
-            (f"{place}.{name}", tensor)
-            for place, layer in enumerate(self.layers)
-            for name, tensor in layer.tensors.items()
-        ]
-        named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # what would leave a gap comes last
-        layers = [_Layer.of(layer).fields() for layer in self.layers]
-        header: dict[str, Any] = {"__metadata__": {"made_of": _made_of(model), "layers": json.dumps(layers)}}
-        end = 0
-        for name, tensor in named:
-            begin, end = end, end + tensor.nbytes
-            header[name] = {
-                "dtype": _NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(header).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            with unfinished.open("wb") as stream:
-                stream.write(len(text).to_bytes(8, "little") + text)
-                for _, tensor in named:
-                    stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
-            read_in_huge_pages(unfinished)
-            unfinished.replace(file)
-        finally:
-            unfinished.unlink(missing_ok=True)
-        return file
+    assert all(layer.layout == "panels" for layer in packed)
+    file = packed_file(model)
+    named = [
+        (f"{place}.{name}", tensor)
+        for place, layer in enumerate(packed)
+        for name, tensor in layer.tensors.items()
+    ]
+    named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # what would leave a gap comes last
+    layers = [_Layer.of(layer).fields() for layer in packed]
+    header: dict[str, Any] = {"__metadata__": {"made_of": _made_of(model), "layers": json.dumps(layers)}}
+    end = 0
+    for name, tensor in named:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for _, tensor in named:
+                stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
+        read_in_huge_pages(unfinished)
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return file
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:

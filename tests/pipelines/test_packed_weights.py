@@ -14,12 +14,14 @@ from support.checkpoints import write_checkpoint
 from support.running import context_of, open_pipeline, step_logits
 
 from penstock.assembly import pack_checkpoint
+from penstock.engine import InferenceSession
 from penstock.errors import ConfigError
 from penstock.kernels import PackedLinear
 from penstock.kernels.cpu import CpuOps, available_isas
 from penstock.kernels.reference import ReferenceOps
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, packed_weights
-from penstock.pipelines.packed_weights import KeptLayers, packed_file
+from penstock.pipelines.config import ModelConfig
+from penstock.pipelines.packed_weights import packed_file
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 
@@ -146,13 +148,13 @@ def test_layers_in_another_order_are_packed_anew(
     tiny: Path, packings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = logits(tiny)
-    write = KeptLayers.write
+    write = packed_weights.write_packed
 
-    def exchanged(kept: KeptLayers, model: object) -> Path:
-        kept.layers[1], kept.layers[2] = kept.layers[2], kept.layers[1]
-        return write(kept, model)  # type: ignore[arg-type]
+    def exchanged(model: ModelConfig, layers: list[PackedLinear]) -> Path:
+        layers[1], layers[2] = layers[2], layers[1]
+        return write(model, layers)
 
-    monkeypatch.setattr(KeptLayers, "write", exchanged)
+    monkeypatch.setattr(packed_weights, "write_packed", exchanged)
     pack_checkpoint(config_of(tiny))
     packings.clear()
     assert torch.equal(logits(tiny), expected)
@@ -184,9 +186,10 @@ def test_the_place_of_the_file(tiny: Path, cache: Path, monkeypatch: pytest.Monk
     assert packed_file(config_of(tiny).model).parent == cache / "home" / ".cache" / "penstock" / "packed"
 
 
-def test_what_packs_in_rows_is_refused() -> None:
+def test_what_packs_in_rows_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InferenceSession, "ops", ReferenceOps())
     with pytest.raises(ConfigError, match="nothing is packed for the reference kernels"):
-        KeptLayers(ReferenceOps())
+        pack_checkpoint(config_of(tiny))
 
 
 def test_the_reference_kernels_do_not_use_it(tiny: Path, packings: list[str]) -> None:

@@ -7,6 +7,7 @@ page every 64 lines, and its prefetchers stop there.
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -15,6 +16,13 @@ from torch import Tensor
 _HUGE = 2 << 20
 _CHUNK = 32 << 20
 _LINE = 64
+
+
+def advise_huge_pages(pages: mmap.mmap) -> None:
+    """Asks for huge pages; a system built without them says no, which changes nothing but speed."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
 
 
 class WeightMemory:
@@ -37,11 +45,7 @@ def _huge_pages(num_bytes: int) -> Tensor:
     """At least so many bytes, from the start of a huge page; memory is taken when it is written."""
     rounded = -(-num_bytes // _HUGE) * _HUGE
     pages = mmap.mmap(-1, rounded + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a system built without them
-            pass
+    advise_huge_pages(pages)
     whole = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping
     start = -whole.data_ptr() % _HUGE
     return whole[start : start + rounded]

@@ -55,18 +55,19 @@ def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int
     ``vocabulary`` is that of the logits. The matcher is left where it was.
     """
     matcher = context.matcher
-    if matcher is None or limit <= 0 or matcher.is_terminated() or not _is_certain(matcher):
+    if matcher is None or limit <= 0 or matcher.is_terminated() or not (is_certain := _is_certain(matcher)):
         return []
     ends = set(matcher.stop_token_ids)
     tokens: list[int] = []
     mask = _new_row(vocabulary)
     with _restored(matcher) as walk:
-        while len(tokens) < limit and _is_certain(matcher):
+        while len(tokens) < limit and is_certain:
             matcher.fill_next_token_bitmask(mask)
             token = _only_token(_allowed_words(mask, vocabulary))
             if token is None or token in ends or not walk.accept(token):
                 break
             tokens.append(token)
+            is_certain = _is_certain(matcher)
     return tokens
 
 

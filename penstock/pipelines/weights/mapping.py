@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import WeightsError
+from penstock.kernels.cpu.memory import advise_huge_pages
 
 
 def map_file(file: Path) -> Tensor:
@@ -39,15 +39,8 @@ def map_in_huge_pages(file: Path) -> Tensor:
             content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as problem:
         raise WeightsError(file, f"cannot be mapped: {problem}") from problem
-    _advise_huge_pages(content)
+    advise_huge_pages(content)
     return torch.frombuffer(content, dtype=torch.uint8)  # keeps the mapping
-
-
-def _advise_huge_pages(content: mmap.mmap) -> None:
-    """Asks for huge pages; a system built without them says no, which changes nothing but speed."""
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            content.madvise(mmap.MADV_HUGEPAGE)
 
 
 def read_in_huge_pages(file: Path) -> None:
