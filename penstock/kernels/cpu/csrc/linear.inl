@@ -25,8 +25,24 @@ constexpr int64_t BLOCK_STEPS = 512;          // of a panel that stay in a core'
 constexpr int64_t CACHED_BYTES = 8 << 20;     // of x, that stay in the last cache while all weights pass
 constexpr int64_t CHUNK_ROWS = 252;           // of x, so that their sums stay there too
 constexpr int64_t LINE = 64;                  // bytes
-constexpr int64_t RUN = 4, FEW_ROWS = 8;      // panels that a thread takes at a time, where rows are few
+constexpr int64_t FEW_ROWS = 8;               // for so many a thread takes most of its panels at once
 constexpr int64_t FETCHED_BYTES = 256 << 10;  // of the next layer's, that a waiting thread puts into its cache
+
+// What a pass over a panel fetches with each of its steps, of `lines`: FETCHED of them one after the other, of what
+// comes next; or STREAM, two of the step that lies a fixed distance ahead of what the pass itself reads. The core's own
+// prefetchers, which stop at the end of a page, bring those between. With them memory gives a tenth more than without
+// where it is fast; every line of a step, or the first ones of the next page, made it slower than nothing.
+constexpr int STREAM = -1;
+constexpr int64_t STREAM_AHEAD = 4096;  // bytes
+template <int FETCHED> INLINE void fetch(const char* ahead, int64_t lines, int64_t part, int64_t parts) {
+  const int64_t count = FETCHED == STREAM ? 2 : FETCHED, apart = FETCHED == STREAM ? lines / 2 : 1;
+#pragma GCC unroll 8
+  for (int64_t line = part; line < count; line += parts) __builtin_prefetch(ahead + line * apart * LINE, 0, 2);
+}
+// How far each step takes `fetch` on, in bytes.
+template <int FETCHED> constexpr int64_t fetched_by(int64_t lines) {
+  return (FETCHED == STREAM ? lines : FETCHED) * LINE;
+}
 
 // How a step of a panel is multiplied: `terms` numbers of each row of x with those of 64 outputs.
 struct FloatSteps {
@@ -108,8 +124,8 @@ template <class S> struct Block {
   }
 };
 
-// Of each step FETCHED lines are fetched from `ahead`.
 template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<S>& block) {
+  constexpr int64_t LINES = STEP_BYTES / LINE;
   const int64_t steps = block.terms / S::TERMS, x_stride = block.x_stride;
   for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
     const auto *x = block.x, *w = block.w + column * S::TERMS;
@@ -118,8 +134,8 @@ template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<
     vf sums[ROWS][VECTORS];
     for (int r = 0; r < ROWS; r++)
       for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(kept + r * PANEL + v * W);
-    for (int64_t i = 0; i < steps; i++, x += S::TERMS, w += PANEL * S::TERMS, ahead += FETCHED * LINE) {
-      for (int line = 0; line < FETCHED; line++) __builtin_prefetch(ahead + line * LINE, 0, 2);
+    for (int64_t i = 0; i < steps; i++, x += S::TERMS, w += PANEL * S::TERMS, ahead += fetched_by<FETCHED>(LINES)) {
+      fetch<FETCHED>(ahead, LINES, 0, 1);
       S::template add<S::TERMS>(sums, x, x_stride, w);
     }
     if (S::TERMS > 1 && block.terms % S::TERMS) S::template add<1>(sums, x, x_stride, w);
@@ -184,7 +200,7 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
                            int64_t column, float* sums) {
   typedef typename S::T T;
   const int64_t steps = ceil_div(a.K, S::TERMS);
-  const bool once = rows <= TILE_ROWS;  // a single tile reads as fast as memory gives without our help
+  const bool once = rows <= TILE_ROWS;
   const int64_t blocks = once ? 1 : max<int64_t>(1, ceil_div(steps, BLOCK_STEPS));
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = steps * number / blocks, to = steps * (number + 1) / blocks;
@@ -195,26 +211,27 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
     block.terms = min(to * S::TERMS, a.K) - from * S::TERMS;
     block.first = number == 0;
     block.last = number == blocks - 1;
-    block.ahead = once ? nullptr : block.last ? next : panel + to * STEP_BYTES;
+    block.ahead = once ? panel + STREAM_AHEAD : block.last ? next : panel + to * STEP_BYTES;
     block.sums = sums;
     block.bias = a.bias ? (const T*)a.bias + column : nullptr;
     block.y = (T*)a.y + begin * a.y_stride + column;
     block.y_stride = a.y_stride;
     block.outputs = a.N - column;
-    multiply_block(block, rows);
+    if (once && W == 16) multiply_tile<S, STREAM>(block, rows);
+    else multiply_block(block, rows);
   }
 }
 
 // Panels times chunks of rows, as they are handed out to threads when they ask for them: one that has to wait for its
-// core takes fewer. Of few rows first several panels at once, as memory is read fastest in long runs, and then one by
-// one; of many a panel is work enough, and with more at a time one thread would wait long for the other. Of very many
-// rows all panels take `width` chunks first, that stay in the last cache, and then the next.
+// core takes fewer. Of few rows most at once, an equal run for each thread, as memory is read fastest in long ones, and
+// what is left one by one; of many a panel is work enough, and with more at a time one thread would wait long for the
+// other. Of very many rows all panels take `width` chunks first, that stay in the last cache, and then the next.
 struct Pieces {
   int64_t rows, panels, chunks, width, run, runs;
 
-  Pieces(const Linear& a, int64_t rows, int64_t chunks, int64_t width)
-      : rows(rows), panels(ceil_div(a.N, PANEL)), chunks(chunks), width(width), run(a.rows <= FEW_ROWS ? RUN : 1),
-        runs(chunks > 1 ? 0 : panels * 3 / 4 / run) {}
+  Pieces(const Linear& a, const Team& team, int64_t rows, int64_t chunks, int64_t width)
+      : rows(rows), panels(ceil_div(a.N, PANEL)), chunks(chunks), width(width),
+        run(a.rows <= FEW_ROWS ? panels * 7 / 8 / team.size : 0), runs(run > 1 ? team.size : 0) {}
   INLINE_MEMBER int64_t count() const { return runs + (panels - runs * run) * chunks; }
 
   // Calls body(panel, next, begin, end) for each panel of a piece, with a range of rows. `next` is the panel that the
@@ -242,7 +259,7 @@ template <class S> static void multiply(const Linear& a, const Team& team) {
   const int64_t width = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
   const char* w = (const char*)a.panels;
   float* sums = (float*)penstock_scratch(OWN, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
-  const Pieces pieces(a, a.rows, chunks, width);
+  const Pieces pieces(a, team, a.rows, chunks, width);
   over_pieces(team, pieces.count(), [&](int64_t piece) {
     pieces.each(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
       multiply_panel<S>(a, begin, end - begin, w + panel * bytes, next < 0 ? nullptr : w + next * bytes, panel * PANEL,
@@ -253,10 +270,10 @@ template <class S> static void multiply(const Linear& a, const Team& team) {
 
 // The first panels that a thread is given where rows are few, of `bytes` each: see `over_pieces`.
 INLINE Ahead first_panels(const Linear& a, const Team& team, int64_t bytes) {
-  const Pieces pieces(a, a.rows, 1, 1);
-  const int64_t panel = pieces.first_of(team.rank, team.rank - pieces.runs);
+  const Pieces pieces(a, team, a.rows, 1, 1);
+  const int64_t panel = pieces.first_of(team.rank, team.rank - pieces.runs), count = max<int64_t>(pieces.run, 1);
   const char* begin = (const char*)a.panels + panel * bytes;
-  return panel < pieces.panels ? Ahead{begin, begin + min(bytes * pieces.run, FETCHED_BYTES)} : Ahead{};
+  return panel < pieces.panels ? Ahead{begin, begin + min(bytes * count, FETCHED_BYTES)} : Ahead{};
 }
 
 #include "quantized.inl"

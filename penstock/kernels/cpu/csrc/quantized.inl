@@ -170,6 +170,7 @@ struct Bytes {
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS);
+    constexpr int64_t ON = fetched_by<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       uint32_t* kept = block.sums + column;
       vi sums[ROWS][VECTORS];
@@ -178,9 +179,9 @@ struct Bytes {
           sums[r][v] = block.first ? block.x.starts[r * block.x.groups] - vi{} : (vi)load(kept + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride;
-      const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * FETCHED * 64 * block.units;
-      for (int64_t i = 0; i < block.units; i++, x += 4, w += UNIT_BYTES, ahead += FETCHED * 64) {
-        for (int line = 0; line < FETCHED; line++) __builtin_prefetch(ahead + line * 64, 0, 2);
+      const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ON * block.units;
+      for (int64_t i = 0; i < block.units; i++, x += 4, w += UNIT_BYTES, ahead += ON) {
+        fetch<FETCHED>(ahead, LINES, 0, 1);
         vu weights[VECTORS];
         for (int v = 0; v < VECTORS; v++) weights[v] = load((const uint32_t*)w + v * W);
         for (int r = 0; r < ROWS; r++) {
@@ -203,6 +204,7 @@ struct Nibbles {
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS);
+    constexpr int64_t ON = fetched_by<FETCHED>(LINES);
     for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
       float* kept = (float*)block.sums + column;
       vf sums[ROWS][VECTORS];
@@ -210,14 +212,14 @@ struct Nibbles {
         for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(kept + r * PANEL + v * W);
       const int8_t* x = block.x.integers;
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
-      const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * FETCHED * 64 * block.units;
-      for (int64_t g = 0; g < block.units; g++, x += GROUP, w += UNIT_BYTES, ahead += FETCHED * 64) {
+      const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ON * block.units;
+      for (int64_t g = 0; g < block.units; g++, x += GROUP, w += UNIT_BYTES, ahead += ON) {
         vi totals[ROWS][VECTORS];
         for (int r = 0; r < ROWS; r++)
           for (int v = 0; v < VECTORS; v++) totals[r][v] = first_nibbles(block.x.starts[r * groups + g]);
 #pragma GCC unroll 4
         for (int step = 0; step < 4; step++) {
-          for (int line = step; line < FETCHED; line += 4) __builtin_prefetch(ahead + line * 64, 0, 2);
+          fetch<FETCHED>(ahead, LINES, step, 4);
           vu low[VECTORS], high[VECTORS];
           for (int v = 0; v < VECTORS; v++) {
             vu pairs = load((const uint32_t*)(w + step * 4 * PANEL) + v * W);
@@ -295,7 +297,7 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
                            int64_t next, uint32_t* sums) {
   const int64_t units = ceil_div(a.K, S::INPUTS), column = panel * PANEL;
   const char* w = (const char*)a.panels + panel * units * S::UNIT_BYTES;
-  // A single pass reads as fast as memory gives without our help, and nothing is to stay in the cache.
+  // A single pass: nothing is to stay in the cache.
   const bool once = W == 16 && rows <= S::ROWS_AT_ONCE && S::vectors(rows) * W == PANEL;
   const int64_t blocks = once ? 1 : ceil_div(units, S::BLOCK_UNITS);
   for (int64_t number = 0; number < blocks; number++) {
@@ -303,10 +305,11 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
     ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0};
     block.x.integers += from * S::INPUTS;
     if (S::INPUTS == GROUP) block.x.scales += from, block.x.starts += from;
-    if (once) block.ahead = nullptr;
+    if (once) block.ahead = w + STREAM_AHEAD;
     else if (number < blocks - 1) block.ahead = w + to * S::UNIT_BYTES;
     else if (next >= 0) block.ahead = (const char*)a.panels + next * units * S::UNIT_BYTES;
-    multiply_all_rows<S>(block, rows);
+    if (once) multiply_rows<S, STREAM>(block, rows);
+    else multiply_all_rows<S>(block, rows);
   }
   for (int64_t r = 0; r < rows; r++) {
     const vf scale_x = all(x.scales[r * x.groups]);
@@ -344,7 +347,7 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
       over_rows(team, rows, quantize_rows);
       team.barrier();
     }
-    const Pieces pieces(a, rows, chunks, chunks);
+    const Pieces pieces(a, team, rows, chunks, chunks);
     over_pieces(team, pieces.count(), [&](int64_t piece) {
       pieces.each(team, piece, [&](int64_t panel, int64_t next, int64_t begin, int64_t end) {
         multiply_panel<S>(a, x.below(begin), first + begin, end - begin, panel, next, (uint32_t*)own);
