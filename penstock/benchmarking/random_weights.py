@@ -49,7 +49,8 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _DEFAULT_DTYPE = "bfloat16"
 _REPEATED_AFTER = 4_194_301
 """Numbers that are drawn; a billion of them would take longer than what is measured. A prime, so that no two
-rows are alike."""
+rows are alike, and no two matrices: an engine that keeps equal ones once would read less than it has to of a
+real model."""
 _DEPTHS = ("num_hidden_layers", "n_layer", "layer_types", "num_kv_shared_layers", "no_rope_layers")
 _LENGTHS = ("max_position_embeddings", "n_positions")
 
@@ -170,12 +171,14 @@ def _write_tensors(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str
     ones = torch.ones_like(numbers)
     with file.open("wb") as stream:  # a tensor at a time: the whole may be larger than the memory
         stream.write(len(text).to_bytes(8, "little") + text)
+        place = 0
         for shape in shapes.values():
             source, left = (numbers if len(shape) > 1 else ones), prod(shape)
             while left > 0:
-                part = source[:left]
+                part = source[place : place + left]
                 stream.write(part.view(torch.uint8).numpy().data)
                 left -= len(part)
+                place = (place + len(part)) % _REPEATED_AFTER
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> None:

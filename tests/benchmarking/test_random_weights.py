@@ -64,6 +64,15 @@ def test_values(tmp_path: Path) -> None:
     assert not bool((load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"] == first).all())
 
 
+def test_no_two_matrices_are_alike(tmp_path: Path) -> None:
+    """Exporters of other engines keep equal ones once; reading these would be no work."""
+    write_random_checkpoint(tmp_path, TINY["llama"] | {"num_hidden_layers": 6, "hidden_size": 96})
+    matrices = [one for one in load_file(tmp_path / "model.safetensors").values() if one.dim() > 1]
+    assert len(matrices) > 30
+    assert len({one.float().numpy().tobytes() for one in matrices}) == len(matrices)
+    assert len({one.flatten()[:32].float().numpy().tobytes() for one in matrices}) == len(matrices)
+
+
 @pytest.mark.parametrize(("shape", "parameters"), [("l110m", 134_105_856), ("l1b", 1_100_048_384)])
 def test_named_shapes(shape: str, parameters: int) -> None:
     count = 0
