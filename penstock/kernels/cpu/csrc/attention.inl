@@ -37,6 +37,7 @@ struct Item {
   int64_t b, kv_head, first_head, heads, row, rows;  // row: of the ragged batch
   int64_t position;                                  // of the first row
   int64_t begin, end;                                // keys that any of the rows sees
+  const Item* next;                                  // that the thread is likely to be given after it, or null
 };
 
 static Items items_of(const Attention& a, int64_t* first) {
@@ -78,6 +79,7 @@ static Item item_of(const Attention& a, const Items& items, int64_t number) {
   item.position = a.lengths[b] - rows + row;
   item.begin = a.window ? max<int64_t>(0, item.position - a.window + 1) : 0;
   item.end = item.position + item.rows;
+  item.next = nullptr;
   return item;
 }
 
@@ -170,7 +172,7 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
   Partial sums(own_memory, M, Dp), next(own_memory + partial, M, Dp);
   Packed<P> packed(own_memory + 2 * partial, M, D, Dp);
   over_pieces(team, items.count * chunks, [&](int64_t task) {
-    Item item = item_of(a, items, task / chunks);
+    Item item = item_of(a, items, task / chunks), later;
     int64_t first = item.begin / CHUNK, last = (item.end - 1) / CHUNK;
     if (split) {
       int64_t chunk = first + task % chunks;
@@ -179,6 +181,11 @@ template <class P, class TQ, class TC> static void attend(const Attention& a, co
       Partial own(partials + task * partial, M, Dp);
       attend_chunk<P, TC>(a, item, packed, own, chunk);
       return;
+    }
+    if (task == team.rank) Coming<TC>(a, item).prefetch_all();
+    if (task + team.size < items.count) {
+      later = item_of(a, items, task + team.size);
+      item.next = &later;
     }
     pack_queries<P, TQ>(a, item, packed);
     attend_chunk<P, TC>(a, item, packed, sums, first);

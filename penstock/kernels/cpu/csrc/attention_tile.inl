@@ -26,6 +26,24 @@ template <class TC> struct Rows {
   }
 };
 
+// The tile of keys that a thread will want next, to be fetched meanwhile: of its item, or of the next one.
+template <class TC> struct Coming {
+  Rows<TC> keys;
+  int64_t tile, end;
+  Coming(const Attention& a, const Item& item) : keys(a, item, 0), tile(item.begin / TILE * TILE), end(item.end) {}
+  static Coming after(const Attention& a, const Item& item, int64_t tile) {
+    const bool is_last = tile + TILE >= item.end;
+    Coming coming(a, is_last && item.next ? *item.next : item);
+    if (!is_last) coming.tile = tile + TILE;
+    else if (!item.next) coming.end = 0;  // nothing
+    return coming;
+  }
+  INLINE_MEMBER void prefetch(int64_t i) const { keys.prefetch(tile + i, end); }
+  INLINE_MEMBER void prefetch_all(int64_t from = 0) const {
+    for (int64_t i = from; i < TILE; i += W) prefetch(i);
+  }
+};
+
 // An unfinished softmax of each query m over some keys.
 struct Partial {
   float* out;    // [M, Dp]: sum of exp(score - top) * value, as `put_in_order` finds it
@@ -204,17 +222,17 @@ INLINE void pack_values(typename P::Unit* packed, int64_t D, int64_t begin, int6
 }
 
 // Adds the weighted sum of the values begin:end of a tile for ROWS queries, straight from the rows; 2 W * CHUNKS
-// columns from `d` on. On its way over the first columns it asks for the keys of the next tile: all at once, they
-// would make the values wait.
+// columns from `d` on. On its way over the first columns it asks for the keys that come next: all at once, they would
+// make the values wait.
 template <class P, int ROWS, int CHUNKS, class TC>
-INLINE void add_values(const Rows<TC>& values, const Rows<TC>& keys, int64_t last_key, int64_t tile, int64_t begin, int64_t end, int64_t d,
-                       const Packed<P>& packed, float* out, int64_t D) {
+INLINE void add_values(const Rows<TC>& values, const Coming<TC>& coming, int64_t tile, int64_t begin, int64_t end,
+                       int64_t d, const Packed<P>& packed, float* out, int64_t D) {
   const int64_t Dp = padded_width(D);
   typename P::Sums sums[ROWS][2 * CHUNKS];
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < 2 * CHUNKS; v++) begin_sum(sums[m][v], out + m * Dp + d + v * W, true);
   for (int64_t i = begin / W * W; i < end; i += W) {
-    if (d == 0) keys.prefetch(tile + TILE + i, last_key);
+    if (d == 0) coming.prefetch(i);
     const TC* rows = values[tile + i];
     const int64_t first = max(begin, i), last = min<int64_t>(end, i + W);
     for (int64_t j = first / P::TERMS * P::TERMS; j < last; j += P::TERMS)
@@ -338,10 +356,12 @@ static void attend_tile_of_few(const Attention& a, const Item& item, Packed<P>& 
     score_keys<P, ROWS>(keys[tile + i], packed.q, packed.scores + i, a.D);
   }
   soften_all<P, sizeof(TC) == 1>(a, item, packed, sums, tile);
+  const auto coming = Coming<TC>::after(a, item, tile);
   int64_t d = 0;
   for (; d + 2 * W * CHUNKS <= padded_width(a.D); d += 2 * W * CHUNKS)
-    add_values<P, ROWS, CHUNKS>(values, keys, item.end, tile, begin, end, d, packed, sums.out, a.D);
-  for (; d < a.D; d += 2 * W) add_values<P, ROWS, 1>(values, keys, item.end, tile, begin, end, d, packed, sums.out, a.D);
+    add_values<P, ROWS, CHUNKS>(values, coming, tile, begin, end, d, packed, sums.out, a.D);
+  for (; d < a.D; d += 2 * W) add_values<P, ROWS, 1>(values, coming, tile, begin, end, d, packed, sums.out, a.D);
+  coming.prefetch_all(round_up(end, W));
 }
 
 template <class P, class TC>
@@ -355,8 +375,9 @@ static void attend_tile_of_many(const Attention& a, const Item& item, Packed<P>&
   const float* none = packed.factors;  // scores stay integers: see as_score
   product<P>(packed.q, padded_units<P>(D), packed.keys, TILE, packed.scores, TILE, M, TILE, D / P::TERMS, false, none);
   soften_all<P, sizeof(TC) == 1>(a, item, packed, sums, tile);
+  const auto coming = Coming<TC>::after(a, item, tile);
   for (int64_t i = begin / W * W; i < end; i += W) {
-    keys.prefetch(tile + TILE + i, item.end);
+    coming.prefetch(i);
     pack_values<P>(packed.values, D, max(begin, i), min<int64_t>(end, i + W), i, values[tile + i]);
   }
   int64_t first = begin / P::TERMS, last = ceil_div(end, P::TERMS);
