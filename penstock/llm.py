@@ -37,6 +37,9 @@ from penstock.prompts import (
     params_for_each,
 )
 
+_SEEN, _UNSEEN = 0.02, 0.1
+"""Seconds in which tokens may come together: where somebody looks at each, and where all are handed out at
+the end."""
 _POLL = 0.001  # seconds between two looks at contexts that wait, for a grammar to be compiled perhaps
 
 __all__ = ["LLM", "GenerationOutput", "TextStream"]
@@ -339,7 +342,7 @@ class LLM:
         progress = GenerationProgress(len(together), shown=use_tqdm)
         # For all steps at once: to set the handler anew for each takes as long as a tenth of one's Python.
         with self._driving(), deferred_interrupts() as let_through, progress:
-            for stepped in self._run(together):
+            for stepped in self._run(together, seconds=_UNSEEN):
                 let_through()
                 progress.advance(
                     num_tokens=sum(answer.num_new_tokens for answer in stepped),
@@ -349,12 +352,14 @@ class LLM:
 
     def _pieces(self, answer: Answer) -> Generator[str, None, None]:
         with self._driving():
-            for _ in self._run([answer]):
+            for _ in self._run([answer], seconds=_SEEN):
                 if answer.new_text:
                     yield answer.new_text
 
-    def _run(self, answers: Sequence[Answer]) -> Iterator[list[Answer]]:
-        """Runs contexts to their end; yields after each step the answers that it moved on."""
+    def _run(self, answers: Sequence[Answer], *, seconds: float) -> Iterator[list[Answer]]:
+        """Runs contexts to their end; yields the answers that have moved on, about every so many seconds or
+        after every step, whichever is rarer."""
+        num_steps = self.config.max_num_steps
         running = {answer.context.request_id: answer for answer in answers}
         try:
             with deferred_interrupts():
@@ -362,7 +367,7 @@ class LLM:
                     self._scheduler.submit(answer.context)
             while running:
                 with deferred_interrupts():
-                    responses = self._scheduler.step(self.config.max_num_steps)
+                    responses = self._scheduler.step(num_steps or self.pipeline.steps_within(seconds))
                 for failure in self._scheduler.failures.values():
                     raise failure
                 stepped = [running[request_id] for request_id in responses]

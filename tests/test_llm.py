@@ -179,7 +179,7 @@ def test_a_stream_is_what_generate_gives(llm: LLM) -> None:
     params = SamplingParams(max_new_tokens=30)
     stream = llm.stream("Hello", params)
     pieces = list(stream)
-    assert len(pieces) > 5
+    assert len(pieces) > 3  # some tokens each
     assert "".join(pieces) == stream.output.text
     assert stream.output.token_ids == llm.generate("Hello", params)[0].token_ids
 

@@ -70,6 +70,7 @@ def test_the_prompt_is_computed_once(
         rows.append(sum(context.active_length for context in batch.values()))
         return execute(batch, num_steps)
 
+    monkeypatch.setattr(llm.pipeline, "steps_within", lambda seconds: 1)
     monkeypatch.setattr(llm.pipeline, "execute", counting)
     prompt = f"Never asked before ({prompt_logprobs}) and longer than three blocks of the cache"
     outputs = llm.generate(prompt, SAMPLED, n=4, prompt_logprobs=prompt_logprobs)

@@ -7,7 +7,7 @@ An architecture subclasses it and says what its KV cache looks like (`kv_spec`),
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.dtype import DType
 from penstock.errors import UnsupportedFeatureError
-from penstock.kernels import KVCacheInputs, Ops, StepInputs, encoding_named
+from penstock.kernels import KVCacheInputs, Ops, SamplingInputs, StepInputs, encoding_named
 from penstock.nn import Loader, ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
 from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
@@ -27,12 +27,19 @@ from penstock.pipelines.lora import LoRAManager
 from penstock.pipelines.memory import estimate_activation_memory, estimate_kv_cache_size, plan_memory
 from penstock.pipelines.model import ModelInputs, ModelOutputs, PipelineModel
 from penstock.pipelines.packed_weights import open_packed
-from penstock.pipelines.step_tensors import shape_of, tensors_of_step, why_eager, with_tensors
+from penstock.pipelines.step_tensors import (
+    shape_of,
+    tensors_of_later_steps,
+    tensors_of_step,
+    why_eager,
+    with_tensors,
+)
 from penstock.pipelines.weights import Weights
 from penstock.progress import LoadingProgress
 
 if TYPE_CHECKING:
     from penstock.engine import InferenceSession
+    from penstock.kernels.cpu import StepPlans
     from penstock.pipelines.config import HuggingFaceConfig, PipelineConfig
 
 
@@ -226,12 +233,33 @@ class DecoderModel(PipelineModel[TextContext]):
         if reason is not None:
             plans.skip(reason)
             return None
-        key = (id(self.network), self.return_hidden_states, shape_of(model_inputs, plans.columns))
         return plans.run(
-            key,
+            self._plan_key(model_inputs, plans),
             tensors_of_step(model_inputs),
             lambda ops, tensors: self._computed(with_tensors(model_inputs, tensors), ops),
         )
+
+    def execute_steps(
+        self,
+        model_inputs: ModelInputs,
+        sampling: SamplingInputs,
+        uniforms: Tensor,  # [n, B]
+        ends: Tensor,  # [B, E]
+    ) -> Tensor | None:  # [m, B]
+        plans = self.session.plans
+        if plans is None or why_eager(model_inputs, plans.most_rows) is not None:
+            return None
+        return plans.run_rounds(
+            self._plan_key(model_inputs, plans),
+            tensors_of_step(model_inputs),
+            tensors_of_later_steps(model_inputs, len(uniforms)),
+            sampling,
+            uniforms,
+            ends,
+        )
+
+    def _plan_key(self, model_inputs: ModelInputs, plans: StepPlans) -> Hashable:
+        return (id(self.network), self.return_hidden_states, shape_of(model_inputs, plans.columns))
 
     def _computed(self, model_inputs: ModelInputs, ops: Ops) -> tuple[Tensor, ...]:
         """Logits, and the hidden states of all rows where some are wanted."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_check
 from torch import Tensor
 
 from penstock.dtype import DType
-from penstock.kernels import KVCacheInputs, LoRAInputs, encoding_named
+from penstock.kernels import KVCacheInputs, LoRAInputs, SamplingInputs, encoding_named
 from penstock.nn import ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import InputContext, LogProbabilities
 from penstock.pipelines.memory import (
@@ -214,6 +214,28 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     @abstractmethod
     def execute(self, model_inputs: Any) -> ModelOutputs:
         """Runs one forward."""
+
+    def execute_steps(
+        self,
+        model_inputs: Any,
+        sampling: SamplingInputs,
+        uniforms: Tensor,
+        ends: Tensor,
+    ) -> Tensor | None:
+        """Several forwards in a row, each of the tokens sampled from the one before, if it has a faster way
+        to run them than one by one; else None, and nothing has happened.
+
+        Args:
+            model_inputs: of the first, one row a sequence.
+            sampling: how all are sampled from; its own uniforms are not read.
+            uniforms: ``[n, B]`` float64: those of each forward.
+            ends: ``[B, E]`` int64: tokens after which a sequence needs no other, -1 for none.
+
+        Returns:
+            ``[m, B]`` int64, -1 for a row that is no distribution. m is less than n where each sequence has
+            had an end.
+        """
+        return None
 
     @abstractmethod
     def prepare_initial_token_inputs(

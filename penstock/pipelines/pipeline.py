@@ -158,6 +158,16 @@ class TextGenerationPipeline:
             self._observe(contexts, drafts, is_forced, sampled)
         return responses
 
+    def steps_within(self, seconds: float) -> int:
+        """How many steps of one token each to ask of `execute`, for it to take about so long.
+
+        What Python does between two steps takes as long for short steps as for long ones, and costs most
+        where they are short; several in one call share it. 1 where steps do not run as one call.
+        """
+        if self.session.plans is None or self.proposer is not None:
+            return 1
+        return self._forwards.steps_within(seconds)
+
     def next_token(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> list[dict[str, TextResponse]]:

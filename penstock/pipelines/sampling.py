@@ -68,6 +68,13 @@ class Sampler:
             inputs = replace(inputs, uniforms=draws)
         return ops.sample(logits, inputs, bitmask)
 
+    def uniforms(self, positions: np.ndarray) -> Tensor:
+        """The draws of the tokens that will stand at ``positions [n, B]``: ``[n, B]`` float64."""
+        if self.is_greedy:
+            return torch.zeros(positions.shape, dtype=torch.float64)
+        draws = uniforms(np.tile(self.seeds, len(positions)), positions.ravel())
+        return torch.from_numpy(draws).view(positions.shape)
+
 
 def adjust_logits(
     logits: Tensor,  # [R, V]

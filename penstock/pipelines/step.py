@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from penstock.pipelines.model import ModelOutputs, PipelineModel
 from penstock.pipelines.sampling import Sampler, adjust_logits
 from penstock.pipelines.speculative import accept
 from penstock.pipelines.structured_output import grammar_bitmask
+
+MOST_STEPS = 8
+"""Steps that are run together where nobody says how many: beyond these there is little left to save."""
 
 
 @dataclass(slots=True)
@@ -51,8 +55,16 @@ class Forwards:
         self._kv = kv
         self._device = model.devices[0].torch_device
         self._sampler: Sampler | None = None
+        self._seconds: float | None = None
         self.vocabulary: int | None = None
         """V, known once a forward has returned logits."""
+
+    def steps_within(self, seconds: float) -> int:
+        """How many steps of one token each take about so long together, by the last ones of that kind; at
+        most `MOST_STEPS`. 1 before the first, and where a single one takes more than half of it."""
+        if self._seconds is None:
+            return 1
+        return max(1, min(int(seconds / self._seconds), MOST_STEPS))
 
     def run(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_steps: int
@@ -68,6 +80,15 @@ class Forwards:
         inputs = self._initial_inputs(contexts, drafts)
         results = [Sampled() for _ in contexts]
         are_scored = any(context.log_probabilities for context in contexts)
+        is_decoding = len(rows.positions) == len(contexts) and all(c.active_length == 1 for c in contexts)
+        begin = perf_counter()
+        if num_steps > 1 and is_decoding and not are_scored:
+            together = self._run_together(sampler, contexts, rows, inputs, num_steps)
+            if together is not None:
+                for sampled in together:
+                    _hand_out(results, drafts, sampled)
+                self._seconds = (perf_counter() - begin) / len(together)
+                return results
         for step in range(num_steps):
             outputs = self._model.execute(inputs)
             logits = _last_rows(outputs, rows.counts)
@@ -79,7 +100,34 @@ class Forwards:
             if step + 1 < num_steps:
                 # A row that is no distribution goes on with any token: what comes of it is not used.
                 inputs = self._model.prepare_next_token_inputs(tokens.clamp(min=0), inputs)
+        if is_decoding:
+            self._seconds = (perf_counter() - begin) / num_steps
         return results
+
+    def _run_together(
+        self,
+        sampler: Sampler,
+        contexts: Sequence[TextContext],
+        rows: _Rows,
+        inputs: Any,
+        num_steps: int,
+    ) -> list[list[int]] | None:
+        """The tokens of each step, ``[m][B]``, where the model runs them all as one call; else None.
+
+        Not where somebody changes the logits on their way to the sampler.
+        """
+        if any(context.sampling_params.changes_logits for context in contexts):
+            return None
+        positions = rows.positions + np.arange(num_steps)[:, None]  # [n, B]
+        ends = [list(context.eos_token_ids) for context in contexts]
+        most = max(1, max(map(len, ends)))
+        tokens = self._model.execute_steps(
+            inputs,
+            sampler.inputs,
+            sampler.uniforms(positions),
+            torch.tensor([some + [-1] * (most - len(some)) for some in ends]),
+        )
+        return None if tokens is None else tokens.tolist()
 
     def _sampler_of(self, params: list[SamplingParams]) -> Sampler:
         """The sampler of the last call, where the batch has the same parameters."""

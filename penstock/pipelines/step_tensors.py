@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from itertools import islice
 
+import torch
 from torch import Tensor
 
 from penstock.kernels import LoRAInputs
@@ -81,3 +82,24 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
         text_lengths=tensors.get("text_lengths"),
         lora=inputs.lora and replace(inputs.lora, rows=tensors["adapters"]),
     )
+
+
+def tensors_of_later_steps(inputs: ModelInputs, num_steps: int) -> dict[str, Tensor]:
+    """What differs in a step of one row a sequence and in those behind it, besides the tokens: name ->
+    ``[n, ...]``.
+
+    The blocks for them are reserved already; `KVCacheInputs.advance` does the same a step at a time.
+    """
+    kv = inputs.kv
+    assert kv is not None
+    ahead = torch.arange(num_steps)[:, None]
+    lengths = kv.lengths + ahead  # [n, B] int64
+    positions = lengths - 1
+    column, within = positions // kv.block_size, positions % kv.block_size
+    tensors = {"positions": inputs.positions + ahead, "lengths": lengths.int()}
+    for index, group in enumerate(kv.groups):
+        blocks = group.block_tables.long().gather(1, column.T).T
+        tensors[f"slots.{index}"] = (blocks * kv.block_size + within).contiguous()
+    if inputs.text_lengths is not None:
+        tensors["text_lengths"] = inputs.positions + ahead + 1
+    return tensors

@@ -87,8 +87,8 @@ class Work:
     scheduler: Scheduler[TextContext, TextGenerationResponse]
     info: WorkerInfo
     adapters: Adapters | None = None
-    max_num_steps: int = 1
-    """Most tokens that a request gains in one step of the scheduler."""
+    num_steps: Callable[[], int] = lambda: 1
+    """Most tokens that a request is to gain in the next step of the scheduler."""
     draft_counts: Callable[[], DraftCounts] = DraftCounts
 
 
@@ -218,7 +218,7 @@ class _Loop:
         has_run = False
         if self._scheduler.has_work:
             begin = time.perf_counter()
-            outputs = self._scheduler.step(self._work.max_num_steps)
+            outputs = self._scheduler.step(self._work.num_steps())
             has_run = self._scheduler.last_batch[0] > 0
             if has_run:
                 self._count_step(time.perf_counter() - begin)

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from support.checkpoints import write_checkpoint
 from support.running import open_pipeline
 from support.speculating import Oracle, mixed, scheduled, texts_of
+from torch import Tensor
 
 from penstock.kernels import cpu
 from penstock.kernels.cpu import step_plans
+from penstock.kernels.cpu.plan import CompiledPlan
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.architectures.llama import tiny_config
 
@@ -52,15 +54,16 @@ def test_alone_and_eager(checkpoint: Path, encoding: str, kv_type: str | None) -
         tokens=st.sampled_from([8, 24, 400]),
         plans=st.sampled_from([1, 64]),
         drafts=st.sampled_from([0, 1, 5]),
+        num_steps=st.sampled_from([1, 3, 8]),
     )
-    def check(batch_size: int, tokens: int, plans: int, drafts: int) -> None:
+    def check(batch_size: int, tokens: int, plans: int, drafts: int, num_steps: int) -> None:
         nonlocal preempted
         oracle = Oracle(texts_of(expected), lambda j: j % 4 == 3, drafts)
         pipeline.proposer = oracle if drafts else None
         limits = {"max_batch_size": batch_size, "max_batch_input_tokens": tokens, "min_chunk_size": 4}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step_plans, "_PLANS", plans)
-            found, scheduler = scheduled(pipeline, mixed(), **limits)
+            found, scheduler = scheduled(pipeline, mixed(), num_steps=num_steps, **limits)
         assert found == expected
         preempted += scheduler.num_preemptions
 
@@ -69,3 +72,16 @@ def test_alone_and_eager(checkpoint: Path, encoding: str, kv_type: str | None) -
     pipeline.proposer = None
     scheduled(pipeline, mixed()[:1], max_batch_size=1)
     assert pipeline.session.plan_status.startswith("planned")
+    rounds: list[int] = []
+    together = CompiledPlan.replay_rounds
+
+    def counting(plan: CompiledPlan, *arguments: Any) -> Tensor:
+        tokens = together(plan, *arguments)
+        rounds.append(len(tokens))
+        return tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledPlan, "replay_rounds", counting)
+        found, _ = scheduled(pipeline, mixed()[:4], num_steps=8, max_batch_size=2)
+    assert found == {name: expected[name] for name in found}
+    assert 8 in rounds

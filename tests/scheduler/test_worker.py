@@ -100,7 +100,7 @@ def test_a_ping_is_answered_with_counts() -> None:
             fake_work(GatedPipeline()).scheduler,
             fake_work(GatedPipeline()).info,
             None,
-            1,
+            lambda: 1,
             lambda: DraftCounts(9, 4, 3),
         )
     )

@@ -86,13 +86,15 @@ def texts_of(given: Mapping[str, list[Any]]) -> dict[str, list[int]]:
     return {request_id: [part[0] for part in parts[:-1]] for request_id, parts in given.items()}
 
 
-def scheduled(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], **limits: Any) -> Any:
+def scheduled(
+    pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], *, num_steps: int = 1, **limits: Any
+) -> Any:
     scheduler = Scheduler(pipeline, **limits)
     for context in contexts:
         scheduler.submit(context)
     given: dict[str, list[Any]] = {context.request_id: [] for context in contexts}
     while scheduler.has_work:
-        for request_id, response in scheduler.step().items():
+        for request_id, response in scheduler.step(num_steps).items():
             given[request_id] += [(part.next_token, part.log_probabilities) for part in response.tokens]
             if response.is_done:
                 given[request_id].append(response.final_status)

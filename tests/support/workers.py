@@ -97,7 +97,7 @@ def fake_work(pipeline: FakePipeline, adapters: Any = None, num_steps: int = 1, 
         pid=os.getpid(),
         lora_enabled=adapters is not None,
     )
-    return Work(Scheduler(pipeline, **options), info, adapters, num_steps)
+    return Work(Scheduler(pipeline, **options), info, adapters, lambda: num_steps)
 
 
 @asynccontextmanager

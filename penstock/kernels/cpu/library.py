@@ -20,7 +20,7 @@ ISAS = ("generic", "avx2", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 7
+ABI = 8
 """The layout of the kernels' arguments; ``penstock_abi`` in csrc/host.cpp says which one a library has."""
 
 Kernel = Callable[..., int]
@@ -135,8 +135,95 @@ class CompiledSteps:
     """
 
     def __init__(self, isa: str, captured: Sequence[Capture], *, long: bool, neighbours: Neighbours) -> None:
+        self._laid = _Laid(isa, captured)
         library = (ctypes.CDLL if long else ctypes.PyDLL)(str(PATH))
-        self._names = [one.name for one in captured]
+        self._function = library[f"penstock_run_plan_{isa}"]
+        self._function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        self._function.restype = ctypes.c_int64
+        self._neighbours = neighbours
+        self._where = (self._laid.address, len(captured), ctypes.addressof(neighbours))
+
+    def __len__(self) -> int:
+        return len(self._laid.names)
+
+    def __call__(self) -> str | None:
+        """Runs them all; the name of the first kernel with a bad argument, None where all was well."""
+        failed = self._function(*self._where)
+        return None if failed < 0 else self._laid.names[failed]
+
+
+class CompiledRounds:
+    """Captured calls that run several times in a row as one call, which releases the GIL.
+
+    The last of them samples a token for each row, to where the first read them in the next round.
+
+    Args:
+        isa: the instruction set of the kernels.
+        captured: the calls; what their pointers point to must outlive this.
+        tokens: where the last puts its tokens, ``rows`` int64.
+        rows: how many tokens that are.
+        neighbours: of the session, see csrc/plan.inl.
+    """
+
+    def __init__(
+        self, isa: str, captured: Sequence[Capture], *, tokens: int, rows: int, neighbours: Neighbours
+    ) -> None:
+        self._laid = _Laid(isa, captured)
+        self._function = ctypes.CDLL(str(PATH))[f"penstock_run_rounds_{isa}"]
+        self._function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._function.restype = ctypes.c_int64
+        self._neighbours = neighbours
+        self._rounds = _Rounds(steps=self._laid.address, count=len(captured), rows=rows, tokens=tokens)
+
+    def __call__(
+        self, varied: Sequence[tuple[int, int, int]], ends: tuple[int, int], sampled: int, rounds: int
+    ) -> tuple[int, str | None]:
+        """How many rounds were run, and the first kernel with a bad argument, None where all was well.
+
+        Args:
+            varied: what differs from round to round: where to, where from, and bytes of a round.
+            ends: ``[rows, n]`` int64: tokens after which a row needs no other, and n.
+            sampled: ``[rounds, rows]`` int64, to be written.
+            rounds: how many to run; fewer where each row has sampled an end of its own.
+        """
+        given = self._rounds
+        table = (_Varied * len(varied))(*(_Varied(*one) for one in varied))
+        given.varied, given.num_varied, given.rounds = ctypes.addressof(table), len(varied), rounds
+        (given.ends, given.num_ends), given.sampled = ends, sampled
+        failed = self._function(ctypes.addressof(given), ctypes.addressof(self._neighbours))
+        return given.done, None if failed < 0 else self._laid.names[failed]
+
+
+class _Varied(ctypes.Structure):
+    """``Varied`` in csrc/plan.inl."""
+
+    _fields_ = (("to", ctypes.c_void_p), ("source", ctypes.c_void_p), ("num_bytes", ctypes.c_int64))
+
+
+class _Rounds(ctypes.Structure):
+    """``Rounds`` in csrc/plan.inl."""
+
+    _fields_ = (
+        ("steps", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("varied", ctypes.c_void_p),
+        ("num_varied", ctypes.c_int64),
+        ("rounds", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+        ("ends", ctypes.c_void_p),
+        ("num_ends", ctypes.c_int64),
+        ("sampled", ctypes.c_void_p),
+        ("done", ctypes.c_int64),
+    )
+
+
+class _Laid:
+    """Captured calls in memory, as the library reads them: ``Step`` in csrc/plan.inl."""
+
+    def __init__(self, isa: str, captured: Sequence[Capture]) -> None:
+        library = ctypes.PyDLL(str(PATH))
+        self.names = [one.name for one in captured]
         packed = b"".join(one.arguments for one in captured)
         self._arguments = ctypes.create_string_buffer(packed, len(packed))
         places, place = [], ctypes.addressof(self._arguments)
@@ -145,25 +232,13 @@ class CompiledSteps:
             place += len(one.arguments)
         operations = {
             name: ctypes.addressof(ctypes.c_char.in_dll(library, f"penstock_{name}_operation_{isa}"))
-            for name in set(self._names)
+            for name in set(self.names)
         }
         steps = [
-            number for name, at in zip(self._names, places, strict=True) for number in (operations[name], at)
+            number for name, at in zip(self.names, places, strict=True) for number in (operations[name], at)
         ]
         self._steps = (ctypes.c_void_p * len(steps))(*steps)
-        self._function = library[f"penstock_run_plan_{isa}"]
-        self._function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        self._function.restype = ctypes.c_int64
-        self._neighbours = neighbours
-        self._where = (ctypes.addressof(self._steps), len(captured), ctypes.addressof(neighbours))
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __call__(self) -> str | None:
-        """Runs them all; the name of the first kernel with a bad argument, None where all was well."""
-        failed = self._function(*self._where)
-        return None if failed < 0 else self._names[failed]
+        self.address = ctypes.addressof(self._steps)
 
 
 def is_usable() -> bool:

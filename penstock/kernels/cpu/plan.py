@@ -14,9 +14,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.library import Capture, CompiledSteps, Neighbours, capturing_kernels
+from penstock.kernels.cpu.library import (
+    Capture,
+    CompiledRounds,
+    CompiledSteps,
+    Neighbours,
+    capturing_kernels,
+)
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.experts import PackedExperts
+from penstock.kernels.inputs import SamplingInputs
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import OPERATIONS
 from penstock.kernels.recording import Plan, UnrecordableStepError, tensors_of
@@ -60,11 +67,14 @@ class CompiledPlan:
                 one = _multiplications(packed.gate_up[0]) + _multiplications(packed.down[0])
                 work += arguments["chosen"].numel() * one
         self._steps = CompiledSteps(ops.isa, lowering.captured, long=work > _LONG, neighbours=neighbours)
-        self._held = (plan, arena, lowering.kept)  # their memory is known to the steps by address alone
+        self._held = (plan, arena)  # their memory is known to the steps by address alone
+        self._lowering = lowering
+        self._neighbours = neighbours
+        self._rounds: _Rounds | None = None
         self._results = [resolve(ref) for ref in plan.results]
         assert all(result.is_contiguous() for result in self._results)
-        own = [inputs[name] for name in plan.inputs]
-        self._inputs = [(buffer, buffer.data_ptr(), buffer.nbytes) for buffer in own]
+        self._own = dict(zip(plan.inputs, [inputs[name] for name in plan.inputs], strict=True))
+        self._inputs = [(buffer, buffer.data_ptr(), buffer.nbytes) for buffer in self._own.values()]
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -75,17 +85,40 @@ class CompiledPlan:
         Raises:
             IndexError: a token or a position is outside its table.
         """
-        for (buffer, address, num_bytes), given in zip(self._inputs, inputs, strict=True):
-            is_row = given.dim() == 2 and len(given) == 1 and given.nbytes < num_bytes
-            is_alike = given.dtype == buffer.dtype and given.is_contiguous()
-            if is_alike and (is_row or given.nbytes == num_bytes):
-                ctypes.memmove(address, given.data_ptr(), given.nbytes)
-            elif given.dim() == 2:
-                buffer[:, : given.shape[1]].copy_(given)
-            else:
-                buffer.copy_(given)
+        self._take(inputs)
         self.run()
         return tuple(map(_copied, self._results))
+
+    def replay_rounds(
+        self,
+        inputs: Sequence[Tensor],
+        varied: Mapping[str, Tensor],
+        sampling: SamplingInputs,
+        uniforms: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
+        """Several steps in a row, in one call: each reads as ``tokens`` what the one before has sampled.
+
+        Args:
+            inputs: of the first step, in the order of the plan's; one of them is ``tokens``, ``[R]``.
+            varied: name -> ``[n, ...]``: other inputs that differ, for each of the n steps.
+            sampling: how the first result's rows are sampled from, ``[R]``; its own uniforms are not read.
+            uniforms: ``[n, R]`` float64.
+            ends: ``[R, E]`` int64: tokens after which a row's further ones are not wanted; -1 for none.
+
+        Returns:
+            ``[m, R]`` int64, the tokens of each step; m < n where each row has had an end. -1 for a row that
+            is no distribution; what follows it means nothing.
+
+        Raises:
+            IndexError: a token or a position is outside its table.
+            UnrecordableStepError: the rows cannot be sampled from by a kernel.
+        """
+        self._take(inputs)
+        if self._rounds is None:
+            self._rounds = _Rounds(self._lowering, self._results[0], self._own["tokens"], self._neighbours)
+        moved = [(self._own[name].data_ptr(), rows) for name, rows in varied.items()]
+        return self._rounds.run(moved, sampling, uniforms, ends)
 
     def run(self) -> None:
         """Runs the kernels on the inputs of the last replay.
@@ -96,6 +129,65 @@ class CompiledPlan:
         failed = self._steps()
         if failed is not None:
             raise IndexError(f"{failed} of a recorded step was given a row that its table has not")
+
+    def _take(self, inputs: Sequence[Tensor]) -> None:
+        for (buffer, address, num_bytes), given in zip(self._inputs, inputs, strict=True):
+            is_row = given.dim() == 2 and len(given) == 1 and given.nbytes < num_bytes
+            is_alike = given.dtype == buffer.dtype and given.is_contiguous()
+            if is_alike and (is_row or given.nbytes == num_bytes):
+                ctypes.memmove(address, given.data_ptr(), given.nbytes)
+            elif given.dim() == 2:
+                buffer[:, : given.shape[1]].copy_(given)
+            else:
+                buffer.copy_(given)
+
+
+class _Rounds:
+    """A plan's kernels with one behind them that samples, to run several times in a row.
+
+    Args:
+        lowering: what the plan was lowered by.
+        logits: where the plan puts them, ``[R, V]``.
+        tokens: where the plan reads them, ``[R]``.
+        neighbours: as of the plan.
+    """
+
+    def __init__(
+        self, lowering: _LoweringOps, logits: Tensor, tokens: Tensor, neighbours: Neighbours
+    ) -> None:
+        rows = len(logits)
+        self._own = SamplingInputs(
+            temperature=torch.empty(rows, dtype=torch.float32),
+            top_k=torch.empty(rows, dtype=torch.int64),
+            top_p=torch.empty(rows, dtype=torch.float32),
+            min_p=torch.empty(rows, dtype=torch.float32),
+            uniforms=torch.empty(rows, dtype=torch.float64),
+        )
+        lowering.lower("sample", {"logits": logits, "sampling": self._own}, [tokens])
+        self._rows = rows
+        self._run = CompiledRounds(
+            lowering.isa, lowering.captured, tokens=tokens.data_ptr(), rows=rows, neighbours=neighbours
+        )
+
+    def run(
+        self,
+        moved: Sequence[tuple[int, Tensor]],
+        sampling: SamplingInputs,
+        uniforms: Tensor,  # [n, R]
+        ends: Tensor,  # [R, E]
+    ) -> Tensor:  # [m, R]
+        """See `CompiledPlan.replay_rounds`; ``moved``: where each differing input goes, and its rows."""
+        own = self._own
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            getattr(own, name).copy_(getattr(sampling, name))
+        count = len(uniforms)
+        varied = [(to, rows.data_ptr(), rows.nbytes // count) for to, rows in moved]
+        varied.append((own.uniforms.data_ptr(), uniforms.data_ptr(), uniforms.nbytes // count))
+        sampled = torch.empty(count, self._rows, dtype=torch.int64)
+        done, failed = self._run(varied, (ends.data_ptr(), ends.shape[1]), sampled.data_ptr(), count)
+        if failed is not None:
+            raise IndexError(f"{failed} of a recorded step was given a row that its table has not")
+        return sampled[:done]
 
 
 def _copied(result: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.kernels.cpu.library import Neighbours
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.plan import CompiledPlan
+from penstock.kernels.inputs import SamplingInputs
 from penstock.kernels.ops import Ops
 from penstock.kernels.recording import UnrecordableStepError, record
 
@@ -89,6 +90,24 @@ class StepPlans:
             self._reason = reason
             return None
         return self._record(key, inputs, step)
+
+    def run_rounds(
+        self,
+        key: Hashable,
+        inputs: Mapping[str, Tensor],
+        varied: Mapping[str, Tensor],
+        sampling: SamplingInputs,
+        uniforms: Tensor,
+        ends: Tensor,
+    ) -> Tensor | None:
+        """Several steps in a row in one call, see `CompiledPlan.replay_rounds`; None where there is no plan
+        for them yet."""
+        plan = self._plans.get(key)
+        if plan is None:
+            return None
+        self._plans.move_to_end(key)
+        self._last = plan
+        return plan.replay_rounds(list(inputs.values()), varied, sampling, uniforms, ends)
 
     def skip(self, reason: str) -> None:
         """Notes that a step ran eagerly without being asked for here, and why."""

@@ -115,8 +115,10 @@ class PipelineConfig:
     enable_chunked_prefill: bool = setting(
         True, FLAG, "Compute long prompts in pieces, between the steps of other requests."
     )
-    max_num_steps: int = setting(
-        1, COUNT, "Most tokens that a request gains before the scheduler looks again."
+    max_num_steps: int | None = setting(
+        None,
+        COUNT,
+        "Most tokens that a request gains before the scheduler looks again; by default what takes a moment.",
     )
     deterministic: bool = setting(
         False,

@@ -56,7 +56,7 @@ class BlockDemand:
         self._block_size = pipeline_config.kv_cache.block_size
         self._groups = spec.groups
         self._bytes_per_block = spec.bytes_per_block(self._block_size)
-        self._num_steps = max(pipeline_config.max_num_steps, 1 + pipeline_config.speculative.most_drafts)
+        self._num_steps = max(pipeline_config.max_num_steps or 1, 1 + pipeline_config.speculative.most_drafts)
         chunks = pipeline_config.enable_chunked_prefill
         self._chunk_size = wanted_step_size(pipeline_config) if chunks else None
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import ClampedSwish, LayerKV, Ops, PackedExperts, cpu, encoding_named
+from penstock.kernels import ClampedSwish, LayerKV, Ops, PackedExperts, SamplingInputs, cpu, encoding_named
 from penstock.kernels.cpu import CpuOps, StepPlans
 from penstock.kernels.cpu.library import Neighbours
 from penstock.kernels.cpu.plan import CompiledPlan
@@ -181,3 +182,117 @@ def test_a_larger_arena_keeps_old_plans_right(ops: CpuOps) -> None:
                 assert torch.equal(results[0][0], 2 * x)
     assert plans.status == "planned: 1 kernels in one call"
     assert plans.last is not None
+
+
+def tiny_language_model(ops: CpuOps) -> Step:
+    """Tokens to logits, by way of attention to what was stored: each step depends on all before."""
+    table, head = torch.randn(50, 32), ops.pack_linear(torch.randn(50, 32), "float32")
+    cache = torch.zeros(2, 10, 2, 16, 16)
+
+    def step(ops: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
+        kv = LayerKV(cache, given["tables"], given["slots"])
+        x = ops.embedding(given["tokens"], table)
+        heads = x.view(-1, 2, 16)
+        ops.store_kv(heads, heads, kv)
+        seen = ops.attention(heads, kv, given["offsets"], given["lengths"], scale=0.25)
+        return [ops.linear(ops.add(x, seen.flatten(1)), head)]
+
+    return step
+
+
+def later(given: Mapping[str, Tensor], ahead: int) -> dict[str, Tensor]:
+    """The inputs of a later step, but for its tokens."""
+    lengths = given["lengths"].long() + ahead
+    at = lengths - 1
+    slots = given["tables"].long()[torch.arange(len(at)), at // 16] * 16 + at % 16
+    return {**given, "positions": at, "lengths": lengths.int(), "slots": slots}
+
+
+def sampling_of(rows: int, temperature: float) -> SamplingInputs:
+    return SamplingInputs(
+        torch.full((rows,), temperature),
+        torch.zeros(rows, dtype=torch.int64),
+        torch.full((rows,), 0.95),
+        torch.zeros(rows),
+        torch.zeros(rows, dtype=torch.float64),
+    )
+
+
+def no_ends(rows: int) -> Tensor:
+    return torch.full((rows, 1), -1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+@pytest.mark.parametrize("lengths", [[7], [3, 20], [15, 30, 40]])
+def test_rounds_are_steps_one_after_the_other(ops: CpuOps, lengths: list[int], temperature: float) -> None:
+    step, num_rounds, rows = tiny_language_model(ops), 7, len(lengths)
+    given = {
+        "tokens": torch.randint(0, 50, (rows,)),
+        "tables": (1 + torch.randperm(9))[: 3 * rows].view(rows, 3).int(),
+        "offsets": torch.arange(rows + 1).int(),
+        "lengths": torch.tensor(lengths).int(),
+    }
+    given = later(given, 0)
+    plan, _ = compiled(ops, given, step)
+    sampling, uniforms = sampling_of(rows, temperature), torch.rand(num_rounds, rows, dtype=torch.float64)
+    steps = [later(given, ahead) for ahead in range(num_rounds)]
+    varied = {name: torch.stack([one[name] for one in steps]) for name in ("positions", "lengths", "slots")}
+    tokens, expected = given["tokens"], []
+    for one, draws in zip(steps, uniforms, strict=True):
+        (logits,) = step(ops, {**one, "tokens": tokens})
+        tokens = ops.sample(logits, replace(sampling, uniforms=draws.clone()))
+        expected.append(tokens)
+    for _ in range(2):  # what a run leaves behind is of no matter to the next
+        found = plan.replay_rounds(list(given.values()), varied, sampling, uniforms, no_ends(rows))
+        assert torch.equal(found, torch.stack(expected))
+    if temperature:
+        assert len(set(found.flatten().tolist())) > 1
+
+
+def test_rounds_end_where_every_row_has(ops: CpuOps) -> None:
+    step, num_rounds = tiny_language_model(ops), 8
+    given = later(inputs([3, 20]), 0)
+    plan, _ = compiled(ops, given, step)
+    steps = [later(given, ahead) for ahead in range(num_rounds)]
+    varied = {name: torch.stack([one[name] for one in steps]) for name in ("positions", "lengths", "slots")}
+    uniforms = torch.rand(num_rounds, 2, dtype=torch.float64)
+
+    def run(ends: Tensor) -> Tensor:
+        return plan.replay_rounds(list(given.values()), varied, sampling_of(2, 1.0), uniforms, ends)
+
+    whole = run(no_ends(2))
+    assert len(whole) == num_rounds
+    first = [whole[:, row].tolist().index(int(whole[at, row])) for row, at in ((0, 1), (1, 4))]
+    ends = torch.tensor([[-1, int(whole[1, 0])], [int(whole[4, 1]), -1]])
+    assert torch.equal(run(ends), whole[: max(first) + 1])
+    ends[0] = -1
+    assert len(run(ends)) == num_rounds, "a row without ends goes on"
+
+
+def test_a_row_that_is_no_distribution_goes_on(ops: CpuOps) -> None:
+    """With some token of the table; what comes of it is not used."""
+    step = tiny_language_model(ops)
+
+    def broken(ops: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
+        (logits,) = step(ops, given)
+        return [ops.add(logits, given["noise"])]
+
+    given = later(inputs([3, 20]), 0)
+    given["noise"] = torch.tensor([[torch.nan], [0.0]]).repeat(1, 50)
+    plan, _ = compiled(ops, given, broken)
+    steps = [later(given, ahead) for ahead in range(3)]
+    varied = {name: torch.stack([one[name] for one in steps]) for name in ("positions", "lengths", "slots")}
+    uniforms = torch.rand(3, 2, dtype=torch.float64)
+    found = plan.replay_rounds(list(given.values()), varied, sampling_of(2, 1.0), uniforms, no_ends(2))
+    assert found[:, 0].tolist() == [-1, -1, -1]
+    assert bool((found[:, 1] >= 0).all())
+
+
+def test_rounds_refuse_a_row_outside_its_table(ops: CpuOps) -> None:
+    given = later(inputs([3, 20]), 0)
+    plan, _ = compiled(ops, given, tiny_language_model(ops))
+    bad = {**given, "tokens": torch.tensor([1, 50])}
+    varied = {"lengths": given["lengths"].repeat(4, 1)}
+    uniforms = torch.zeros(4, 2, dtype=torch.float64)
+    with pytest.raises(IndexError, match="take_rows"):
+        plan.replay_rounds(list(bad.values()), varied, sampling_of(2, 0.0), uniforms, no_ends(2))

@@ -55,18 +55,88 @@ static void run_steps(const Step* steps, int64_t count, Team team) {
   }
 }
 
+// What one thread alone, or a team, does: body(team). Keeps what it learns about others who use the cores.
+template <class Body> INLINE void with_team(TeamState& state, Neighbours& neighbours, Body body) {
+  if (omp_get_max_threads() == 1 || nanoseconds() < neighbours.alone_until) {
+    body(Team{1, 0, &state, -1});
+    return;
+  }
+#pragma omp parallel
+  body(Team{omp_get_num_threads(), omp_get_thread_num(), &state, -1});
+  neighbours.pause = state.last < 0 ? 0 : min(max(2 * neighbours.pause, SHORTEST_PAUSE), LONGEST_PAUSE);
+  neighbours.alone_until = state.last < 0 ? 0 : nanoseconds() + neighbours.pause;
+}
+
 // -1, or the number of a step with a bad argument; the rest was run nevertheless.
 EXPORT(int64_t, run_plan)(const Step* steps, int64_t count, Neighbours& neighbours) {
   TeamState state = {};
   state.failed = state.last = -1;
-  if (omp_get_max_threads() == 1 || nanoseconds() < neighbours.alone_until) {
-    run_steps(steps, count, Team{1, 0, &state, -1});
-    return state.failed;
+  with_team(state, neighbours, [&](const Team& team) { run_steps(steps, count, team); });
+  return state.failed;
+}
+
+// An input of the plan that differs from round to round: the first round's `bytes` lie at `from`, then the next one's.
+struct Varied {
+  char* to;
+  const char* from;
+  int64_t bytes;
+};
+
+// A plan whose last step samples a token for each row into `tokens`, where its first steps read them in the next round.
+struct Rounds {
+  const Step* steps;
+  int64_t count;
+  const Varied* varied;
+  int64_t num_varied, rounds, rows;
+  int64_t* tokens;      // [rows]
+  const int64_t* ends;  // [rows, num_ends]: tokens after which a row's further ones are not wanted; -1: none
+  int64_t num_ends;
+  int64_t* sampled;     // [rounds, rows]
+  int64_t done;         // rounds that were run: all, or until each row has had an end
+};
+
+// Puts a round's tokens away; whether some row goes on. -1 stands for a row that is no distribution: it goes on with
+// any token, as what comes of it is not used.
+static bool take_tokens(const Rounds& a, int64_t round) {
+  bool goes_on = false;
+  for (int64_t row = 0; row < a.rows; row++) {
+    a.sampled[round * a.rows + row] = a.tokens[row];
+    if (a.tokens[row] < 0) a.tokens[row] = 0;
+    bool has_ended = false;
+    for (int64_t i = 0; i <= round; i++)
+      for (int64_t k = 0; k < a.num_ends; k++)
+        has_ended |= a.sampled[i * a.rows + row] >= 0 && a.sampled[i * a.rows + row] == a.ends[row * a.num_ends + k];
+    goes_on |= !has_ended;
   }
-#pragma omp parallel
-  run_steps(steps, count, Team{omp_get_num_threads(), omp_get_thread_num(), &state, -1});
-  neighbours.pause =
-      state.last < 0 ? 0 : min(max(2 * neighbours.pause, SHORTEST_PAUSE), LONGEST_PAUSE);
-  neighbours.alone_until = state.last < 0 ? 0 : nanoseconds() + neighbours.pause;
+  return goes_on;
+}
+
+// As run_plan, several times in a row.
+EXPORT(int64_t, run_rounds)(Rounds& a, Neighbours& neighbours) {
+  TeamState state = {};
+  state.failed = state.last = -1;
+  a.done = 0;
+  bool goes_on = true;  // written by thread 0 between barriers
+  with_team(state, neighbours, [&](Team team) {
+    for (int64_t round = 0; round < a.rounds && goes_on && state.failed < 0; round++) {
+      if (team.rank == 0) {
+        for (int64_t i = 0; i < a.num_varied; i++)
+          __builtin_memcpy(a.varied[i].to, a.varied[i].from + round * a.varied[i].bytes, a.varied[i].bytes);
+        state.waited = 0;
+      }
+      team.barrier();
+      run_steps(a.steps, a.count, team);
+      if (state.last >= 0) {  // the team was given up
+        if (team.rank) return;
+        team.size = 1;
+      }
+      team.barrier();
+      if (team.rank == 0) {
+        goes_on = take_tokens(a, round);
+        a.done = round + 1;
+      }
+      team.barrier();
+    }
+  });
   return state.failed;
 }
