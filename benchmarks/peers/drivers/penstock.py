@@ -14,8 +14,8 @@ class Watched(LLM):
 
     arrived: Callable[[], None]
 
-    def _run(self, answers: Sequence[Answer]) -> Iterator[list[Answer]]:
-        for stepped in super()._run(answers):
+    def _run(self, answers: Sequence[Answer], *, seconds: float) -> Iterator[list[Answer]]:
+        for stepped in super()._run(answers, seconds=seconds):
             if any(answer.num_new_tokens for answer in stepped):
                 self.arrived()
             yield stepped
