@@ -16,10 +16,15 @@ from benchmarks.peers.processes import PeakMemory, stop_all
 
 ROOT = Path(__file__).parents[2]
 _LAST_LINES = 30  # of what a failed engine printed
+_OPENMP = ("OMP_", "GOMP_", "KMP_")
 
 
 class EngineError(Exception):
     """An engine ended, or said what is no answer."""
+
+
+def _inherited() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OPENMP)}
 
 
 class Engine:
@@ -31,7 +36,8 @@ class Engine:
     Args:
         command: that starts the driver.
         load: what it is to load: the fields of its ``Settings``.
-        environment: variables on top of this process's own.
+        environment: variables on top of this process's own, of which those that tune OpenMP are left out:
+            what suits one engine may halve the speed of another.
         log: where what it prints goes.
         watch_memory: sample it from the start; costs some of the speed.
 
@@ -57,7 +63,7 @@ class Engine:
                 stderr=printed,
                 text=True,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+                env={**_inherited(), "PYTHONPATH": str(ROOT), **environment},
                 start_new_session=True,  # its own children end with it
             )
         self._memory = PeakMemory(self._process.pid) if watch_memory else None

@@ -106,7 +106,15 @@ def test_the_log_is_of_this_engine_alone(tmp_path: Path) -> None:
     assert "yesterday" not in (tmp_path / "log").read_text()
 
 
-def test_the_environment_is_passed_on(tmp_path: Path) -> None:
-    code = "import os, sys; sys.exit(os.environ['PEER_TEST'] + ' ' + os.environ['PYTHONPATH'])"
-    with pytest.raises(EngineError, match=f"hello .*{os.path.basename(Path(__file__).parents[2])}"):
-        Engine([sys.executable, "-c", code], LOAD, {"PEER_TEST": "hello"}, tmp_path / "log")
+def test_the_environment_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what tunes the threads of this process alone."""
+    monkeypatch.setenv("GOMP_SPINCOUNT", "100")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("PEER_OWN", "own")
+    code = (
+        "import os, sys; wanted = 'PEER_TEST PEER_OWN OMP_NUM_THREADS GOMP_SPINCOUNT PYTHONPATH'.split();"
+        "sys.exit(' '.join(os.environ.get(name, '-') for name in wanted))"
+    )
+    with pytest.raises(EngineError, match=f"hello own 2 - .*{os.path.basename(Path(__file__).parents[2])}"):
+        given = {"PEER_TEST": "hello", "OMP_NUM_THREADS": "2"}
+        Engine([sys.executable, "-c", code], LOAD, given, tmp_path / "log")
