@@ -115,6 +115,6 @@ def test_the_environment_is_passed_on(tmp_path: Path, monkeypatch: pytest.Monkey
         "import os, sys; wanted = 'PEER_TEST PEER_OWN OMP_NUM_THREADS GOMP_SPINCOUNT PYTHONPATH'.split();"
         "sys.exit(' '.join(os.environ.get(name, '-') for name in wanted))"
     )
+    given = {"PEER_TEST": "hello", "OMP_NUM_THREADS": "2"}
     with pytest.raises(EngineError, match=f"hello own 2 - .*{os.path.basename(Path(__file__).parents[2])}"):
-        given = {"PEER_TEST": "hello", "OMP_NUM_THREADS": "2"}
         Engine([sys.executable, "-c", code], LOAD, given, tmp_path / "log")
