@@ -162,9 +162,10 @@ class TextGenerationPipeline:
         """How many steps of one token each to ask of `execute`, for it to take about so long.
 
         What Python does between two steps takes as long for short steps as for long ones, and costs most
-        where they are short; several in one call share it. 1 where steps do not run as one call.
+        where they are short; several in one call share it. 1 where steps do not run as one call, or not yet.
         """
-        if self.session.plans is None or self.proposer is not None:
+        plans = self.session.plans
+        if plans is None or plans.last is None or self.proposer is not None:
             return 1
         return self._forwards.steps_within(seconds)
 
