@@ -199,7 +199,7 @@ def load_work(config: PipelineConfig) -> Work:
 
 
 _PHASES = ("tokenizer", "libraries", "model")
-_MOMENT = 0.02
+MOMENT = 0.02
 """Seconds that a step of the scheduler may take where nobody says how many tokens a request is to gain: so
 long those who come have to wait, and so long tokens that are streamed may stand together."""
 
@@ -234,6 +234,6 @@ def _as_work(
         scheduler,
         info,
         adapters,
-        lambda: config.max_num_steps or pipeline.steps_within(_MOMENT),
+        lambda: config.max_num_steps or pipeline.steps_within(MOMENT),
         lambda: DraftCounts(drafts.num_proposed, drafts.num_accepted, drafts.num_verified_steps),
     )

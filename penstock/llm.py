@@ -12,7 +12,7 @@ from typing import Any, Self
 from uuid import uuid4
 
 from penstock.answers import Answer, GenerationOutput, Report, TextStream, best_first
-from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer
+from penstock.assembly import MOMENT, load_pipeline, load_scheduler, load_tokenizer
 from penstock.beams import BeamOptions, EarlyStopping, search
 from penstock.errors import ConfigError, InputError, UnsupportedFeatureError
 from penstock.interrupts import deferred_interrupts
@@ -37,9 +37,8 @@ from penstock.prompts import (
     params_for_each,
 )
 
-_SEEN, _UNSEEN = 0.02, 0.1
-"""Seconds in which tokens may come together: where somebody looks at each, and where all are handed out at
-the end."""
+_UNSEEN = 0.1
+"""Seconds in which tokens may come together where all are handed out at the end; else it is `MOMENT`."""
 _POLL = 0.001  # seconds between two looks at contexts that wait, for a grammar to be compiled perhaps
 
 __all__ = ["LLM", "GenerationOutput", "TextStream"]
@@ -352,7 +351,7 @@ class LLM:
 
     def _pieces(self, answer: Answer) -> Generator[str, None, None]:
         with self._driving():
-            for _ in self._run([answer], seconds=_SEEN):
+            for _ in self._run([answer], seconds=MOMENT):
                 if answer.new_text:
                     yield answer.new_text
 

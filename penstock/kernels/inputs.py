@@ -34,6 +34,11 @@ class KVGroupInputs:
     slots: Tensor  # [T] int64
     window: int | None = None
 
+    def slots_at(self, positions: Tensor, block_size: int) -> Tensor:  # [n, B] of [n, B]
+        """Where the rows at some positions of each sequence are stored, whose blocks are reserved."""
+        blocks = self.block_tables.long().gather(1, (positions // block_size).T).T
+        return blocks * block_size + positions % block_size
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheInputs:
@@ -58,12 +63,9 @@ class KVCacheInputs:
         look at the block pool and runs on the device.
         """
         positions = self.lengths.long()  # [B]: the next row's position is the length so far
-        column = (positions // self.block_size)[:, None]
         groups = []
         for group in self.groups:
-            blocks = group.block_tables.long().gather(1, column)[:, 0]  # [B]
-            slots = blocks * self.block_size + positions % self.block_size
-            groups.append(replace(group, slots=slots))
+            groups.append(replace(group, slots=group.slots_at(positions[None], self.block_size)[0]))
         return replace(self, lengths=self.lengths + 1, groups=tuple(groups))
 
 

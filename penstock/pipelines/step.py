@@ -24,7 +24,7 @@ from penstock.pipelines.sampling import Sampler, adjust_logits
 from penstock.pipelines.speculative import accept
 from penstock.pipelines.structured_output import grammar_bitmask
 
-MOST_STEPS = 8
+_MOST_STEPS = 8
 """Steps that are run together where nobody says how many: beyond these there is little left to save."""
 
 
@@ -61,10 +61,10 @@ class Forwards:
 
     def steps_within(self, seconds: float) -> int:
         """How many steps of one token each take about so long together, by the last ones of that kind; at
-        most `MOST_STEPS`. 1 before the first, and where a single one takes more than half of it."""
+        most `_MOST_STEPS`. 1 before the first, and where a single one takes more than half of it."""
         if self._seconds is None:
             return 1
-        return max(1, min(int(seconds / self._seconds), MOST_STEPS))
+        return max(1, min(int(seconds / self._seconds), _MOST_STEPS))
 
     def run(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_steps: int

@@ -95,11 +95,9 @@ def tensors_of_later_steps(inputs: ModelInputs, num_steps: int) -> dict[str, Ten
     ahead = torch.arange(num_steps)[:, None]
     lengths = kv.lengths + ahead  # [n, B] int64
     positions = lengths - 1
-    column, within = positions // kv.block_size, positions % kv.block_size
     tensors = {"positions": inputs.positions + ahead, "lengths": lengths.int()}
     for index, group in enumerate(kv.groups):
-        blocks = group.block_tables.long().gather(1, column.T).T
-        tensors[f"slots.{index}"] = (blocks * kv.block_size + within).contiguous()
+        tensors[f"slots.{index}"] = group.slots_at(positions, kv.block_size).contiguous()
     if inputs.text_lengths is not None:
         tensors["text_lengths"] = inputs.positions + ahead + 1
     return tensors

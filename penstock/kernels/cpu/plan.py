@@ -73,7 +73,7 @@ class CompiledPlan:
         self._rounds: _Rounds | None = None
         self._results = [resolve(ref) for ref in plan.results]
         assert all(result.is_contiguous() for result in self._results)
-        self._own = dict(zip(plan.inputs, [inputs[name] for name in plan.inputs], strict=True))
+        self._own = {name: inputs[name] for name in plan.inputs}
         self._inputs = [(buffer, buffer.data_ptr(), buffer.nbytes) for buffer in self._own.values()]
 
     def __len__(self) -> int:
@@ -126,9 +126,7 @@ class CompiledPlan:
         Raises:
             IndexError: a token or a position is outside its table.
         """
-        failed = self._steps()
-        if failed is not None:
-            raise IndexError(f"{failed} of a recorded step was given a row that its table has not")
+        _check(self._steps())
 
     def _take(self, inputs: Sequence[Tensor]) -> None:
         for (buffer, address, num_bytes), given in zip(self._inputs, inputs, strict=True):
@@ -185,9 +183,18 @@ class _Rounds:
         varied.append((own.uniforms.data_ptr(), uniforms.data_ptr(), uniforms.nbytes // count))
         sampled = torch.empty(count, self._rows, dtype=torch.int64)
         done, failed = self._run(varied, (ends.data_ptr(), ends.shape[1]), sampled.data_ptr(), count)
-        if failed is not None:
-            raise IndexError(f"{failed} of a recorded step was given a row that its table has not")
+        _check(failed)
         return sampled[:done]
+
+
+def _check(failed: str | None) -> None:
+    """Refuses what a kernel was given, where one failed.
+
+    Raises:
+        IndexError: names it.
+    """
+    if failed is not None:
+        raise IndexError(f"{failed} of a recorded step was given a row that its table has not")
 
 
 def _copied(result: Tensor) -> Tensor:
