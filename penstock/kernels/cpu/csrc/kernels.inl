@@ -20,6 +20,8 @@
 #endif
 #if PENSTOCK_LANES > 4
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #include "scratch.h"

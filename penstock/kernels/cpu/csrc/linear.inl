@@ -18,10 +18,10 @@ struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales:
 };
 
 constexpr int64_t PANEL = 64;                 // outputs of a panel
-constexpr int VECTORS = W == 16 ? 4 : 2;      // of a panel that a tile takes at a time
-constexpr int TILE_ROWS = W == 4 ? 4 : 6;     // with VECTORS sums each, what the registers hold
+constexpr int TILE_ROWS = W == 4 ? 4 : 6;     // of x, at most
 constexpr int64_t STEP_BYTES = 4 * PANEL;     // of a panel: a float, or two bfloat16, of each output
 constexpr int64_t BLOCK_STEPS = 512;          // of a panel that stay in a core's cache, with as many that are fetched
+constexpr int64_t STRIP_STEPS = 64;           // of a block that stay in the first cache
 constexpr int64_t CACHED_BYTES = 8 << 20;     // of x, that stay in the last cache while all weights pass
 constexpr int64_t CHUNK_ROWS = 252;           // of x, so that their sums stay there too
 constexpr int64_t LINE = 64;                  // bytes
@@ -44,11 +44,15 @@ template <int FETCHED> constexpr int64_t fetched_by(int64_t lines) {
   return (FETCHED == STREAM ? lines : FETCHED) * LINE;
 }
 
-// How a step of a panel is multiplied: `terms` numbers of each row of x with those of 64 outputs.
+// Vectors of a panel that a tile of so many rows takes at a time: as many sums as the registers hold, with what is
+// multiplied. Of 32 registers all of a panel.
+constexpr int vectors_of(int rows) { return W == 16 ? 4 : rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
+
+// How a step of a panel is multiplied: `terms` numbers of each row of x, as X, with those of VECTORS * W outputs.
 struct FloatSteps {
-  typedef float T;
+  typedef float T, X;
   static constexpr int TERMS = 1;
-  template <int terms, int ROWS>
+  template <int terms, int ROWS, int VECTORS>
   INLINE void add(vf (&sums)[ROWS][VECTORS], const float* x, int64_t x_stride, const float* w) {
     vf weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = load(w + v * W);
@@ -59,23 +63,18 @@ struct FloatSteps {
   }
 };
 
-// Two bfloat16 as one lane; of the last pair of an odd number, which ends the row, only the first is read.
-template <int terms> INLINE uint32_t pair_at(const bf16* x) {
-  uint32_t pair = 0;
-  __builtin_memcpy(&pair, x, 2 * terms);
-  return pair;
-}
-
 #if PENSTOCK_DOT
 struct PairSteps {
-  typedef bf16 T;
+  typedef bf16 T, X;
   static constexpr int TERMS = 2;
-  template <int terms, int ROWS>
+  template <int terms, int ROWS, int VECTORS>
   INLINE void add(vf (&sums)[ROWS][VECTORS], const bf16* x, int64_t x_stride, const bf16* w) {
     vu weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) weights[v] = load((const uint32_t*)(w + 2 * v * W));
     for (int r = 0; r < ROWS; r++) {
-      __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair_at<terms>(x + r * x_stride));
+      uint32_t pair = 0;  // of the last one of an odd number, which ends the row, only the first is read
+      __builtin_memcpy(&pair, x + r * x_stride, 2 * terms);
+      __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
       for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], a, (__m512bh)weights[v]);
     }
   }
@@ -83,9 +82,10 @@ struct PairSteps {
 #else
 struct PairSteps {
   typedef bf16 T;
+  typedef float X;  // widened once for all outputs of a panel
   static constexpr int TERMS = 2;
-  template <int terms, int ROWS>
-  INLINE void add(vf (&sums)[ROWS][VECTORS], const bf16* x, int64_t x_stride, const bf16* w) {
+  template <int terms, int ROWS, int VECTORS>
+  INLINE void add(vf (&sums)[ROWS][VECTORS], const float* x, int64_t x_stride, const bf16* w) {
     const vu high = 0xffff0000u - vu{};
     for (int term = 0; term < terms; term++) {  // one and then the other, for registers
       vf weights[VECTORS];
@@ -94,14 +94,30 @@ struct PairSteps {
         weights[v] = as_float(term ? pairs & high : pairs << 16);
       }
       for (int r = 0; r < ROWS; r++) {
-        vu pair = pair_at<terms>(x + r * x_stride) - vu{};
-        vf a = as_float(term ? pair & high : pair << 16);
+        vf a = all(x[r * x_stride + term]);
         for (int v = 0; v < VECTORS; v++) sums[r][v] = fma(a, weights[v], sums[r][v]);
       }
     }
   }
 };
 #endif
+
+// A tile's rows of x for some steps, as S reads them: where they lie, or widened.
+template <class S, class X, int ROWS> struct StripRows {
+  X widened[ROWS * STRIP_STEPS * S::TERMS];
+  static constexpr bool WHOLE = false;
+  INLINE_MEMBER const X* read(const typename S::T* x, int64_t x_stride, int64_t terms) {
+    for (int r = 0; r < ROWS; r++)
+      for_vectors(terms, EACH_VECTOR { store(widened + r * stride(x_stride) + i, load(x + r * x_stride + i, lanes), lanes); });
+    return widened;
+  }
+  INLINE_MEMBER int64_t stride(int64_t) const { return STRIP_STEPS * S::TERMS; }
+};
+template <class S, int ROWS> struct StripRows<S, typename S::T, ROWS> {
+  static constexpr bool WHOLE = true;
+  INLINE_MEMBER const typename S::T* read(const typename S::T* x, int64_t, int64_t) const { return x; }
+  INLINE_MEMBER int64_t stride(int64_t x_stride) const { return x_stride; }
+};
 
 // A block of a panel, and what is multiplied with it.
 template <class S> struct Block {
@@ -124,35 +140,51 @@ template <class S> struct Block {
   }
 };
 
+// The tile's sums of some outputs, to y.
+template <class S, int ROWS, int VECTORS>
+INLINE void finish_tile(const Block<S>& block, const vf (&sums)[ROWS][VECTORS], int64_t column) {
+  for (int v = 0; v < VECTORS; v++) {
+    const int64_t begin = column + v * W, count = block.outputs - begin;
+    auto finish = [&](auto lanes) __attribute__((always_inline)) {
+      vf bias = block.bias ? load(block.bias + begin, lanes) : vf{};
+      for (int r = 0; r < ROWS; r++)
+        store(block.y + r * block.y_stride + begin, block.bias ? sums[r][v] + bias : sums[r][v], lanes);
+    };
+    if (count >= W) finish(Whole{});
+    else if (count > 0) finish(Some{count});
+  }
+}
+
+// Goes over the block for some of its outputs after the other, and each time fetches another part of what is ahead.
 template <class S, int ROWS, int FETCHED> static void multiply_tile(const Block<S>& block) {
+  constexpr int VECTORS = vectors_of(ROWS);
   constexpr int64_t LINES = STEP_BYTES / LINE;
-  const int64_t steps = block.terms / S::TERMS, x_stride = block.x_stride;
-  for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
-    const auto *x = block.x, *w = block.w + column * S::TERMS;
-    const char* ahead = block.ahead;
-    float* kept = block.sums + column;
-    vf sums[ROWS][VECTORS];
-    for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(kept + r * PANEL + v * W);
-    for (int64_t i = 0; i < steps; i++, x += S::TERMS, w += PANEL * S::TERMS, ahead += fetched_by<FETCHED>(LINES)) {
-      fetch<FETCHED>(ahead, LINES, 0, 1);
-      S::template add<S::TERMS>(sums, x, x_stride, w);
-    }
-    if (S::TERMS > 1 && block.terms % S::TERMS) S::template add<1>(sums, x, x_stride, w);
-    if (!block.last) {
+  StripRows<S, typename S::X, ROWS> strip;
+  const int64_t x_stride = strip.stride(block.x_stride), length = strip.WHOLE ? block.terms : STRIP_STEPS * S::TERMS;
+  for (int64_t from = 0; from == 0 || from < block.terms; from += length) {
+    const int64_t terms = min(length, block.terms - from), steps = terms / S::TERMS;
+    const bool first = block.first && from == 0, last = block.last && from + terms == block.terms;
+    const auto* rows = strip.read(block.x + from, block.x_stride, terms);
+    for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
+      const auto* x = rows;
+      const auto* w = block.w + from * PANEL + column * S::TERMS;
+      const int64_t pass = column / (VECTORS * W) * (block.terms / S::TERMS), on = fetched_by<FETCHED>(LINES);
+      const char* ahead = block.ahead + (pass + from / S::TERMS) * on;
+      float* kept = block.sums + column;
+      vf sums[ROWS][VECTORS];
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = first ? vf{} : load(kept + r * PANEL + v * W);
+      for (int64_t i = 0; i < steps; i++, x += S::TERMS, w += PANEL * S::TERMS, ahead += on) {
+        fetch<FETCHED>(ahead, LINES, 0, 1);
+        S::template add<S::TERMS>(sums, x, x_stride, w);
+      }
+      if (S::TERMS > 1 && terms % S::TERMS) S::template add<1>(sums, x, x_stride, w);
+      if (last) {
+        finish_tile(block, sums, column);
+        continue;
+      }
       for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, sums[r][v]);
-      continue;
-    }
-    for (int v = 0; v < VECTORS; v++) {
-      const int64_t begin = column + v * W, count = block.outputs - begin;
-      auto finish = [&](auto lanes) __attribute__((always_inline)) {
-        vf bias = block.bias ? load(block.bias + begin, lanes) : vf{};
-        for (int r = 0; r < ROWS; r++)
-          store(block.y + r * block.y_stride + begin, block.bias ? sums[r][v] + bias : sums[r][v], lanes);
-      };
-      if (count >= W) finish(Whole{});
-      else if (count > 0) finish(Some{count});
     }
   }
 }
@@ -175,21 +207,23 @@ template <class S, int FETCHED> static void multiply_tile(const Block<S>& block,
 template <class S> static void multiply_block(const Block<S>& block, int64_t rows) {
   constexpr int64_t LINES = STEP_BYTES / LINE;
   const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = block.terms / S::TERMS;
-  int64_t fetched = W == 16 && block.ahead ? 0 : LINES;
+  auto passes_of = [](int64_t height) { return PANEL / W / vectors_of(height); };
+  const int64_t passes = tiles * passes_of(rows / tiles);
+  int64_t fetched = block.ahead ? 0 : LINES;
   for (int64_t tile = 0; tile < tiles; tile++) {
     const int64_t begin = rows * tile / tiles, height = rows * (tile + 1) / tiles - begin;
     Block<S> part = block.below(begin);
-    if (fetched == LINES) {
+    if (fetched >= LINES) {
       multiply_tile<S, 0>(part, height);
       continue;
     }
     part.ahead += fetched * LINE * steps;
-    if (tiles < LINES) {
+    if (passes < LINES) {
       multiply_tile<S, 2>(part, height);
-      fetched += 2;
+      fetched += 2 * passes_of(height);
     } else {
       multiply_tile<S, 1>(part, height);
-      fetched += 1;
+      fetched += passes_of(height);
     }
   }
 }
@@ -200,7 +234,7 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
                            int64_t column, float* sums) {
   typedef typename S::T T;
   const int64_t steps = ceil_div(a.K, S::TERMS);
-  const bool once = rows <= TILE_ROWS;
+  const bool once = rows <= TILE_ROWS && vectors_of(rows) * W == PANEL;
   const int64_t blocks = once ? 1 : max<int64_t>(1, ceil_div(steps, BLOCK_STEPS));
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = steps * number / blocks, to = steps * (number + 1) / blocks;
@@ -217,7 +251,7 @@ static void multiply_panel(const Linear& a, int64_t begin, int64_t rows, const c
     block.y = (T*)a.y + begin * a.y_stride + column;
     block.y_stride = a.y_stride;
     block.outputs = a.N - column;
-    if (once && W == 16) multiply_tile<S, STREAM>(block, rows);
+    if (once) multiply_tile<S, STREAM>(block, rows);
     else multiply_block(block, rows);
   }
 }

@@ -99,6 +99,14 @@ INLINE vi add_bytes(vi sum, vu w, vu x) {
   __m256i high = _mm256_madd_epi16(_mm256_srli_epi16((__m256i)w, 8), _mm256_srai_epi16((__m256i)x, 8));
   return (vi)_mm256_add_epi32((__m256i)sum, _mm256_add_epi32(low, high));
 }
+#elif defined(__SSE2__)
+constexpr int BYTE_ROWS = 2, BYTE_VECTORS = 4, NIBBLE_ROWS = 2, NIBBLE_VECTORS = 2;
+INLINE vi add_bytes(vi sum, vu w, vu x) {  // as in AVX2
+  const __m128i even = _mm_set1_epi32(0x00ff00ff);
+  __m128i low = _mm_madd_epi16(_mm_and_si128((__m128i)w, even), _mm_srai_epi16(_mm_slli_epi16((__m128i)x, 8), 8));
+  __m128i high = _mm_madd_epi16(_mm_srli_epi16((__m128i)w, 8), _mm_srai_epi16((__m128i)x, 8));
+  return (vi)_mm_add_epi32((__m128i)sum, _mm_add_epi32(low, high));
+}
 #else
 constexpr int BYTE_ROWS = 2, BYTE_VECTORS = 4, NIBBLE_ROWS = 2, NIBBLE_VECTORS = 2;
 INLINE vi add_bytes(vi sum, vu w, vu x) {
