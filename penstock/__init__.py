@@ -52,7 +52,7 @@ def _cap_torch() -> None:
 
 _CAPS = {
     "ATEN_CPU_CAPABILITY": {"generic": "default", "avx2": "avx2"},
-    "ONEDNN_MAX_CPU_ISA": {"generic": "SSE41", "avx2": "AVX2"},
+    "ONEDNN_MAX_CPU_ISA": {"generic": "SSE41", "avx2": "AVX2", "avx512_vnni": "AVX512_CORE_VNNI"},
 }
 
 _cap_torch()

@@ -15,7 +15,7 @@ import torch  # noqa: F401  # first: the library shares the copy of libgomp.so.1
 
 from penstock.errors import ConfigError
 
-ISAS = ("generic", "avx2", "avx512")
+ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
 """The instruction sets there are kernels for, ascending."""
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")

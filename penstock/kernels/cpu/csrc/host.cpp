@@ -9,16 +9,16 @@
 // Counts the layouts that the arguments of the kernels have had: library.py refuses a library of another.
 extern "C" VISIBLE int penstock_abi() { return 8; }
 
-// The best kernels that this CPU runs: 0 generic, 1 avx2, 2 avx512. The compiler's own run-time also asks the
+// The best kernels that this CPU runs: 0 generic, 1 avx2, 2 avx512_vnni, 3 avx512. The compiler's own run-time also asks the
 // operating system, which may not save the wide registers.
 extern "C" VISIBLE int penstock_best_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16") &&
-                __builtin_cpu_supports("avx512vnni");
-  return avx2 && avx512 ? 2 : avx2 ? 1 : 0;
+                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  if (!avx2) return 0;
+  return !avx512 ? 1 : !__builtin_cpu_supports("avx512bf16") ? 2 : 3;
 #else
   return 0;
 #endif

@@ -1,5 +1,5 @@
 // All kernels, compiled once for each instruction set by kernels_*.cpp, which names it:
-//   PENSTOCK_ISA    the suffix of the exported symbols: generic, avx2 or avx512
+//   PENSTOCK_ISA    the suffix of the exported symbols: generic, avx2, avx512_vnni or avx512
 //   PENSTOCK_LANES  floats in a vector
 //   PENSTOCK_DOT    1 where there are bfloat16 dot products (AVX-512 BF16)
 //

@@ -66,7 +66,7 @@ INLINE float widen(int8_t x) { return x; }
 INLINE vf widen(vh x) { return as_float(__builtin_convertvector(x, vu) << 16); }
 
 INLINE vh narrow(vf x) {
-#if PENSTOCK_LANES == 16
+#if PENSTOCK_DOT
   return (vh)_mm512_cvtneps_pbh(x);
 #else
   vu bits = as_bits(x);
