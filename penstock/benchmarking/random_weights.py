@@ -150,6 +150,10 @@ class _Wishes:
         self.shapes[name] = shape
         return torch.empty(shape, device="meta")
 
+    def expect(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = shape
+        return True
+
     def quantized_rows(
         self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +21,10 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor called ``name``, which must have this shape."""
+        ...
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether it is there in this shape, without a look at its numbers."""
         ...
 
     def quantized_rows(
@@ -76,6 +80,9 @@ class LayerStore(Protocol):
         """The next layer of a load, if it is this one; None if it is to be packed."""
         ...
 
+
+_Weight = Sequence[Tensor] | Mapping[str, Tensor]
+"""Parts of a weight ``[out, in]``, or it in the form of its encoding."""
 
 SMALLEST_INT4 = 64
 """Inputs, and outputs, below which a layer gains nothing from 4 bits and is packed in 8."""
@@ -145,21 +152,19 @@ class Loader:
         self, name: str, out_features: int, in_features: int, *, bias: bool = False, transposed: bool = False
     ) -> Linear:
         """The linear layer called ``name``; ``transposed`` where its weight is stored ``[in, out]``."""
-        return self._pack({name: out_features}, in_features, bias, transposed=transposed)
+        return self._read({name: out_features}, in_features, bias, transposed=transposed)
 
     def fused(self, prefix: str, parts: Mapping[str, int], in_features: int, *, bias: bool = False) -> Linear:
         """Several layers of one input as one; ``parts`` maps their names to their output sizes."""
-        return self._pack({f"{prefix}.{part}": size for part, size in parts.items()}, in_features, bias)
+        return self._read({f"{prefix}.{part}": size for part, size in parts.items()}, in_features, bias)
 
     def head(self, name: str, vocabulary: int, hidden: int, *, tied_to: Tensor | None = None) -> Linear:
         """The output head, its own or the embedding table ``[V, E]`` once more."""
         encoding = encoding_of_head(self.encoding)
-        if tied_to is not None:
-            return self._packed([tied_to], {name: vocabulary}, None, encoding)
-        weight = self.source.tensor(f"{name}.weight", (vocabulary, hidden))
-        head = self._packed([weight], {name: vocabulary}, None, encoding)
-        self.source.release(f"{name}.weight")
-        return head
+        parts = {name: vocabulary}
+        if tied_to is None:
+            return self._named(parts, hidden, None, encoding)
+        return self._layer(parts, (vocabulary, hidden), None, encoding, lambda: [tied_to])
 
     def pack(
         self, weight: Tensor, parts: Mapping[str, int], *, bias: Tensor | None = None, plain: bool = False
@@ -176,20 +181,39 @@ class Loader:
             encoding = str(self.dtype).removeprefix("torch.")
         else:
             encoding = encoding_of_linear(self.encoding, *weight.shape)
-        return self._packed([weight], parts, bias, encoding)
+        out_features, in_features = weight.shape
+        return self._layer(parts, (out_features, in_features), bias, encoding, lambda: [weight])
 
-    def _pack(
+    def _read(
         self, parts: Mapping[str, int], in_features: int, bias: bool, *, transposed: bool = False
     ) -> Linear:
         biases = [self.source.tensor(f"{name}.bias", (size,)) for name, size in parts.items()] if bias else []
         offset = torch.cat(biases) if biases else None
         encoding = encoding_of_linear(self.encoding, sum(parts.values()), in_features)
-        rows = self._quantized(parts, in_features, encoding, transposed)
-        if rows is not None:
-            linear = self._packed(rows, parts, offset, encoding)
-        else:
-            weights = [self._weight(name, size, in_features, transposed) for name, size in parts.items()]
-            linear = self._packed(weights, parts, offset, encoding)
+        return self._named(parts, in_features, offset, encoding, transposed=transposed)
+
+    def _named(
+        self,
+        parts: Mapping[str, int],
+        in_features: int,
+        bias: Tensor | None,
+        encoding: str,
+        *,
+        transposed: bool = False,
+    ) -> Linear:
+        """A layer whose weight the source holds, in parts called so."""
+
+        def read() -> _Weight:
+            return self._quantized(parts, in_features, encoding, transposed) or [
+                self._weight(name, size, in_features, transposed) for name, size in parts.items()
+            ]
+
+        def skip() -> None:
+            for name, size in parts.items():
+                shape = (in_features, size) if transposed else (size, in_features)
+                self.source.expect(f"{name}.weight", shape)
+
+        linear = self._layer(parts, (sum(parts.values()), in_features), bias, encoding, read, skip)
         for name in parts:
             self.source.release(f"{name}.weight")
         return linear
@@ -219,27 +243,38 @@ class Loader:
         ]
         return {key: torch.cat([rows[key] for rows in whole]) for key in whole[0]}
 
-    def _packed(
+    def _layer(
         self,
-        weight: Sequence[Tensor] | Mapping[str, Tensor],  # parts of [out, in], or the rows of the encoding
         parts: Mapping[str, int],
+        shape: tuple[int, int],  # [out, in]
         bias: Tensor | None,
         encoding: str,
+        read: Callable[[], _Weight],
+        skip: Callable[[], None] = lambda: None,
     ) -> Linear:
+        """The next layer of the load: as it was packed before, or packed from what ``read`` gives.
+
+        Reading may take long, where a file is quantised in another way; ``skip`` is called in its place.
+        """
         slices, start = [], 0
         for name, size in parts.items():
             slices.append(LinearSlice(name, start, start + size))
             start += size
         if bias is not None:
             bias = bias.to(self.device)
-        whole = [weight["weight"]] if isinstance(weight, Mapping) else weight
-        shape = (sum(len(part) for part in whole), whole[0].shape[1])
         packed = self._store.take(encoding, shape, bias, slices) if self._store else None
-        if packed is None and isinstance(weight, Mapping):
-            rows = {name: tensor.to(self.device) for name, tensor in weight.items()}
-            packed = self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
-        elif packed is None:
-            parts_there = [part.to(self.device) for part in whole]
-            packed = self._packer.pack_linear(parts_there, encoding, bias=bias, slices=slices)
+        if packed is not None:
+            skip()
+        else:
+            packed = self._packed(read(), bias, slices, encoding)
         self.layers.append(packed)
         return Linear(packed)
+
+    def _packed(
+        self, weight: _Weight, bias: Tensor | None, slices: Sequence[LinearSlice], encoding: str
+    ) -> PackedLinear:
+        if isinstance(weight, Mapping):
+            rows = {name: tensor.to(self.device) for name, tensor in weight.items()}
+            return self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
+        parts = [part.to(self.device) for part in weight]
+        return self._packer.pack_linear(parts, encoding, bias=bias, slices=slices)

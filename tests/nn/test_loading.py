@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.driver import CPU
 from penstock.engine import InferenceSession
-from penstock.kernels import ENCODINGS, Ops, unpack_linear
+from penstock.kernels import ENCODINGS, Ops, PackedLinear, unpack_linear
 from penstock.kernels.reference import ReferenceOps
 from penstock.nn import Loader, encoding_of_head, encoding_of_linear
 
@@ -23,6 +23,7 @@ class Source:
     def __init__(self, tensors: Mapping[str, Tensor], quantized: Mapping[str, str] | None = None) -> None:
         self.tensors, self.quantized = tensors, quantized or {}
         self.released: list[str] = []
+        self.expected: dict[str, tuple[int, ...]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -31,6 +32,10 @@ class Source:
         assert name not in self.released, "its pages would be read again"
         assert self.tensors[name].shape == shape
         return self.tensors[name]
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.expected[name] = shape
+        return True
 
     def quantized_rows(
         self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
@@ -132,3 +137,34 @@ def test_a_router_keeps_its_digits() -> None:
     assert loader.pack(random(64, 64), {"gate": 64}, plain=True).packed.encoding == "bfloat16"
     assert loader.pack(random(64, 64), {"up": 64}).packed.encoding == "int4"
     assert list(loader.linears) == ["gate", "up"]
+
+
+class Store:
+    """Layers that were packed before, in order."""
+
+    def __init__(self, layers: list[PackedLinear]) -> None:
+        self.layers = layers
+
+    def take(self, *_: object) -> PackedLinear:
+        return self.layers.pop(0)
+
+
+def test_what_was_packed_before_is_not_read() -> None:
+    """Reading may dequantise: it would take longer than all the rest of a start."""
+
+    def build(loader: Loader) -> list[PackedLinear]:
+        loader.linear("x", 70, 96, transposed=True)
+        loader.fused("y", {"a": 64, "b": 32}, 80, bias=True)
+        loader.head("z", 40, 96)
+        return loader.layers
+
+    shapes = {"x.weight": (96, 70), "y.a.weight": (64, 80), "y.b.weight": (32, 80), "z.weight": (40, 96)}
+    biases = {"y.a.bias": random(64), "y.b.bias": random(32)}
+    whole = Source({name: random(*shape) for name, shape in shapes.items()} | biases)
+    layers = build(load(whole, "int8", ReferenceOps()))
+    assert not whole.expected
+    source = Source(biases)  # a look at a weight would fail
+    loader = Loader(source, "int8", torch.device("cpu"), store=Store([*layers]))
+    assert all(one is other for one, other in zip(build(loader), layers, strict=True))
+    assert source.expected == shapes
+    assert list(loader.linears) == ["x", "y.a", "y.b", "z"]

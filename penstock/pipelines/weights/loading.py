@@ -103,12 +103,20 @@ class Weights:
         Raises:
             WeightsError: the file cannot be read, or there are more faults than any near miss has.
         """
+        return self._files.tensor(self._names[name]) if self.expect(name, shape) else self._zeros(shape)
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether tensor ``name`` is there as floats of this shape; where not, that is recorded for `finish`.
+
+        It counts as read: this is for whoever knows its numbers already.
+        """
         header = self._asked_for(name)
-        if header is not None and not header.is_float:
+        if header is None:
+            return False
+        if not header.is_float:
             self._faults.unreadable.append(f"{self._label(name)} of type {header.type_name}")
-        elif header is not None and self._fits(name, header, shape):
-            return self._files.tensor(self._names[name])
-        return self._zeros(shape)
+            return False
+        return self._fits(name, header, shape)
 
     def quantized_rows(
         self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False

@@ -87,6 +87,17 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     )
 
 
+def test_faults_of_what_is_only_expected_are_told_too(tmp_path: Path) -> None:
+    tensors = {"kept": torch.ones(3), "long": torch.ones(4), "bytes": torch.ones(2, dtype=torch.uint8)}
+    weights = saved(tmp_path, tensors)
+    assert weights.expect("kept", (3,))
+    assert not weights.expect("long", (5,))
+    assert not weights.expect("bytes", (2,))
+    assert not weights.expect("absent", (1,))
+    with pytest.raises(WeightsError, match=r"1 missing: absent; 1 misshapen: long .*bytes of type U8$"):
+        weights.finish()
+
+
 def test_eight_bit_floats_are_not_read_as_weights(tmp_path: Path) -> None:
     weights = saved(tmp_path, {"w": torch.zeros(3).to(torch.float8_e4m3fn)})
     weights.tensor("w", (3,))
