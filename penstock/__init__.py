@@ -14,6 +14,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from penstock.loading import resting_collector
+
 if TYPE_CHECKING:
     from penstock.answers import GenerationOutput
     from penstock.llm import LLM
@@ -35,7 +37,8 @@ if not TYPE_CHECKING:  # who checks types is to notice names that are not there
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_HOMES[name]), name)
+        with resting_collector():
+            return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ from penstock.assembly import MOMENT, load_pipeline, load_scheduler, load_tokeni
 from penstock.beams import BeamOptions, EarlyStopping, search
 from penstock.errors import ConfigError, InputError, UnsupportedFeatureError
 from penstock.interrupts import deferred_interrupts
+from penstock.loading import resting_collector
 from penstock.pipelines.choices import choice_contexts
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import (
@@ -79,8 +80,9 @@ class LLM:
 
     def _begin(self, config: PipelineConfig) -> None:
         self.config = config
-        self.tokenizer = load_tokenizer(config)
-        self.pipeline = load_pipeline(config, self.tokenizer)
+        with resting_collector():
+            self.tokenizer = load_tokenizer(config)
+            self.pipeline = load_pipeline(config, self.tokenizer)
         self.tokenizer.max_length = self.pipeline.memory_plan.max_length
         self._scheduler = load_scheduler(config, self.pipeline)
         self._driven = threading.Lock()

@@ -57,6 +57,7 @@ TABLE = {
     "beams": Row("numpy .interrupts .pipelines.core"),
     "prompts": Row(".pipelines.config .pipelines.core"),
     "interrupts": Row(""),
+    "loading": Row(""),
     "progress": Row("rich"),
     "nn": Row("torch .kernels .dtype"),
     "pipelines.core": Row("numpy msgspec", typing="torch xgrammar"),
@@ -200,7 +201,7 @@ TABLE = {
     "serve.startup": Row(".serve.logs", lazily="rich"),
     "serve.http_server": Row("uvicorn fastapi .serve.config .serve.problems"),
     "serve.lifecycle": Row(
-        ".serve.config .serve.logs .serve.startup .serve.worker_client",
+        ".loading .serve.config .serve.logs .serve.startup .serve.worker_client",
         typing=".pipelines.config .pipelines.tokenizer .scheduler.worker .serve",
         lazily="uvloop .serve",
     ),

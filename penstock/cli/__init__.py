@@ -6,7 +6,9 @@ torch when there is something to compute, so that ``--help`` is quick.
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import io
 import sys
 from importlib import import_module
@@ -90,6 +92,7 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> NoReturn:
     """Runs the command line; does not return."""
+    atexit.register(gc.freeze)  # all goes with the process: a last search for garbage would take half a second
     cli.main(prog_name="penstock")
 
 

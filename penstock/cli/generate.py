@@ -114,7 +114,7 @@ def command(
         stop=list(stop) or None,
         ignore_eos=ignore_eos,
     )
-    from penstock.llm import LLM  # loads torch
+    from penstock import LLM  # loads torch
 
     with LLM.from_config(config) as llm:
         loaded = time.perf_counter() - start

@@ -315,6 +315,7 @@ class Launch:
 
 def main() -> None:
     """Runs a worker in this process, which belongs to it, until it is told to stop or its parent is gone."""
+    gc.disable()  # until all is loaded, see `resting_collector`
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # both go to whole groups of processes; the parent decides
     launch: Launch = pickle.load(sys.stdin.buffer)
@@ -325,6 +326,7 @@ def main() -> None:
         work = launch.factory()
         gc.collect()
         gc.freeze()  # what was loaded stays: no collection looks at it again
+        gc.enable()
         startup = [("process", begun - launch.launched_at), *work.info.startup]
         return replace(work, info=msgspec.structs.replace(work.info, startup=startup))
 

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.loading import resting_collector
 from penstock.serve.config import ServeConfig
 from penstock.serve.logs import configure_logging, log_event
 from penstock.serve.startup import Startup, announce
@@ -113,7 +114,7 @@ class Server:
 
     def _make_server(self) -> tuple[Services, HttpServer]:
         """Everything but the worker: runs in a thread while the worker loads the model."""
-        with self._startup.phase("import the HTTP framework"):
+        with resting_collector(), self._startup.phase("import the HTTP framework"):
             from penstock.serve.app import create_app
             from penstock.serve.gate import Gate
             from penstock.serve.http_server import HttpServer
