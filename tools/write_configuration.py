@@ -20,8 +20,8 @@ variable before the file, the file before the default. `penstock generate --prin
 value and where it came from. An unknown name, a wrong type or an impossible value is an error that names
 the field.
 
-One variable more is read by the kernels: `PENSTOCK_ISA=generic|avx2|avx512_vnni|avx512` caps the instruction set of
-Penstock's own kernels and of torch's, so that every path can be tried on one machine.
+One variable more is read by the kernels: `PENSTOCK_ISA=generic|avx2|avx512_vnni|avx512` caps the
+instruction set of Penstock's own kernels and of torch's, so that every path can be tried on one machine.
 
 Written from the configuration classes by `tools/write_configuration.py`; a test compares the two.
 """

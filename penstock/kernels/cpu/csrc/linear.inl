@@ -21,7 +21,7 @@ constexpr int64_t PANEL = 64;                 // outputs of a panel
 constexpr int TILE_ROWS = W == 4 ? 4 : 6;     // of x, at most
 constexpr int64_t STEP_BYTES = 4 * PANEL;     // of a panel: a float, or two bfloat16, of each output
 constexpr int64_t BLOCK_STEPS = 512;          // of a panel that stay in a core's cache, with as many that are fetched
-constexpr int64_t STRIP_STEPS = 64;           // of a block that stay in the first cache
+constexpr int64_t STRIP_STEPS = 64;           // of a block, for which x is widened at a time
 constexpr int64_t CACHED_BYTES = 8 << 20;     // of x, that stay in the last cache while all weights pass
 constexpr int64_t CHUNK_ROWS = 252;           // of x, so that their sums stay there too
 constexpr int64_t LINE = 64;                  // bytes
@@ -107,8 +107,10 @@ template <class S, class X, int ROWS> struct StripRows {
   X widened[ROWS * STRIP_STEPS * S::TERMS];
   static constexpr bool WHOLE = false;
   INLINE_MEMBER const X* read(const typename S::T* x, int64_t x_stride, int64_t terms) {
-    for (int r = 0; r < ROWS; r++)
-      for_vectors(terms, EACH_VECTOR { store(widened + r * stride(x_stride) + i, load(x + r * x_stride + i, lanes), lanes); });
+    for (int r = 0; r < ROWS; r++) {
+      X* row = widened + r * stride(x_stride);
+      for_vectors(terms, EACH_VECTOR { store(row + i, load(x + r * x_stride + i, lanes), lanes); });
+    }
     return widened;
   }
   INLINE_MEMBER int64_t stride(int64_t) const { return STRIP_STEPS * S::TERMS; }
