@@ -1,6 +1,7 @@
 """What each feature costs: the same work with and without it, in turn: A B A B, medians and ratios.
 
     python benchmarks/features.py                          # a 134 M Llama of random weights, bfloat16
+    python benchmarks/features.py --only steps --batch 1 --encoding int8 --pairs 9
     python benchmarks/features.py --only lora grammar --batch 1 32 --json out.json
 
 The work: ``--batch`` prompts of 128 tokens and 32 more each, greedy, no end of sequence, prefix cache off.
@@ -13,6 +14,7 @@ The work: ``--batch`` prompts of 128 tokens and 32 more each, greedy, no end of 
     n              four answers a prompt, against four times as many prompts
     beams          four beams, against four times as many prompts
     prefix         the second time a prompt is seen, against the first; cache on
+    steps          as many steps a call as take a moment, against one
 
 Costs are ratios of seconds, feature over plain: 1.00 is free. The machine should be idle.
 """
@@ -24,6 +26,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,12 +47,30 @@ NUMBERS = Grammar(
 Run = Callable[[int], Any]
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What a feature is measured on."""
+
+    folder: str
+    shape: str
+    encoding: str
+
+    def llm(self, **config: Any) -> LLM:
+        return LLM(self.folder, quantization_encoding=self.encoding, **config)
+
+    @cache  # noqa: B019  # there is one setting a run
+    def plain(self) -> LLM:
+        """Loaded once, for all features that need nothing else."""
+        return self.llm(enable_prefix_caching=False)
+
+
 def main() -> None:
     """Runs what the command line asks for and prints each row of the table as it is measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="l110m")
+    parser.add_argument("--encoding", default="bfloat16")
     parser.add_argument("--only", nargs="+", choices=list(FEATURES), default=list(FEATURES))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--pairs", type=int, default=3)
@@ -61,13 +82,15 @@ def main() -> None:
         report: dict[str, Any] = {
             "machine": machine(),
             "shape": options.shape,
+            "encoding": options.encoding,
             "pairs": options.pairs,
             "rows": [],
         }
-        print(f"{report['machine']}\n{options.shape}, bfloat16, {options.pairs} pairs", flush=True)
+        print(f"{report['machine']}\n{options.shape}, {options.encoding}, {options.pairs} pairs", flush=True)
+        setting = Setting(folder, options.shape, options.encoding)
         for name in options.only:
             for batch in options.batch:
-                row = compare(name, folder, options.shape, batch, options.pairs)
+                row = compare(name, setting, batch, options.pairs)
                 report["rows"].append(row)
                 spread = f"{row['lowest']:.2f} to {row['highest']:.2f}"
                 print(
@@ -78,9 +101,9 @@ def main() -> None:
                     options.json.write_text(json.dumps(report, indent=2))
 
 
-def compare(name: str, folder: str, shape: str, batch: int, pairs: int) -> dict[str, Any]:
+def compare(name: str, setting: Setting, batch: int, pairs: int) -> dict[str, Any]:
     """One feature and plain work in turn, after a warm-up of each."""
-    plain, featured = FEATURES[name](folder, shape, batch)
+    plain, featured = FEATURES[name](setting, batch)
     plain(0), featured(0)
     found = [(timed(lambda: plain(seed)), timed(lambda: featured(seed))) for seed in range(1, pairs + 1)]  # noqa: B023
     ratios = [b / a for a, b in found]
@@ -99,17 +122,11 @@ def prompts(batch: int, seed: int) -> list[list[int]]:
     return [[int(token) for token in row] for row in tokens]
 
 
-@cache
-def plain_llm(folder: str) -> LLM:
-    """Loaded once, for all features that need nothing else."""
-    return LLM(folder, enable_prefix_caching=False)
-
-
 def with_options(params: dict[str, Any] | None = None, **options: Any) -> Callable[..., tuple[Run, Run]]:
     """A feature that is a matter of the call alone."""
 
-    def make(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
-        llm = plain_llm(folder)
+    def make(setting: Setting, batch: int) -> tuple[Run, Run]:
+        llm = setting.plain()
         featured = SamplingParams(**{**PLAIN, **(params or {})})
         return (
             lambda seed: llm.generate(prompts(batch, seed), SamplingParams(**PLAIN), use_tqdm=False),
@@ -119,11 +136,12 @@ def with_options(params: dict[str, Any] | None = None, **options: Any) -> Callab
     return make
 
 
-def lora(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
+def lora(setting: Setting, batch: int) -> tuple[Run, Run]:
     names = [f"a{number}" for number in range(4)]
-    paths = [write_adapter(Path(folder), name, SHAPES[shape], seed) for seed, name in enumerate(names)]
+    shape = SHAPES[setting.shape]
+    paths = [write_adapter(Path(setting.folder), name, shape, seed) for seed, name in enumerate(names)]
     pairs = [f"{name}={path}" for name, path in zip(names, paths, strict=True)]
-    llm = LLM(folder, enable_prefix_caching=False, lora=pairs, max_lora_rank=RANK)
+    llm = setting.llm(enable_prefix_caching=False, lora=pairs, max_lora_rank=RANK)
     params = SamplingParams(**PLAIN)
     chosen = [names[place % 4] for place in range(batch)]
     return (
@@ -132,8 +150,8 @@ def lora(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
     )
 
 
-def n(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
-    llm = LLM(folder)
+def n(setting: Setting, batch: int) -> tuple[Run, Run]:
+    llm = setting.llm()
     params = SamplingParams(**{**PLAIN, "temperature": 1.0, "top_k": 0})
     return (  # other prompts than the feature's, or they would be cached
         lambda seed: llm.generate(prompts(COPIES * batch, 1000 + seed), params, use_tqdm=False),
@@ -141,8 +159,8 @@ def n(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
     )
 
 
-def beams(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
-    llm = plain_llm(folder)
+def beams(setting: Setting, batch: int) -> tuple[Run, Run]:
+    llm = setting.plain()
     options: Any = {"num_beams": COPIES, "max_new_tokens": NEW, "ignore_eos": True, "use_tqdm": False}
     return (
         lambda seed: llm.generate(prompts(COPIES * batch, seed), SamplingParams(**PLAIN), use_tqdm=False),
@@ -150,14 +168,23 @@ def beams(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
     )
 
 
-def prefix(folder: str, shape: str, batch: int) -> tuple[Run, Run]:
-    llm = LLM(folder)
+def prefix(setting: Setting, batch: int) -> tuple[Run, Run]:
+    llm = setting.llm()
     one = SamplingParams(**{**PLAIN, "max_new_tokens": 1})
 
     def run(seed: int) -> Any:
         return llm.generate(prompts(batch, seed), one, use_tqdm=False)
 
     return run, run
+
+
+def steps(setting: Setting, batch: int) -> tuple[Run, Run]:
+    one, several = setting.llm(enable_prefix_caching=False, max_num_steps=1), setting.plain()
+    params = SamplingParams(**PLAIN)
+    return (
+        lambda seed: one.generate(prompts(batch, seed), params, use_tqdm=False),
+        lambda seed: several.generate(prompts(batch, seed), params, use_tqdm=False),
+    )
 
 
 def write_adapter(folder: Path, name: str, shape: dict[str, int], seed: int) -> Path:
@@ -198,7 +225,7 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-FEATURES: dict[str, Callable[[str, str, int], tuple[Run, Run]]] = {
+FEATURES: dict[str, Callable[[Setting, int], tuple[Run, Run]]] = {
     "sampling": with_options(
         {
             "temperature": 0.8,
@@ -217,6 +244,7 @@ FEATURES: dict[str, Callable[[str, str, int], tuple[Run, Run]]] = {
     "n": n,
     "beams": beams,
     "prefix": prefix,
+    "steps": steps,
 }
 
 if __name__ == "__main__":
