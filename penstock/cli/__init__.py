@@ -92,7 +92,7 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> NoReturn:
     """Runs the command line; does not return."""
-    atexit.register(gc.freeze)  # all goes with the process: a last search for garbage would take half a second
+    atexit.register(gc.freeze)  # all goes with the process: a last look at it would take half a second
     cli.main(prog_name="penstock")
 
 
