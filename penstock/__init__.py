@@ -14,8 +14,6 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from penstock.loading import resting_collector
-
 if TYPE_CHECKING:
     from penstock.answers import GenerationOutput
     from penstock.llm import LLM
@@ -37,6 +35,8 @@ if not TYPE_CHECKING:  # who checks types is to notice names that are not there
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from penstock.loading import resting_collector
+
         with resting_collector():
             return getattr(import_module(_HOMES[name]), name)
 
