@@ -9,8 +9,8 @@
 // Counts the layouts that the arguments of the kernels have had: library.py refuses a library of another.
 extern "C" VISIBLE int penstock_abi() { return 8; }
 
-// The best kernels that this CPU runs: 0 generic, 1 avx2, 2 avx512_vnni, 3 avx512. The compiler's own run-time also asks the
-// operating system, which may not save the wide registers.
+// The best kernels that this CPU runs: 0 generic, 1 avx2, 2 avx512_vnni, 3 avx512. The compiler's own run-time also asks
+// the operating system, which may not save the wide registers.
 extern "C" VISIBLE int penstock_best_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();

@@ -18,6 +18,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if PENSTOCK_LANES == 16 && defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"  // both: the compiler's own header (GCC bug 105593)
+#endif
 #if PENSTOCK_LANES > 4
 #include <immintrin.h>
 #elif defined(__SSE2__)

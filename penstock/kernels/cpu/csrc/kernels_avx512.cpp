@@ -1,8 +1,4 @@
 // AVX-512 F, BW, VL, BF16 and VNNI: compiled with those flags, run only where the CPU has them all.
-#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"  // both: the compiler's own header (GCC bug 105593)
-#endif
 #define PENSTOCK_ISA avx512
 #define PENSTOCK_LANES 16
 #define PENSTOCK_DOT 1

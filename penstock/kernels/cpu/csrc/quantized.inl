@@ -86,29 +86,22 @@ template <class T> static void quantize_row(const T* x, int64_t K, int64_t encod
 
 // ---- products of bytes: four of each lane, unsigned by signed, added to a sum ----
 
+constexpr int BYTE_ROWS = W == 16 ? 6 : 2, BYTE_VECTORS = 4, NIBBLE_ROWS = W == 16 ? 6 : 2, NIBBLE_VECTORS = 2;
+
 #if PENSTOCK_LANES == 16
-constexpr int BYTE_ROWS = 6, BYTE_VECTORS = 4, NIBBLE_ROWS = 6, NIBBLE_VECTORS = 2;
 INLINE vi add_bytes(vi sum, vu w, vu x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
-#elif PENSTOCK_LANES == 8
-constexpr int BYTE_ROWS = 2, BYTE_VECTORS = 4, NIBBLE_ROWS = 2, NIBBLE_VECTORS = 2;
+#elif PENSTOCK_LANES == 8 || defined(__SSE2__)
+typedef int16_t vs __attribute__((vector_size(W * 4)));
+#if PENSTOCK_LANES == 8
+INLINE vi add_pairs(vu a, vs b) { return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+#else
+INLINE vi add_pairs(vu a, vs b) { return (vi)_mm_madd_epi16((__m128i)a, (__m128i)b); }
+#endif
 // In 16 bits, the even bytes and the odd: products of unsigned by signed bytes in pairs could overflow 16 bits.
 INLINE vi add_bytes(vi sum, vu w, vu x) {
-  const __m256i even = _mm256_set1_epi32(0x00ff00ff);
-  __m256i low = _mm256_madd_epi16(_mm256_and_si256((__m256i)w, even),
-                                  _mm256_srai_epi16(_mm256_slli_epi16((__m256i)x, 8), 8));
-  __m256i high = _mm256_madd_epi16(_mm256_srli_epi16((__m256i)w, 8), _mm256_srai_epi16((__m256i)x, 8));
-  return (vi)_mm256_add_epi32((__m256i)sum, _mm256_add_epi32(low, high));
-}
-#elif defined(__SSE2__)
-constexpr int BYTE_ROWS = 2, BYTE_VECTORS = 4, NIBBLE_ROWS = 2, NIBBLE_VECTORS = 2;
-INLINE vi add_bytes(vi sum, vu w, vu x) {  // as in AVX2
-  const __m128i even = _mm_set1_epi32(0x00ff00ff);
-  __m128i low = _mm_madd_epi16(_mm_and_si128((__m128i)w, even), _mm_srai_epi16(_mm_slli_epi16((__m128i)x, 8), 8));
-  __m128i high = _mm_madd_epi16(_mm_srli_epi16((__m128i)w, 8), _mm_srai_epi16((__m128i)x, 8));
-  return (vi)_mm_add_epi32((__m128i)sum, _mm_add_epi32(low, high));
+  return sum + (add_pairs(w & 0x00ff00ff, (vs)x << 8 >> 8) + add_pairs(w >> 8 & 0x00ff00ff, (vs)x >> 8));
 }
 #else
-constexpr int BYTE_ROWS = 2, BYTE_VECTORS = 4, NIBBLE_ROWS = 2, NIBBLE_VECTORS = 2;
 INLINE vi add_bytes(vi sum, vu w, vu x) {
   for (int shift = 0; shift < 32; shift += 8) sum += (vi)(w >> shift & 0xff) * ((vi)(x << (24 - shift)) >> 24);
   return sum;
