@@ -163,7 +163,7 @@ TABLE = {
     "pipelines.detokenizer": Row("numpy .pipelines.core .pipelines.tokenizer"),
     "scheduler": Row("numpy .pipelines.core .pipelines.kv_cache.interface"),
     "scheduler.messages": Row("msgspec .pipelines.core .scheduler.isolation"),
-    "scheduler.worker": Row("msgspec zmq .pipelines.core .scheduler.messages .scheduler.scheduler"),
+    "scheduler.worker": Row("msgspec zmq .loading .pipelines.core .scheduler.messages .scheduler.scheduler"),
     "benchmarking": Row("msgspec numpy rich", lazily="matplotlib"),
     "benchmarking.http_client": Row("msgspec"),
     "benchmarking.outcome": Row("msgspec .benchmarking.http_client"),

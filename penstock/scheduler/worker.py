@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from penstock.errors import PenstockError, RequestFailedError, UnavailableError, UnsupportedFeatureError
+from penstock.loading import resting_collector
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.scheduler.messages import (
     Admission,
@@ -315,7 +316,6 @@ class Launch:
 
 def main() -> None:
     """Runs a worker in this process, which belongs to it, until it is told to stop or its parent is gone."""
-    gc.disable()  # until all is loaded, see `resting_collector`
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # both go to whole groups of processes; the parent decides
     launch: Launch = pickle.load(sys.stdin.buffer)
@@ -323,10 +323,10 @@ def main() -> None:
     threading.Thread(target=_outlive_nobody, args=(launch.endpoint.folder,), daemon=True).start()
 
     def load() -> Work:
-        work = launch.factory()
+        with resting_collector():
+            work = launch.factory()
         gc.collect()
         gc.freeze()  # what was loaded stays: no collection looks at it again
-        gc.enable()
         startup = [("process", begun - launch.launched_at), *work.info.startup]
         return replace(work, info=msgspec.structs.replace(work.info, startup=startup))
 
