@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from benchmarks.peers.engines import Engine
@@ -48,13 +48,19 @@ WORKS: Mapping[str, Work] = {
     for work in [
         Work("decode", "one prompt: tokens/s after the first", "tokens/s", 1, 128, 64),
         Work("prefill", "one prompt: its tokens/s, to the first new one", "tokens/s", 1, 1024, 1),
-        Work("batch", "32 prompts at once: output tokens/s over the whole run", "tokens/s", 32, 256, 64),
-        Work("long", "decode at 4096 tokens of context, at 128, and what share is left", "", 1, 4096, 64),
+        Work("batch", "several prompts at once: output tokens/s over the whole run", "tokens/s", 32, 256, 64),
+        Work("long", "decode at a long context, at 128 tokens, and what share is left", "", 1, 4096, 64),
         Work("cold", "process start to the first token, files read before", "s", 1, 128, 1, True, True),
         Work("memory", "peak of anonymous memory: loading, decode, prefill", "MB", 1, 1024, 64, True, True),
     ]
 }
 _SHORT = WORKS["decode"].length
+
+
+def sized(work: Work, *, batch: int, context: int) -> Work:
+    """The work with another number of prompts, or tokens of context, where it is about them."""
+    changes = {"batch": {"prompts": batch}, "long": {"length": context}}
+    return replace(work, **changes.get(work.name, {}))
 
 
 def prompts_of(work: Work, vocabulary: int, random: Random, length: int | None = None) -> list[list[int]]:
@@ -74,7 +80,7 @@ def run(work: Work, engine: Engine, prompts: list[list[int]]) -> Result:
         "prefill": lambda: work.length / first,
         "batch": lambda: work.prompts * work.new / seconds,
     }[work.name]()
-    return Result({"": figure}, answer["tokens"][0])
+    return Result({f"of {work.prompts}" if work.name == "batch" else "": figure}, answer["tokens"][0])
 
 
 def run_fresh(work: Work, opener: Opener, prompts: list[list[int]]) -> Result:

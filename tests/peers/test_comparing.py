@@ -15,7 +15,7 @@ from support import fake_engine
 from benchmarks.peers.comparing import Contest, compare, row_of
 from benchmarks.peers.engines import Engine
 from benchmarks.peers.reporting import better_to_the_right, number, plot, table_of
-from benchmarks.peers.works import WORKS, Result, max_length_of, prompts_of, run
+from benchmarks.peers.works import WORKS, Result, max_length_of, prompts_of, run, sized
 
 LOAD = {"model": "model", "encoding": "int4", "threads": 2, "max_length": 64, "prompts": 1}
 VOCABULARY = 100
@@ -47,7 +47,7 @@ def test_all_works(contest: Contest, tmp_path: Path) -> None:
     assert list(rows) == [
         ("decode", ""),
         ("prefill", ""),
-        ("batch", ""),
+        ("batch", "of 32"),
         ("long", "at 128"),
         ("long", "at 4096"),
         ("long", "share"),
@@ -84,7 +84,7 @@ def test_versions_are_noted_where_every_run_starts_afresh(contest: Contest) -> N
     [
         ("decode", {"": 63 / 3}),
         ("prefill", {"": 1024 / 2}),
-        ("batch", {"": 32 * 64 / 5}),
+        ("batch", {"of 32": 32 * 64 / 5}),
         ("long", {"at 128": 63 / 3, "at 4096": 63 / 9, "share": 3 / 9}),
     ],
 )
@@ -93,6 +93,17 @@ def test_figures_of_a_run(name: str, figures: dict[str, float]) -> None:
     found = run(work, cast(Engine, Clock()), prompts_of(work, VOCABULARY, Random()))
     assert found.figures == pytest.approx(figures)
     assert found.tokens == [7]
+
+
+def test_other_sizes() -> None:
+    works = {name: sized(work, batch=4, context=8192) for name, work in WORKS.items()}
+    prompts = {name: prompts_of(work, VOCABULARY, Random()) for name, work in works.items()}
+    assert [len(prompts["batch"]), len(prompts["batch"][0])] == [4, 256]
+    assert [len(prompts["long"]), len(prompts["long"][0])] == [1, 8192]
+    assert {name: work for name, work in works.items() if work != WORKS[name]}.keys() == {"batch", "long"}
+    found = run(works["batch"], cast(Engine, Clock()), prompts["batch"])
+    assert found.figures == pytest.approx({"of 4": 4 * 64 / 5})
+    assert "at 8192" in run(works["long"], cast(Engine, Clock()), prompts["long"]).figures
 
 
 def result(value: float, token: int = 5) -> Result:
