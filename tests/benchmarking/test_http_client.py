@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -26,7 +26,10 @@ async def answering(
     """A client of a server that hands each request to a function; what it has read, a list a connection."""
     seen: list[bytes] = []
 
+    serving: set[asyncio.Task[None] | None] = set()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.current_task())
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -37,7 +40,9 @@ async def answering(
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
-            writer.close()
+            writer.transport.abort()
+            with suppress(OSError):
+                await writer.wait_closed()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/prefix/", {"X-Key": "k"})
@@ -46,6 +51,10 @@ async def answering(
     finally:
         client.close()
         server.close()
+        tasks = [task for task in serving if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # or the loop ends before their connections do
 
 
 def writing(

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,3 +165,7 @@ async def raw_exchange(port: int, path: str, body: Any = None) -> AsyncIterator[
         yield exchange
     finally:
         writer.close()
+        if writer.transport.get_write_buffer_size():  # which nobody may be going to read
+            writer.transport.abort()
+        with suppress(OSError):  # the other side may have ended it first
+            await writer.wait_closed()
