@@ -6,11 +6,15 @@ A composition root, like ``llm.py`` and ``cli``: here alone tokenizer, model, ca
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ConfigError
+from penstock.driver import CPU
+from penstock.errors import ConfigError, PenstockError
+from penstock.host_memory import memory_ahead
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import TextContext, TextGenerationResponse
 from penstock.pipelines.tokenizer import TextTokenizer
@@ -32,6 +36,28 @@ def load_tokenizer(config: PipelineConfig) -> TextTokenizer:
         ConfigError: the chat template that is configured is not a template.
     """
     return TextTokenizer(config.model.checkpoint, chat_template=config.model.chat_template)
+
+
+@contextmanager
+def memory_of_weights(config: PipelineConfig) -> Iterator[None]:
+    """For the time of a load: has memory found for the weights that are going to be packed, which goes on
+    while libraries are imported. Begin with it."""
+    from penstock.pipelines.memory import estimate_packed_size
+    from penstock.pipelines.packed_file import packed_file
+
+    size, device = 0, config.model.devices[0]
+    with suppress(PenstockError):  # of a model that cannot be loaded, which the load tells
+        if device.device_type == "cpu" and not packed_file(config.model).is_file():
+            size = estimate_packed_size(config)
+    has_room = size < CPU().stats["free_memory"] * _SHARE_AHEAD
+    with memory_ahead(size if size > _LEAST_AHEAD and has_room else 0):
+        yield
+
+
+_LEAST_AHEAD = 64 << 20
+"""Bytes. Less is found in no time."""
+_SHARE_AHEAD = 0.7
+"""Of the memory that is free. What takes more is left to the planner, which may have to refuse it."""
 
 
 def load_pipeline(config: PipelineConfig, tokenizer: TextTokenizer) -> TextGenerationPipeline:
@@ -186,12 +212,13 @@ def load_work(config: PipelineConfig) -> Work:
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
     times = [perf_counter()]
-    tokenizer = load_tokenizer(config)  # first: a model that is not there is noticed at once
-    times.append(perf_counter())
-    import penstock.pipelines.pipeline  # noqa: F401  # torch and its like, which take longest
+    with memory_of_weights(config):
+        tokenizer = load_tokenizer(config)  # first: a model that is not there is noticed at once
+        times.append(perf_counter())
+        import penstock.pipelines.pipeline  # noqa: F401  # torch and its like, which take longest
 
-    times.append(perf_counter())
-    pipeline = load_pipeline(config, tokenizer)
+        times.append(perf_counter())
+        pipeline = load_pipeline(config, tokenizer)
     scheduler = load_scheduler(config, pipeline, isolates_faults=True)
     times.append(perf_counter())
     seconds = [end - begin for begin, end in pairwise(times)]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock import limits
 from penstock.errors import ConfigError
+from penstock.host_memory import num_ahead
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +181,9 @@ def _gpus(count: int) -> str:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Total and available bytes of host memory, a container's limit counted in."""
+    """Total and available bytes of host memory, a container's limit counted in. What was found ahead for
+    weights is there for them: it counts as available."""
+    ahead = num_ahead()  # asked first: it grows
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = page * os.sysconf("SC_AVPHYS_PAGES")
@@ -191,4 +194,6 @@ def _host_memory() -> tuple[int, int]:
     except (OSError, KeyError):
         pass
     limit = limits.memory()
-    return (min(total, limit[0]), min(free, limit[1])) if limit is not None else (total, free)
+    if limit is not None:
+        total, free = min(total, limit[0]), min(free, limit[1])
+    return total, free + ahead

@@ -12,7 +12,7 @@ from typing import Any, Self
 from uuid import uuid4
 
 from penstock.answers import Answer, GenerationOutput, Report, TextStream, best_first
-from penstock.assembly import MOMENT, load_pipeline, load_scheduler, load_tokenizer
+from penstock.assembly import MOMENT, load_pipeline, load_scheduler, load_tokenizer, memory_of_weights
 from penstock.beams import BeamOptions, EarlyStopping, search
 from penstock.errors import ConfigError, InputError, UnsupportedFeatureError
 from penstock.interrupts import deferred_interrupts
@@ -80,7 +80,7 @@ class LLM:
 
     def _begin(self, config: PipelineConfig) -> None:
         self.config = config
-        with resting_collector():
+        with resting_collector(), memory_of_weights(config):
             self.tokenizer = load_tokenizer(config)
             self.pipeline = load_pipeline(config, self.tokenizer)
         self.tokenizer.max_length = self.pipeline.memory_plan.max_length

@@ -50,8 +50,9 @@ TABLE = {
     "errors": Row(""),
     "dtype": Row("numpy", typing="torch", lazily="torch"),
     "limits": Row(""),
-    "driver": Row("numpy .limits", typing="torch", lazily="torch"),
-    "kernels": Row("torch numpy .dtype .driver"),
+    "host_memory": Row("", typing="numpy", lazily="numpy"),
+    "driver": Row("numpy .limits .host_memory", typing="torch", lazily="torch"),
+    "kernels": Row("torch numpy .dtype .driver .host_memory"),
     "engine": Row("torch numpy .kernels .driver .dtype .limits"),
     "answers": Row(".beams .pipelines.core .pipelines.detokenizer"),
     "beams": Row("numpy .interrupts .pipelines.core"),
@@ -66,7 +67,9 @@ TABLE = {
         " .pipelines.weights.safetensors .pipelines.weights.checkpoint .pipelines.weights.gguf_config",
         lazily=".kernels",
     ),
-    "pipelines.weights": Row("torch numpy safetensors .kernels .dtype", lazily="huggingface_hub"),
+    "pipelines.weights": Row(
+        "torch numpy safetensors .kernels .dtype .host_memory", lazily="huggingface_hub"
+    ),
     "pipelines.weights.hub": Row(
         ".pipelines.weights.gguf .pipelines.weights.json_files .pipelines.weights.safetensors",
         lazily="huggingface_hub",
@@ -90,8 +93,10 @@ TABLE = {
     "pipelines.kv_cache": Row("torch numpy .kernels .driver .dtype .pipelines.core"),
     "pipelines.kv_cache.interface": Row("numpy .pipelines.core"),
     "pipelines.kv_cache.block_pool": Row(""),
+    "pipelines.packed_file": Row("", typing=".pipelines.config"),
     "pipelines.packed_weights": Row(
-        "torch .__version__ .kernels .nn .pipelines.weights", typing=".pipelines.config"
+        "torch .__version__ .kernels .nn .pipelines.packed_file .pipelines.weights",
+        typing=".pipelines.config",
     ),
     "pipelines.registry": Row(".dtype .pipelines.core", typing=".pipelines.config"),
     "pipelines.architectures": Row(
@@ -134,8 +139,8 @@ TABLE = {
     ),
     "pipelines.log_probabilities": Row("torch numpy .kernels .pipelines.core .pipelines.model"),
     "pipelines.decoder": Row(
-        "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.kv_cache"
-        " .pipelines.log_probabilities .pipelines.lora .pipelines.memory .pipelines.model"
+        "torch numpy .nn .kernels .driver .dtype .host_memory .pipelines.config .pipelines.core"
+        " .pipelines.kv_cache .pipelines.log_probabilities .pipelines.lora .pipelines.memory .pipelines.model"
         " .pipelines.packed_weights .pipelines.step_tensors .pipelines.weights .progress",
         typing=".engine",
     ),

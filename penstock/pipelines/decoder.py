@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.dtype import DType
 from penstock.errors import UnsupportedFeatureError
+from penstock.host_memory import release_ahead
 from penstock.kernels import KVCacheInputs, Ops, SamplingInputs, StepInputs, encoding_named
 from penstock.nn import Loader, ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
@@ -81,6 +82,8 @@ class DecoderModel(PipelineModel[TextContext]):
         model = self.pipeline_config.model
         ops = self.session.ops
         store = open_packed(model, ops.layout)
+        if store is not None or ops.layout != "panels":
+            release_ahead()  # nothing is going to be packed into it
         loader = Loader(self.weights, model.encoding, self.torch_device, ops, store)
         self.network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         self._lora_manager = self._load_adapters(loader)

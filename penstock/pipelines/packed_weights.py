@@ -25,6 +25,7 @@ from penstock.errors import WeightsError
 from penstock.kernels import LinearSlice, PackedLinear
 from penstock.kernels.linear import Layout, bias_of_encoding
 from penstock.kernels.panels import LAYOUTS_VERSION
+from penstock.pipelines.packed_file import packed_file
 from penstock.pipelines.weights.mapping import map_in_huge_pages, read_in_huge_pages
 from penstock.pipelines.weights.safetensors import read_header
 
@@ -42,15 +43,6 @@ _TYPES = {
     "F32": torch.float32,
 }
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
-
-
-def packed_file(model: ModelConfig) -> Path:
-    """Where the packed weights of a model in its encoding are kept, there or not: below
-    ``$XDG_CACHE_HOME/penstock/packed``, by default ``~/.cache/penstock/packed``."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    checkpoint = model.checkpoint.absolute()
-    key = hashlib.sha256(f"{checkpoint}\n{model.encoding}".encode()).hexdigest()[:16]
-    return cache / "penstock" / "packed" / f"{checkpoint.name}-{model.encoding}-{key}.safetensors"
 
 
 def open_packed(model: ModelConfig, layout: Layout) -> StoredLayers | None:

@@ -21,7 +21,7 @@ from penstock.kernels.cpu import CpuOps, available_isas
 from penstock.kernels.reference import ReferenceOps
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, packed_weights
 from penstock.pipelines.config import ModelConfig
-from penstock.pipelines.packed_weights import packed_file
+from penstock.pipelines.packed_file import packed_file
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 

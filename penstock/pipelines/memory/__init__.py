@@ -6,6 +6,7 @@ from penstock.pipelines.memory.demand import MOST_DRAFT_ROWS
 from penstock.pipelines.memory.estimates import (
     estimate_activation_memory,
     estimate_adapters_size,
+    estimate_packed_size,
     estimate_weights_size,
 )
 from penstock.pipelines.memory.plan import MemoryPlan, estimate_kv_cache_size, plan_memory
@@ -16,6 +17,7 @@ __all__ = [
     "estimate_activation_memory",
     "estimate_adapters_size",
     "estimate_kv_cache_size",
+    "estimate_packed_size",
     "estimate_weights_size",
     "plan_memory",
 ]

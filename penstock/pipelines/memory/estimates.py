@@ -48,6 +48,19 @@ def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
     return size + sum(head.num_bytes(*shape) for shape in _head_shapes(pipeline_config))
 
 
+def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
+    """Bytes that linear layers and the output head take in panels, roughly, without a look at the kernels:
+    it loads no torch."""
+    model = pipeline_config.model
+    shapes = [_linear_shape(name, header) for name, header in model.tensor_headers.items()]
+    num_elements = sum(prod(shape) for shape in (*shapes, *_head_shapes(pipeline_config)) if shape)
+    return int(num_elements * _BITS.get(model.encoding, 0) / 8)
+
+
+_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4.5}
+"""Of a weight, what its group has in common counted in. Nothing is foretold of other encodings."""
+
+
 def estimate_activation_memory(pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
     """Bytes that the activations of the largest step take.
 

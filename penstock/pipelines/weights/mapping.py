@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import WeightsError
-from penstock.kernels.cpu.memory import advise_huge_pages
+from penstock.host_memory import advise_huge_pages
 
 
 def map_file(file: Path) -> Tensor:
