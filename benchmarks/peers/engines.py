@@ -86,7 +86,7 @@ class Engine:
         return self._process.pid
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """One run: ``tokens``, ``first`` and ``seconds``.
+        """One run: ``tokens``, ``first``, ``num_first`` and ``seconds``.
 
         Raises:
             EngineError: it failed, or made fewer tokens than it was asked for.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from benchmarks.peers.engines import Engine
 
@@ -74,11 +75,10 @@ def run(work: Work, engine: Engine, prompts: list[list[int]]) -> Result:
     if work.name == "long":
         return _run_long(work, engine, prompts)
     answer = engine.generate(prompts, work.new)
-    seconds, first = answer["seconds"], answer["first"]
     figure = {
-        "decode": lambda: (work.new - 1) / (seconds - first),
-        "prefill": lambda: work.length / first,
-        "batch": lambda: work.prompts * work.new / seconds,
+        "decode": lambda: _decoding_speed(work, answer),
+        "prefill": lambda: work.length / answer["first"],
+        "batch": lambda: work.prompts * work.new / answer["seconds"],
     }[work.name]()
     return Result({f"of {work.prompts}" if work.name == "batch" else "": figure}, answer["tokens"][0])
 
@@ -94,11 +94,16 @@ def run_fresh(work: Work, opener: Opener, prompts: list[list[int]]) -> Result:
         return Result({"": engine.peak_bytes() / 1e6}, tokens)
 
 
+def _decoding_speed(work: Work, answer: Mapping[str, Any]) -> float:
+    """Tokens/s, of those that came after the first ones: an engine may hand out several at once."""
+    return float((work.new - answer["num_first"]) / (answer["seconds"] - answer["first"]))
+
+
 def _run_long(work: Work, engine: Engine, prompts: list[list[int]]) -> Result:
     speeds = {}
     for length in (_SHORT, work.length):
         answer = engine.generate([prompts[0][:length]], work.new)
-        speeds[length] = (work.new - 1) / (answer["seconds"] - answer["first"])
+        speeds[length] = _decoding_speed(work, answer)
     short, long = speeds[_SHORT], speeds[work.length]
     figures = {f"at {_SHORT}": short, f"at {work.length}": long, "share": long / short}
     return Result(figures, answer["tokens"][0])

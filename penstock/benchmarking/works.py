@@ -11,7 +11,7 @@ import pickle
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
+from penstock.answers import Answer
 from penstock.benchmarking.random_weights import narrow_config, write_random_checkpoint
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm import LLM
@@ -76,6 +77,23 @@ class Figure:
         return {"work": self.work, "of": self.of, "unit": self.unit, **spread, "runs": self.runs}
 
 
+class WatchedLLM(LLM):
+    """An `LLM` that notes when its last call brought its first tokens."""
+
+    first_arrival: float = 0.0
+    """Seconds of `perf_counter`."""
+    num_first: int = 0
+    """How many came then."""
+
+    def _run(self, answers: Sequence[Answer], *, seconds: float) -> Iterator[list[Answer]]:
+        self.num_first = 0
+        for stepped in super()._run(answers, seconds=seconds):
+            if not self.num_first:
+                self.first_arrival = perf_counter()
+                self.num_first = sum(answer.num_new_tokens for answer in stepped)
+            yield stepped
+
+
 class Bench:
     """One model, loaded once, and its works.
 
@@ -91,7 +109,7 @@ class Bench:
         self.config = replace(config, kv_cache=replace(config.kv_cache, enable_prefix_caching=False))
         self.sizes = sizes
         self._random = np.random.default_rng(0)
-        self._llm = LLM.from_config(self.config)
+        self._llm = WatchedLLM.from_config(self.config)
         self._plan_status = "decoding was not measured"
 
     def __enter__(self) -> Self:
@@ -186,22 +204,23 @@ class Bench:
             write_random_checkpoint(Path(folder), narrow)
             model = ModelConfig(model_path=folder, devices=self.config.model.devices)
             config = replace(self.config, model=model, speculative=SpeculativeConfig())
-            with LLM.from_config(config) as llm:
+            with WatchedLLM.from_config(config) as llm:
                 return self._repeated(lambda: self._seconds_of_step(llm))
 
     def _repeated(self, run: Callable[[], T]) -> list[T]:
         run()
         return [run() for _ in range(self.sizes.repeats)]
 
-    def _seconds_of_step(self, llm: LLM) -> float:
-        """Of one token of one context: the same prompt's first token is taken off the time of all."""
-        sizes = self.sizes
-        prompts = self._prompts(llm, 1, sizes.prompt_length)
-        first = _seconds(llm, prompts, 1)
-        all_tokens = _seconds(llm, prompts, sizes.new_tokens)
+    def _seconds_of_step(self, llm: WatchedLLM) -> float:
+        """Of one token of one context, after those that the first step brought."""
+        count, prompts = self.sizes.new_tokens, self._prompts(llm, 1, self.sizes.prompt_length)
+        whole = _seconds(llm, prompts, count)
+        later = perf_counter() - llm.first_arrival
         if llm is self._llm:
             self._plan_status = llm.pipeline.session.plan_status
-        return max(all_tokens - first, 1e-9) / (sizes.new_tokens - 1)
+        if llm.num_first < count:
+            return later / (count - llm.num_first)
+        return max(whole - _seconds(llm, prompts, 1), 1e-9) / (count - 1)  # all have come at once
 
     def _timed(self, llm: LLM, count: int, length: int, new_tokens: int) -> float:
         return _seconds(llm, self._prompts(llm, count, length), new_tokens)

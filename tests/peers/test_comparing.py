@@ -67,10 +67,13 @@ def test_all_works(contest: Contest, tmp_path: Path) -> None:
 
 
 class Clock:
-    """An engine whose first token takes 2 s and all of them 5, and 11 where the prompt is long."""
+    """An engine whose first tokens take 2 s and all of them 5, and 11 where the prompt is long."""
+
+    num_first = 1
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, object]:
-        return {"tokens": [[7]], "first": 2.0, "seconds": 11.0 if len(prompts[0]) > 1024 else 5.0}
+        seconds = 11.0 if len(prompts[0]) > 1024 else 5.0
+        return {"tokens": [[7]], "first": 2.0, "num_first": self.num_first, "seconds": seconds}
 
 
 def test_versions_are_noted_where_every_run_starts_afresh(contest: Contest) -> None:
@@ -93,6 +96,14 @@ def test_figures_of_a_run(name: str, figures: dict[str, float]) -> None:
     found = run(work, cast(Engine, Clock()), prompts_of(work, VOCABULARY, Random()))
     assert found.figures == pytest.approx(figures)
     assert found.tokens == [7]
+
+
+def test_tokens_that_come_with_the_first_do_not_count() -> None:
+    clock = Clock()
+    clock.num_first = 8
+    for name, figures in {"decode": [56 / 3], "long": [56 / 3, 56 / 9, 3 / 9]}.items():
+        found = run(WORKS[name], cast(Engine, clock), prompts_of(WORKS[name], VOCABULARY, Random()))
+        assert list(found.figures.values()) == pytest.approx(figures)
 
 
 def test_other_sizes() -> None:

@@ -40,6 +40,7 @@ def test_answers_are_those_of_the_driver_whatever_it_prints(tmp_path: Path) -> N
         answer = engine.generate([[3, 4], [7]], 3)
         assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
         assert 0 <= answer["first"] <= answer["seconds"] - 0.01  # the first of two arrivals
+        assert answer["num_first"] == 2
         assert engine.generate([[1]], 1)["tokens"] == [[2]]
         assert engine.versions["python"] == ".".join(map(str, sys.version_info[:3]))
         assert engine.versions["pytest"] == pytest.__version__

@@ -76,6 +76,7 @@ def test_token_ids_go_in_and_come_out(tmp_path: Path) -> None:
         answer = opened.generate([[3, 4], [7]], 3)
         assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
         assert 0 < answer["first"] < answer["seconds"]
+        assert answer["num_first"] == 1
         assert os.sched_getaffinity(opened.process_id) == {min(os.sched_getaffinity(0))}  # one thread
     loaded, asked = told(tmp_path)
     assert loaded == {

@@ -33,14 +33,14 @@ def open_engine(settings: Settings) -> Generate:
     if FAULT == "child":
         print("child", subprocess.Popen(["sleep", "600"]).pid, file=sys.stderr, flush=True)
 
-    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         if FAULT == "dies":
             sys.exit("out of tokens")
         if FAULT == "short":
             new_tokens -= 1
-        arrived()
+        arrived(2)
         time.sleep(0.01)
-        arrived()
+        arrived(new_tokens - 2)
         return [[prompt[-1] + 1 + i for i in range(new_tokens)] for prompt in prompts]
 
     return generate

@@ -5,10 +5,11 @@ Requests and answers, in the order of their lines:
     {"do": "load", "model": folder or file, "encoding": ..., "threads": 2, "max_length": 1100, "prompts": 1}
         -> {"versions": {...}}
     {"do": "generate", "prompts": [[3, 17, ...], ...], "new_tokens": 64}
-        -> {"tokens": [[...], ...], "first": seconds, "seconds": seconds}
+        -> {"tokens": [[...], ...], "first": seconds, "num_first": 1, "seconds": seconds}
 
-``first`` is when the first token of the first prompt was there, ``seconds`` when all were. An engine prints
-what it likes: descriptor 1 is standard error before it is imported, and the answers have one of their own.
+``first`` is when the first tokens of the first prompt were there, ``num_first`` how many they were, and
+``seconds`` when all of all prompts were. An engine prints what it likes: descriptor 1 is standard error before
+it is imported, and the answers have one of their own.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from typing import Any
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: the signal that comes when the parent ends
 Tokens = list[list[int]]
-Generate = Callable[[Tokens, int, Callable[[], None]], Tokens]
-"""Prompts, the number of new tokens, and what to call when the first of them is there -> new tokens."""
+Generate = Callable[[Tokens, int, Callable[[int], None]], Tokens]
+"""Prompts, the number of new tokens, and whom to tell how many of a prompt have just come -> new tokens."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,12 @@ def answer_requests(open_engine: Callable[[Settings], Generate]) -> None:
 
 def timed(generate: Generate, prompts: Tokens, new_tokens: int) -> dict[str, Any]:
     """One run, with the clock beside it."""
-    arrivals: list[float] = []
+    arrivals: list[tuple[float, int]] = []
     start = perf_counter()
-    tokens = generate(prompts, new_tokens, lambda: arrivals.append(perf_counter()))
+    tokens = generate(prompts, new_tokens, lambda count: arrivals.append((perf_counter(), count)))
     end = perf_counter()
-    return {"tokens": tokens, "first": (arrivals or [end])[0] - start, "seconds": end - start}
+    first, num_first = (arrivals or [(end, new_tokens)])[0]
+    return {"tokens": tokens, "first": first - start, "num_first": num_first, "seconds": end - start}
 
 
 def versions() -> dict[str, str]:

@@ -60,7 +60,7 @@ def open_engine(settings: Settings) -> Generate:
                 if is_last:
                     yield sequence, api.llama_sampler_sample(sampler, context, i)
 
-    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         context = context_for(len(prompts), max(map(len, prompts)) + new_tokens)
         found: Tokens = [[] for _ in prompts]
         entries = [
@@ -72,7 +72,7 @@ def open_engine(settings: Settings) -> Generate:
             for sequence, token in run(context, entries):
                 found[sequence].append(token)
             if step == 0:
-                arrived()
+                arrived(1)
             entries = [(new[-1], len(prompts[i]) + step, i, True) for i, new in enumerate(found)]
         return found
 

@@ -42,7 +42,7 @@ def open_engine(settings: Settings) -> Generate:
     )
     _, pipeline = api.PIPELINE_REGISTRY.retrieve(api.PipelineConfig.from_args(arguments))
 
-    async def answers(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+    async def answers(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, temperature=0, top_k=1)
         requests = [
             TextGenerationRequest(RequestID(), str(folder), prompt=prompt, sampling_params=params)
@@ -50,7 +50,7 @@ def open_engine(settings: Settings) -> Generate:
         ]
         found: Tokens = [[] for _ in prompts]
         async for step in pipeline.generate_async(requests):
-            arrived()
+            arrived(len(step[0].tokens))
             for tokens, output in zip(found, step, strict=True):
                 tokens += output.tokens
         return found

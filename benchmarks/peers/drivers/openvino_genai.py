@@ -14,13 +14,13 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 class Arrivals(api.StreamerBase):  # type: ignore[misc]
     """Tells of tokens as they come."""
 
-    def __init__(self, arrived: Callable[[], None]) -> None:
+    def __init__(self, arrived: Callable[[int], None]) -> None:
         super().__init__()
         self._arrived = arrived
 
     def write(self, token: int | list[int]) -> api.StreamingStatus:
         """One token, or some."""
-        self._arrived()
+        self._arrived(len(token) if isinstance(token, list) else 1)
         return api.StreamingStatus.RUNNING
 
     def end(self) -> None:
@@ -35,7 +35,7 @@ def open_engine(settings: Settings) -> Generate:
     properties = {"INFERENCE_NUM_THREADS": settings.threads}
     pipeline = api.ContinuousBatchingPipeline(settings.model, scheduling, "CPU", properties)
 
-    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         config = api.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
         tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
         streamer = Arrivals(arrived) if len(prompts) == 1 else None

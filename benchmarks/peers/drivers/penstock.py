@@ -12,12 +12,12 @@ from penstock.answers import Answer
 class Watched(LLM):
     """An `LLM` that tells when a step has brought tokens."""
 
-    arrived: Callable[[], None]
+    arrived: Callable[[int], None]
 
     def _run(self, answers: Sequence[Answer], *, seconds: float) -> Iterator[list[Answer]]:
         for stepped in super()._run(answers, seconds=seconds):
-            if any(answer.num_new_tokens for answer in stepped):
-                self.arrived()
+            if stepped and stepped[0].num_new_tokens:
+                self.arrived(stepped[0].num_new_tokens)
             yield stepped
 
 
@@ -32,7 +32,7 @@ def open_engine(settings: Settings) -> Generate:
         enable_prefix_caching=False,
     )
 
-    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         llm.arrived = arrived
         params = SamplingParams(max_new_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
         return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]

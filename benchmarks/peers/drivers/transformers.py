@@ -14,14 +14,14 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 class Arrivals(BaseStreamer):  # type: ignore[misc]
     """Tells of tokens as they come; what comes first is the prompt."""
 
-    def __init__(self, arrived: Callable[[], None]) -> None:
+    def __init__(self, arrived: Callable[[int], None]) -> None:
         self._arrived, self._puts = arrived, 0
 
     def put(self, value: torch.Tensor) -> None:
         """The prompt, then token after token."""
         self._puts += 1
         if self._puts == 2:
-            self._arrived()
+            self._arrived(1)
 
     def end(self) -> None:
         """No more come."""
@@ -33,7 +33,7 @@ def open_engine(settings: Settings) -> Generate:
     dtype = getattr(torch, settings.encoding)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval()
 
-    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         ids = torch.tensor(prompts)
         with torch.inference_mode():
             whole = model.generate(

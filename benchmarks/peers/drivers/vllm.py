@@ -29,7 +29,7 @@ def open_engine(settings: Settings) -> Generate:
     ).llm_engine
     names = count()
 
-    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[], None]) -> Tokens:
+    def generate(prompts: Tokens, new_tokens: int, arrived: Callable[[int], None]) -> Tokens:
         params = SamplingParams(
             max_tokens=new_tokens, min_tokens=new_tokens, ignore_eos=True, temperature=0, detokenize=False
         )
@@ -40,7 +40,7 @@ def open_engine(settings: Settings) -> Generate:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 found[output.request_id] = list(output.outputs[0].token_ids)
-                arrived()
+                arrived(len(found[output.request_id]))
         return [found[name] for name in ids]
 
     return generate
