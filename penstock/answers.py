@@ -146,6 +146,11 @@ class Answer:
         self.num_new_tokens = len(self._token_ids) - before
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that have come so far."""
+        return len(self._token_ids)
+
+    @property
     def prompt_log_probabilities(self) -> LogProbabilities | None:
         """Those of the prompt, if the context was to echo it."""
         return self._of_prompt or self.context.prompt_log_probabilities
@@ -228,6 +233,11 @@ class TextStream(Iterator[str]):
         self._answer = answer
         self._pieces = pieces
         self._report = report
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have been generated so far; several may come with one piece."""
+        return self._answer.num_tokens
 
     @property
     def output(self) -> GenerationOutput:

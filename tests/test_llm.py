@@ -178,7 +178,10 @@ def test_chat_passes_variables_to_the_template(llm: LLM) -> None:
 def test_a_stream_is_what_generate_gives(llm: LLM) -> None:
     params = SamplingParams(max_new_tokens=30)
     stream = llm.stream("Hello", params)
-    pieces = list(stream)
+    first = next(stream)
+    assert 1 <= stream.num_tokens
+    pieces = [first, *stream]
+    assert stream.num_tokens == len(stream.output.token_ids)
     assert len(pieces) > 3  # some tokens each
     assert "".join(pieces) == stream.output.text
     assert stream.output.token_ids == llm.generate("Hello", params)[0].token_ids

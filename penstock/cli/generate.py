@@ -156,11 +156,13 @@ class Timings:
     """From there to the first text."""
     others: float
     """From the first text to the end."""
+    num_first: int = 1
+    """Tokens that came with the first text."""
 
     def tokens_per_second(self, num_tokens: int) -> float:
-        """The speed after the first token; over all where there is only one."""
-        if num_tokens > 1 and self.others > 0:
-            return (num_tokens - 1) / self.others
+        """The speed after the first text; over all where nothing came after it."""
+        if num_tokens > self.num_first and self.others > 0:
+            return (num_tokens - self.num_first) / self.others
         return num_tokens / max(self.first_token, 1e-9)
 
     def summary(self, num_tokens: int) -> str:
@@ -222,16 +224,17 @@ def _print_several(
 def _run(stream: TextStream, loaded: float, *, silent: bool) -> Timings:
     """Prints the text as it comes, unless ``silent``, and takes the time."""
     start = time.perf_counter()
-    first = None
+    first, num_first = None, 1
     for piece in stream:
-        first = first or time.perf_counter()
+        if first is None:
+            first, num_first = time.perf_counter(), stream.num_tokens
         if not silent:
             click.echo(piece, nl=False)
     end = time.perf_counter()
     if not silent:
         click.echo()
     first = first or end
-    return Timings(loaded, first - start, end - first)
+    return Timings(loaded, first - start, end - first, num_first)
 
 
 def _as_json(output: GenerationOutput, timings: Timings) -> dict[str, Any]:

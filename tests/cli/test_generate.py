@@ -209,6 +209,8 @@ def test_env_for_people_has_what_the_object_has() -> None:
 
 def test_speed_is_counted_from_the_first_token() -> None:
     assert Timings(load=1, first_token=2, others=5).tokens_per_second(11) == 2
+    assert Timings(load=1, first_token=2, others=5, num_first=6).tokens_per_second(11) == 1
+    assert Timings(load=1, first_token=2, others=0.01, num_first=6).tokens_per_second(6) == 3
     assert Timings(load=1, first_token=2, others=0).tokens_per_second(1) == 0.5
 
 

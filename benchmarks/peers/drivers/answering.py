@@ -8,8 +8,8 @@ Requests and answers, in the order of their lines:
         -> {"tokens": [[...], ...], "first": seconds, "num_first": 1, "seconds": seconds}
 
 ``first`` is when the first tokens of the first prompt were there, ``num_first`` how many they were, and
-``seconds`` when all of all prompts were. An engine prints what it likes: descriptor 1 is standard error before
-it is imported, and the answers have one of their own.
+``seconds`` when all of all prompts were. An engine prints what it likes: descriptor 1 is standard error
+before it is imported, and the answers have one of their own.
 """
 
 from __future__ import annotations
