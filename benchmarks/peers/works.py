@@ -101,7 +101,7 @@ def _decoding_speed(work: Work, answer: Mapping[str, Any]) -> float:
 
 def _run_long(work: Work, engine: Engine, prompts: list[list[int]]) -> Result:
     speeds = {}
-    for length in (_SHORT, work.length):
+    for length in (work.length, _SHORT):  # in this order little time lies between the two that are compared
         answer = engine.generate([prompts[0][:length]], work.new)
         speeds[length] = _decoding_speed(work, answer)
     short, long = speeds[_SHORT], speeds[work.length]
