@@ -123,14 +123,14 @@ def memory_ahead(num_bytes: int) -> Iterator[None]:
     At its end, or with `release_ahead` before it, what nobody has taken goes back.
     """
     global _ahead
-    if _ahead is not None or not num_bytes:
-        yield
-        return
-    _ahead = mine = MemoryAhead(num_bytes)
+    mine = None
+    if _ahead is None and num_bytes:
+        with suppress(OSError):  # so much at once is refused: it may be had in parts
+            _ahead = mine = MemoryAhead(num_bytes)
     try:
         yield
     finally:
-        if _ahead is mine:
+        if mine is not None and _ahead is mine:
             release_ahead()
 
 

@@ -109,6 +109,12 @@ def test_one_load_at_a_time_has_any() -> None:
     assert not searching()
 
 
+def test_what_cannot_be_mapped_is_done_without() -> None:
+    with memory_ahead(1 << 60):  # more than there are addresses for
+        assert take_ahead(1) is None
+    assert not searching()
+
+
 def test_what_is_found_ahead_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.limits.memory", lambda: (8 * MB, 2 * MB))
     with memory_ahead(3 * MB):
