@@ -180,7 +180,8 @@ TABLE = {
         "torch .dtype .nn .pipelines.config .pipelines.registry .pipelines.weights", lazily="tokenizers"
     ),
     "benchmarking.works": Row(
-        "numpy .benchmarking.random_weights .llm .pipelines.config .pipelines.core", typing=".kernels"
+        "numpy .benchmarking.random_weights .llm .pipelines.config .pipelines.core",
+        typing=".answers .kernels",
     ),
     "benchmarking.works_report": Row("rich .benchmarking.works", lazily="matplotlib"),
     "benchmarking.quality": Row(

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from penstock.answers import Answer
 from penstock.benchmarking.random_weights import narrow_config, write_random_checkpoint
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm import LLM
@@ -28,6 +27,7 @@ from penstock.pipelines.config import ModelConfig, PipelineConfig, SpeculativeCo
 from penstock.pipelines.core import SamplingParams
 
 if TYPE_CHECKING:
+    from penstock.answers import Answer
     from penstock.kernels.cpu.plan import CompiledPlan
 
 T = TypeVar("T")
