@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock import limits
 from penstock.errors import ConfigError
-from penstock.host_memory import num_ahead
+from penstock.host_memory import CACHE_LINE, num_ahead
 
 if TYPE_CHECKING:
     import torch
@@ -168,12 +168,9 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(size + _CACHE_LINE, np.uint8))
-    start = -memory.data_ptr() % _CACHE_LINE
+    memory = torch.from_numpy(np.zeros(size + CACHE_LINE, np.uint8))
+    start = -memory.data_ptr() % CACHE_LINE
     return memory[start : start + size].view(dtype).view(*shape)
-
-
-_CACHE_LINE = 64  # bytes; no vector load of a kernel crosses two
 
 
 def _gpus(count: int) -> str:

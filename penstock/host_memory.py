@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-HUGE_PAGE = 2 << 20
-_LINE = 64  # bytes; no load of a kernel crosses two
+_HUGE_PAGE = 2 << 20
+CACHE_LINE = 64
+"""Bytes. What begins with one has no load of a kernel that crosses two."""
 _PIECE = 16 << 20
 """Bytes that are found at a go: whoever takes the first of them waits so long."""
 
@@ -41,10 +42,10 @@ def huge_pages(num_bytes: int) -> Bytes:
 
 def _map(num_bytes: int) -> tuple[mmap.mmap, int]:
     """Pages, and where in them the first huge one begins, which so many bytes follow at least."""
-    rounded = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
-    pages = mmap.mmap(-1, rounded + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    rounded = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+    pages = mmap.mmap(-1, rounded + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise_huge_pages(pages)
-    return pages, -_view(pages).ctypes.data % HUGE_PAGE
+    return pages, -_view(pages).ctypes.data % _HUGE_PAGE
 
 
 def _view(pages: mmap.mmap) -> Bytes:
@@ -87,7 +88,7 @@ class MemoryAhead:
             start, end = self._num_taken, self._num_taken + num_bytes
             if end > len(self._memory):
                 return None
-            self._num_taken = -(-end // _LINE) * _LINE
+            self._num_taken = -(-end // CACHE_LINE) * CACHE_LINE
             return self._memory[start:end]
 
     def close(self) -> None:

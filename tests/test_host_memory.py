@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 from collections.abc import Iterator
@@ -70,6 +71,7 @@ def test_what_is_taken_is_apart_and_stays(sizes: list[int], most: int) -> None:
 
 
 def test_all_of_it_is_found_where_nobody_asks_and_given_back() -> None:
+    gc.collect()  # what other tests have left would go in the middle of it
     before = resident()
     ahead = MemoryAhead(256 * MB)
     ahead._thread.join()

@@ -11,10 +11,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from penstock.host_memory import huge_pages, take_ahead
+from penstock.host_memory import CACHE_LINE, huge_pages, take_ahead
 
 _CHUNK = 32 << 20
-_LINE = 64
 
 
 class WeightMemory:
@@ -33,5 +32,5 @@ class WeightMemory:
         if num_bytes > len(self._chunk):
             self._chunk = torch.from_numpy(huge_pages(max(num_bytes, _CHUNK)))
         tensor = self._chunk[:num_bytes].view(dtype).view(shape)
-        self._chunk = self._chunk[-(-num_bytes // _LINE) * _LINE :]
+        self._chunk = self._chunk[-(-num_bytes // CACHE_LINE) * CACHE_LINE :]
         return tensor
