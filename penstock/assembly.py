@@ -263,4 +263,5 @@ def _as_work(
         adapters,
         lambda: config.max_num_steps or pipeline.steps_within(MOMENT),
         lambda: DraftCounts(drafts.num_proposed, drafts.num_accepted, drafts.num_verified_steps),
+        pipeline.settle,
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock import limits
 from penstock.errors import ConfigError
-from penstock.host_memory import CACHE_LINE, num_ahead
+from penstock.host_memory import CACHE_LINE, num_ahead, num_promised
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +179,7 @@ def _gpus(count: int) -> str:
 
 def _host_memory() -> tuple[int, int]:
     """Total and available bytes of host memory, a container's limit counted in. What was found ahead for
-    weights is there for them: it counts as available."""
+    weights is there for them: it counts as available. What weights are still to be packed into does not."""
     ahead = num_ahead()  # asked first: it grows
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
@@ -193,4 +193,4 @@ def _host_memory() -> tuple[int, int]:
     limit = limits.memory()
     if limit is not None:
         total, free = min(total, limit[0]), min(free, limit[1])
-    return total, free + ahead
+    return total, max(free + ahead - num_promised(), 0)

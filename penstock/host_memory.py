@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakSet
 
 if TYPE_CHECKING:
     import numpy as np
@@ -153,3 +154,32 @@ def num_ahead() -> int:
     """Bytes that were found ahead and that nobody has taken yet: they count as free."""
     ahead = _ahead
     return ahead.num_idle if ahead is not None else 0
+
+
+class PromisedMemory:
+    """Memory that somebody is going to take, and that nobody else should count on; until it is kept, or
+    dropped.
+
+    Args:
+        num_bytes: how much.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        with _promising:
+            _promises.add(self)
+
+    def keep(self) -> None:
+        """It has been taken."""
+        with _promising:
+            _promises.discard(self)
+
+
+_promises: WeakSet[PromisedMemory] = WeakSet()
+_promising = threading.Lock()
+
+
+def num_promised() -> int:
+    """Bytes of this process's free memory that somebody is going to take."""
+    with _promising:
+        return sum(promise.num_bytes for promise in _promises)

@@ -159,6 +159,9 @@ class _Wishes:
     ) -> None:
         """All are floats."""
 
+    def is_mapped(self, name: str) -> bool:
+        return False
+
     def release(self, name: str) -> None:
         """There is no memory to let go of."""
 

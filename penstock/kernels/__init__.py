@@ -1,5 +1,6 @@
 """Numerics per device: the only package, with ``driver`` and ``engine``, that knows device names."""
 
+from penstock.kernels.deferred import Deferred
 from penstock.kernels.experts import ClampedSwish, PackedExperts
 from penstock.kernels.inputs import (
     KVCacheInputs,
@@ -26,6 +27,7 @@ __all__ = [
     "OPERATIONS",
     "Activation",
     "ClampedSwish",
+    "Deferred",
     "FloatEncoding",
     "Gating",
     "KVCacheInputs",

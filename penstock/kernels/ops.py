@@ -70,6 +70,22 @@ class Ops(ABC):
         """
         return pack_linear(weight, encoding, bias=bias, slices=slices)
 
+    def pack_later(
+        self,
+        weight: Sequence[Tensor],  # [out, in], parts one behind the other
+        encoding: str,
+        *,
+        bias: Tensor | None = None,  # [out]
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        """As `pack_linear`, of parts that stay in memory by themselves, as those of a mapped file do: where
+        the back end can do without packing for a while, the tensors are `Deferred`.
+
+        Raises:
+            ConfigError: the encoding is unknown.
+        """
+        return self.pack_linear(weight, encoding, bias=bias, slices=slices)
+
     def pack_quantized(
         self,
         rows: Mapping[str, Tensor],

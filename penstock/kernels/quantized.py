@@ -4,8 +4,9 @@ Both encodings multiply integers. A row of activations is quantised when it come
 value, the weights were at load; the products are added exactly, and only then scaled. So how the integers
 are added up can change nothing, and a row's bits depend on no other row.
 
-* ``int8``: a scale for each output of the weight and each row of the activations (LLM.int8() without its
-  outliers: Dettmers et al. 2022, arXiv:2208.07339).
+* ``int8``: a scale for each output of the weight and each row of the activations. A few activations of
+  trained models are many times as large as the others, whose digits they would take (Dettmers et al. 2022,
+  arXiv:2208.07339): they become integers of more than 8 bits, see `quantize_activations`.
 * ``int4``: a scale for each 32 inputs of either (groups: Frantar et al. 2022, arXiv:2210.17323). A group's
   scale is searched for, as the largest weight is seldom the best measure of the others. The activations
   are quantised to 8 bits.
@@ -28,6 +29,12 @@ _LARGEST_HALF = 65504.0
 _DIVISORS = tuple(7 + i / 3 for i in range(7))
 """What is tried as the integer, negated, of a group's largest weight: -7, where -8 stays unused, to -9, where
 it is clipped to -8. Weights that lie on such a grid already stay what they are."""
+
+MOST_EXTRAS = 15
+"""Bytes that a row of activations may take beside one for each input."""
+INPUTS_AN_EXTRA = 32
+"""Inputs of a row for each of these bytes, where they are fewer."""
+_REACHES = (1.5, 2, 3, 4, 6, 8, 12, 16)
 
 _ROWS_AT_A_TIME = 512  # of a weight whose scales are searched for: some megabytes
 
@@ -54,7 +61,7 @@ class Int8Encoding:
 
     def multiply(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
         """``sum(x_q * w_q) * (scale_x * scale_w) + bias``, rounded once to the type of x."""
-        integers, scales = quantize(x)  # [T, in], [T]
+        integers, scales = quantize_activations(x)  # [T, in], [T]
         sums = integers.double() @ tensors["weight"].double().T  # exact: below 2^53
         y = sums.float() * (scales[:, None] * tensors["scales"])
         return (y if bias is None else y + bias.float()).to(x.dtype)
@@ -116,6 +123,28 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     integers = torch.where(counts[..., None], (x * (most / top)[..., None]).round(), 0)
     scales = torch.where(counts, top / most, 0).masked_fill(~is_finite, torch.nan)
     return integers.to(torch.int8), scales
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `quantize`, of rows ``x [T, in]``, but a few integers may lie beyond -127..127, as int32.
+
+    The largest magnitude of a row becomes the largest of `_REACHES` times 127 for which the integers take, in
+    bytes of -127..127 that add up to them, no more than `MOST_EXTRAS` beside one each (of short rows: one for
+    `INPUTS_AN_EXTRA` inputs).
+    """
+    x = x.float()
+    top = x.abs().amax(-1)
+    counts = top.isfinite() & (top >= _LEAST)
+    room = min(MOST_EXTRAS, x.shape[-1] // INPUTS_AN_EXTRA)
+    most, fits = torch.full_like(top, 127), counts
+    for reach in _REACHES:
+        farther = torch.full_like(top, 127 * reach)
+        magnitudes = (x * (farther / top)[..., None]).round().abs().masked_fill(~counts[..., None], 0)
+        fits = fits & (((magnitudes.long() - 1).clamp_min(0) // 127).sum(-1) <= room)
+        most = torch.where(fits, farther, most)
+    integers = torch.where(counts[..., None], (x * (most / top)[..., None]).round(), 0)
+    scales = torch.where(counts, top / most, 0).masked_fill(~top.isfinite(), torch.nan)
+    return integers.to(torch.int32), scales
 
 
 def _search_scales(groups: Tensor) -> tuple[Tensor, Tensor]:

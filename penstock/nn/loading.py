@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.kernels import LinearSlice, PackedLinear, encoding_named
+from penstock.kernels import Deferred, LinearSlice, PackedLinear, encoding_named
 from penstock.kernels.reference import ReferenceOps
 from penstock.nn.linear import Linear
 from penstock.nn.norm import LayerNorm, RMSNorm
@@ -36,6 +36,10 @@ class TensorSource(Protocol):
         """
         ...
 
+    def is_mapped(self, name: str) -> bool:
+        """Whether `tensor` gives what lies in the file, and takes no memory of its own."""
+        ...
+
     def release(self, name: str) -> None:
         """The tensor has been packed: what memory its file's pages take may go."""
         ...
@@ -53,6 +57,17 @@ class Packer(Protocol):
         slices: Sequence[LinearSlice],
     ) -> PackedLinear:
         """Packs parts of a weight ``[out, in]``, and ``bias [out]``, in the encoding named."""
+        ...
+
+    def pack_later(
+        self,
+        weight: Sequence[Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+    ) -> PackedLinear:
+        """As `pack_linear`, of parts that stay in memory by themselves; not necessarily at once."""
         ...
 
     def pack_quantized(
@@ -108,6 +123,8 @@ class Loader:
         device: where to.
         packer: what packs them there; the reference back end if not given.
         store: where layers may be packed already.
+        later: weights that are mapped may be packed when they are first needed so, see
+            `penstock.kernels.Deferred`.
     """
 
     def __init__(
@@ -117,12 +134,15 @@ class Loader:
         device: torch.device,
         packer: Packer | None = None,
         store: LayerStore | None = None,
+        *,
+        later: bool = False,
     ) -> None:
         self.source = source
         self.encoding = encoding
         self.device = device
         self._packer = packer or ReferenceOps()
         self._store = store
+        self._later = later
         self.dtype = encoding_named(encoding).compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
         self.layers: list[PackedLinear] = []
@@ -164,7 +184,7 @@ class Loader:
         parts = {name: vocabulary}
         if tied_to is None:
             return self._named(parts, hidden, None, encoding)
-        return self._layer(parts, (vocabulary, hidden), None, encoding, lambda: [tied_to])
+        return self._layer(parts, (vocabulary, hidden), None, encoding, lambda: [tied_to], later=True)
 
     def pack(
         self, weight: Tensor, parts: Mapping[str, int], *, bias: Tensor | None = None, plain: bool = False
@@ -213,9 +233,18 @@ class Loader:
                 shape = (in_features, size) if transposed else (size, in_features)
                 self.source.expect(f"{name}.weight", shape)
 
-        linear = self._layer(parts, (sum(parts.values()), in_features), bias, encoding, read, skip)
-        for name in parts:
-            self.source.release(f"{name}.weight")
+        def release() -> None:
+            for name in parts:
+                self.source.release(f"{name}.weight")
+
+        shape = (sum(parts.values()), in_features)
+        later = all(self.source.is_mapped(f"{name}.weight") for name in parts)
+        linear = self._layer(parts, shape, bias, encoding, read, skip, later=later)
+        tensors = linear.packed.tensors
+        if isinstance(tensors, Deferred):
+            tensors.on_packed = release
+        else:
+            release()
         return linear
 
     def _weight(self, name: str, out_features: int, in_features: int, transposed: bool) -> Tensor:
@@ -251,10 +280,13 @@ class Loader:
         encoding: str,
         read: Callable[[], _Weight],
         skip: Callable[[], None] = lambda: None,
+        *,
+        later: bool = False,
     ) -> Linear:
         """The next layer of the load: as it was packed before, or packed from what ``read`` gives.
 
-        Reading may take long, where a file is quantised in another way; ``skip`` is called in its place.
+        Reading may take long, where a file is quantised in another way; ``skip`` is called in its place. What
+        stays in memory anyway may be packed ``later``.
         """
         slices, start = [], 0
         for name, size in parts.items():
@@ -266,15 +298,21 @@ class Loader:
         if packed is not None:
             skip()
         else:
-            packed = self._packed(read(), bias, slices, encoding)
+            packed = self._packed(read(), bias, slices, encoding, later and self._later)
         self.layers.append(packed)
         return Linear(packed)
 
     def _packed(
-        self, weight: _Weight, bias: Tensor | None, slices: Sequence[LinearSlice], encoding: str
+        self,
+        weight: _Weight,
+        bias: Tensor | None,
+        slices: Sequence[LinearSlice],
+        encoding: str,
+        later: bool,
     ) -> PackedLinear:
         if isinstance(weight, Mapping):
             rows = {name: tensor.to(self.device) for name, tensor in weight.items()}
             return self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
         parts = [part.to(self.device) for part in weight]
-        return self._packer.pack_linear(parts, encoding, bias=bias, slices=slices)
+        pack = self._packer.pack_later if later else self._packer.pack_linear
+        return pack(parts, encoding, bias=bias, slices=slices)

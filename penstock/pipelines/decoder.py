@@ -7,6 +7,7 @@ An architecture subclasses it and says what its KV cache looks like (`kv_spec`),
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -19,7 +20,7 @@ from torch import Tensor
 from penstock.dtype import DType
 from penstock.errors import UnsupportedFeatureError
 from penstock.host_memory import release_ahead
-from penstock.kernels import KVCacheInputs, Ops, SamplingInputs, StepInputs, encoding_named
+from penstock.kernels import Deferred, KVCacheInputs, Ops, SamplingInputs, StepInputs, encoding_named
 from penstock.nn import Loader, ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
 from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
@@ -84,9 +85,12 @@ class DecoderModel(PipelineModel[TextContext]):
         store = open_packed(model, ops.layout)
         if store is not None or ops.layout != "panels":
             release_ahead()  # nothing is going to be packed into it
-        loader = Loader(self.weights, model.encoding, self.torch_device, ops, store)
+        loader = Loader(self.weights, model.encoding, self.torch_device, ops, store, later=True)
         self.network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         self._lora_manager = self._load_adapters(loader)
+        tensors = (layer.tensors for layer in loader.layers)
+        self._deferred = deque(one for one in tensors if isinstance(one, Deferred))
+        self._has_run = False
 
     @property
     def lora_manager(self) -> LoRAManager | None:
@@ -214,7 +218,17 @@ class DecoderModel(PipelineModel[TextContext]):
             text_lengths=positions + 1 if self.network.length_dependent else None,
         )
 
+    def settle(self) -> bool:
+        """Packs the next weight that the load has put off."""
+        if self._deferred:
+            self._deferred.popleft().pack()
+        return bool(self._deferred)
+
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
+        if self._has_run:
+            while self.settle():
+                pass
+        self._has_run = True
         results = self._replayed(model_inputs)
         if results is None:
             with torch.inference_mode():

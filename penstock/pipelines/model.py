@@ -215,6 +215,11 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def execute(self, model_inputs: Any) -> ModelOutputs:
         """Runs one forward."""
 
+    def settle(self) -> bool:
+        """Does some of what the load has put off, a fraction of a second's work: for whoever has nothing to
+        run. False once nothing is left; `execute` waits for the rest where it has to."""
+        return False
+
     def execute_steps(
         self,
         model_inputs: Any,

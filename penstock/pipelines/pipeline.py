@@ -169,6 +169,10 @@ class TextGenerationPipeline:
             return 1
         return self._forwards.steps_within(seconds)
 
+    def settle(self) -> bool:
+        """Does some of what the load has put off, see `PipelineModel.settle`."""
+        return self.model.settle()
+
     def next_token(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> list[dict[str, TextResponse]]:

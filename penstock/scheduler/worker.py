@@ -91,6 +91,8 @@ class Work:
     num_steps: Callable[[], int] = lambda: 1
     """Most tokens that a request is to gain in the next step of the scheduler."""
     draft_counts: Callable[[], DraftCounts] = DraftCounts
+    settle: Callable[[], bool] = lambda: False
+    """Does some of what the load has put off; False once nothing is left."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ class _Loop:
     def _take_commands(self, wait: bool) -> None:
         """All that has come; with ``wait`` sleeps until something has, or until it is time to try again."""
         if wait:
+            while not self._commands.poll(0) and self._work.settle():
+                pass
             self._commands.poll(_RETRY if self._scheduler.has_work else None)
         while True:
             try:

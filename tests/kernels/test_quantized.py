@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels import encoding_named, pack_linear
-from penstock.kernels.quantized import quantize
+from penstock.kernels.quantized import INPUTS_AN_EXTRA, MOST_EXTRAS, quantize, quantize_activations
 from penstock.kernels.reference import ReferenceOps
 
 ENCODINGS = ["int8", "int4"]
@@ -34,6 +34,43 @@ def test_the_largest_number_there_is() -> None:
     integers, scales = quantize(torch.tensor([[3.4e38, -1.7e38]]))
     assert integers.tolist() == [[127, -64]]
     torch.testing.assert_close(scales, torch.tensor([3.4e38 / 127]))
+
+
+def test_a_few_activations_may_be_large() -> None:
+    x = torch.full((4, 64), 1.0)
+    x[0, 3] = -8.0  # there is room for two bytes more, which makes three times 127 the most
+    x[1, 3] = -3.0
+    x[2, :2], x[3, :3] = 2.0, 2.0
+    integers, scales = quantize_activations(x)
+    assert [sorted(set(row)) for row in integers.tolist()] == [[-381, 48], [-381, 127], [127, 254], [64, 127]]
+    torch.testing.assert_close(scales, torch.tensor([8 / 381, 3 / 381, 2 / 254, 2 / 127]))
+
+
+@given(
+    st.integers(1, 700).flatmap(
+        lambda n: st.tuples(
+            st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20),
+            st.integers(0, 2**31),
+            st.just(n),
+        )
+    )
+)
+def test_activations_are_told_by_few_bytes(drawn: tuple[list[float], int, int]) -> None:
+    large, seed, inputs = drawn
+    x = torch.randn(1, inputs, generator=torch.Generator().manual_seed(seed))
+    x[0, : len(large)] = torch.tensor(large)[:inputs]
+    integers, scales = quantize_activations(x)
+    _, plain = quantize(x)
+    room = min(MOST_EXTRAS, inputs // INPUTS_AN_EXTRA)
+
+    def num_extras(wholes: Tensor) -> int:
+        return sum(max(math.ceil(abs(whole) / 127) - 1, 0) for whole in wholes[0].tolist())
+
+    assert num_extras(integers) <= room
+    assert float((x - integers * scales[:, None]).abs().max()) <= float(scales) * 0.5001
+    assert 1 <= float(plain) / max(float(scales), 1e-38) <= 16.001 or float(plain) == 0
+    if 0 < float(plain) / max(float(scales), 1e-38) < 11:  # the next reach is half as far again at most
+        assert num_extras((x / (scales[:, None] * 0.66)).round()) > room
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

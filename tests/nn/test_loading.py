@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor
 
+from penstock import host_memory
 from penstock.driver import CPU
 from penstock.engine import InferenceSession
-from penstock.kernels import ENCODINGS, Ops, PackedLinear, unpack_linear
+from penstock.host_memory import num_promised
+from penstock.kernels import ENCODINGS, Deferred, Ops, PackedLinear, unpack_linear
+from penstock.kernels.cpu import available_isas
 from penstock.kernels.reference import ReferenceOps
 from penstock.nn import Loader, encoding_of_head, encoding_of_linear
 
+needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 BACK_ENDS = {"reference": ReferenceOps(), "best": InferenceSession([CPU()]).ops}
 
 
@@ -23,6 +29,7 @@ class Source:
     def __init__(self, tensors: Mapping[str, Tensor], quantized: Mapping[str, str] | None = None) -> None:
         self.tensors, self.quantized = tensors, quantized or {}
         self.released: list[str] = []
+        self.mapped: set[str] = set()
         self.expected: dict[str, tuple[int, ...]] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -44,6 +51,9 @@ class Source:
             return None
         rows = ENCODINGS[encoding].pack(self.tensors[name])
         return rows | {"scales": 2 * rows["scales"]}  # what nobody else would make of it
+
+    def is_mapped(self, name: str) -> bool:
+        return name in self.mapped
 
     def release(self, name: str) -> None:
         self.released.append(name)
@@ -168,3 +178,82 @@ def test_what_was_packed_before_is_not_read() -> None:
     assert all(one is other for one, other in zip(build(loader), layers, strict=True))
     assert source.expected == shapes
     assert list(loader.linears) == ["x", "y.a", "y.b", "z"]
+
+
+@pytest.fixture
+def _no_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other tests count no more."""
+    monkeypatch.setattr(host_memory, "_promises", WeakSet())
+
+
+def load_later(source: Source, encoding: str) -> Loader:
+    return Loader(source, encoding, torch.device("cpu"), BACK_ENDS["best"], later=True)
+
+
+def is_deferred(packed: PackedLinear) -> bool:
+    return isinstance(packed.tensors, Deferred) and bool(packed.tensors.parts)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_no_promises")
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+def test_mapped_floats_are_packed_when_they_are_looked_at(encoding: str) -> None:
+    parts = {"a": 128, "b": 64, "c": 70}
+    source = Source({f"x.{name}.weight": random(size, 80, seed=size) for name, size in parts.items()})
+    source.mapped = set(source.tensors)
+    packed = load_later(source, encoding).fused("x", parts, 80).packed
+    assert is_deferred(packed) == (encoding in ("float32", "bfloat16"))
+    assert source.released == ([] if is_deferred(packed) else list(source.tensors))
+    assert num_promised() == (
+        5 * 64 * 80 * ENCODINGS[encoding].dtype.size_in_bytes if is_deferred(packed) else 0
+    )
+    kind = ENCODINGS[encoding]
+    assert torch.equal(
+        unpack_linear(packed), kind.unpack(kind.pack(torch.cat(list(source.tensors.values()))))
+    )
+    assert not is_deferred(packed)
+    assert source.released == list(source.tensors)
+    assert num_promised() == 0
+
+
+@needs_kernels
+def test_what_cannot_wait_is_packed_at_once() -> None:
+    source = Source(
+        {
+            "x.a.weight": random(70, 80),  # the next part would begin within a panel
+            "x.b.weight": random(64, 80),
+            "turned.weight": random(80, 64),
+            "widened.weight": random(64, 80),
+            "plain.weight": random(64, 80),
+        }
+    )
+    source.mapped = set(source.tensors) - {"widened.weight"}
+    loader = load_later(source, "bfloat16")
+    assert not is_deferred(loader.fused("x", {"a": 70, "b": 64}, 80).packed)
+    assert not is_deferred(loader.linear("turned", 64, 80, transposed=True).packed)
+    assert not is_deferred(loader.linear("widened", 64, 80).packed)
+    assert is_deferred(loader.linear("plain", 64, 80).packed)
+    at_once = load(source, "bfloat16", BACK_ENDS["best"])
+    assert not is_deferred(at_once.linear("plain", 64, 80).packed), "nobody asked it to wait"
+
+
+@needs_kernels
+def test_a_head_that_is_tied_waits_with_its_table() -> None:
+    table = random(130, 80).bfloat16()
+    packed = load_later(Source({}), "bfloat16").head("lm_head", 130, 80, tied_to=table).packed
+    assert is_deferred(packed)
+    assert torch.equal(unpack_linear(packed), table)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_no_promises")
+def test_memory_is_promised_until_it_is_taken_or_nobody_wants_it() -> None:
+    source = Source({"x.weight": random(64, 80)})
+    source.mapped = {"x.weight"}
+    layers = load_later(source, "float32").layers
+    packed = load_later(source, "float32").linear("x", 64, 80).packed
+    assert num_promised() == 64 * 80 * 4
+    assert not layers
+    del packed
+    gc.collect()
+    assert num_promised() == 0

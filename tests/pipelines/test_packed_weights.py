@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -38,13 +38,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def packings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The encodings of the layers that the back end packs, from now on."""
     found: list[str] = []
-    pack = CpuOps._packed
+    pack = CpuOps._pack
 
-    def watched(ops: CpuOps, *arguments: object) -> PackedLinear:
-        found.append(str(arguments[2]))
-        return pack(ops, *arguments)  # type: ignore[arg-type]
+    def watched(
+        ops: CpuOps, parts: Sequence[torch.Tensor], encoding: str, *scales: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        found.append(encoding)
+        return pack(ops, parts, encoding, *scales)
 
-    monkeypatch.setattr(CpuOps, "_packed", watched)
+    monkeypatch.setattr(CpuOps, "_pack", watched)
     return found
 
 
@@ -147,7 +149,7 @@ def test_a_file_of_something_else(tiny: Path, packings: list[str]) -> None:
 def test_layers_in_another_order_are_packed_anew(
     tiny: Path, packings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = logits(tiny)
+    expected = logits(tiny, "int8")
     write = packed_weights.write_packed
 
     def exchanged(model: ModelConfig, layers: list[PackedLinear]) -> Path:
@@ -155,9 +157,9 @@ def test_layers_in_another_order_are_packed_anew(
         return write(model, layers)
 
     monkeypatch.setattr(packed_weights, "write_packed", exchanged)
-    pack_checkpoint(config_of(tiny))
+    pack_checkpoint(config_of(tiny, "int8"))
     packings.clear()
-    assert torch.equal(logits(tiny), expected)
+    assert torch.equal(logits(tiny, "int8"), expected)
     assert len(packings) == 2
 
 
@@ -193,10 +195,11 @@ def test_what_packs_in_rows_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_reference_kernels_do_not_use_it(tiny: Path, packings: list[str]) -> None:
-    expected = open_pipeline(tiny, kernels="reference")
+    def logits() -> torch.Tensor:
+        return step_logits(open_pipeline(tiny, kernels="reference"), [context_of(PROMPT)])[0]
+
+    expected = logits()
     pack_checkpoint(config_of(tiny))
     packings.clear()
-    found = open_pipeline(tiny, kernels="reference")
-    both = [step_logits(pipeline, [context_of(PROMPT)])[0] for pipeline in (expected, found)]
-    assert torch.equal(*both)
+    assert torch.equal(logits(), expected)
     assert not packings

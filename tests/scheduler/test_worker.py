@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from support.paged import kv_manager
 from support.workers import FakeAdapters, GatedPipeline, fake_work, letters, request
 
@@ -133,3 +136,39 @@ def test_it_stops_when_it_is_told_to() -> None:
     one = worker()
     one.loop._take(Stop())
     one.loop.run()
+
+
+class Socket:
+    """Commands that come at a time of their own: after so many looks at it."""
+
+    def __init__(self, *frames: tuple[int, bytes]) -> None:
+        self.frames = list(frames)
+        self.num_looks = 0
+        self.waits: list[int | None] = []
+
+    def poll(self, timeout: int | None = None) -> int:
+        self.num_looks += 1
+        if timeout != 0:
+            self.waits.append(timeout)
+            self.num_looks = max(self.num_looks, self.frames[0][0])
+        return int(self.frames[0][0] <= self.num_looks)
+
+    def recv(self, flags: int) -> bytes:
+        if not self.frames or self.frames[0][0] > self.num_looks:
+            raise zmq.Again
+        return self.frames.pop(0)[1]
+
+
+@pytest.mark.parametrize(("num_looks", "num_settled"), [(1, 0), (3, 2), (9, 5)])
+def test_it_settles_while_nobody_asks_for_anything(num_looks: int, num_settled: int) -> None:
+    left = list(range(5))
+
+    def settle() -> bool:
+        left.pop()
+        return bool(left)
+
+    work = replace(fake_work(GatedPipeline()), settle=settle)
+    socket: Any = Socket((num_looks, msgspec.msgpack.encode(Stop())))
+    _Loop(work, socket, lambda report: None).run()
+    assert 5 - len(left) == num_settled
+    assert socket.waits == [None], "then it sleeps, or finds what has come"

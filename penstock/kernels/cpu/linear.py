@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import Kernels
-from penstock.kernels.cpu.memory import WeightMemory
-from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, pack_panels
+from penstock.kernels.cpu.memory import SliceMemory, WeightMemory
+from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, lie_in_panels, pack_panels, panels_size
+from penstock.kernels.deferred import Deferred
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import LinearSlice, PackedLinear, bias_of_encoding, encoding_named
+from penstock.kernels.panels import PANEL
 from penstock.kernels.reference import ReferenceOps
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -19,6 +21,10 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 LONG = 1 << 27
 """Multiplications from which a kernel takes long enough to release the GIL: some milliseconds."""
+
+
+_SLICE_BYTES = 2 << 20
+"""Of panels that are made of rows to be multiplied at once: they stay in the caches of the cores."""
 
 
 class CpuLinear(ReferenceOps):
@@ -34,6 +40,7 @@ class CpuLinear(ReferenceOps):
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._weights = WeightMemory()
+        self._slice = SliceMemory(_SLICE_BYTES)
 
     def pack_linear(
         self,
@@ -47,6 +54,25 @@ class CpuLinear(ReferenceOps):
             return super().pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = [weight] if isinstance(weight, Tensor) else weight
         return self._packed(parts, None, encoding, bias, slices)
+
+    def pack_later(
+        self,
+        weight: Sequence[Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None = None,
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        """Floats that lie as panels take them wait; to quantise twice would take longer than it saves."""
+        fits = encoding in ENCODINGS and encoding not in QUANTIZED
+        if not fits or not lie_in_panels(weight) or any(part.stride(1) != 1 for part in weight):
+            return self.pack_linear(weight, encoding, bias=bias, slices=slices)
+        parts = tuple(part.detach() for part in weight)
+        out_features, in_features = sum(map(len, parts)), parts[0].shape[1]
+        num_bytes = panels_size(encoding, out_features, in_features)
+        tensors = Deferred(parts, num_bytes, lambda: self._pack(parts, encoding))
+        bias = bias_of_encoding(bias, encoding)
+        return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
 
     def pack_quantized(
         self,
@@ -68,38 +94,67 @@ class CpuLinear(ReferenceOps):
         bias: Tensor | None,
         slices: Sequence[LinearSlice],
     ) -> PackedLinear:
-        with torch.no_grad():
-            tensors = pack_panels(self._kernels, self._weights, encoding, parts, scales)
+        tensors = self._pack(parts, encoding, scales)
         out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
         bias = bias_of_encoding(bias, encoding)
         return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
 
+    def _pack(
+        self, parts: Sequence[Tensor], encoding: str, scales: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return pack_panels(self._kernels, self._weights, encoding, parts, scales)
+
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         bias, kind = packed.bias, TYPES.get(x.dtype)
-        row_stride, stride = x.stride()
-        fits = packed.layout == "panels" and stride == 1 and (bias is None or bias.dtype == x.dtype)
+        fits = packed.layout == "panels" and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
         if kind is None or not fits or not takes(packed.encoding, x.dtype):
             return super().linear(x, packed, lora=lora)
-        rows, in_features, out_features = x.shape[0], packed.in_features, packed.out_features
-        assert x.shape[1] == in_features, "a layer of another width"
-        y = self._empty((rows, out_features), x.dtype)
-        scales = packed.tensors.get("scales")
+        assert x.shape[1] == packed.in_features, "a layer of another width"
+        y = self._empty((x.shape[0], packed.out_features), x.dtype)
+        tensors = packed.tensors
+        if isinstance(tensors, Deferred) and tensors.parts:
+            self._multiply_parts(y, x, packed.encoding, tensors.parts, bias)
+        else:
+            self._multiply(y, x, packed.encoding, tensors, bias)
+        return y if lora is None else self._add_lora(y, x, packed, lora)
+
+    def _multiply(
+        self, y: Tensor, x: Tensor, encoding: str, tensors: Mapping[str, Tensor], bias: Tensor | None
+    ) -> None:
+        """``y [T, out]``, columns of a larger one perhaps, as ``x [T, in]`` times a weight in panels."""
+        rows, in_features = x.shape
+        out_features, scales = y.shape[1], tensors.get("scales")
         long = rows * in_features * out_features > LONG
         (self._kernels.long_linear if long else self._kernels.linear)(
-            ENCODINGS[packed.encoding],
-            kind,
+            ENCODINGS[encoding],
+            TYPES[x.dtype],
             x.data_ptr(),
-            row_stride,
-            packed.tensors["panels"].data_ptr(),
+            x.stride(0),
+            tensors["panels"].data_ptr(),
             0 if scales is None else scales.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             y.data_ptr(),
-            out_features,
+            y.stride(0),
             rows,
             out_features,
             in_features,
         )
-        return y if lora is None else self._add_lora(y, x, packed, lora)
+
+    def _multiply_parts(
+        self, y: Tensor, x: Tensor, encoding: str, parts: Sequence[Tensor], bias: Tensor | None
+    ) -> None:
+        """As `_multiply`, by a weight in rows, each of whose parts begins with a panel: slices of them are
+        packed and multiplied, one after the other, while they are in the cache."""
+        height = max(_SLICE_BYTES // panels_size(encoding, PANEL, x.shape[1]), 1) * PANEL
+        start = 0
+        for part in parts:
+            for rows in torch.split(part, height):
+                end = start + len(rows)
+                tensors = pack_panels(self._kernels, self._slice, encoding, [rows])
+                offset = None if bias is None else bias[start:end]
+                self._multiply(y[:, start:end], x, encoding, tensors, offset)
+                start = end
 
     def _add_lora(self, y: Tensor, x: Tensor, packed: PackedLinear, lora: LoRAInputs) -> Tensor:
         own = [part for part in packed.slices if part.name in lora.matrices]

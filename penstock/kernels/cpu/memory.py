@@ -34,3 +34,18 @@ class WeightMemory:
         tensor = self._chunk[:num_bytes].view(dtype).view(shape)
         self._chunk = self._chunk[-(-num_bytes // CACHE_LINE) * CACHE_LINE :]
         return tensor
+
+
+class SliceMemory:
+    """Memory for a slice of a weight at a time, so little that it stays in the processor's cache."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor, aligned to a cache line, in the place of the one before."""
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes > len(self._memory):
+            self._memory = torch.from_numpy(huge_pages(max(num_bytes, self.num_bytes)))
+        return self._memory[:num_bytes].view(dtype).view(shape)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.library import Kernels
-from penstock.kernels.cpu.memory import WeightMemory
 from penstock.kernels.panels import GROUP, PANEL
 
 ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
@@ -21,9 +22,17 @@ _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3
 """Types of rows: floats, and integers that are quantised already."""
 
 
+class PanelMemory(Protocol):
+    """Where panels are put."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor, aligned to a cache line."""
+        ...
+
+
 def pack_panels(
     kernels: Kernels,
-    memory: WeightMemory,
+    memory: PanelMemory,
     encoding: str,
     parts: Sequence[Tensor],
     scales: Tensor | None = None,
@@ -40,7 +49,7 @@ def pack_panels(
         parts: of one type of floats; or one, of the integers of an encoding that is quantised already.
         scales: what goes with integers.
     """
-    if any(len(part) % PANEL for part in parts[:-1]) or len({part.dtype for part in parts}) > 1:
+    if not lie_in_panels(parts):
         parts = [torch.cat(tuple(parts))]
     rows, inputs = sum(len(part) for part in parts), parts[0].shape[1]
     panels = memory.empty(*_form(encoding, rows, inputs))
@@ -66,6 +75,18 @@ def pack_panels(
         )
         start += len(part)
     return tensors
+
+
+def lie_in_panels(parts: Sequence[Tensor]) -> bool:
+    """Whether each of the parts ``[out, in]`` of a weight begins with a panel, so that they can be packed one
+    by one."""
+    return all(len(part) % PANEL == 0 for part in parts[:-1]) and len({part.dtype for part in parts}) == 1
+
+
+def panels_size(encoding: str, rows: int, inputs: int) -> int:
+    """Bytes of the panels of a weight ``[rows, inputs]``."""
+    shape, dtype = _form(encoding, rows, inputs)
+    return prod(shape) * dtype.itemsize
 
 
 def _form(encoding: str, rows: int, inputs: int) -> tuple[tuple[int, ...], torch.dtype]:

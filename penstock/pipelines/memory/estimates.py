@@ -49,15 +49,15 @@ def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
 
 
 def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
-    """Bytes that linear layers and the output head take in panels, roughly, without a look at the kernels:
-    it loads no torch."""
+    """Bytes that a load packs of linear layers and the output head, roughly, without a look at the kernels:
+    it loads no torch. Floats are packed later, see `penstock.kernels.Deferred`."""
     model = pipeline_config.model
     shapes = [_linear_shape(name, header) for name, header in model.tensor_headers.items()]
     num_elements = sum(prod(shape) for shape in (*shapes, *_head_shapes(pipeline_config)) if shape)
     return int(num_elements * _BITS.get(model.encoding, 0) / 8)
 
 
-_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4.5}
+_BITS = {"int8": 8, "int4": 4.5}
 """Of a weight, what its group has in common counted in. Nothing is foretold of other encodings."""
 
 

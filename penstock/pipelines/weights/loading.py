@@ -142,6 +142,11 @@ class Weights:
             self._asked_for(name)
         return rows
 
+    def is_mapped(self, name: str) -> bool:
+        """Whether `tensor` gives what lies in the file: of safetensors; most of GGUF is widened."""
+        stored = self._names.get(name)
+        return stored is not None and not isinstance(self._files.headers[stored], GGUFTensor)
+
     def release(self, name: str) -> None:
         """Lets go of the memory that a tensor's pages of its file take in this process.
 

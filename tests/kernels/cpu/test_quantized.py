@@ -82,6 +82,35 @@ def test_products(
         assert torch.equal(y, expected)  # no float sum whose order could differ
 
 
+def rows_with_outliers(inputs: int) -> Tensor:
+    """With none to many large numbers, anywhere and of all sizes, and with as many as there is room for."""
+    x = torch.randn(60, inputs)
+    for row in range(1, len(x)):
+        count = min(row % 20, inputs)
+        places = torch.randperm(inputs)[:count]
+        x[row, places] *= 10 ** torch.empty(count).uniform_(0, 1 + row / 20)
+    x[-1] = 1.0
+    x[-1, : min(15, inputs // 32)] = -2.0  # each takes one byte more at the first reach, and at the second
+    x[-2] = x[-1]
+    x[-2, -1:] = 2.0  # one too many
+    return x
+
+
+@pytest.mark.parametrize("inputs", [31, 64, 576, 1500, 4100])
+def test_large_activations_take_no_digits_from_the_others(
+    ops: CpuOps, dtype: torch.dtype, inputs: int
+) -> None:
+    weight, x = torch.randn(70, inputs), rows_with_outliers(inputs).to(dtype)
+    packed = packed_as(ops, weight, "int8")
+    y = ops.linear(x, packed)
+    expected, terms = expected_of(weight, "int8", x, None)
+    assert_is_rounded(y, expected, terms)
+    if dtype == torch.float32:
+        assert torch.equal(y, expected)
+    for begin, end in ((0, 1), (7, 10), (30, 36), (20, 60)):
+        assert torch.equal(ops.linear(x[begin:end], packed), y[begin:end])
+
+
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("shape", [(300, 1500), (70, 33)], ids=str)
 def test_a_row_is_the_same_in_every_batch(

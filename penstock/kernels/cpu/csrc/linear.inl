@@ -321,6 +321,7 @@ INLINE Ahead first_read(const Linear& a, const Team& team) {
   return first_panels(a, team, steps[a.encoding] * (a.encoding == 3 ? Nibbles::UNIT_BYTES : STEP_BYTES));
 }
 static void run(const Linear& a, const Team& team) {
+  if (!a.rows) return;
   if (a.encoding == 0) multiply<FloatSteps>(a, team);
   if (a.encoding == 1) multiply<PairSteps>(a, team);
   if (a.encoding >= 2) run_quantized(a, team);

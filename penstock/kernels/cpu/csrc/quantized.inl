@@ -4,17 +4,31 @@
 // row's bits depend on no other row.
 //
 // Weights are the unsigned operand of the byte products, as w + 128 or w + 8; sums start at -128 or -8 times the sum
-// of x, which takes that back.
+// of x, which takes that back. A row in int8 may have a few numbers beyond 127: what they have more is multiplied as
+// further bytes.
 
 constexpr int64_t GROUP = 32;
 constexpr int64_t CHUNK_BYTES = 8 << 20;  // of quantised x, that stay in the last cache while all weights pass
 
 // ---- rows in 8 bits ----
 
+// What a row's integers have beyond -127 and 127: bytes that meet the weights of a unit, four inputs, once more.
+constexpr int64_t MOST_EXTRAS = 15, INPUTS_AN_EXTRA = 32;
+constexpr float REACHES[] = {1.5, 2, 3, 4, 6, 8, 12, 16};  // times 127: what the largest number may become
+struct Extras {
+  struct Bytes {
+    int32_t unit;
+    int8_t bytes[4];
+  };
+  int64_t count;
+  Bytes of[MOST_EXTRAS];
+};
+
 // Rows as integers [rows, stride] with, for each row and group, a scale and what its sums start at, [rows, groups].
-// In int8 all inputs are one group.
+// In int8 all inputs are one group, and a row has extras.
 struct QuantizedRows {
   int8_t* integers;
+  Extras* extras;
   float* scales;
   int32_t* starts;
   int64_t stride, groups;
@@ -22,14 +36,14 @@ struct QuantizedRows {
   // A line apart from a power of two, at which rows would fall on each other in the cache.
   static int64_t stride_of(int64_t K) { return round_up(K, 64) + 64; }
   static int64_t bytes(int64_t rows, int64_t K, int64_t groups) {
-    return rows * (stride_of(K) + round_up(groups, 16) * 8);
+    return rows * (stride_of(K) + (int64_t)sizeof(Extras) + round_up(groups, 16) * 8);
   }
   QuantizedRows(char* memory, int64_t rows, int64_t K, int64_t groups)
-      : integers((int8_t*)memory), scales((float*)(memory + rows * stride_of(K))),
+      : integers((int8_t*)memory), extras((Extras*)(memory + rows * stride_of(K))), scales((float*)(extras + rows)),
         starts((int32_t*)(scales + rows * round_up(groups, 16))), stride(stride_of(K)), groups(round_up(groups, 16)) {}
   INLINE_MEMBER QuantizedRows below(int64_t rows) const {
     QuantizedRows part = *this;
-    part.integers += rows * stride, part.scales += rows * groups, part.starts += rows * groups;
+    part.integers += rows * stride, part.extras += rows, part.scales += rows * groups, part.starts += rows * groups;
     return part;
   }
 };
@@ -47,20 +61,26 @@ INLINE int32_t sum(vi x) {
   return x[0];
 }
 
-// Integers -127..127 of n numbers, their scale, and their sum.
-template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
+// The largest magnitude of n numbers; above all numbers where one is infinite or none.
+template <class T> INLINE float largest_magnitude(const T* x, int64_t n) {
   vu tops = {};
   for_vectors(n, EACH_VECTOR { tops = umax(tops, as_bits(load(x + i, lanes)) & 0x7fffffff); });
   const uint32_t bits = largest(tops);  // of an infinity above all numbers, of a NaN above that
   float top;
   __builtin_memcpy(&top, &bits, 4);
-  if (bits >= 0x7f800000 || top < 1e-30f) {
-    *scale = bits >= 0x7f800000 ? __builtin_nanf("") : 0;
-    __builtin_memset(integers, 0, n);
-    return 0;
-  }
-  *scale = top / 127;
-  const float inverse = 127 / top;
+  return bits >= 0x7f800000 ? __builtin_inff() : top;
+}
+
+// Integers of n numbers where there is nothing to scale: whether there is not.
+INLINE bool is_degenerate(float top, int64_t n, int8_t* integers, float* scale) {
+  if (top >= 1e-30f && top < __builtin_inff()) return false;
+  *scale = top < 1e-30f ? 0 : __builtin_nanf("");
+  __builtin_memset(integers, 0, n);
+  return true;
+}
+
+// n numbers times `inverse` as integers, and their sum.
+template <class T> INLINE int32_t store_integers(const T* x, int64_t n, float inverse, int8_t* integers) {
   vi total = {};
   for_vectors(n, EACH_VECTOR {
     vf scaled = load(x + i, lanes) * inverse;
@@ -70,9 +90,63 @@ template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* intege
   return sum(total);
 }
 
+// Integers -127..127 of n numbers, their scale, and their sum.
+template <class T> INLINE int32_t quantize(const T* x, int64_t n, int8_t* integers, float* scale) {
+  const float top = largest_magnitude(x, n);
+  if (is_degenerate(top, n, integers, scale)) return 0;
+  *scale = top / 127;
+  return store_integers(x, n, 127 / top, integers);
+}
+
+// How many extras n numbers take, times `inverse`.
+template <class T> static int64_t count_extras(const T* x, int64_t n, float inverse) {
+  vi count = {};
+  for_vectors(n, EACH_VECTOR {
+    const vi whole = rounded_to_integers(load(x + i, lanes) * inverse), magnitude = whole < 0 ? -whole : whole;
+    // Of half an integer less, which no rounding takes over a multiple of 127.
+    count += __builtin_convertvector((__builtin_convertvector(magnitude, vf) - 0.5f) * (1.0f / 127), vi);
+  });
+  return sum(count);
+}
+
+// An integer beyond 127 as a byte in its place and extras.
+INLINE void split_integer(int64_t i, int32_t integer, int8_t* integers, Extras* extras) {
+  auto byte_of = [](int32_t rest) { return (int8_t)max(min(rest, 127), -127); };
+  integers[i] = byte_of(integer);
+  for (int32_t rest = integer - integers[i]; rest;) {
+    Extras::Bytes& extra = extras->of[extras->count++];
+    extra = {(int32_t)(i / 4), {}};
+    rest -= extra.bytes[i % 4] = byte_of(rest);
+  }
+}
+
+// As `quantize`, but with as small a scale as a few extras allow: a large number takes no digits from the others.
+template <class T>
+static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, float* scale, Extras* extras) {
+  const float top = largest_magnitude(x, n);
+  extras->count = 0;
+  if (is_degenerate(top, n, integers, scale)) return 0;
+  const int64_t room = min(MOST_EXTRAS, n / INPUTS_AN_EXTRA);
+  float most = 127;
+  for (float reach : REACHES) {
+    if (count_extras(x, n, 127 * reach / top) > room) break;
+    most = 127 * reach;
+  }
+  *scale = top / most;
+  const float inverse = most / top;
+  const int32_t total = store_integers(x, n, inverse, integers);
+  if (most == 127) return total;
+  for_vectors(n, EACH_VECTOR {
+    const vi whole = rounded_to_integers(load(x + i, lanes) * inverse);
+    for (uint32_t beyond = lanes_that_hold((whole > 127) | (whole < -127)); beyond; beyond &= beyond - 1)
+      split_integer(i + __builtin_ctz(beyond), whole[__builtin_ctz(beyond)], integers, extras);
+  });
+  return total;
+}
+
 template <class T> static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to) {
   if (encoding == 2) {
-    *to.starts = -128 * quantize(x, K, to.integers, to.scales);
+    *to.starts = -128 * quantize_with_extras(x, K, to.integers, to.scales, to.extras);
   } else {
     int64_t group = 0;
     for (; (group + 1) * GROUP <= K; group++)
@@ -154,7 +228,8 @@ struct ByteBlock {
   int64_t units;       // of the block: 4 inputs in int8, a group in int4
   const char* ahead;   // what is fetched meanwhile; null: nothing
   uint32_t* sums;      // [rows, PANEL], of the blocks before and for those to come: integers in int8, floats in int4
-  bool first;
+  bool first, last;
+  const char* panel;   // whose block it is
 
   INLINE_MEMBER ByteBlock below(int64_t rows) const {
     ByteBlock block = *this;
@@ -190,8 +265,22 @@ struct Bytes {
           for (int v = 0; v < VECTORS; v++) sums[r][v] = add_bytes(sums[r][v], weights[v], bytes);
         }
       }
+      if (block.last) add_extras(block, column, sums);
       for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, (vu)sums[r][v]);
+    }
+  }
+
+  template <int ROWS, int VECTORS>
+  INLINE void add_extras(const ByteBlock& block, int64_t column, vi (&sums)[ROWS][VECTORS]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      const Extras& extras = block.x.extras[r];
+      for (int64_t i = 0; i < extras.count; i++) {
+        const uint32_t* w = (const uint32_t*)(block.panel + extras.of[i].unit * UNIT_BYTES) + column;
+        const vu bytes = four_bytes(extras.of[i].bytes);
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = add_bytes(sums[r][v], load(w + v * W), bytes);
+      }
     }
   }
 
@@ -303,7 +392,8 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
   const int64_t blocks = once ? 1 : ceil_div(units, S::BLOCK_UNITS);
   for (int64_t number = 0; number < blocks; number++) {
     const int64_t from = units * number / blocks, to = units * (number + 1) / blocks;
-    ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0};
+    ByteBlock block = {x, w + from * S::UNIT_BYTES, to - from, nullptr, sums, number == 0,
+                       number == blocks - 1, w};
     block.x.integers += from * S::INPUTS;
     if (S::INPUTS == GROUP) block.x.scales += from, block.x.starts += from;
     if (once) block.ahead = w + STREAM_AHEAD;
@@ -358,7 +448,6 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
 }
 
 static void run_quantized(const Linear& a, const Team& team) {
-  if (!a.rows) return;
   if (a.encoding == 2) multiply_quantized<Bytes>(a, team);
   if (a.encoding == 3) multiply_quantized<Nibbles>(a, team);
 }

@@ -196,6 +196,19 @@ template <class V> INLINE V shuffled(V a, V b, vi from) {
 #endif
 }
 
+// A bit for each lane of a comparison that holds.
+INLINE uint32_t lanes_that_hold(vi holds) {
+#if PENSTOCK_LANES == 16
+  return _mm512_test_epi32_mask((__m512i)holds, (__m512i)holds);
+#elif PENSTOCK_LANES == 8
+  return (uint32_t)_mm256_movemask_ps((__m256)holds);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < W; i++) bits |= (uint32_t)(holds[i] & 1) << i;
+  return bits;
+#endif
+}
+
 INLINE vf exchanged(vf x, int distance) { return shuffled(x, lane_index() ^ distance); }
 
 INLINE float sum(vf x) {
