@@ -159,6 +159,9 @@ class _Wishes:
     ) -> None:
         """All are floats."""
 
+    def is_quantized(self, name: str, encoding: str) -> bool:
+        return False
+
     def is_mapped(self, name: str) -> bool:
         return False
 

@@ -20,7 +20,7 @@ class Attention:
     How far back a query sees is said by the layer's group of the KV cache.
     """
 
-    qkv: Linear  # [E] -> [(H + 2K) D]
+    qkv: Linear  # [E] -> [(H + 2K) D]; [(H + K) D] where values have a layer of their own
     output: Linear  # [H D] -> [E]
     layer: int  # its place in the KV cache
     heads: int
@@ -35,11 +35,12 @@ class Attention:
     k_norm: RMSNorm | None = None
     """Norms before the rotation, of each head ``[D]`` or of all heads together ``[H D]``, ``[K D]``."""
     sinks: Tensor | None = None  # [H]: one more score of each softmax, without a value
+    values: Linear | None = None  # [E] -> [K D], where it has another encoding than queries and keys
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
         """``x [T, E] -> [T, E]``; ``rows`` are those of each of the model's rotary embeddings."""
         assert step.kv is not None, "attention needs a KV cache"
-        q, k, v = self._split(self.qkv(x, step))
+        q, k, v = self._project(x, step)
         if self.q_norm is not None:
             q = self._normed(q, self.q_norm, step)
         if self.k_norm is not None:
@@ -59,11 +60,16 @@ class Attention:
         )
         return self.output(out.view(-1, self.heads * self.head_dim), step)
 
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of the fused product: ``[T, H, D]``, ``[T, K, D]``, ``[T, K, D]``."""
-        heads = qkv.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+    def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """``x [T, E]`` as ``[T, H, D]``, ``[T, K, D]``, ``[T, K, D]``, views of what is fused."""
         keys = self.heads + self.kv_heads
-        return heads[:, : self.heads], heads[:, self.heads : keys], heads[:, keys:]
+        if self.values is None:
+            heads = self.qkv(x, step).view(-1, keys + self.kv_heads, self.head_dim)
+            v = heads[:, keys:]
+        else:
+            heads = self.qkv(x, step).view(-1, keys, self.head_dim)
+            v = self.values(x, step).view(-1, self.kv_heads, self.head_dim)
+        return heads[:, : self.heads], heads[:, self.heads : keys], v
 
     def _normed(self, heads: Tensor, norm: RMSNorm, step: StepInputs) -> Tensor:  # [T, H, D] -> [T, H, D]
         if len(norm.weight) == self.head_dim:

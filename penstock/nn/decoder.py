@@ -192,9 +192,11 @@ def gated_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
 def load_attention(load: Loader, blueprint: Blueprint, name: str, layer: int) -> Attention:
     """Reads the attention of block ``layer``, called ``name`` in the checkpoint."""
     hidden, heads, kv_heads, dim = blueprint.hidden, blueprint.heads, blueprint.kv_heads, blueprint.head_dim
-    sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+    sizes, values = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}, None
     if blueprint.fused_weights:
         sizes = {"qkv_proj": sum(sizes.values())}
+    elif load.has_values_apart(f"{name}.v_proj"):
+        values = load.values(f"{name}.v_proj", sizes.pop("v_proj"), hidden, bias=blueprint.qkv_bias)
     return Attention(
         load.fused(name, sizes, hidden, bias=blueprint.qkv_bias),
         load.linear(f"{name}.o_proj", hidden, heads * dim, bias=blueprint.output_bias),
@@ -208,6 +210,7 @@ def load_attention(load: Loader, blueprint: Blueprint, name: str, layer: int) ->
         _head_norm(load, blueprint, f"{name}.q_norm", heads),
         _head_norm(load, blueprint, f"{name}.k_norm", kv_heads),
         load.tensor(f"{name}.sinks", heads) if blueprint.sinks else None,
+        values,
     )
 
 

@@ -52,6 +52,9 @@ class Source:
         rows = ENCODINGS[encoding].pack(self.tensors[name])
         return rows | {"scales": 2 * rows["scales"]}  # what nobody else would make of it
 
+    def is_quantized(self, name: str, encoding: str) -> bool:
+        return self.quantized.get(name) == encoding
+
     def is_mapped(self, name: str) -> bool:
         return name in self.mapped
 
@@ -85,6 +88,21 @@ def test_the_head_has_eight_bits_at_least() -> None:
     heads = {encoding: encoding_of_head(encoding) for encoding in ENCODINGS}
     assert heads.pop("int4") == "int8"
     assert all(head == encoding for encoding, head in heads.items())
+
+
+def test_values_have_eight_bits_at_least_unless_they_come_with_four() -> None:
+    tensors = {"x.v_proj.weight": random(64, 96)}
+    apart = {
+        encoding: load(Source(tensors), encoding, BACK_ENDS["best"]).has_values_apart("x.v_proj")
+        for encoding in ENCODINGS
+    }
+    assert apart.pop("int4")
+    assert not any(apart.values())
+    stored = Source(tensors, {"x.v_proj.weight": "int4"})
+    assert not load(stored, "int4", BACK_ENDS["best"]).has_values_apart("x.v_proj")
+    assert (
+        load(Source(tensors), "int4", BACK_ENDS["best"]).values("x.v_proj", 64, 96).packed.encoding == "int8"
+    )
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)

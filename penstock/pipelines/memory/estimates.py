@@ -19,6 +19,7 @@ _OUTPUT_HEAD = "*lm_head.weight"
 _TABLES = ("*embed_tokens.weight", "*wte.weight")
 _UNPACKED = ("*embed*.weight", "*wte.weight", "*wpe.weight", "*shared.weight", "*_bias")
 """Matrices that are looked up, and biases of experts."""
+_VALUES = "*v_proj.weight"
 _ROUTERS = ("*.gate.weight", "*.router.weight")
 
 
@@ -30,7 +31,7 @@ def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
     beside the table. Of families that store ``[in, out]`` only the scales are counted wrongly.
     """
     from penstock.kernels import encoding_named  # loads torch, and so does nn
-    from penstock.nn import encoding_of_head, encoding_of_linear
+    from penstock.nn import encoding_of_head, encoding_of_linear, encoding_of_values
 
     model = pipeline_config.model
     floats = _encoding(pipeline_config).compute_dtype.value
@@ -39,7 +40,10 @@ def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
         shape = _linear_shape(name, header)
         if shape:
             *experts, out_features, in_features = shape
-            encoding = encoding_of_linear(model.encoding, out_features, in_features)
+            encoding = (
+                model.encoding if not fnmatchcase(name, _VALUES) else encoding_of_values(model.encoding)
+            )
+            encoding = encoding_of_linear(encoding, out_features, in_features)
             kind = encoding_named(floats if _is_one_of(name, _ROUTERS) else encoding)
             size += prod(experts) * kind.num_bytes(out_features, in_features)
         elif not fnmatchcase(name, _OUTPUT_HEAD):

@@ -142,6 +142,12 @@ class Weights:
             self._asked_for(name)
         return rows
 
+    def is_quantized(self, name: str, encoding: str) -> bool:
+        """Whether the checkpoint holds the tensor's numbers as an encoding stores them."""
+        stored = self._names.get(name)
+        header = None if stored is None else self._files.headers[stored]
+        return encoding == "int4" and isinstance(header, GGUFTensor) and header.type_name == "Q4_0"
+
     def is_mapped(self, name: str) -> bool:
         """Whether `tensor` gives what lies in the file: of safetensors; most of GGUF is widened."""
         stored = self._names.get(name)
