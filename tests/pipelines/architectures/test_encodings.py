@@ -14,7 +14,7 @@ from support.checkpoints import write_checkpoint
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import PackedLinear
-from penstock.nn import Experts, Rotary
+from penstock.nn import Attention, Experts, Rotary
 from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
 from penstock.pipelines.memory import estimate_weights_size
 
@@ -72,13 +72,17 @@ def test_which_layers_are_in_which_encoding(checkpoint: Path) -> None:
     network = model.network
     routers = [id(one.router.packed) for one in parts_of(network) if isinstance(one, Experts)]
     linears = [one for one in parts_of(network) if isinstance(one, PackedLinear)]
+    attentions = [one for one in parts_of(network) if isinstance(one, Attention)]
+    values = [id(one.values.packed) for one in attentions if one.values is not None]
+    is_apart = f"{attentions[0].layer}.self_attn.v_proj" in " ".join(model.weights.names)
+    assert len(values) == (len(attentions) if is_apart else 0)
     assert network.head.linear.packed.encoding == "int8"
     for packed in linears:
         if id(packed) in routers:
             assert packed.encoding == "bfloat16"
         elif packed is not network.head.linear.packed:
             is_small = min(packed.in_features, packed.out_features) < 64
-            assert packed.encoding == ("int8" if is_small else "int4")
+            assert packed.encoding == ("int8" if is_small or id(packed) in values else "int4")
     assert "int4" in {packed.encoding for packed in linears}
 
 

@@ -172,7 +172,7 @@ def test_q4_0_stays_as_it_is(tmp_path: Path) -> None:
             start += shape[0]
     value = f"{name}.self_attn.v_proj.weight"
     values = weights.tensor(value, weights.shape(value))
-    assert block.attention.values.packed.encoding == "int8", "values that are floats have a layer of their own"
+    assert block.attention.values.packed.encoding == "int8", "those that are floats have a layer of their own"
     error = float((unpack_linear(block.attention.values.packed) - values).norm() / values.norm())
     assert 0 < error < 0.01, "it was quantised"
 
