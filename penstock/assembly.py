@@ -138,7 +138,8 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
         raise ConfigError("devices", f"nothing is packed for the {ops.name} kernels: leave out --pack")
     weights = Weights.open(config.model.checkpoint)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
-    loader = Loader(weights, config.model.encoding, devices[0].torch_device, ops)
+    importance = model.input_importance(config, weights, ops, length)
+    loader = Loader(weights, config.model.encoding, devices[0].torch_device, ops, importance=importance)
     model.read(weights, loader, config.model.huggingface_config, length)
     return write_packed(config.model, loader.layers)
 

@@ -138,10 +138,13 @@ TABLE = {
         typing=".engine .pipelines.lora",
     ),
     "pipelines.log_probabilities": Row("torch numpy .kernels .pipelines.core .pipelines.model"),
+    "pipelines.calibration": Row(
+        "torch numpy .kernels .pipelines.core .pipelines.kv_cache", typing=".pipelines.config"
+    ),
     "pipelines.decoder": Row(
-        "torch numpy .nn .kernels .driver .dtype .host_memory .pipelines.config .pipelines.core"
-        " .pipelines.kv_cache .pipelines.log_probabilities .pipelines.lora .pipelines.memory .pipelines.model"
-        " .pipelines.packed_weights .pipelines.step_tensors .pipelines.weights .progress",
+        "torch numpy .nn .kernels .driver .dtype .host_memory .pipelines.calibration .pipelines.config"
+        " .pipelines.core .pipelines.kv_cache .pipelines.log_probabilities .pipelines.lora .pipelines.memory"
+        " .pipelines.model .pipelines.packed_weights .pipelines.step_tensors .pipelines.weights .progress",
         typing=".engine",
     ),
     "pipelines.step_tensors": Row("torch .kernels .pipelines.model"),

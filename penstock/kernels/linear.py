@@ -66,8 +66,12 @@ class LinearEncoding(Protocol):
         """Bytes that a packed weight of this shape takes in panels, which is no less than in rows."""
         ...
 
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        """The stored form of ``weight [out, in]``."""
+    def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
+        """The stored form of ``weight [out, in]``.
+
+        Where there is a choice, squared errors of the weights count as much as ``importance [in]`` says of
+        their inputs: above 0, and without it all alike.
+        """
         ...
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -101,7 +105,8 @@ class FloatEncoding:
         filled = -(-out_features // PANEL) * PANEL * -(-in_features // pairs) * pairs
         return filled * self.dtype.size_in_bytes
 
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+    def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
+        """There is no choice: each weight is rounded by itself."""
         return {"weight": weight.to(self.dtype.to_torch()).contiguous()}
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -149,15 +154,18 @@ def pack_linear(
     *,
     bias: Tensor | None = None,  # [out]
     slices: Sequence[LinearSlice] = (),
+    importance: Tensor | None = None,  # [in]
 ) -> PackedLinear:
     """Packs a weight in the encoding named, in the layout that the encoding defines.
+
+    ``importance`` is that of `LinearEncoding.pack`.
 
     Raises:
         ConfigError: the encoding is unknown.
     """
     with torch.no_grad():
         weight = weight if isinstance(weight, Tensor) else torch.cat(tuple(weight))
-        rows = encoding_named(encoding).pack(weight)
+        rows = encoding_named(encoding).pack(weight, importance)
     out_features, in_features = weight.shape
     bias = bias_of_encoding(bias, encoding)
     return PackedLinear(encoding, rows, in_features, out_features, bias, tuple(slices))

@@ -62,13 +62,14 @@ class Ops(ABC):
         *,
         bias: Tensor | None = None,  # [out]
         slices: Sequence[LinearSlice] = (),
+        importance: Tensor | None = None,  # [in], as of `LinearEncoding.pack`
     ) -> PackedLinear:
         """Packs a weight for `linear`, in the encoding named and the layout that this back end reads fastest.
 
         Raises:
             ConfigError: the encoding is unknown.
         """
-        return pack_linear(weight, encoding, bias=bias, slices=slices)
+        return pack_linear(weight, encoding, bias=bias, slices=slices, importance=importance)
 
     def pack_later(
         self,

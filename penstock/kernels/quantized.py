@@ -52,7 +52,8 @@ class Int8Encoding:
     def num_bytes(self, out_features: int, in_features: int) -> int:
         return _round_up(out_features, PANEL) * _round_up(in_features, 4) + 4 * out_features
 
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+    def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
+        """A row's largest weight is its measure, whatever else counts more."""
         integers, scales = quantize(weight)
         return {"weight": integers, "scales": scales}
 
@@ -81,10 +82,13 @@ class Int4Encoding:
     def num_bytes(self, out_features: int, in_features: int) -> int:
         return _round_up(out_features, PANEL) * _round_up(in_features, GROUP) // GROUP * (GROUP // 2 + 2)
 
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+    def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
         in_features = weight.shape[1]
         starts = range(0, weight.shape[0], _ROWS_AT_A_TIME)
-        parts = [_search_scales(_groups(weight[i : i + _ROWS_AT_A_TIME].float())) for i in starts]
+        if importance is None:
+            importance = torch.ones(in_features, device=weight.device)
+        weighed = _groups(importance.float()[None])  # [1, G, 32]
+        parts = [_search_scales(_groups(weight[i : i + _ROWS_AT_A_TIME].float()), weighed) for i in starts]
         integers = torch.cat([part for part, _ in parts])  # [out, G, 32]
         scales = torch.cat([part for _, part in parts])  # [out, G]
         return {"weight": integers.flatten(1)[:, :in_features].contiguous(), "scales": scales}
@@ -147,11 +151,12 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     return integers.to(torch.int32), scales
 
 
-def _search_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers and the float16 scales of groups of weights ``[out, G, 32]``.
+def _search_scales(groups: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers and the float16 scales of groups of weights ``[out, G, 32]``, whose squared errors count as
+    much as the inputs' importance h ``[1, G, 32]`` says.
 
-    Of the integers q that each divisor gives weights w, the best scale is ``sum(wq) / sum(qq)``, and those
-    are chosen that leave the smallest error with it: the largest ``sum(wq)^2 / sum(qq)``, the first of
+    Of the integers q that each divisor gives weights w, the best scale is ``sum(hwq) / sum(hqq)``, and those
+    are chosen that leave the smallest error with it: the largest ``sum(hwq)^2 / sum(hqq)``, the first of
     several.
     A group with a NaN or an infinity in it has the scale NaN and integers 0.
     """
@@ -165,8 +170,8 @@ def _search_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
         integers = x.clamp(-8, 7).round()
         product, square = torch.zeros_like(largest), torch.zeros_like(largest)
         for k in range(GROUP):  # one after the other, as the kernel adds them
-            product += (x * integers)[..., k, None]
-            square += integers[..., k, None].square()
+            product += (x * importance * integers)[..., k, None]
+            square += (integers.square() * importance)[..., k, None]
         in_weights = product / divisor  # the sum of products with the weights, in units of the largest
         fit = torch.where(square == 0, 0, in_weights * in_weights / square)
         scale = torch.where(square == 0, 0, product / square * (largest / divisor))

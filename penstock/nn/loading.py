@@ -59,6 +59,7 @@ class Packer(Protocol):
         *,
         bias: Tensor | None,
         slices: Sequence[LinearSlice],
+        importance: Tensor | None,
     ) -> PackedLinear:
         """Packs parts of a weight ``[out, in]``, and ``bias [out]``, in the encoding named."""
         ...
@@ -125,6 +126,10 @@ def encoding_of_head(encoding: str) -> str:
     return "int8" if encoding == "int4" else encoding
 
 
+FLOATS = ("float32", "bfloat16", "float16")
+"""Encodings that quantise nothing."""
+
+
 class Loader:
     """Reads layers by their checkpoint names and packs each once, on one device.
 
@@ -134,8 +139,10 @@ class Loader:
         device: where to.
         packer: what packs them there; the reference back end if not given.
         store: where layers may be packed already.
-        later: weights that are mapped may be packed when they are first needed so, see
+        later: weights of floats that are mapped may be packed when they are first needed so, see
             `penstock.kernels.Deferred`.
+        importance: of the inputs ``[in]`` of layers by their names, as of `LinearEncoding.pack`; a fused
+            layer's is that of its first part.
     """
 
     def __init__(
@@ -147,6 +154,7 @@ class Loader:
         store: LayerStore | None = None,
         *,
         later: bool = False,
+        importance: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.source = source
         self.encoding = encoding
@@ -154,6 +162,7 @@ class Loader:
         self._packer = packer or ReferenceOps()
         self._store = store
         self._later = later
+        self._importance = importance or {}
         self.dtype = encoding_named(encoding).compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
         self.layers: list[PackedLinear] = []
@@ -343,5 +352,7 @@ class Loader:
             rows = {name: tensor.to(self.device) for name, tensor in weight.items()}
             return self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
         parts = [part.to(self.device) for part in weight]
-        pack = self._packer.pack_later if later else self._packer.pack_linear
-        return pack(parts, encoding, bias=bias, slices=slices)
+        if later and encoding in FLOATS:
+            return self._packer.pack_later(parts, encoding, bias=bias, slices=slices)
+        importance = self._importance.get(slices[0].name) if slices else None
+        return self._packer.pack_linear(parts, encoding, bias=bias, slices=slices, importance=importance)

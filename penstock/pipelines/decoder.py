@@ -22,6 +22,7 @@ from penstock.errors import UnsupportedFeatureError
 from penstock.host_memory import release_ahead
 from penstock.kernels import Deferred, KVCacheInputs, Ops, SamplingInputs, StepInputs, encoding_named
 from penstock.nn import Loader, ReturnHiddenStates, ReturnLogits
+from penstock.pipelines.calibration import measure_importance
 from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
 from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.pipelines.log_probabilities import compute_log_probabilities
@@ -85,7 +86,21 @@ class DecoderModel(PipelineModel[TextContext]):
         store = open_packed(model, ops.layout)
         if store is not None or ops.layout != "panels":
             release_ahead()  # nothing is going to be packed into it
-        loader = Loader(self.weights, model.encoding, self.torch_device, ops, store, later=True)
+        self._lora_manager: LoRAManager | None = None
+        importance = (
+            self.input_importance(self.pipeline_config, self.weights, ops, self.max_seq_len)
+            if store is None
+            else {}
+        )
+        loader = Loader(
+            self.weights,
+            model.encoding,
+            self.torch_device,
+            ops,
+            store,
+            later=True,
+            importance=importance,
+        )
         self.network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         self._lora_manager = self._load_adapters(loader)
         tensors = (layer.tensors for layer in loader.layers)
@@ -127,6 +142,29 @@ class DecoderModel(PipelineModel[TextContext]):
             weights.on_read = None
         weights.finish(cls.ignored_weights)
         return network
+
+    @classmethod
+    def input_importance(
+        cls, pipeline_config: PipelineConfig, weights: Weights, ops: Ops, max_length: int
+    ) -> dict[str, Tensor]:
+        """How much the inputs of linear layers matter, for encodings that make use of it; see
+        `penstock.pipelines.calibration`. Nothing where weights would have to be copied for it.
+
+        Raises:
+            WeightsError: lists the tensors that are at fault.
+        """
+        model = pipeline_config.model
+        if model.encoding != "int4" or model.devices[0].device_type != "cpu" or not weights.are_mapped:
+            return {}
+        source = weights.renamed(str)  # with faults of its own
+        with torch.no_grad():
+            loader = Loader(source, "bfloat16", torch.device("cpu"), ops, later=True)
+            network = cls.build(loader, model.huggingface_config, max_length)
+            source.finish(cls.ignored_weights)
+            spec = cls.kv_spec(pipeline_config, model.huggingface_config)
+            found = measure_importance(network, spec, ops, model.huggingface_config)
+        loader.layers.clear()  # which hold what holds them: nobody may look for garbage during a load
+        return found
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
         """Bytes that the KV cache takes, when it may take this many."""

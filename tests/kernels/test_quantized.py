@@ -186,3 +186,17 @@ def test_scales_are_searched_for_rows_at_a_time() -> None:
     ]
     assert torch.equal(together["weight"][[0, 511, 512, 1099]], torch.cat([one["weight"] for one in apart]))
     assert torch.equal(together["scales"][[0, 511, 512, 1099]], torch.cat([one["scales"] for one in apart]))
+
+
+def test_errors_of_inputs_that_matter_are_smaller() -> None:
+    weight, importance = torch.randn(200, 96), torch.randn(96).mul(2).exp()
+    kind = encoding_named("int4")
+
+    def error(*of: Tensor) -> float:
+        return float(((kind.unpack(kind.pack(weight, *of)) - weight).square() * importance).sum())
+
+    assert error(importance) < 0.8 * error()
+    assert error(importance * 1000) == pytest.approx(error(importance), rel=1e-3), (
+        "the measure does not count"
+    )
+    assert error(torch.ones(96)) == error()

@@ -238,8 +238,6 @@ def test_mapped_floats_are_packed_when_they_are_looked_at(encoding: str) -> None
 def test_what_cannot_wait_is_packed_at_once() -> None:
     source = Source(
         {
-            "x.a.weight": random(70, 80),  # the next part would begin within a panel
-            "x.b.weight": random(64, 80),
             "turned.weight": random(80, 64),
             "widened.weight": random(64, 80),
             "plain.weight": random(64, 80),
@@ -247,7 +245,6 @@ def test_what_cannot_wait_is_packed_at_once() -> None:
     )
     source.mapped = set(source.tensors) - {"widened.weight"}
     loader = load_later(source, "bfloat16")
-    assert not is_deferred(loader.fused("x", {"a": 70, "b": 64}, 80).packed)
     assert not is_deferred(loader.linear("turned", 64, 80, transposed=True).packed)
     assert not is_deferred(loader.linear("widened", 64, 80).packed)
     assert is_deferred(loader.linear("plain", 64, 80).packed)

@@ -41,20 +41,20 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     pack = CpuOps._pack
 
     def watched(
-        ops: CpuOps, parts: Sequence[torch.Tensor], encoding: str, *scales: torch.Tensor
+        ops: CpuOps, parts: Sequence[torch.Tensor], encoding: str, *options: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         found.append(encoding)
-        return pack(ops, parts, encoding, *scales)
+        return pack(ops, parts, encoding, *options)
 
     monkeypatch.setattr(CpuOps, "_pack", watched)
     return found
 
 
-def config_of(checkpoint: Path, encoding: str = "float32") -> PipelineConfig:
+def config_of(checkpoint: Path, encoding: str = "int8") -> PipelineConfig:
     return PipelineConfig.from_flat({"model_path": str(checkpoint), "quantization_encoding": encoding})
 
 
-def logits(checkpoint: Path, encoding: str = "float32") -> torch.Tensor:
+def logits(checkpoint: Path, encoding: str = "int8") -> torch.Tensor:
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding)
     return step_logits(pipeline, [context_of(PROMPT)])[0]
 
@@ -77,8 +77,7 @@ def test_what_was_packed_is_what_a_load_packs(
 ) -> None:
     checkpoint = checkpoint_of(name, tmp_path / name)
     expected = logits(checkpoint, encoding)
-    num_layers = len(packings)
-    assert num_layers > 4
+    assert len(packings) > 4 or encoding in ("float32", "bfloat16"), "which wait for a second step"
     pack_checkpoint(config_of(checkpoint, encoding))
     packings.clear()
     assert torch.equal(logits(checkpoint, encoding), expected)
@@ -86,10 +85,10 @@ def test_what_was_packed_is_what_a_load_packs(
 
 
 def test_a_file_is_for_one_encoding(tiny: Path, packings: list[str]) -> None:
-    pack_checkpoint(config_of(tiny, "int8"))
+    pack_checkpoint(config_of(tiny, "float32"))
     packings.clear()
     logits(tiny)
-    assert set(packings) == {"float32"}
+    assert set(packings) == {"int8"}
 
 
 def test_another_checkpoint_in_its_place(tmp_path: Path, packings: list[str]) -> None:
@@ -149,7 +148,7 @@ def test_a_file_of_something_else(tiny: Path, packings: list[str]) -> None:
 def test_layers_in_another_order_are_packed_anew(
     tiny: Path, packings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = logits(tiny, "int8")
+    expected = logits(tiny)
     write = packed_weights.write_packed
 
     def exchanged(model: ModelConfig, layers: list[PackedLinear]) -> Path:
@@ -157,9 +156,9 @@ def test_layers_in_another_order_are_packed_anew(
         return write(model, layers)
 
     monkeypatch.setattr(packed_weights, "write_packed", exchanged)
-    pack_checkpoint(config_of(tiny, "int8"))
+    pack_checkpoint(config_of(tiny))
     packings.clear()
-    assert torch.equal(logits(tiny, "int8"), expected)
+    assert torch.equal(logits(tiny), expected)
     assert len(packings) == 2
 
 
@@ -196,7 +195,8 @@ def test_what_packs_in_rows_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_reference_kernels_do_not_use_it(tiny: Path, packings: list[str]) -> None:
     def logits() -> torch.Tensor:
-        return step_logits(open_pipeline(tiny, kernels="reference"), [context_of(PROMPT)])[0]
+        pipeline = open_pipeline(tiny, kernels="reference", quantization_encoding="int8")
+        return step_logits(pipeline, [context_of(PROMPT)])[0]
 
     expected = logits()
     pack_checkpoint(config_of(tiny))

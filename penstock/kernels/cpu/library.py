@@ -20,7 +20,7 @@ ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 8
+ABI = 9
 """The layout of the kernels' arguments; ``penstock_abi`` in csrc/host.cpp says which one a library has."""
 
 Kernel = Callable[..., int]
@@ -40,7 +40,7 @@ _ARGUMENTS = {
     "take_rows": "3P 4q",
     "put_rows": "4P 5q",
     "linear": "2q P q 4P 4q",
-    "pack": "2q P q 3P 2q",
+    "pack": "2q P q 4P 2q",
     "lora": "q P q P q 2P 4q",
     "experts": "2q P q P q P q 2P 7q 2d",
     "attention": "2q 8P 10q 2d",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.memory import SliceMemory, WeightMemory
-from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, lie_in_panels, pack_panels, panels_size
+from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, pack_panels, panels_size
 from penstock.kernels.deferred import Deferred
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import LinearSlice, PackedLinear, bias_of_encoding, encoding_named
@@ -49,11 +49,12 @@ class CpuLinear(ReferenceOps):
         *,
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
+        importance: Tensor | None = None,
     ) -> PackedLinear:
         if encoding not in ENCODINGS:
-            return super().pack_linear(weight, encoding, bias=bias, slices=slices)
+            return super().pack_linear(weight, encoding, bias=bias, slices=slices, importance=importance)
         parts = [weight] if isinstance(weight, Tensor) else weight
-        return self._packed(parts, None, encoding, bias, slices)
+        return self._packed(parts, None, encoding, bias, slices, importance)
 
     def pack_later(
         self,
@@ -63,9 +64,9 @@ class CpuLinear(ReferenceOps):
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        """Floats that lie as panels take them wait; to quantise twice would take longer than it saves."""
+        """Floats in rows wait; to quantise twice would take longer than it saves."""
         fits = encoding in ENCODINGS and encoding not in QUANTIZED
-        if not fits or not lie_in_panels(weight) or any(part.stride(1) != 1 for part in weight):
+        if not fits or any(part.stride(1) != 1 for part in weight):
             return self.pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = tuple(part.detach() for part in weight)
         out_features, in_features = sum(map(len, parts)), parts[0].shape[1]
@@ -93,17 +94,22 @@ class CpuLinear(ReferenceOps):
         encoding: str,
         bias: Tensor | None,
         slices: Sequence[LinearSlice],
+        importance: Tensor | None = None,
     ) -> PackedLinear:
-        tensors = self._pack(parts, encoding, scales)
+        tensors = self._pack(parts, encoding, scales, importance)
         out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
         bias = bias_of_encoding(bias, encoding)
         return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
 
     def _pack(
-        self, parts: Sequence[Tensor], encoding: str, scales: Tensor | None = None
+        self,
+        parts: Sequence[Tensor],
+        encoding: str,
+        scales: Tensor | None = None,
+        importance: Tensor | None = None,
     ) -> dict[str, Tensor]:
         with torch.no_grad():
-            return pack_panels(self._kernels, self._weights, encoding, parts, scales)
+            return pack_panels(self._kernels, self._weights, encoding, parts, scales, importance)
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         bias, kind = packed.bias, TYPES.get(x.dtype)
@@ -144,8 +150,8 @@ class CpuLinear(ReferenceOps):
     def _multiply_parts(
         self, y: Tensor, x: Tensor, encoding: str, parts: Sequence[Tensor], bias: Tensor | None
     ) -> None:
-        """As `_multiply`, by a weight in rows, each of whose parts begins with a panel: slices of them are
-        packed and multiplied, one after the other, while they are in the cache."""
+        """As `_multiply`, by a weight in rows: slices of its parts are packed and multiplied, one after the
+        other, while they are in the cache."""
         height = max(_SLICE_BYTES // panels_size(encoding, PANEL, x.shape[1]), 1) * PANEL
         start = 0
         for part in parts:

@@ -7,6 +7,7 @@ from math import prod
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.cpu.library import Kernels
@@ -36,6 +37,7 @@ def pack_panels(
     encoding: str,
     parts: Sequence[Tensor],
     scales: Tensor | None = None,
+    importance: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """A weight in panels, from its parts ``[out, in]`` one behind the other.
 
@@ -48,8 +50,9 @@ def pack_panels(
         encoding: one of `ENCODINGS`.
         parts: of one type of floats; or one, of the integers of an encoding that is quantised already.
         scales: what goes with integers.
+        importance: ``[in]``, as of `LinearEncoding.pack`.
     """
-    if not lie_in_panels(parts):
+    if any(len(part) % PANEL for part in parts[:-1]) or len({part.dtype for part in parts}) > 1:
         parts = [torch.cat(tuple(parts))]
     rows, inputs = sum(len(part) for part in parts), parts[0].shape[1]
     panels = memory.empty(*_form(encoding, rows, inputs))
@@ -58,6 +61,8 @@ def pack_panels(
         tensors["scales"] = torch.empty(rows) if scales is None else scales.contiguous()
     written = tensors.get("scales") if scales is None else None
     halves = scales.contiguous() if encoding == "int4" and scales is not None else None
+    if importance is not None:  # whole groups of it
+        importance = F.pad(importance.float(), (0, -inputs % GROUP), value=1.0).contiguous()
     start = 0
     for part in parts:
         source = part if part.dtype in _SOURCES else part.float()
@@ -70,17 +75,12 @@ def pack_panels(
             0 if halves is None else halves.data_ptr(),
             panels[start // PANEL :].data_ptr(),
             0 if written is None else written[start:].data_ptr(),
+            0 if importance is None else importance.data_ptr(),
             len(source),
             inputs,
         )
         start += len(part)
     return tensors
-
-
-def lie_in_panels(parts: Sequence[Tensor]) -> bool:
-    """Whether each of the parts ``[out, in]`` of a weight begins with a panel, so that they can be packed one
-    by one."""
-    return all(len(part) % PANEL == 0 for part in parts[:-1]) and len({part.dtype for part in parts}) == 1
 
 
 def panels_size(encoding: str, rows: int, inputs: int) -> int:

@@ -26,7 +26,7 @@ def deferred(packed: PackedLinear) -> Deferred:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [0, 1, 5, 33, 300])
-@pytest.mark.parametrize("sizes", [(70,), (64, 128, 1), (640, 64)], ids=str)
+@pytest.mark.parametrize("sizes", [(70,), (64, 128, 1), (640, 64), (33, 100, 7)], ids=str)
 def test_rows_and_panels_give_the_same_bits(
     ops: CpuOps,
     stored: torch.dtype,

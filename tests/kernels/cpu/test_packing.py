@@ -35,10 +35,10 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
     }
 
 
-def assert_as_defined(ops: CpuOps, encoding: str, weight: Tensor) -> None:
-    rows = encoding_named(encoding).pack(weight)
+def assert_as_defined(ops: CpuOps, encoding: str, weight: Tensor, importance: Tensor | None = None) -> None:
+    rows = encoding_named(encoding).pack(weight, importance)
     defined = bits(to_panels(encoding, rows))
-    assert bits(dict(ops.pack_linear(weight, encoding).tensors)) == defined
+    assert bits(dict(ops.pack_linear(weight, encoding, importance=importance).tensors)) == defined
     if encoding in ("int8", "int4"):  # from integers as well
         again = pack_panels(ops._kernels, WeightMemory(), encoding, [rows["weight"]], rows["scales"])
         assert bits(again) == defined
@@ -55,6 +55,16 @@ def test_shapes_and_types(ops: CpuOps, encoding: str, dtype: torch.dtype, shape:
     assert_as_defined(ops, encoding, weight)
     wider = torch.randn(shape[0], shape[1] + 3).to(dtype)
     assert_as_defined(ops, encoding, wider[:, 1:-2])  # rows apart
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (70, 33), (63, 31), (130, 515)], ids=str)
+def test_inputs_that_matter_more(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    weight, importance = torch.randn(shape), torch.randn(shape[1]).mul(3).exp()
+    assert_as_defined(ops, encoding, weight, importance)
+    assert_as_defined(ops, encoding, weight, importance[::2].repeat_interleave(2)[: shape[1]])
+    alike = dict(ops.pack_linear(weight, encoding, importance=torch.ones(shape[1])).tensors)
+    assert bits(alike) == bits(dict(ops.pack_linear(weight, encoding).tensors))
 
 
 NUMBERS = st.one_of(

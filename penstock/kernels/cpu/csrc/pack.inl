@@ -8,7 +8,8 @@ struct Pack {  // rows [N, K] -> panels
   int64_t stride;
   const uint16_t* source_scales;  // float16 [N, ceil(K / GROUP)], of integers for int4; else null
   void* panels;
-  float* scales;  // [N], of int8 from floats; else null
+  float* scales;            // [N], of int8 from floats; else null
+  const float* importance;  // [round_up(K, GROUP)] of the inputs, for int4 from floats; null: all count alike
   int64_t N, K;
 };
 
@@ -111,8 +112,11 @@ INLINE vf clamped(vf x, float low, float high) { return vmin(vmax(x, all(low)), 
 INLINE vf inverse_of(vf scale) { return scale == 0.0f ? vf{} : 1.0f / scale; }
 INLINE vf nearest_nibble(vf w, vf inverse) { return rounded(clamped(w * inverse, -8, 7)); }
 
-// w [GROUP, W] -> the float16 scales, and integers -8..7 [GROUP, W].
-static void search_scales(const float* w, int32_t* integers, uint16_t* scales) {
+constexpr float ALIKE[GROUP] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
+// w [GROUP, W], importance [GROUP] -> the float16 scales, and integers -8..7 [GROUP, W].
+static void search_scales(const float* w, const float* importance, int32_t* integers, uint16_t* scales) {
   vf largest = {}, top = {};
   for (int k = 0; k < GROUP; k++) {
     vf weight = load(w + k * W), magnitude = as_float(as_bits(weight) & 0x7fffffff);
@@ -126,8 +130,8 @@ static void search_scales(const float* w, int32_t* integers, uint16_t* scales) {
 #pragma GCC unroll 32
     for (int k = 0; k < GROUP; k++) {
       const vf x = load(w + k * W) * inverse, nearest = rounded(clamped(x, -8, 7));
-      product += x * nearest;
-      square = fma(nearest, nearest, square);  // exact
+      product += x * importance[k] * nearest;
+      square += nearest * nearest * importance[k];
     }
     const vf in_weights = product / divisor;
     const vf fit = square == 0.0f ? vf{} : in_weights * in_weights / square;
@@ -160,7 +164,8 @@ INLINE void store_nibbles(const int32_t* integers, char* record, int64_t column)
 }
 
 template <class T>
-static void pack_nibbles(const T* rows, int64_t stride, int64_t count, int64_t K, char* panel) {
+static void pack_nibbles(const T* rows, int64_t stride, const float* importance, int64_t count, int64_t K,
+                         char* panel) {
   const int64_t record = PANEL * (GROUP / 2 + 2);
   float w[GROUP * W];
   int32_t integers[GROUP * W];
@@ -178,7 +183,7 @@ static void pack_nibbles(const T* rows, int64_t stride, int64_t count, int64_t K
         for (int64_t i = 0; i < W; i++) store((uint32_t*)w + (part + i) * W, square[i]);
       }
       char* to = panel + k / GROUP * record;
-      search_scales(w, integers, (uint16_t*)(to + 16 * PANEL) + column);
+      search_scales(w, importance ? importance + k : ALIKE, integers, (uint16_t*)(to + 16 * PANEL) + column);
       store_nibbles(integers, to, column);
     }
   }
@@ -220,7 +225,7 @@ template <class T> static void pack_panel(const Pack& a, int64_t panel) {
       quantize(rows + i * a.stride, a.K, integers + i * a.K, a.scales + first + i);
     turn_rows<ByteUnits>(integers, a.K, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 4) * PANEL);
   } else {
-    pack_nibbles(rows, a.stride, count, a.K, panels + panel * ceil_div(a.K, GROUP) * PANEL * (GROUP / 2 + 2));
+    pack_nibbles(rows, a.stride, a.importance, count, a.K, panels + panel * ceil_div(a.K, GROUP) * PANEL * (GROUP / 2 + 2));
   }
 }
 
