@@ -126,6 +126,7 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
     from penstock.driver import load_devices
     from penstock.engine import InferenceSession
     from penstock.nn import Loader
+    from penstock.pipelines.calibration import CALIBRATED
     from penstock.pipelines.decoder import DecoderModel
     from penstock.pipelines.packed_weights import write_packed
     from penstock.pipelines.weights import Weights
@@ -138,9 +139,9 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
         raise ConfigError("devices", f"nothing is packed for the {ops.name} kernels: leave out --pack")
     weights = Weights.open(config.model.checkpoint)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
-    importance = model.input_importance(config, weights, ops, length)
-    loader = Loader(weights, config.model.encoding, devices[0].torch_device, ops, importance=importance)
-    model.read(weights, loader, config.model.huggingface_config, length)
+    loader = Loader(weights, config.model.encoding, devices[0].torch_device, ops, later=CALIBRATED)
+    network = model.read(weights, loader, config.model.huggingface_config, length)
+    model.calibrate(config, network, loader.layers, ops)
     return write_packed(config.model, loader.layers)
 
 

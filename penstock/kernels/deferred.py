@@ -19,17 +19,20 @@ class Deferred(Mapping[str, Tensor]):
     Args:
         parts: the weight, parts of ``[out, in]`` one behind the other, in memory that stays: a mapped file's.
         num_bytes: what the tensors are going to take.
-        pack: makes them.
+        pack: makes them, given the inputs' importance or None.
     """
 
     def __init__(
-        self, parts: Sequence[Tensor], num_bytes: int, pack: Callable[[], Mapping[str, Tensor]]
+        self,
+        parts: Sequence[Tensor],
+        num_bytes: int,
+        pack: Callable[[Tensor | None], Mapping[str, Tensor]],
     ) -> None:
         self._parts: Sequence[Tensor] = parts
         self._pack = pack
         self._tensors: Mapping[str, Tensor] | None = None
         self._promise = PromisedMemory(num_bytes)
-        self.on_packed: Callable[[], None] = lambda: None
+        self.release: Callable[[], None] = lambda: None
         """Called when the parts are no longer needed."""
 
     @property
@@ -37,14 +40,14 @@ class Deferred(Mapping[str, Tensor]):
         """The weight as it is before it is packed; nothing from then on."""
         return self._parts
 
-    def pack(self) -> Mapping[str, Tensor]:
-        """The tensors, made now if they have not been."""
+    def pack(self, importance: Tensor | None = None) -> Mapping[str, Tensor]:
+        """The tensors, made now if they have not been; ``importance [in]`` is that of `LinearEncoding.pack`."""
         if self._tensors is None:
-            self._tensors = self._pack()
+            self._tensors = self._pack(importance)
             self._promise.keep()
             self._parts = ()
-            self._pack = dict
-            self.on_packed()
+            self._pack = lambda _: {}
+            self.release()
         return self._tensors
 
     def __getitem__(self, name: str) -> Tensor:

@@ -154,18 +154,15 @@ def pack_linear(
     *,
     bias: Tensor | None = None,  # [out]
     slices: Sequence[LinearSlice] = (),
-    importance: Tensor | None = None,  # [in]
 ) -> PackedLinear:
     """Packs a weight in the encoding named, in the layout that the encoding defines.
-
-    ``importance`` is that of `LinearEncoding.pack`.
 
     Raises:
         ConfigError: the encoding is unknown.
     """
     with torch.no_grad():
         weight = weight if isinstance(weight, Tensor) else torch.cat(tuple(weight))
-        rows = encoding_named(encoding).pack(weight, importance)
+        rows = encoding_named(encoding).pack(weight)
     out_features, in_features = weight.shape
     bias = bias_of_encoding(bias, encoding)
     return PackedLinear(encoding, rows, in_features, out_features, bias, tuple(slices))

@@ -62,14 +62,13 @@ class Ops(ABC):
         *,
         bias: Tensor | None = None,  # [out]
         slices: Sequence[LinearSlice] = (),
-        importance: Tensor | None = None,  # [in], as of `LinearEncoding.pack`
     ) -> PackedLinear:
         """Packs a weight for `linear`, in the encoding named and the layout that this back end reads fastest.
 
         Raises:
             ConfigError: the encoding is unknown.
         """
-        return pack_linear(weight, encoding, bias=bias, slices=slices, importance=importance)
+        return pack_linear(weight, encoding, bias=bias, slices=slices)
 
     def pack_later(
         self,
@@ -80,7 +79,8 @@ class Ops(ABC):
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
         """As `pack_linear`, of parts that stay in memory by themselves, as those of a mapped file do: where
-        the back end can do without packing for a while, the tensors are `Deferred`.
+        the back end can do without packing for a while, the tensors are `Deferred`, and `linear` multiplies
+        by the floats that there are.
 
         Raises:
             ConfigError: the encoding is unknown.

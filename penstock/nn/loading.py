@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -59,7 +59,6 @@ class Packer(Protocol):
         *,
         bias: Tensor | None,
         slices: Sequence[LinearSlice],
-        importance: Tensor | None,
     ) -> PackedLinear:
         """Packs parts of a weight ``[out, in]``, and ``bias [out]``, in the encoding named."""
         ...
@@ -126,10 +125,6 @@ def encoding_of_head(encoding: str) -> str:
     return "int8" if encoding == "int4" else encoding
 
 
-FLOATS = ("float32", "bfloat16", "float16")
-"""Encodings that quantise nothing."""
-
-
 class Loader:
     """Reads layers by their checkpoint names and packs each once, on one device.
 
@@ -139,10 +134,8 @@ class Loader:
         device: where to.
         packer: what packs them there; the reference back end if not given.
         store: where layers may be packed already.
-        later: weights of floats that are mapped may be packed when they are first needed so, see
+        later: encodings whose weights, where they are mapped, are to be packed later, see
             `penstock.kernels.Deferred`.
-        importance: of the inputs ``[in]`` of layers by their names, as of `LinearEncoding.pack`; a fused
-            layer's is that of its first part.
     """
 
     def __init__(
@@ -153,8 +146,7 @@ class Loader:
         packer: Packer | None = None,
         store: LayerStore | None = None,
         *,
-        later: bool = False,
-        importance: Mapping[str, Tensor] | None = None,
+        later: Collection[str] = (),
     ) -> None:
         self.source = source
         self.encoding = encoding
@@ -162,7 +154,6 @@ class Loader:
         self._packer = packer or ReferenceOps()
         self._store = store
         self._later = later
-        self._importance = importance or {}
         self.dtype = encoding_named(encoding).compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
         self.layers: list[PackedLinear] = []
@@ -280,7 +271,7 @@ class Loader:
         linear = self._layer(parts, shape, bias, encoding, read, skip, later=later)
         tensors = linear.packed.tensors
         if isinstance(tensors, Deferred):
-            tensors.on_packed = release
+            tensors.release = release
         else:
             release()
         return linear
@@ -336,7 +327,7 @@ class Loader:
         if packed is not None:
             skip()
         else:
-            packed = self._packed(read(), bias, slices, encoding, later and self._later)
+            packed = self._packed(read(), bias, slices, encoding, later and encoding in self._later)
         self.layers.append(packed)
         return Linear(packed)
 
@@ -352,7 +343,5 @@ class Loader:
             rows = {name: tensor.to(self.device) for name, tensor in weight.items()}
             return self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
         parts = [part.to(self.device) for part in weight]
-        if later and encoding in FLOATS:
-            return self._packer.pack_later(parts, encoding, bias=bias, slices=slices)
-        importance = self._importance.get(slices[0].name) if slices else None
-        return self._packer.pack_linear(parts, encoding, bias=bias, slices=slices, importance=importance)
+        pack = self._packer.pack_later if later else self._packer.pack_linear
+        return pack(parts, encoding, bias=bias, slices=slices)

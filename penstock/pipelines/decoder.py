@@ -20,9 +20,17 @@ from torch import Tensor
 from penstock.dtype import DType
 from penstock.errors import UnsupportedFeatureError
 from penstock.host_memory import release_ahead
-from penstock.kernels import Deferred, KVCacheInputs, Ops, SamplingInputs, StepInputs, encoding_named
+from penstock.kernels import (
+    Deferred,
+    KVCacheInputs,
+    Ops,
+    PackedLinear,
+    SamplingInputs,
+    StepInputs,
+    encoding_named,
+)
 from penstock.nn import Loader, ReturnHiddenStates, ReturnLogits
-from penstock.pipelines.calibration import measure_importance
+from penstock.pipelines.calibration import CALIBRATED, pack_calibrated
 from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
 from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.pipelines.log_probabilities import compute_log_probabilities
@@ -44,6 +52,11 @@ if TYPE_CHECKING:
     from penstock.engine import InferenceSession
     from penstock.kernels.cpu import StepPlans
     from penstock.pipelines.config import HuggingFaceConfig, PipelineConfig
+
+
+PACKED_LATER = ("float32", "bfloat16", *CALIBRATED)
+"""Encodings whose weights a load leaves as they are: floats until after the first step, those that are fitted
+to their inputs until these have been seen. To quantise the others twice would take longer than it saves."""
 
 
 class Network(Protocol):
@@ -86,22 +99,9 @@ class DecoderModel(PipelineModel[TextContext]):
         store = open_packed(model, ops.layout)
         if store is not None or ops.layout != "panels":
             release_ahead()  # nothing is going to be packed into it
-        self._lora_manager: LoRAManager | None = None
-        importance = (
-            self.input_importance(self.pipeline_config, self.weights, ops, self.max_seq_len)
-            if store is None
-            else {}
-        )
-        loader = Loader(
-            self.weights,
-            model.encoding,
-            self.torch_device,
-            ops,
-            store,
-            later=True,
-            importance=importance,
-        )
+        loader = Loader(self.weights, model.encoding, self.torch_device, ops, store, later=PACKED_LATER)
         self.network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
+        self.calibrate(self.pipeline_config, self.network, loader.layers, ops)
         self._lora_manager = self._load_adapters(loader)
         tensors = (layer.tensors for layer in loader.layers)
         self._deferred = deque(one for one in tensors if isinstance(one, Deferred))
@@ -144,27 +144,18 @@ class DecoderModel(PipelineModel[TextContext]):
         return network
 
     @classmethod
-    def input_importance(
-        cls, pipeline_config: PipelineConfig, weights: Weights, ops: Ops, max_length: int
-    ) -> dict[str, Tensor]:
-        """How much the inputs of linear layers matter, for encodings that make use of it; see
-        `penstock.pipelines.calibration`. Nothing where weights would have to be copied for it.
-
-        Raises:
-            WeightsError: lists the tensors that are at fault.
-        """
-        model = pipeline_config.model
-        if model.encoding != "int4" or model.devices[0].device_type != "cpu" or not weights.are_mapped:
-            return {}
-        source = weights.renamed(str)  # with faults of its own
-        with torch.no_grad():
-            loader = Loader(source, "bfloat16", torch.device("cpu"), ops, later=True)
-            network = cls.build(loader, model.huggingface_config, max_length)
-            source.finish(cls.ignored_weights)
-            spec = cls.kv_spec(pipeline_config, model.huggingface_config)
-            found = measure_importance(network, spec, ops, model.huggingface_config)
-        loader.layers.clear()  # which hold what holds them: nobody may look for garbage during a load
-        return found
+    def calibrate(
+        cls, pipeline_config: PipelineConfig, network: Network, layers: Sequence[PackedLinear], ops: Ops
+    ) -> None:
+        """Packs those of a network's layers that wait to be quantised, by what their inputs are worth."""
+        waiting = [layer.tensors for layer in layers if layer.encoding in CALIBRATED]
+        deferred = [tensors for tensors in waiting if isinstance(tensors, Deferred)]
+        if deferred:
+            config = pipeline_config.model.huggingface_config
+            with torch.inference_mode():
+                pack_calibrated(network, cls.kv_spec(pipeline_config, config), ops, config)
+        for tensors in deferred:
+            tensors.pack()  # what the network was not seen to use
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
         """Bytes that the KV cache takes, when it may take this many."""

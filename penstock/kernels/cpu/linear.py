@@ -19,6 +19,8 @@ from penstock.kernels.reference import ReferenceOps
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Types of activations that the kernels take, as csrc numbers them."""
 
+_FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
 LONG = 1 << 27
 """Multiplications from which a kernel takes long enough to release the GIL: some milliseconds."""
 
@@ -49,12 +51,11 @@ class CpuLinear(ReferenceOps):
         *,
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
-        importance: Tensor | None = None,
     ) -> PackedLinear:
         if encoding not in ENCODINGS:
-            return super().pack_linear(weight, encoding, bias=bias, slices=slices, importance=importance)
+            return super().pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = [weight] if isinstance(weight, Tensor) else weight
-        return self._packed(parts, None, encoding, bias, slices, importance)
+        return self._packed(parts, None, encoding, bias, slices)
 
     def pack_later(
         self,
@@ -64,14 +65,15 @@ class CpuLinear(ReferenceOps):
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        """Floats in rows wait; to quantise twice would take longer than it saves."""
-        fits = encoding in ENCODINGS and encoding not in QUANTIZED
-        if not fits or any(part.stride(1) != 1 for part in weight):
+        if encoding not in ENCODINGS:
             return self.pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = tuple(part.detach() for part in weight)
         out_features, in_features = sum(map(len, parts)), parts[0].shape[1]
-        num_bytes = panels_size(encoding, out_features, in_features)
-        tensors = Deferred(parts, num_bytes, lambda: self._pack(parts, encoding))
+        tensors = Deferred(
+            parts,
+            panels_size(encoding, out_features, in_features),
+            lambda importance: self._pack(parts, encoding, None, importance),
+        )
         bias = bias_of_encoding(bias, encoding)
         return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
 
@@ -94,9 +96,8 @@ class CpuLinear(ReferenceOps):
         encoding: str,
         bias: Tensor | None,
         slices: Sequence[LinearSlice],
-        importance: Tensor | None = None,
     ) -> PackedLinear:
-        tensors = self._pack(parts, encoding, scales, importance)
+        tensors = self._pack(parts, encoding, scales)
         out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
         bias = bias_of_encoding(bias, encoding)
         return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
@@ -120,7 +121,7 @@ class CpuLinear(ReferenceOps):
         y = self._empty((x.shape[0], packed.out_features), x.dtype)
         tensors = packed.tensors
         if isinstance(tensors, Deferred) and tensors.parts:
-            self._multiply_parts(y, x, packed.encoding, tensors.parts, bias)
+            self._multiply_parts(y, x, tensors.parts, bias)
         else:
             self._multiply(y, x, packed.encoding, tensors, bias)
         return y if lora is None else self._add_lora(y, x, packed, lora)
@@ -147,11 +148,10 @@ class CpuLinear(ReferenceOps):
             in_features,
         )
 
-    def _multiply_parts(
-        self, y: Tensor, x: Tensor, encoding: str, parts: Sequence[Tensor], bias: Tensor | None
-    ) -> None:
-        """As `_multiply`, by a weight in rows: slices of its parts are packed and multiplied, one after the
-        other, while they are in the cache."""
+    def _multiply_parts(self, y: Tensor, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> None:
+        """As `_multiply`, by a weight of floats in rows: slices of its parts are packed and multiplied, one
+        after the other, while they are in the cache."""
+        encoding = _FLOATS[x.dtype]
         height = max(_SLICE_BYTES // panels_size(encoding, PANEL, x.shape[1]), 1) * PANEL
         start = 0
         for part in parts:

@@ -153,11 +153,6 @@ class Weights:
         stored = self._names.get(name)
         return stored is not None and not isinstance(self._files.headers[stored], GGUFTensor)
 
-    @property
-    def are_mapped(self) -> bool:
-        """Whether that holds of all tensors."""
-        return all(map(self.is_mapped, self._names))
-
     def release(self, name: str) -> None:
         """Lets go of the memory that a tensor's pages of its file take in this process.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from penstock.kernels import Deferred, PackedLinear
 from penstock.kernels.cpu import CpuOps, linear, variants
@@ -50,7 +49,7 @@ def test_rows_and_panels_give_the_same_bits(
 
 def test_it_is_packed_once(ops: CpuOps) -> None:
     packed, calls = ops.pack_later([torch.randn(70, 33)], "float32"), []
-    deferred(packed).on_packed = lambda: calls.append(1)
+    deferred(packed).release = lambda: calls.append(1)
     panels = packed.tensors["panels"]
     assert packed.tensors["panels"] is panels
     assert deferred(packed).pack()["panels"] is panels
@@ -59,7 +58,24 @@ def test_it_is_packed_once(ops: CpuOps) -> None:
     assert calls == [1]
 
 
-def test_integers_do_not_wait(ops: CpuOps) -> None:
-    weight: list[Tensor] = [torch.randn(70, 33)]
-    for encoding in ("int8", "int4", "float16"):
-        assert not isinstance(ops.pack_later(weight, encoding).tensors, Deferred)
+def test_floats_are_multiplied_until_integers_are_made(ops: CpuOps) -> None:
+    """In the encoding of the activations, as nothing else is known of the inputs yet."""
+    weight, x = torch.randn(70, 33), torch.randn(5, 33)
+    for encoding in ("int8", "int4"):
+        packed = ops.pack_later([weight], encoding)
+        assert torch.equal(ops.linear(x, packed), ops.linear(x, ops.pack_linear(weight, "float32")))
+        deferred(packed).pack()
+        assert torch.equal(ops.linear(x, packed), ops.linear(x, ops.pack_linear(weight, encoding)))
+
+
+def test_weights_that_are_stored_the_other_way(ops: CpuOps) -> None:
+    weight, x = torch.randn(33, 700).T, torch.randn(5, 33)
+    packed = ops.pack_later([weight], "float32")
+    expected = ops.linear(x, ops.pack_linear(weight, "float32"))
+    assert torch.equal(ops.linear(x, packed), expected)
+    assert set(packed.tensors) == {"panels"}
+    assert torch.equal(ops.linear(x, packed), expected)
+
+
+def test_what_has_no_panels_does_not_wait(ops: CpuOps) -> None:
+    assert not isinstance(ops.pack_later([torch.randn(70, 33)], "float16").tensors, Deferred)

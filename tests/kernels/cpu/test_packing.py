@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels import encoding_named
+from penstock.kernels import Deferred, encoding_named
 from penstock.kernels.cpu import CpuOps, variants
 from penstock.kernels.cpu.memory import WeightMemory
 from penstock.kernels.cpu.packing import ENCODINGS, pack_panels
@@ -35,10 +37,18 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
     }
 
 
+def packed_by(ops: CpuOps, weight: Tensor, encoding: str, importance: Tensor | None) -> Mapping[str, Tensor]:
+    if importance is None:
+        return ops.pack_linear(weight, encoding).tensors
+    tensors = ops.pack_later([weight], encoding).tensors
+    assert isinstance(tensors, Deferred)
+    return tensors.pack(importance)
+
+
 def assert_as_defined(ops: CpuOps, encoding: str, weight: Tensor, importance: Tensor | None = None) -> None:
     rows = encoding_named(encoding).pack(weight, importance)
     defined = bits(to_panels(encoding, rows))
-    assert bits(dict(ops.pack_linear(weight, encoding, importance=importance).tensors)) == defined
+    assert bits(dict(packed_by(ops, weight, encoding, importance))) == defined
     if encoding in ("int8", "int4"):  # from integers as well
         again = pack_panels(ops._kernels, WeightMemory(), encoding, [rows["weight"]], rows["scales"])
         assert bits(again) == defined
@@ -63,8 +73,8 @@ def test_inputs_that_matter_more(ops: CpuOps, encoding: str, shape: tuple[int, i
     weight, importance = torch.randn(shape), torch.randn(shape[1]).mul(3).exp()
     assert_as_defined(ops, encoding, weight, importance)
     assert_as_defined(ops, encoding, weight, importance[::2].repeat_interleave(2)[: shape[1]])
-    alike = dict(ops.pack_linear(weight, encoding, importance=torch.ones(shape[1])).tensors)
-    assert bits(alike) == bits(dict(ops.pack_linear(weight, encoding).tensors))
+    alike = dict(packed_by(ops, weight, encoding, torch.ones(shape[1])))
+    assert bits(alike) == bits(dict(packed_by(ops, weight, encoding, None)))
 
 
 NUMBERS = st.one_of(
