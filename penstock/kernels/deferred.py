@@ -41,7 +41,7 @@ class Deferred(Mapping[str, Tensor]):
         return self._parts
 
     def pack(self, importance: Tensor | None = None) -> Mapping[str, Tensor]:
-        """The tensors, made now if they have not been; ``importance [in]`` is that of `LinearEncoding.pack`."""
+        """The tensors, made now if they are not there; ``importance [in]`` as of `LinearEncoding.pack`."""
         if self._tensors is None:
             self._tensors = self._pack(importance)
             self._promise.keep()
