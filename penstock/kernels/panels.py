@@ -22,8 +22,9 @@ from torch.nn import functional as F
 PANEL = 64
 """Outputs of a panel."""
 
-LAYOUTS_VERSION = 1
-"""To be raised when what stands above changes: weights in these forms are kept in files."""
+LAYOUTS_VERSION = 2
+"""To be raised when what stands above changes, or what numbers a load makes of a weight: they are kept in
+files."""
 
 GROUP = 32
 """Inputs of an ``int4`` group."""

@@ -167,9 +167,10 @@ class _Loop:
     def _take_commands(self, wait: bool) -> None:
         """All that has come; with ``wait`` sleeps until something has, or until it is time to try again."""
         if wait:
-            while not self._commands.poll(0) and self._work.settle():
+            has_work = self._scheduler.has_work
+            while not self._commands.poll(0) and self._work.settle() and not has_work:
                 pass
-            self._commands.poll(_RETRY if self._scheduler.has_work else None)
+            self._commands.poll(_RETRY if has_work else None)
         while True:
             try:
                 frame = self._commands.recv(zmq.NOBLOCK)
