@@ -31,6 +31,7 @@ class Deferred(Mapping[str, Tensor]):
         self._parts: Sequence[Tensor] = parts
         self._pack = pack
         self._tensors: Mapping[str, Tensor] | None = None
+        self.num_bytes = num_bytes
         self._promise = PromisedMemory(num_bytes)
         self.release: Callable[[], None] = lambda: None
         """Called when the parts are no longer needed."""

@@ -58,6 +58,9 @@ PACKED_LATER = ("float32", "bfloat16", *CALIBRATED)
 """Encodings whose weights a load leaves as they are: floats until after the first step, those that are fitted
 to their inputs until these have been seen. To quantise the others twice would take longer than it saves."""
 
+LEAST_LATER = 64 << 20
+"""Bytes. Less memory is found in no time, and packed by the load."""
+
 
 class Network(Protocol):
     """The arithmetic between tokens and logits."""
@@ -105,7 +108,9 @@ class DecoderModel(PipelineModel[TextContext]):
         self._lora_manager = self._load_adapters(loader)
         tensors = (layer.tensors for layer in loader.layers)
         self._deferred = deque(one for one in tensors if isinstance(one, Deferred))
-        self._has_run = False
+        self._has_run = sum(one.num_bytes for one in self._deferred if one.parts) < LEAST_LATER
+        if self._has_run:
+            self._settle_all()
 
     @property
     def lora_manager(self) -> LoRAManager | None:
@@ -253,10 +258,13 @@ class DecoderModel(PipelineModel[TextContext]):
             self._deferred.popleft().pack()
         return bool(self._deferred)
 
+    def _settle_all(self) -> None:
+        while self.settle():
+            pass
+
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
         if self._has_run:
-            while self.settle():
-                pass
+            self._settle_all()
         self._has_run = True
         results = self._replayed(model_inputs)
         if results is None:

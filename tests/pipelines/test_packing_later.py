@@ -14,9 +14,15 @@ from support.running import context_of, generate, open_pipeline, random_tokens, 
 from penstock import host_memory
 from penstock.host_memory import num_promised
 from penstock.kernels.cpu import available_isas
-from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
+from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline, decoder
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
+
+
+@pytest.fixture(autouse=True)
+def _small_models_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "LEAST_LATER", 0)
+
 
 NAMES = ["llama", "gpt2", "qwen2", "gemma2", "qwen3_moe"]
 
@@ -91,6 +97,11 @@ def test_a_step_that_fails_has_been_the_first(tiny: Path) -> None:
     pipeline.release(context)
     logits(pipeline, 5)
     assert num_waiting(pipeline) == 0
+
+
+def test_small_models_are_packed_by_the_load(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert num_waiting(open_pipeline(tiny)) == 0
 
 
 def test_quantised_weights_are_packed_by_the_load(tiny: Path) -> None:
