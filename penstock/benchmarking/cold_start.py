@@ -22,6 +22,7 @@ with LLM.from_config(config) as llm:
         [[0] * 8], SamplingParams(max_new_tokens=1, ignore_eos=True, detokenize=False), use_tqdm=False
     )
     ended = perf_counter()
+    llm.pipeline.settle_all()  # the most memory that it takes comes after the first token
 print(
     json.dumps(
         {

@@ -110,6 +110,7 @@ class Bench:
         self.sizes = sizes
         self._random = np.random.default_rng(0)
         self._llm = WatchedLLM.from_config(self.config)
+        self._llm.pipeline.settle_all()
         self._plan_status = "decoding was not measured"
 
     def __enter__(self) -> Self:
@@ -205,6 +206,7 @@ class Bench:
             model = ModelConfig(model_path=folder, devices=self.config.model.devices)
             config = replace(self.config, model=model, speculative=SpeculativeConfig())
             with WatchedLLM.from_config(config) as llm:
+                llm.pipeline.settle_all()
                 return self._repeated(lambda: self._seconds_of_step(llm))
 
     def _repeated(self, run: Callable[[], T]) -> list[T]:

@@ -173,6 +173,11 @@ class TextGenerationPipeline:
         """Does some of what the load has put off, see `PipelineModel.settle`."""
         return self.model.settle()
 
+    def settle_all(self) -> None:
+        """Does all that the load has put off: for whoever measures what comes after."""
+        while self.settle():
+            pass
+
     def next_token(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> list[dict[str, TextResponse]]:

@@ -72,8 +72,7 @@ def test_tokens_are_those_of_a_model_that_was_packed(tiny: Path) -> None:
         return generate(pipeline, [context_of(prompt, 12) for prompt in prompts])
 
     packed = open_pipeline(tiny, quantization_encoding="bfloat16")
-    while packed.settle():
-        pass
+    packed.settle_all()
     assert tokens(open_pipeline(tiny, quantization_encoding="bfloat16")) == tokens(packed)
 
 
@@ -117,6 +116,5 @@ def test_planning_leaves_room_for_what_waits(tiny: Path, monkeypatch: pytest.Mon
     size = num_promised()
     assert size > 0
     assert device.stats["free_memory"] == (1 << 29) - size
-    while first.settle():
-        pass
+    first.settle_all()
     assert device.stats["free_memory"] == 1 << 29
