@@ -1,4 +1,4 @@
-"""Weights that are packed after the first step, not before it."""
+"""Weights that are packed when they have been used, not before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from penstock.host_memory import PromisedMemory
 class Deferred(Mapping[str, Tensor]):
     """The tensors of a weight that has yet to be packed, which the first look at them does.
 
-    Until then a back end may multiply by the parts, slower and to the same bits. A load that puts off packing
+    Until then a back end may multiply by the floats of the parts, slower; where they are packed as floats, to
+    the same bits. A load that puts off packing
     is over at once, and the first step does not wait either: a weight takes memory a second time when it is
     packed, which a host may need seconds to find.
 

@@ -107,10 +107,10 @@ class DecoderModel(PipelineModel[TextContext]):
         self.calibrate(self.pipeline_config, self.network, loader.layers, ops)
         self._lora_manager = self._load_adapters(loader)
         tensors = (layer.tensors for layer in loader.layers)
-        self._deferred = deque(one for one in tensors if isinstance(one, Deferred))
-        self._has_run = sum(one.num_bytes for one in self._deferred if one.parts) < LEAST_LATER
-        if self._has_run:
-            self._settle_all()
+        self._deferred = deque(one for one in tensors if isinstance(one, Deferred) and one.parts)
+        self._has_run = False
+        if sum(one.num_bytes for one in self._deferred) < LEAST_LATER:
+            self.settle_all()
 
     @property
     def lora_manager(self) -> LoRAManager | None:
@@ -258,13 +258,9 @@ class DecoderModel(PipelineModel[TextContext]):
             self._deferred.popleft().pack()
         return bool(self._deferred)
 
-    def _settle_all(self) -> None:
-        while self.settle():
-            pass
-
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
         if self._has_run:
-            self._settle_all()
+            self.settle_all()
         self._has_run = True
         results = self._replayed(model_inputs)
         if results is None:

@@ -220,6 +220,11 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         run. False once nothing is left; `execute` waits for the rest where it has to."""
         return False
 
+    def settle_all(self) -> None:
+        """Does all that the load has put off."""
+        while self.settle():
+            pass
+
     def execute_steps(
         self,
         model_inputs: Any,

@@ -175,8 +175,7 @@ class TextGenerationPipeline:
 
     def settle_all(self) -> None:
         """Does all that the load has put off: for whoever measures what comes after."""
-        while self.settle():
-            pass
+        self.model.settle_all()
 
     def next_token(
         self, batch: Mapping[str, TextContext], num_steps: int = 1

@@ -40,9 +40,7 @@ def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
         shape = _linear_shape(name, header)
         if shape:
             *experts, out_features, in_features = shape
-            encoding = (
-                model.encoding if not fnmatchcase(name, _VALUES) else encoding_of_values(model.encoding)
-            )
+            encoding = encoding_of_values(model.encoding) if fnmatchcase(name, _VALUES) else model.encoding
             encoding = encoding_of_linear(encoding, out_features, in_features)
             kind = encoding_named(floats if _is_one_of(name, _ROUTERS) else encoding)
             size += prod(experts) * kind.num_bytes(out_features, in_features)
