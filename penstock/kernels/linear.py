@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.dtype import DType
 from penstock.errors import ConfigError
 from penstock.kernels.panels import PANEL, from_panels
-from penstock.kernels.quantized import Int4Encoding, Int8Encoding
+from penstock.kernels.quantized import GroupedEncoding, Int8Encoding
 
 Layout = Literal["rows", "panels"]
 """How a packed weight lies in memory: as its encoding defines it, or as `kernels.panels` does."""
@@ -128,7 +128,8 @@ _KINDS: tuple[LinearEncoding, ...] = (
     FloatEncoding(DType.bfloat16),
     FloatEncoding(DType.float16),
     Int8Encoding(),
-    Int4Encoding(),
+    GroupedEncoding(5),
+    GroupedEncoding(4),
 )
 
 ENCODINGS: dict[str, LinearEncoding] = {kind.name: kind for kind in _KINDS}

@@ -9,11 +9,15 @@ filled up with weights of zero:
 * ``int4``: ``[N / 64, K / 32, 1152]`` uint8: of a group of 32 inputs 1024 bytes of integers + 8, four steps
   ``[64, 4]`` of 8 inputs, byte j of an output holding input j in its low half and input j + 4 in its high
   one; then the 64 float16 scales of the group.
+* ``int5``: ``[N / 64, K / 32, 1408]`` uint8: as ``int4``, of integers + 16 the low four bits; between them
+  and the scales the fifth, of an output 32 in a little-endian word: bit 8 j + 2 s of step s for input j,
+  the next one for input j + 4 (j < 4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,14 +26,16 @@ from torch.nn import functional as F
 PANEL = 64
 """Outputs of a panel."""
 
-LAYOUTS_VERSION = 2
+LAYOUTS_VERSION = 3
 """To be raised when what stands above changes, or what numbers a load makes of a weight: they are kept in
 files."""
 
 GROUP = 32
-"""Inputs of an ``int4`` group."""
+"""Inputs of an ``int4`` or ``int5`` group."""
 
-_RECORD = PANEL * GROUP // 2  # bytes of a group's integers, before its scales
+_LOW = PANEL * GROUP // 2  # bytes of the low four bits of a group's integers
+_FIFTH = torch.tensor([[8 * j + 2 * step + half for half in (0, 1) for j in range(4)] for step in range(4)])
+"""Places of the fifth bits of a group's inputs, ``[4, 8]``."""
 
 Tensors = dict[str, Tensor]
 
@@ -84,23 +90,37 @@ def _int8_from_panels(tensors: Mapping[str, Tensor], out_features: int, in_featu
     return {"weight": _as_rows(weight, out_features, in_features), "scales": tensors["scales"]}
 
 
-def _int4_to_panels(rows: Mapping[str, Tensor]) -> Tensors:
+def group_bytes(bits: int) -> int:
+    """Bytes of an output's integers of so many bits in a group, and of their scale."""
+    return GROUP * bits // 8 + 2
+
+
+def _groups_to_panels(rows: Mapping[str, Tensor], bits: int) -> Tensors:
     weight, scales = rows["weight"], rows["scales"]
-    missing = -weight.shape[0] % PANEL
-    integers = F.pad(weight.short() + 8, (0, -weight.shape[1] % GROUP, 0, missing), value=8)
-    steps = integers.view(-1, PANEL, scales.shape[1], 4, 2, 4).permute(
-        0, 2, 3, 1, 5, 4
-    )  # [P, G, 4, 64, 4, 2]
-    halves = (steps[..., 0] | steps[..., 1] << 4).to(torch.uint8).flatten(2)  # [P, G, 1024]
+    missing, offset = -weight.shape[0] % PANEL, 1 << bits - 1
+    integers = F.pad(weight.short() + offset, (0, -weight.shape[1] % GROUP, 0, missing), value=offset)
+    groups = integers.view(-1, PANEL, scales.shape[1], GROUP).transpose(1, 2)  # [P, G, 64, 32]
+    steps = (groups & 15).view(*groups.shape[:3], 4, 2, 4).permute(0, 1, 3, 2, 5, 4)  # [P, G, 4, 64, 4, 2]
+    low = (steps[..., 0] | steps[..., 1] << 4).to(torch.uint8).flatten(2)  # [P, G, 1024]
+    fifth = ((groups >> 4).long() << _FIFTH.flatten()).sum(-1)  # [P, G, 64]
+    words = (fifth[..., None] >> torch.arange(0, 32, 8) & 255).to(torch.uint8).flatten(2)  # [P, G, 256]
     columns = F.pad(scales, (0, 0, 0, missing)).view(-1, PANEL, scales.shape[1]).transpose(1, 2)
-    return {"panels": torch.cat([halves, columns.contiguous().view(torch.uint8)], dim=2)}
+    halves = columns.contiguous().view(torch.uint8)  # [P, G, 128]
+    return {"panels": torch.cat([low, words, halves] if bits > 4 else [low, halves], dim=2)}
 
 
-def _int4_from_panels(tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
-    halves, columns = tensors["panels"][..., :_RECORD], tensors["panels"][..., _RECORD:]
-    pairs = halves.reshape(*halves.shape[:2], 4, PANEL, 4).short()  # [P, G, 4, 64, 4]
+def _groups_from_panels(
+    tensors: Mapping[str, Tensor], out_features: int, in_features: int, bits: int
+) -> Tensors:
+    panels = tensors["panels"]
+    low, words, columns = panels[..., :_LOW], panels[..., _LOW : -2 * PANEL], panels[..., -2 * PANEL :]
+    pairs = low.reshape(*low.shape[:2], 4, PANEL, 4).short()  # [P, G, 4, 64, 4]
     steps = torch.stack([pairs & 15, pairs >> 4], dim=-1)  # [P, G, 4, 64, 4, 2]
-    integers = (steps - 8).to(torch.int8).permute(0, 3, 1, 2, 5, 4).flatten(2).flatten(0, 1)
+    groups = steps.permute(0, 1, 3, 2, 5, 4).flatten(3)  # [P, G, 64, 32]
+    if bits > 4:
+        octets = words.reshape(*words.shape[:2], PANEL, 4).long() << torch.arange(0, 32, 8)
+        groups = groups | (octets.sum(-1, keepdim=True) >> _FIFTH.flatten() & 1).short() << 4
+    integers = (groups - (1 << bits - 1)).to(torch.int8).transpose(1, 2).flatten(2).flatten(0, 1)
     scales = columns.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
     return {
         "weight": integers[:out_features, :in_features].contiguous(),
@@ -127,5 +147,6 @@ _FORMS: dict[
     "float32": (_floats_to_panels, _floats_from_panels),
     "bfloat16": (_pairs_to_panels, _pairs_from_panels),
     "int8": (_int8_to_panels, _int8_from_panels),
-    "int4": (_int4_to_panels, _int4_from_panels),
+    "int5": (partial(_groups_to_panels, bits=5), partial(_groups_from_panels, bits=5)),
+    "int4": (partial(_groups_to_panels, bits=4), partial(_groups_from_panels, bits=4)),
 }

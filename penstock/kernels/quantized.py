@@ -1,15 +1,15 @@
-"""Weights in 8 and in 4 bits: what the numbers stand for, and the product, to the bit.
+"""Weights in 8, 5 and 4 bits: what the numbers stand for, and the product, to the bit.
 
-Both encodings multiply integers. A row of activations is quantised when it comes, by its own largest
+All of these encodings multiply integers. A row of activations is quantised when it comes, by its own largest
 value, the weights were at load; the products are added exactly, and only then scaled. So how the integers
 are added up can change nothing, and a row's bits depend on no other row.
 
 * ``int8``: a scale for each output of the weight and each row of the activations. A few activations of
   trained models are many times as large as the others, whose digits they would take (Dettmers et al. 2022,
   arXiv:2208.07339): they become integers of more than 8 bits, see `quantize_activations`.
-* ``int4``: a scale for each 32 inputs of either (groups: Frantar et al. 2022, arXiv:2210.17323). A group's
-  scale is searched for, as the largest weight is seldom the best measure of the others. The activations
-  are quantised to 8 bits.
+* ``int4``, ``int5``: a scale for each 32 inputs of either (groups: Frantar et al. 2022, arXiv:2210.17323). A
+  group's scale is searched for, as the largest weight is seldom the best measure of the others. The
+  activations are quantised to 8 bits.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.dtype import DType
-from penstock.kernels.panels import GROUP, PANEL
+from penstock.kernels.panels import GROUP, PANEL, group_bytes
 
 _LEAST = 1e-30  # a largest value below counts as 0, so that 127 / x is finite and x / 127 not subnormal
 _LARGEST_HALF = 65504.0
 _DIVISORS = tuple(7 + i / 3 for i in range(7))
-"""What is tried as the integer, negated, of a group's largest weight: -7, where -8 stays unused, to -9, where
-it is clipped to -8. Weights that lie on such a grid already stay what they are."""
+"""What is tried in 4 bits as the integer, negated, of a group's largest weight: -7, where -8 stays unused, to
+-9, where it is clipped to -8. Weights that lie on such a grid already stay what they are. Each bit more
+doubles them."""
 
 MOST_EXTRAS = 15
 """Bytes that a row of activations may take beside one for each input."""
@@ -69,18 +70,23 @@ class Int8Encoding:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Encoding:
-    """Weights as 4-bit integers with a float16 scale for each 32 inputs of an output.
+class GroupedEncoding:
+    """Weights as integers of few bits with a float16 scale for each 32 inputs of an output.
 
-    ``weight`` is int8 ``[out, in]`` in -8..7, ``scales`` float16 ``[out, ceil(in / 32)]``, of either sign:
-    see `_search_scales`.
+    ``weight`` is int8 ``[out, in]``, of 4 bits in -8..7, ``scales`` float16 ``[out, ceil(in / 32)]``, of
+    either sign: see `_search_scales`.
     """
 
-    name: str = "int4"
+    bits: int
     compute_dtype: DType = DType.bfloat16
 
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}"
+
     def num_bytes(self, out_features: int, in_features: int) -> int:
-        return _round_up(out_features, PANEL) * _round_up(in_features, GROUP) // GROUP * (GROUP // 2 + 2)
+        groups = _round_up(out_features, PANEL) * _round_up(in_features, GROUP) // GROUP
+        return groups * group_bytes(self.bits)
 
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
         in_features = weight.shape[1]
@@ -88,7 +94,10 @@ class Int4Encoding:
         if importance is None:
             importance = torch.ones(in_features, device=weight.device)
         weighed = _groups(importance.float()[None])  # [1, G, 32]
-        parts = [_search_scales(_groups(weight[i : i + _ROWS_AT_A_TIME].float()), weighed) for i in starts]
+        parts = [
+            _search_scales(_groups(weight[i : i + _ROWS_AT_A_TIME].float()), weighed, self.bits)
+            for i in starts
+        ]
         integers = torch.cat([part for part, _ in parts])  # [out, G, 32]
         scales = torch.cat([part for _, part in parts])  # [out, G]
         return {"weight": integers.flatten(1)[:, :in_features].contiguous(), "scales": scales}
@@ -121,11 +130,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     top = x.abs().amax(-1)
-    is_finite = top.isfinite()  # of a row with a NaN the largest is NaN
-    counts = is_finite & (top >= _LEAST)
-    most = torch.full_like(top, 127)  # a tensor: torch divides a number, or by one, by way of a reciprocal
-    integers = torch.where(counts[..., None], (x * (most / top)[..., None]).round(), 0)
-    scales = torch.where(counts, top / most, 0).masked_fill(~is_finite, torch.nan)
+    integers, scales = _scaled(x, top, torch.full_like(top, 127))
     return integers.to(torch.int8), scales
 
 
@@ -138,36 +143,50 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     top = x.abs().amax(-1)
-    counts = top.isfinite() & (top >= _LEAST)
     room = min(MOST_EXTRAS, x.shape[-1] // INPUTS_AN_EXTRA)
-    most, fits = torch.full_like(top, 127), counts
+    most, fits = torch.full_like(top, 127), _counts(top)
     for reach in _REACHES:
         farther = torch.full_like(top, 127 * reach)
-        magnitudes = (x * (farther / top)[..., None]).round().abs().masked_fill(~counts[..., None], 0)
+        magnitudes = _scaled(x, top, farther)[0].abs()
         fits = fits & (((magnitudes.long() - 1).clamp_min(0) // 127).sum(-1) <= room)
         most = torch.where(fits, farther, most)
-    integers = torch.where(counts[..., None], (x * (most / top)[..., None]).round(), 0)
-    scales = torch.where(counts, top / most, 0).masked_fill(~top.isfinite(), torch.nan)
+    integers, scales = _scaled(x, top, most)
     return integers.to(torch.int32), scales
 
 
-def _search_scales(groups: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers and the float16 scales of groups of weights ``[out, G, 32]``, whose squared errors count as
-    much as the inputs' importance h ``[1, G, 32]`` says.
+def _counts(top: Tensor) -> Tensor:
+    """Of which rows, by their largest magnitudes, there is something to scale."""
+    return top.isfinite() & (top >= _LEAST)  # of a row with a NaN the largest is NaN
+
+
+def _scaled(x: Tensor, top: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    """``x [..., n]`` with its largest magnitude at ``most [...]``, rounded, and the scales.
+
+    ``most`` is a tensor, as torch divides a number, or by one, by way of a reciprocal.
+    """
+    counts = _counts(top)
+    integers = torch.where(counts[..., None], (x * (most / top)[..., None]).round(), 0)
+    return integers, torch.where(counts, top / most, 0).masked_fill(~top.isfinite(), torch.nan)
+
+
+def _search_scales(groups: Tensor, importance: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Integers of so many bits and the float16 scales of groups of weights ``[out, G, 32]``, whose squared
+    errors count as much as the inputs' importance h ``[1, G, 32]`` says.
 
     Of the integers q that each divisor gives weights w, the best scale is ``sum(hwq) / sum(hqq)``, and those
     are chosen that leave the smallest error with it: the largest ``sum(hwq)^2 / sum(hqq)``, the first of
     several.
     A group with a NaN or an infinity in it has the scale NaN and integers 0.
     """
+    low, high = -(1 << bits - 1), (1 << bits - 1) - 1
     place = groups.abs().argmax(-1, keepdim=True)  # the first of the largest
     largest = groups.gather(-1, place)  # [out, G, 1]
     best_scale = torch.full_like(largest, torch.nan)
     best = torch.full_like(largest, -1)
     for number in _DIVISORS:
-        divisor = torch.full_like(largest, -number)
+        divisor = torch.full_like(largest, -number * 2.0 ** (bits - 4))
         x = groups * torch.where(largest.abs() < _LEAST, 0, divisor / largest)
-        integers = x.clamp(-8, 7).round()
+        integers = x.clamp(low, high).round()
         product, square = torch.zeros_like(largest), torch.zeros_like(largest)
         for k in range(GROUP):  # one after the other, as the kernel adds them
             product += (x * importance * integers)[..., k, None]
@@ -180,7 +199,7 @@ def _search_scales(groups: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
         best_scale = torch.where(is_better, scale, best_scale)
     scale = best_scale.clamp(-_LARGEST_HALF, _LARGEST_HALF).half().float() + 0  # no -0
     inverse = torch.where(scale == 0, 0, 1 / scale)
-    integers = (groups * inverse).clamp(-8, 7).round().masked_fill(scale.isnan(), 0)
+    integers = (groups * inverse).clamp(low, high).round().masked_fill(scale.isnan(), 0)
     return integers.to(torch.int8), scale[..., 0].half()
 
 

@@ -22,7 +22,7 @@ from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
 if TYPE_CHECKING:
     from penstock.pipelines.config import HuggingFaceConfig
 
-CALIBRATED = ("int4",)
+CALIBRATED = ("int4", "int5")
 """Encodings that have a choice, and make it by the inputs."""
 NUM_TOKENS = 16
 _BLOCK_SIZE = 16

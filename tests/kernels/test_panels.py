@@ -13,7 +13,7 @@ from penstock.kernels.cpu import variants
 from penstock.kernels.linear import encoding_named, tensors_in_rows
 from penstock.kernels.panels import GROUP, PANEL, from_panels, has_panels, to_panels
 
-ENCODINGS = ("float32", "bfloat16", "int8", "int4")
+ENCODINGS = ("float32", "bfloat16", "int8", "int5", "int4")
 SIZES = st.integers(1, 150)
 
 
@@ -22,8 +22,9 @@ def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
     if encoding == "int8":
         weight = torch.randint(-128, 128, (outputs, inputs)).to(torch.int8)
         return {"weight": weight, "scales": torch.randn(outputs)}
-    if encoding == "int4":
-        weight = torch.randint(-8, 8, (outputs, inputs)).to(torch.int8)
+    if encoding in ("int5", "int4"):
+        half = 1 << int(encoding[3]) - 1
+        weight = torch.randint(-half, half, (outputs, inputs)).to(torch.int8)
         return {"weight": weight, "scales": torch.randn(outputs, -(-inputs // GROUP)).half()}
     return {"weight": torch.randn(outputs, inputs).to(getattr(torch, encoding))}
 
@@ -65,15 +66,20 @@ def test_where_a_weight_lies(outputs: int, inputs: int, data: st.DataObject) -> 
             group, step, place = k // 32, k % 32 // 8, k % 8
             record = panels[panel, group]
             byte = int(record[256 * step + 4 * column + place % 4])
-            assert (byte >> 4 if place >= 4 else byte & 15) == int(weight) + 8
-            assert record[1024:].view(torch.float16)[column] == rows["scales"][n, group]
+            low = byte >> 4 if place >= 4 else byte & 15
+            if encoding == "int4":
+                assert low == int(weight) + 8
+            else:
+                fifth = int(record[1024 + 4 * column + place % 4]) >> 2 * step + place // 4 & 1
+                assert low + 16 * fifth == int(weight) + 16
+            assert record[-128:].view(torch.float16)[column] == rows["scales"][n, group]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @given(outputs=SIZES, inputs=SIZES)
 def test_what_is_filled_up_counts_nothing(encoding: str, outputs: int, inputs: int) -> None:
     panels = to_panels(encoding, rows_of(encoding, outputs, inputs))
-    size = 64 * panels["panels"].shape[0], {"float32": 1, "bfloat16": 2, "int8": 4, "int4": 32}[encoding]
+    size = 64 * panels["panels"].shape[0], {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
     filled = size[0], -(-inputs // size[1]) * size[1]
     if "scales" in panels:  # of the outputs that there are
         panels["scales"] = torch.ones(size[0])

@@ -73,14 +73,18 @@ def load(source: Source, encoding: str, ops: Ops) -> Loader:
 @pytest.mark.parametrize(
     ("encoding", "shape", "expected"),
     [
-        ("int4", (64, 64), "int4"),
+        ("int4", (2048, 2048), "int4"),
+        ("int4", (4096, 2047), "int5"),
+        ("int4", (2047, 4096), "int5"),
+        ("int4", (64, 64), "int5"),
         ("int4", (63, 640), "int8"),
         ("int4", (640, 63), "int8"),
+        ("int5", (640, 63), "int5"),
         ("int8", (8, 8), "int8"),
         ("bfloat16", (8, 8), "bfloat16"),
     ],
 )
-def test_small_layers_have_eight_bits(encoding: str, shape: tuple[int, int], expected: str) -> None:
+def test_small_layers_have_more_bits(encoding: str, shape: tuple[int, int], expected: str) -> None:
     assert encoding_of_linear(encoding, *shape) == expected
 
 
@@ -115,7 +119,7 @@ def test_parts_are_packed_as_the_whole_is(back_end: str, encoding: str, sizes: t
     source = Source(tensors | biases)
     packed = load(source, encoding, BACK_ENDS[back_end]).fused("x", parts, 80, bias=True).packed
     whole = torch.cat(list(tensors.values()))
-    kind = ENCODINGS[encoding]
+    kind = ENCODINGS[packed.encoding]
     assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(whole)))
     assert packed.bias is not None
     assert torch.equal(packed.bias, torch.cat(list(biases.values())).to(kind.compute_dtype.to_torch()))
@@ -131,7 +135,7 @@ def test_weights_of_every_type_of_floats(back_end: str, dtype: torch.dtype) -> N
     weight = random(70, 96).to(dtype)
     for encoding in ("float32", "bfloat16", "int8", "int4"):
         packed = load(Source({"x.weight": weight}), encoding, BACK_ENDS[back_end]).linear("x", 70, 96).packed
-        kind = ENCODINGS[encoding]
+        kind = ENCODINGS[packed.encoding]
         assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(weight)))
 
 
@@ -163,7 +167,7 @@ def test_rows_that_are_quantised_stay_as_they_are(back_end: str, encoding: str) 
 def test_a_router_keeps_its_digits() -> None:
     loader = load(Source({}), "int4", ReferenceOps())
     assert loader.pack(random(64, 64), {"gate": 64}, plain=True).packed.encoding == "bfloat16"
-    assert loader.pack(random(64, 64), {"up": 64}).packed.encoding == "int4"
+    assert loader.pack(random(64, 64), {"up": 64}).packed.encoding == "int5"
     assert list(loader.linears) == ["gate", "up"]
 
 
@@ -225,7 +229,7 @@ def test_mapped_floats_are_packed_when_they_are_looked_at(encoding: str) -> None
     assert num_promised() == (
         5 * 64 * 80 * ENCODINGS[encoding].dtype.size_in_bytes if is_deferred(packed) else 0
     )
-    kind = ENCODINGS[encoding]
+    kind = ENCODINGS[packed.encoding]
     assert torch.equal(
         unpack_linear(packed), kind.unpack(kind.pack(torch.cat(list(source.tensors.values()))))
     )

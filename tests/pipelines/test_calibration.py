@@ -37,7 +37,7 @@ def checkpoint_of(name: str, folder: Path, **sizes: int) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """Layers that are large enough for 4 bits."""
+    """Layers that are large enough for few bits."""
     return checkpoint_of("llama", tmp_path / "llama", hidden_size=192, intermediate_size=256, head_dim=32)
 
 
@@ -78,7 +78,7 @@ def test_layers_of_every_architecture_are_calibrated(
 
 
 def large_sizes(name: str) -> dict[str, int]:
-    """Layers of so many inputs and outputs that 4 bits are worth it."""
+    """Layers of so many inputs and outputs that few bits are worth it."""
     if name == "gpt2":
         return {"n_embd": 192, "n_inner": 256}
     return {"hidden_size": 192, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 6}
@@ -109,7 +109,7 @@ def test_a_load_fits_its_scales_to_it(tiny: Path, seen: list[tuple[Tensor, Tenso
     expected = normed * tensors["model.layers.0.input_layernorm.weight"]
     torch.testing.assert_close(x.float(), expected, rtol=0.02, atol=0.02)
     weight = torch.cat([tensors[f"{part.name}.weight"] for part in packed.slices])
-    kind = ENCODINGS["int4"]
+    kind = ENCODINGS[packed.encoding]
     fitted = kind.unpack(kind.pack(weight, importance))
     assert torch.equal(unpack_linear(packed), fitted)
     assert not torch.equal(fitted, kind.unpack(kind.pack(weight)))
@@ -155,7 +155,7 @@ def test_numbers_that_are_none_leave_all_inputs_alike(tiny: Path) -> None:
     tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = torch.nan
     save_file(tensors, file)
     packed = blocks_of(tiny)[1].mlp.down.packed
-    kind, weight = ENCODINGS["int4"], tensors["model.layers.1.mlp.down_proj.weight"]
+    kind, weight = ENCODINGS[packed.encoding], tensors["model.layers.1.mlp.down_proj.weight"]
     assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(weight)))
 
 

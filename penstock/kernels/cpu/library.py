@@ -20,7 +20,7 @@ ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
-ABI = 9
+ABI = 10
 """The layout of the kernels' arguments; ``penstock_abi`` in csrc/host.cpp says which one a library has."""
 
 Kernel = Callable[..., int]

@@ -55,7 +55,7 @@ class CpuLinear(ReferenceOps):
         if encoding not in ENCODINGS:
             return super().pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = [weight] if isinstance(weight, Tensor) else weight
-        return self._packed(parts, None, encoding, bias, slices)
+        return _layer(self._pack(parts, encoding), parts, encoding, bias, slices)
 
     def pack_later(
         self,
@@ -68,14 +68,9 @@ class CpuLinear(ReferenceOps):
         if encoding not in ENCODINGS:
             return self.pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = tuple(part.detach() for part in weight)
-        out_features, in_features = sum(map(len, parts)), parts[0].shape[1]
-        tensors = Deferred(
-            parts,
-            panels_size(encoding, out_features, in_features),
-            lambda importance: self._pack(parts, encoding, None, importance),
-        )
-        bias = bias_of_encoding(bias, encoding)
-        return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
+        size = panels_size(encoding, sum(map(len, parts)), parts[0].shape[1])
+        tensors = Deferred(parts, size, lambda importance: self._pack(parts, encoding, None, importance))
+        return _layer(tensors, parts, encoding, bias, slices)
 
     def pack_quantized(
         self,
@@ -87,20 +82,8 @@ class CpuLinear(ReferenceOps):
     ) -> PackedLinear:
         if encoding not in QUANTIZED:
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices)
-        return self._packed([rows["weight"]], rows["scales"], encoding, bias, slices)
-
-    def _packed(
-        self,
-        parts: Sequence[Tensor],
-        scales: Tensor | None,
-        encoding: str,
-        bias: Tensor | None,
-        slices: Sequence[LinearSlice],
-    ) -> PackedLinear:
-        tensors = self._pack(parts, encoding, scales)
-        out_features, in_features = sum(len(part) for part in parts), parts[0].shape[1]
-        bias = bias_of_encoding(bias, encoding)
-        return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
+        parts = [rows["weight"]]
+        return _layer(self._pack(parts, encoding, rows["scales"]), parts, encoding, bias, slices)
 
     def _pack(
         self,
@@ -208,6 +191,19 @@ class CpuLinear(ReferenceOps):
 def takes(encoding: str, dtype: torch.dtype) -> bool:
     """Whether there is a product of activations of this type with weights in this encoding."""
     return encoding in QUANTIZED or _computes_in(encoding) == dtype
+
+
+def _layer(
+    tensors: Mapping[str, Tensor],
+    parts: Sequence[Tensor],
+    encoding: str,
+    bias: Tensor | None,
+    slices: Sequence[LinearSlice],
+) -> PackedLinear:
+    """A layer whose weight, ``parts [out, in]``, is or will be in panels."""
+    out_features, in_features = sum(map(len, parts)), parts[0].shape[1]
+    bias = bias_of_encoding(bias, encoding)
+    return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
 
 
 def _computes_in(encoding: str) -> torch.dtype:

@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.cpu.library import Kernels
-from penstock.kernels.panels import GROUP, PANEL
+from penstock.kernels.panels import GROUP, PANEL, group_bytes
 
-ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4}
 """Encodings that have panels, as csrc numbers them."""
 
-QUANTIZED = ("int8", "int4")
+_GROUPED = {"int4": 4, "int5": 5}
+"""Those with a scale for each group of inputs, and the bits of their integers."""
+
+QUANTIZED = ("int8", *_GROUPED)
 """Those whose products quantise the activations, of whatever type."""
 
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -60,7 +63,7 @@ def pack_panels(
     if encoding == "int8":
         tensors["scales"] = torch.empty(rows) if scales is None else scales.contiguous()
     written = tensors.get("scales") if scales is None else None
-    halves = scales.contiguous() if encoding == "int4" and scales is not None else None
+    halves = scales.contiguous() if encoding in _GROUPED and scales is not None else None
     if importance is not None:  # whole groups of it
         importance = F.pad(importance.float(), (0, -inputs % GROUP), value=1.0).contiguous()
     start = 0
@@ -98,4 +101,4 @@ def _form(encoding: str, rows: int, inputs: int) -> tuple[tuple[int, ...], torch
         return (count, -(-inputs // 2), PANEL, 2), torch.bfloat16
     if encoding == "int8":
         return (count, -(-inputs // 4), PANEL, 4), torch.uint8
-    return (count, -(-inputs // GROUP), PANEL * (GROUP // 2 + 2)), torch.uint8
+    return (count, -(-inputs // GROUP), PANEL * group_bytes(_GROUPED[encoding])), torch.uint8

@@ -42,6 +42,11 @@ class GGUFTensor(TensorHeader):
         """The type that it is read in: blocks become float32."""
         return DType.float32 if self.type_name in READABLE_BLOCKS else _FLOATS.get(self.type_name)
 
+    @property
+    def encoding(self) -> str | None:
+        """Blocks of Q4_0 are 32 integers from -8 to 7 and a float16 scale, and so is ``int4``."""
+        return "int4" if self.type_name == "Q4_0" and len(self.shape) == 2 else None
+
 
 @dataclass(frozen=True, slots=True)
 class _Family:

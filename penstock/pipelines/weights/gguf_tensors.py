@@ -36,8 +36,7 @@ def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
 
 
 def gguf_rows(data: Tensor, header: GGUFTensor) -> dict[str, Tensor] | None:
-    """A linear layer's weight as the encoding ``int4`` has it, where it is stored in just these numbers:
-    in blocks of Q4_0, which are 32 integers from -8 to 7 and a float16 scale.
+    """A linear layer's weight as the encoding ``int4`` has it, where it is stored in just these numbers.
 
     Args:
         data: the bytes of its file.
@@ -47,7 +46,7 @@ def gguf_rows(data: Tensor, header: GGUFTensor) -> dict[str, Tensor] | None:
         ``weight`` int8 ``[out, in]`` and ``scales`` float16 ``[out, in / 32]``, rows in the order of the
         header; None for all other types.
     """
-    if header.type_name != "Q4_0" or len(header.shape) != 2:
+    if header.encoding != "int4":
         return None
     in_features = header.shape[0 if header.is_transposed else 1]
     stored = data[header.offset : header.offset + header.num_bytes]

@@ -133,7 +133,7 @@ class Weights:
         stored = self._names.get(name)
         header = None if stored is None else self._files.headers[stored]
         expected = shape[::-1] if transposed else shape
-        if encoding != "int4" or not isinstance(header, GGUFTensor) or header.shape != expected:
+        if not isinstance(header, GGUFTensor) or header.encoding != encoding or header.shape != expected:
             return None
         if header.is_transposed != transposed or self._files.shapes_only:
             return None
@@ -146,7 +146,7 @@ class Weights:
         """Whether the checkpoint holds the tensor's numbers as an encoding stores them."""
         stored = self._names.get(name)
         header = None if stored is None else self._files.headers[stored]
-        return encoding == "int4" and isinstance(header, GGUFTensor) and header.type_name == "Q4_0"
+        return header is not None and header.encoding == encoding
 
     def is_mapped(self, name: str) -> bool:
         """Whether `tensor` gives what lies in the file: of safetensors; most of GGUF is widened."""

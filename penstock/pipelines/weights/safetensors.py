@@ -44,6 +44,11 @@ class TensorHeader:
         return self.dtype is not None and self.dtype.is_float()
 
     @property
+    def encoding(self) -> str | None:
+        """The encoding of linear layers in which it has its numbers; None where it has floats."""
+        return None
+
+    @property
     def num_elements(self) -> int:
         """How many numbers the tensor holds."""
         return prod(self.shape)

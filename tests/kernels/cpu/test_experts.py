@@ -71,7 +71,7 @@ def activations(rows: int, width: int, encoding: str) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
 def test_any_number_of_rows(ops: CpuOps, encoding: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = packed(ops, 7, 72, 100, encoding, bias=bias)
     cases = []
@@ -88,7 +88,7 @@ def test_any_number_of_rows(ops: CpuOps, encoding: str, bias: bool, monkeypatch:
         assert got.dtype == expected.dtype
 
 
-@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
 @pytest.mark.parametrize("gating", GATINGS, ids=[*GATINGS[:-1], "clamped"])  # type: ignore[list-item]
 def test_every_gate(ops: CpuOps, encoding: str, gating: Gating) -> None:
     experts, x = packed(ops, 3, 64, 64, encoding), activations(5, 64, encoding)
@@ -112,7 +112,7 @@ def test_layers_in_different_encodings(
     assert torch.equal(got, one_by_one(ops, x, experts, shares, chosen, "silu"))
 
 
-@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
 @pytest.mark.usefixtures("_threads")
 def test_wide_ones_on_any_number_of_threads(ops: CpuOps, encoding: str) -> None:
     """More panels than are handed out at once, more inputs than a block has."""

@@ -113,7 +113,7 @@ def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, given: Mapping[str, T
     ]
 
 
-@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
 @pytest.mark.parametrize(("inputs", "count"), [(33, 1), (33, 6), (700, 1), (700, 8), (700, 60)])
 def test_a_recorded_layer_reads_what_is_there_now(
     ops: CpuOps, encoding: str, inputs: int, count: int, threads: int

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.kernels import Deferred, encoding_named
 from penstock.kernels.cpu import CpuOps, variants
 from penstock.kernels.cpu.memory import WeightMemory
-from penstock.kernels.cpu.packing import ENCODINGS, pack_panels
+from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, pack_panels
 from penstock.kernels.panels import to_panels
 
 VARIANTS = {ops.isa: ops for ops in variants()}
@@ -49,7 +49,7 @@ def assert_as_defined(ops: CpuOps, encoding: str, weight: Tensor, importance: Te
     rows = encoding_named(encoding).pack(weight, importance)
     defined = bits(to_panels(encoding, rows))
     assert bits(dict(packed_by(ops, weight, encoding, importance))) == defined
-    if encoding in ("int8", "int4"):  # from integers as well
+    if encoding in QUANTIZED:  # from integers as well
         again = pack_panels(ops._kernels, WeightMemory(), encoding, [rows["weight"]], rows["scales"])
         assert bits(again) == defined
 
@@ -85,7 +85,7 @@ NUMBERS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("encoding", ["int8", "int4"])
+@pytest.mark.parametrize("encoding", QUANTIZED)
 @settings(max_examples=60, deadline=None)
 @given(
     weight=st.integers(1, 40).flatmap(
@@ -97,16 +97,18 @@ def test_any_numbers(encoding: str, weight: list[list[float]]) -> None:
         assert_as_defined(ops, encoding, torch.tensor(weight))
 
 
-def test_every_float16_scale(ops: CpuOps) -> None:
-    """A group whose largest weight is -8 times a float16 keeps that number as its scale, of whatever size."""
+@pytest.mark.parametrize(("encoding", "low"), [("int4", -8), ("int5", -16)])
+def test_every_float16_scale(ops: CpuOps, encoding: str, low: int) -> None:
+    """A group whose largest weight is the least integer times a float16 keeps that number as its scale, of
+    whatever size."""
     halves = torch.arange(1, 0x7C00, dtype=torch.int16).view(torch.float16)
     weight = torch.zeros(len(halves), 32)
-    weight[:, 5] = halves.float() * -8
+    weight[:, 5] = halves.float() * low
     weight[:, 6] = halves.float() * 7
-    assert_as_defined(ops, "int4", weight)
-    tensors = encoding_named("int4").pack(weight)
+    assert_as_defined(ops, encoding, weight)
+    tensors = encoding_named(encoding).pack(weight)
     assert torch.equal(tensors["scales"].flatten(), halves)
     x = torch.zeros(1, 32)
     x[0, 6] = 127
-    y = ops.linear(x, ops.pack_linear(weight, "int4"))
+    y = ops.linear(x, ops.pack_linear(weight, encoding))
     assert torch.equal(y[0], halves.float() * 7 * 127)

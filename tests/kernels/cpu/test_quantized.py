@@ -1,4 +1,4 @@
-"""Linear layers in 8 and 4 bits: the kernels of every instruction set against the definition."""
+"""Linear layers in 8, 5 and 4 bits: the kernels of every instruction set against the definition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ops(request: pytest.FixtureRequest) -> CpuOps:
     return VARIANTS[request.param]
 
 
-@pytest.fixture(params=["int8", "int4"])
+@pytest.fixture(params=["int8", "int5", "int4"])
 def encoding(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -159,15 +159,30 @@ def test_sums_are_exact_at_the_extremes(ops: CpuOps, sign: int, rows: int) -> No
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_groups_are_exact_at_the_extremes(ops: CpuOps, sign: int) -> None:
-    """-8 and 127 all over: the largest sums of 16 bits on the way."""
-    packed = packed_as(ops, torch.full((2, 64), -8.0), "int4")
+@pytest.mark.parametrize(("encoding", "low"), [("int4", -8.0), ("int5", -16.0)])
+def test_groups_are_exact_at_the_extremes(ops: CpuOps, encoding: str, low: float, sign: int) -> None:
+    """The least integer, or the largest as the kernels have them, and 127 all over: the largest sums of 16
+    bits on the way."""
+    packed = packed_as(ops, torch.full((2, 64), low), encoding)
     assert torch.equal(
-        ops.linear(torch.full((3, 64), 127.0 * sign), packed), torch.full((3, 2), -8.0 * 127 * 64 * sign)
+        ops.linear(torch.full((3, 64), 127.0 * sign), packed), torch.full((3, 2), low * 127 * 64 * sign)
     )
-    packed = packed_as(ops, torch.tensor([[7.0, -8.0] * 32]), "int4")
+    rows = torch.tensor([[-low - 1, low] * 32])
+    packed = ops.pack_quantized(
+        {"weight": rows.to(torch.int8), "scales": torch.ones(1, 2).half()}, encoding, bias=None, slices=()
+    )
     x = torch.tensor([[127.0 * sign, -127.0 * sign] * 32])
-    assert ops.linear(x, packed).tolist() == [[sign * 127.0 * 15 * 32]]
+    assert ops.linear(x, packed).tolist() == [[sign * 127.0 * (-2 * low - 1) * 32]]
+    packed = ops.pack_quantized(
+        {"weight": (-low - 1 + 0 * rows).to(torch.int8), "scales": torch.ones(1, 2).half()},
+        encoding,
+        bias=None,
+        slices=(),
+    )
+    assert (
+        ops.linear(torch.full((2, 64), 127.0 * sign), packed).tolist()
+        == [[sign * 127.0 * (-low - 1) * 64]] * 2
+    )
 
 
 def test_nothing_beyond_the_outputs_is_written(ops: CpuOps, encoding: str, dtype: torch.dtype) -> None:
@@ -175,7 +190,7 @@ def test_nothing_beyond_the_outputs_is_written(ops: CpuOps, encoding: str, dtype
     y = torch.full((9, 72), 5.0, dtype=dtype)
     scales = packed.tensors.get("scales")
     ops._kernels.linear(
-        {"int8": 2, "int4": 3}[encoding],
+        {"int8": 2, "int4": 3, "int5": 4}[encoding],
         int(dtype == torch.bfloat16),
         x.data_ptr(),
         40,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +9,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import write_checkpoint
+from support.networks import held_bytes, parts_of
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import PackedLinear
-from penstock.nn import Attention, Experts, Rotary
+from penstock.nn import Attention, Experts
+from penstock.nn.loading import WIDTHS
 from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
 from penstock.pipelines.memory import estimate_weights_size
 
 PROMPT = random_tokens(30, 130, seed=7)
 _WIDER = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_embd", "n_inner", "head_dim")
-FARTHEST = {"bfloat16": 0.05, "int8": 0.12, "int4": 0.5}
-"""The error of logits against float32, as a share of their size."""
+FARTHEST = {"bfloat16": 0.05, "int8": 0.12, "int5": 0.25, "int4": 0.5}
+"""The error of logits against float32, as a share of their size: ``int4`` of layers that are not narrow,
+``int5`` of those that are."""
 
 
 def wide_config(tiny: dict[str, Any]) -> dict[str, Any]:
-    """A family's tiny configuration, made wide enough for 4 bits."""
+    """A family's tiny configuration, made wide enough for few bits."""
     wide = {key: 4 * value if key in _WIDER and value else value for key, value in tiny.items()}
     return wide | ({"query_pre_attn_scalar": wide["head_dim"]} if "query_pre_attn_scalar" in wide else {})
 
@@ -44,14 +45,23 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder
 
 
+def opened(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> TextGenerationPipeline:
+    if encoding == "int4":
+        monkeypatch.setitem(WIDTHS, "int5", 0)  # nothing is narrow
+    encoding = "int4" if encoding == "int5" else encoding
+    return open_pipeline(checkpoint, quantization_encoding=encoding, num_threads=1)
+
+
 @pytest.fixture(scope="module")
 def exact(checkpoint: Path) -> torch.Tensor:  # [T, V]
     return step_logits(open_pipeline(checkpoint, num_threads=1), [context_of(PROMPT)])[0]
 
 
 @pytest.mark.parametrize("encoding", FARTHEST)
-def test_close_to_float32(checkpoint: Path, exact: torch.Tensor, encoding: str) -> None:
-    pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, num_threads=1)
+def test_close_to_float32(
+    checkpoint: Path, exact: torch.Tensor, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = opened(checkpoint, encoding, monkeypatch)
     logits = step_logits(pipeline, [context_of(PROMPT)])[0]
     error = float((logits - exact).norm() / exact.norm())
     assert 0 < error < FARTHEST[encoding]
@@ -59,15 +69,18 @@ def test_close_to_float32(checkpoint: Path, exact: torch.Tensor, encoding: str) 
 
 
 @pytest.mark.parametrize("encoding", ["float32", *FARTHEST])
-def test_the_size_foretold(checkpoint: Path, encoding: str) -> None:
-    pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, num_threads=1)
+def test_the_size_foretold(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = opened(checkpoint, encoding, monkeypatch)
     held = held_bytes(pipeline)
     foretold = estimate_weights_size(pipeline.model.pipeline_config)
     assert 0.995 * held <= foretold <= 1.15 * held, "each part of a fused layer may fill a panel of its own"
 
 
-def test_which_layers_are_in_which_encoding(checkpoint: Path) -> None:
-    pipeline = open_pipeline(checkpoint, quantization_encoding="int4", num_threads=1)
+@pytest.mark.parametrize("encoding", ["int5", "int4"])
+def test_which_layers_are_in_which_encoding(
+    checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = opened(checkpoint, encoding, monkeypatch)
     model: Any = pipeline.model
     network = model.network
     routers = [id(one.router.packed) for one in parts_of(network) if isinstance(one, Experts)]
@@ -82,25 +95,5 @@ def test_which_layers_are_in_which_encoding(checkpoint: Path) -> None:
             assert packed.encoding == "bfloat16"
         elif packed is not network.head.linear.packed:
             is_small = min(packed.in_features, packed.out_features) < 64
-            assert packed.encoding == ("int8" if is_small or id(packed) in values else "int4")
-    assert "int4" in {packed.encoding for packed in linears}
-
-
-def held_bytes(pipeline: TextGenerationPipeline) -> int:
-    """What the weights of a network take; those that share their memory count once."""
-    model: Any = pipeline.model
-    tensors = [one for one in parts_of(model.network) if isinstance(one, torch.Tensor)]
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
-
-
-def parts_of(one: Any) -> Iterator[Any]:
-    """A network, its layers, their weights; not the tables of its rotary embedding, which are no weights."""
-    yield one
-    if is_dataclass(one) and not isinstance(one, Rotary):
-        children = [getattr(one, each.name) for each in fields(one)]
-    elif isinstance(one, Mapping):
-        children = list(one.values())
-    else:
-        children = list(one) if isinstance(one, tuple | list) else []
-    for child in children:
-        yield from parts_of(child)
+            assert packed.encoding == ("int8" if is_small or id(packed) in values else encoding)
+    assert encoding in {packed.encoding for packed in linears}

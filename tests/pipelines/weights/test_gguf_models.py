@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file, save_file
 from support.checkpoints import write_checkpoint
 from support.gguf_files import ARCHITECTURES, add_config, converted, finish, tokenizer_metadata, write_gguf
+from support.networks import held_bytes
 from support.running import context_of, open_pipeline, step_logits
 from support.tiny_llm import write_tiny_llm
 
@@ -21,6 +22,7 @@ from penstock import LLM, SamplingParams
 from penstock.errors import UnknownArchitectureError, WeightsError
 from penstock.kernels import unpack_linear
 from penstock.pipelines.config import HuggingFaceConfig, PipelineConfig
+from penstock.pipelines.memory import estimate_weights_size
 from penstock.pipelines.registry import PIPELINE_REGISTRY
 from penstock.pipelines.weights import Weights
 
@@ -170,6 +172,8 @@ def test_q4_0_stays_as_it_is(tmp_path: Path) -> None:
             expected = weights.tensor(f"{name}.{part}.weight", shape)
             assert torch.equal(whole[start : start + shape[0]], expected), part
             start += shape[0]
+    held, foretold = held_bytes(pipeline), estimate_weights_size(pipeline.model.pipeline_config)
+    assert 0.995 * held <= foretold <= 1.1 * held
     value = f"{name}.self_attn.v_proj.weight"
     values = weights.tensor(value, weights.shape(value))
     assert block.attention.values.packed.encoding == "int8", "those that are floats have a layer of their own"

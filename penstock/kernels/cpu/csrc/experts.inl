@@ -35,8 +35,6 @@ struct Job {
   int64_t expert, begin, rows;
 };
 
-INLINE int64_t groups_of(int64_t encoding, int64_t K) { return encoding == 3 ? ceil_div(K, GROUP) : 1; }
-
 // Bytes that rows take as the input of a linear layer: in 8 bits for the encodings that want it so.
 INLINE int64_t input_bytes(int64_t encoding, int64_t element, int64_t rows, int64_t K) {
   return round_up(encoding < 2 ? rows * K * element : QuantizedRows::bytes(rows, K, groups_of(encoding, K)), LINE);
@@ -120,7 +118,8 @@ static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin,
     if (a.encoding == 0) multiply_panel<FloatSteps>(a, begin, rows, w, ahead, panel * PANEL, (float*)sums);
     if (a.encoding == 1) multiply_panel<PairSteps>(a, begin, rows, w, ahead, panel * PANEL, (float*)sums);
     if (a.encoding == 2) multiply_panel<Bytes>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
-    if (a.encoding == 3) multiply_panel<Nibbles>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
+    if (a.encoding == 3) multiply_panel<Groups<4>>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
+    if (a.encoding == 4) multiply_panel<Groups<5>>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
   }
 }
 

@@ -7,7 +7,7 @@
 // in the order of k, whatever the rows, the tiles and the blocks: a row's bits depend on no other row.
 
 struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales: of encodings that have them apart
-  int64_t encoding, type;  // 0 float32, 1 bfloat16 (then x is of that type), 2 int8, 3 int4 (quantized.inl)
+  int64_t encoding, type;  // 0 float32, 1 bfloat16 (then x is of that type), 2 int8, 3 int4, 4 int5 (quantized.inl)
   const void* x;
   int64_t x_stride;
   const void* panels;
@@ -317,8 +317,10 @@ INLINE Ahead first_panels(const Linear& a, const Team& team, int64_t bytes) {
 static int64_t work(const Linear& a) { return a.rows * a.N * a.K; }
 INLINE Ahead first_read(const Linear& a, const Team& team) {
   if (work(a) < ALONE_IN_PLAN) return {};
-  const int64_t steps[] = {a.K, ceil_div(a.K, 2), ceil_div(a.K, Bytes::INPUTS), ceil_div(a.K, Nibbles::INPUTS)};
-  return first_panels(a, team, steps[a.encoding] * (a.encoding == 3 ? Nibbles::UNIT_BYTES : STEP_BYTES));
+  const int64_t groups = ceil_div(a.K, GROUP);
+  const int64_t bytes[] = {a.K * STEP_BYTES, ceil_div(a.K, 2) * STEP_BYTES, ceil_div(a.K, 4) * STEP_BYTES,
+                           groups * Groups<4>::UNIT_BYTES, groups * Groups<5>::UNIT_BYTES};
+  return first_panels(a, team, bytes[a.encoding]);
 }
 static void run(const Linear& a, const Team& team) {
   if (!a.rows) return;

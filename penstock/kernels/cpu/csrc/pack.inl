@@ -3,13 +3,13 @@
 
 struct Pack {  // rows [N, K] -> panels
   int64_t encoding;     // as in Linear
-  int64_t source_type;  // 0 float32, 1 bfloat16, 2 float16, 3 integers that are quantised already (for int8 and int4)
+  int64_t source_type;  // 0 float32, 1 bfloat16, 2 float16, 3 integers that are quantised already (of encodings that have them)
   const void* source;
   int64_t stride;
-  const uint16_t* source_scales;  // float16 [N, ceil(K / GROUP)], of integers for int4; else null
+  const uint16_t* source_scales;  // float16 [N, ceil(K / GROUP)], of integers in groups; else null
   void* panels;
   float* scales;            // [N], of int8 from floats; else null
-  const float* importance;  // [round_up(K, GROUP)] of the inputs, for int4 from floats; null: all count alike
+  const float* importance;  // [round_up(K, GROUP)] of the inputs, for groups of floats; null: all count alike
   int64_t N, K;
 };
 
@@ -93,7 +93,7 @@ static void turn_rows(const T* rows, int64_t stride, int64_t count, int64_t K, u
   }
 }
 
-// ---- int4: the scale of a group, W outputs at a time ----
+// ---- int4 and int5: the scale of a group, W outputs at a time ----
 
 constexpr float LARGEST_HALF = 65504;
 constexpr int DIVISORS = 7;
@@ -110,12 +110,15 @@ INLINE vf vmin(vf a, vf b) {
 }
 INLINE vf clamped(vf x, float low, float high) { return vmin(vmax(x, all(low)), all(high)); }
 INLINE vf inverse_of(vf scale) { return scale == 0.0f ? vf{} : 1.0f / scale; }
-INLINE vf nearest_nibble(vf w, vf inverse) { return rounded(clamped(w * inverse, -8, 7)); }
+template <int BITS> INLINE vf nearest_integer(vf x) {
+  return rounded(clamped(x, -(1 << (BITS - 1)), (1 << (BITS - 1)) - 1));
+}
 
 constexpr float ALIKE[GROUP] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-// w [GROUP, W], importance [GROUP] -> the float16 scales, and integers -8..7 [GROUP, W].
+// w [GROUP, W], importance [GROUP] -> the float16 scales, and integers [GROUP, W], of 4 bits -8..7.
+template <int BITS>
 static void search_scales(const float* w, const float* importance, int32_t* integers, uint16_t* scales) {
   vf largest = {}, top = {};
   for (int k = 0; k < GROUP; k++) {
@@ -125,11 +128,11 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
   }
   vf best = all(-1), scale = all(__builtin_nanf(""));  // NaN, where no scale is any good
   for (int i = 0; i < DIVISORS; i++) {
-    const vf divisor = all(-(7 + i / 3.0)), inverse = top < LEAST_WEIGHT ? vf{} : divisor / largest;
+    const vf divisor = all(-(7 + i / 3.0) * (1 << (BITS - 4))), inverse = top < LEAST_WEIGHT ? vf{} : divisor / largest;
     vf product = {}, square = {};
 #pragma GCC unroll 32
     for (int k = 0; k < GROUP; k++) {
-      const vf x = load(w + k * W) * inverse, nearest = rounded(clamped(x, -8, 7));
+      const vf x = load(w + k * W) * inverse, nearest = nearest_integer<BITS>(x);
       product += x * importance[k] * nearest;
       square += nearest * nearest * importance[k];
     }
@@ -144,29 +147,32 @@ static void search_scales(const float* w, const float* importance, int32_t* inte
   bits = bits == 0x8000 ? vu{} : bits;  // no -0
   const vf inverse = inverse_of(widen_half(bits));
   for (int k = 0; k < GROUP; k++) {
-    vi nearest = rounded_to_integers(nearest_nibble(load(w + k * W), inverse));
+    vi nearest = rounded_to_integers(nearest_integer<BITS>(load(w + k * W) * inverse));
     store((uint32_t*)integers + k * W, (vu)(is_sound ? nearest : vi{}));
   }
   vh halves = __builtin_convertvector(bits, vh);
   __builtin_memcpy(scales, &halves, sizeof halves);
 }
 
-// Integers -8..7 [GROUP, W] to a column, W wide, of a record.
-INLINE void store_nibbles(const int32_t* integers, char* record, int64_t column) {
+// Integers [GROUP, W] to a column, W wide, of a record: a unit of Groups<BITS>.
+template <int BITS> INLINE void store_group(const int32_t* integers, char* record, int64_t column) {
+  vu fifth = {};
   for (int step = 0; step < 4; step++) {
     vu bytes = {};
-    for (int j = 0; j < 4; j++) {
-      bytes |= (load((const uint32_t*)integers + (8 * step + j) * W) + 8) << (8 * j);
-      bytes |= (load((const uint32_t*)integers + (8 * step + 4 + j) * W) + 8) << (8 * j + 4);
-    }
+    for (int half = 0; half < 2; half++)
+      for (int j = 0; j < 4; j++) {
+        const vu integer = load((const uint32_t*)integers + (8 * step + 4 * half + j) * W) + (1 << (BITS - 1));
+        bytes |= (integer & 15) << (8 * j + 4 * half);
+        fifth |= integer >> 4 << (8 * j + 2 * step + half);
+      }
     store((uint32_t*)record + step * PANEL + column, bytes);
   }
+  if (BITS > 4) store((uint32_t*)(record + Groups<BITS>::FIFTH) + column, fifth);
 }
 
-template <class T>
-static void pack_nibbles(const T* rows, int64_t stride, const float* importance, int64_t count, int64_t K,
-                         char* panel) {
-  const int64_t record = PANEL * (GROUP / 2 + 2);
+template <int BITS, class T>
+static void pack_groups(Groups<BITS>, const T* rows, int64_t stride, const float* importance, int64_t count,
+                        int64_t K, char* panel) {
   float w[GROUP * W];
   int32_t integers[GROUP * W];
   for (int64_t column = 0; column < PANEL; column += W) {
@@ -182,34 +188,41 @@ static void pack_nibbles(const T* rows, int64_t stride, const float* importance,
         transpose(square);
         for (int64_t i = 0; i < W; i++) store((uint32_t*)w + (part + i) * W, square[i]);
       }
-      char* to = panel + k / GROUP * record;
-      search_scales(w, importance ? importance + k : ALIKE, integers, (uint16_t*)(to + 16 * PANEL) + column);
-      store_nibbles(integers, to, column);
+      char* to = panel + k / GROUP * Groups<BITS>::UNIT_BYTES;
+      uint16_t* scales = (uint16_t*)(to + Groups<BITS>::SCALES) + column;
+      search_scales<BITS>(w, importance ? importance + k : ALIKE, integers, scales);
+      store_group<BITS>(integers, to, column);
     }
   }
 }
 
-static void copy_nibbles(const int8_t* rows, int64_t stride, const uint16_t* scales, int64_t count, int64_t K,
-                         char* panel) {
-  const int64_t record = PANEL * (GROUP / 2 + 2), groups = ceil_div(K, GROUP);
+template <int BITS>
+static void copy_groups(Groups<BITS>, const int8_t* rows, int64_t stride, const uint16_t* scales, int64_t count,
+                        int64_t K, char* panel) {
+  const int64_t groups = ceil_div(K, GROUP);
+  int32_t integers[GROUP * W];
   for (int64_t group = 0; group < groups; group++) {
-    char* to = panel + group * record;
-    uint16_t* halves = (uint16_t*)(to + 16 * PANEL);
-    for (int64_t column = 0; column < PANEL; column++) {
-      const bool inside = column < count;
-      halves[column] = inside ? scales[column * groups + group] : 0;
-      for (int64_t step = 0; step < 4; step++)
-        for (int64_t j = 0; j < 4; j++) {
-          const int64_t k = group * GROUP + 8 * step + j;
-          const int low = inside && k < K ? rows[column * stride + k] : 0;
-          const int high = inside && k + 4 < K ? rows[column * stride + k + 4] : 0;
-          to[(step * PANEL + column) * 4 + j] = (char)((low + 8) | (high + 8) << 4);
-        }
+    char* to = panel + group * Groups<BITS>::UNIT_BYTES;
+    uint16_t* halves = (uint16_t*)(to + Groups<BITS>::SCALES);
+    for (int64_t first = 0; first < PANEL; first += W) {
+      for (int64_t i = 0; i < W; i++) {
+        const int64_t column = first + i;
+        const bool inside = column < count;
+        halves[column] = inside ? scales[column * groups + group] : 0;
+        for (int64_t k = 0; k < GROUP; k++)
+          integers[k * W + i] = inside && group * GROUP + k < K ? rows[column * stride + group * GROUP + k] : 0;
+      }
+      store_group<BITS>(integers, to, first);
     }
   }
 }
 
 // ---- the kernel ----
+
+template <class F> INLINE void with_groups(int64_t encoding, F run) {
+  if (encoding == 3) run(Groups<4>{});
+  if (encoding == 4) run(Groups<5>{});
+}
 
 template <class T> static void pack_panel(const Pack& a, int64_t panel) {
   const int64_t first = panel * PANEL, count = min(PANEL, a.N - first);
@@ -225,7 +238,10 @@ template <class T> static void pack_panel(const Pack& a, int64_t panel) {
       quantize(rows + i * a.stride, a.K, integers + i * a.K, a.scales + first + i);
     turn_rows<ByteUnits>(integers, a.K, count, a.K, (uint32_t*)panels + panel * ceil_div(a.K, 4) * PANEL);
   } else {
-    pack_nibbles(rows, a.stride, a.importance, count, a.K, panels + panel * ceil_div(a.K, GROUP) * PANEL * (GROUP / 2 + 2));
+    with_groups(a.encoding, [&](auto form) {
+      char* to = panels + panel * ceil_div(a.K, GROUP) * form.UNIT_BYTES;
+      pack_groups(form, rows, a.stride, a.importance, count, a.K, to);
+    });
   }
 }
 
@@ -236,12 +252,14 @@ template <> void pack_panel<int8_t>(const Pack& a, int64_t panel) {
     turn_rows<ByteUnits>(rows, a.stride, count, a.K, (uint32_t*)a.panels + panel * ceil_div(a.K, 4) * PANEL);
   } else {
     const int64_t groups = ceil_div(a.K, GROUP);
-    copy_nibbles(rows, a.stride, a.source_scales + first * groups, count, a.K,
-                 (char*)a.panels + panel * groups * PANEL * (GROUP / 2 + 2));
+    with_groups(a.encoding, [&](auto form) {
+      char* to = (char*)a.panels + panel * groups * form.UNIT_BYTES;
+      copy_groups(form, rows, a.stride, a.source_scales + first * groups, count, a.K, to);
+    });
   }
 }
 
-static int64_t work(const Pack& a) { return a.N * a.K * (a.encoding == 3 ? 100 : ELEMENT); }
+static int64_t work(const Pack& a) { return a.N * a.K * (a.encoding >= 3 ? 100 : ELEMENT); }
 
 static void run(const Pack& a, const Team& team) {
   over_pieces(team, ceil_div(a.N, PANEL), [&](int64_t panel) {

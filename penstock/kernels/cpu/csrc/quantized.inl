@@ -1,10 +1,10 @@
-// Linear layers in 8 and 4 bits (kernels/quantized.py): int8 weights with a scale for each output, int4 weights with
-// a float16 scale for each GROUP of inputs. Rows of x are quantised first, to 8 bits, by a scale for each row or
+// Linear layers in 8, 5 and 4 bits (kernels/quantized.py): int8 weights with a scale for each output, int5 and int4
+// weights with a float16 scale for each GROUP of inputs. Rows of x are quantised first, to 8 bits, by a scale for each row or
 // group. Integers are added exactly, so that their order is free; what is float keeps the order of the groups: a
 // row's bits depend on no other row.
 //
-// Weights are the unsigned operand of the byte products, as w + 128 or w + 8; sums start at -128 or -8 times the sum
-// of x, which takes that back. A row in int8 may have a few numbers beyond 127: what they have more is multiplied as
+// Weights are the unsigned operand of the byte products, as w + 128, w + 16 or w + 8; sums start at -128, -16 or -8
+// times the sum of x, which takes that back. A row in int8 may have a few numbers beyond 127: what they have more is multiplied as
 // further bytes.
 
 constexpr int64_t GROUP = 32;
@@ -144,23 +144,28 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   return total;
 }
 
+// Bits of the integers of an encoding that has groups.
+INLINE int bits_of(int64_t encoding) { return encoding == 4 ? 5 : 4; }
+INLINE int64_t groups_of(int64_t encoding, int64_t K) { return encoding == 2 ? 1 : ceil_div(K, GROUP); }
+
 template <class T> static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to) {
   if (encoding == 2) {
     *to.starts = -128 * quantize_with_extras(x, K, to.integers, to.scales, to.extras);
   } else {
+    const int32_t offset = -(1 << (bits_of(encoding) - 1));
     int64_t group = 0;
     for (; (group + 1) * GROUP <= K; group++)
-      to.starts[group] = -8 * quantize(x + group * GROUP, GROUP, to.integers + group * GROUP, to.scales + group);
+      to.starts[group] = offset * quantize(x + group * GROUP, GROUP, to.integers + group * GROUP, to.scales + group);
     if (group * GROUP < K)
-      to.starts[group] = -8 * quantize(x + group * GROUP, K - group * GROUP, to.integers + group * GROUP,
-                                       to.scales + group);
+      to.starts[group] = offset * quantize(x + group * GROUP, K - group * GROUP, to.integers + group * GROUP,
+                                           to.scales + group);
   }
   __builtin_memset(to.integers + K, 0, to.stride - K);
 }
 
 // ---- products of bytes: four of each lane, unsigned by signed, added to a sum ----
 
-constexpr int BYTE_ROWS = W == 16 ? 6 : 2, BYTE_VECTORS = 4, NIBBLE_ROWS = W == 16 ? 6 : 2, NIBBLE_VECTORS = 2;
+constexpr int BYTE_ROWS = W == 16 ? 6 : 2, BYTE_VECTORS = 4, GROUP_ROWS = W == 16 ? 6 : 2, GROUP_VECTORS = 2;
 
 #if PENSTOCK_LANES == 16
 INLINE vi add_bytes(vi sum, vu w, vu x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
@@ -182,21 +187,29 @@ INLINE vi add_bytes(vi sum, vu w, vu x) {
 }
 #endif
 
-// A group's sum, of bytes 0..15.
+// A group's sum, of bytes of 4 or 5 bits.
+template <int BITS> struct GroupSum {
 #if PENSTOCK_LANES == 8
-// Of pairs in 16 bits: 16 products of 15 * 127 fit.
-INLINE vi first_nibbles(int32_t) { return vi{}; }
-INLINE vi add_nibbles(vi sum, vu w, vu x) {
-  return (vi)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
-}
-INLINE vi sum_of_nibbles(vi sum, int32_t start) {
-  return (vi)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)) + start;
-}
+  // Of pairs in 16 bits: 16 products of 15 * 127 fit, or 8 of 31 * 127.
+  static constexpr bool HALVES = BITS > 4;
+  vi pairs, half;
+  INLINE_MEMBER void start(int32_t) { pairs = half = vi{}; }
+  INLINE_MEMBER void add(vu w, vu x) {
+    pairs = (vi)_mm256_add_epi16((__m256i)pairs, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+  }
+  INLINE_MEMBER void halfway() {
+    if (HALVES) half = whole(), pairs = vi{};
+  }
+  INLINE_MEMBER vi total(int32_t start) const { return (HALVES ? half + whole() : whole()) + start; }
+  INLINE_MEMBER vi whole() const { return (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
 #else
-INLINE vi first_nibbles(int32_t start) { return start - vi{}; }
-INLINE vi add_nibbles(vi sum, vu w, vu x) { return add_bytes(sum, w, x); }
-INLINE vi sum_of_nibbles(vi sum, int32_t) { return sum; }
+  vi sum;
+  INLINE_MEMBER void start(int32_t start) { sum = start - vi{}; }
+  INLINE_MEMBER void add(vu w, vu x) { sum = add_bytes(sum, w, x); }
+  INLINE_MEMBER void halfway() {}
+  INLINE_MEMBER vi total(int32_t) const { return sum; }
 #endif
+};
 
 INLINE vu four_bytes(const int8_t* x) {
   uint32_t unit;
@@ -225,9 +238,9 @@ INLINE vf load_half(const uint16_t* p) {
 struct ByteBlock {
   QuantizedRows x;     // from the block's first input on
   const char* w;
-  int64_t units;       // of the block: 4 inputs in int8, a group in int4
+  int64_t units;       // of the block: 4 inputs in int8, else a group
   const char* ahead;   // what is fetched meanwhile; null: nothing
-  uint32_t* sums;      // [rows, PANEL], of the blocks before and for those to come: integers in int8, floats in int4
+  uint32_t* sums;      // [rows, PANEL], of the blocks before and for those to come: integers in int8, else floats
   bool first, last;
   const char* panel;   // whose block it is
 
@@ -287,10 +300,17 @@ struct Bytes {
   INLINE vf result(vu sums, vf scale_x, vf scale_w) { return __builtin_convertvector((vi)sums, vf) * (scale_x * scale_w); }
 };
 
-struct Nibbles {
-  static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = PANEL * (GROUP / 2 + 2), LINES = UNIT_BYTES / 64;
-  static constexpr int64_t ROWS_AT_ONCE = NIBBLE_ROWS, BLOCK_UNITS = 48;
-  static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 3 ? 4 : NIBBLE_VECTORS; }
+// The low four bits of a group's integers, their fifth bits if they have any, and its scales, of all outputs.
+template <int BITS> struct Groups {
+  static constexpr int64_t FIFTH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * BITS / 8;
+  static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = SCALES + PANEL * 2, LINES = UNIT_BYTES / 64;
+  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48;
+  static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 3 ? 4 : GROUP_VECTORS; }
+
+  // The bits at `place` of the four bytes, as the fifth of each.
+  INLINE vu fifth_bits(vu bits, int place) {
+    return (place < 4 ? bits << (4 - place) : bits >> (place - 4)) & 0x10101010;
+  }
 
   template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
     constexpr int VECTORS = vectors(ROWS);
@@ -304,9 +324,9 @@ struct Nibbles {
       const int64_t x_stride = block.x.stride, groups = block.x.groups;
       const char *w = block.w + column * 4, *ahead = block.ahead + column / (VECTORS * W) * ON * block.units;
       for (int64_t g = 0; g < block.units; g++, x += GROUP, w += UNIT_BYTES, ahead += ON) {
-        vi totals[ROWS][VECTORS];
+        GroupSum<BITS> totals[ROWS][VECTORS];
         for (int r = 0; r < ROWS; r++)
-          for (int v = 0; v < VECTORS; v++) totals[r][v] = first_nibbles(block.x.starts[r * groups + g]);
+          for (int v = 0; v < VECTORS; v++) totals[r][v].start(block.x.starts[r * groups + g]);
 #pragma GCC unroll 4
         for (int step = 0; step < 4; step++) {
           fetch<FETCHED>(ahead, LINES, step, 4);
@@ -315,21 +335,27 @@ struct Nibbles {
             vu pairs = load((const uint32_t*)(w + step * 4 * PANEL) + v * W);
             low[v] = pairs & 0x0f0f0f0f;
             high[v] = pairs >> 4 & 0x0f0f0f0f;
+            if (BITS > 4) {
+              const vu bits = load((const uint32_t*)(w + FIFTH) + v * W);
+              low[v] |= fifth_bits(bits, 2 * step);
+              high[v] |= fifth_bits(bits, 2 * step + 1);
+            }
           }
           for (int r = 0; r < ROWS; r++) {
             const vu bytes = four_bytes(x + r * x_stride + 8 * step), others = four_bytes(x + r * x_stride + 8 * step + 4);
             for (int v = 0; v < VECTORS; v++) {
-              totals[r][v] = add_nibbles(totals[r][v], low[v], bytes);
-              totals[r][v] = add_nibbles(totals[r][v], high[v], others);
+              totals[r][v].add(low[v], bytes);
+              totals[r][v].add(high[v], others);
+              if (step == 1) totals[r][v].halfway();
             }
           }
         }
-        const uint16_t* halves = (const uint16_t*)(w - column * 4 + 16 * PANEL) + column;
+        const uint16_t* halves = (const uint16_t*)(w - column * 4 + SCALES) + column;
         vf scales[VECTORS];
         for (int v = 0; v < VECTORS; v++) scales[v] = load_half(halves + v * W);
         for (int r = 0; r < ROWS; r++)
           for (int v = 0; v < VECTORS; v++) {
-            vi total = sum_of_nibbles(totals[r][v], block.x.starts[r * groups + g]);
+            vi total = totals[r][v].total(block.x.starts[r * groups + g]);
             vf scaled = __builtin_convertvector(total, vf) * block.x.scales[r * groups + g];
             sums[r][v] = fma(scaled, scales[v], sums[r][v]);
           }
@@ -416,7 +442,7 @@ static void multiply_panel(const Linear& a, const QuantizedRows& x, int64_t begi
 }
 
 template <class S> static void multiply_quantized(const Linear& a, const Team& team) {
-  const int64_t groups = a.encoding == 3 ? ceil_div(a.K, GROUP) : 1;
+  const int64_t groups = groups_of(a.encoding, a.K);
   const int64_t row_bytes = QuantizedRows::bytes(1, a.K, groups);
   const int64_t most = min(a.rows, max<int64_t>(CHUNK_BYTES / row_bytes, 256)), tall = min<int64_t>(most, 240);
   const bool redundant = team.size == 1 || a.rows <= 3;  // cheaper than a barrier
@@ -449,5 +475,6 @@ template <class S> static void multiply_quantized(const Linear& a, const Team& t
 
 static void run_quantized(const Linear& a, const Team& team) {
   if (a.encoding == 2) multiply_quantized<Bytes>(a, team);
-  if (a.encoding == 3) multiply_quantized<Nibbles>(a, team);
+  if (a.encoding == 3) multiply_quantized<Groups<4>>(a, team);
+  if (a.encoding == 4) multiply_quantized<Groups<5>>(a, team);
 }
