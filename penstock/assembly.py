@@ -162,12 +162,7 @@ def _load_speculating(
     from penstock.driver import load_devices
     from penstock.pipelines.pipeline import TextGenerationPipeline
     from penstock.pipelines.speculative import AdaptiveWidth, FixedWidth, NGramProposer
-    from penstock.pipelines.speculative.draft_model import (
-        DraftModelProposer,
-        draft_config,
-        share_memory,
-        vocabulary_size,
-    )
+    from penstock.pipelines.speculative.draft_model import DraftModelProposer, draft_config, share_memory
 
     speculative = config.speculative
     width = AdaptiveWidth if speculative.adaptive_speculation else FixedWidth
@@ -179,7 +174,8 @@ def _load_speculating(
     free_memory = sum(device.stats["free_memory"] for device in load_devices(config.model.devices))
     config, drafting = share_memory(config, model, draft, free_memory=free_memory)
     pipeline = TextGenerationPipeline(config, model, eos, widths=widths)
-    pipeline.proposer = DraftModelProposer(drafting, draft, pipeline.session, vocabulary_size(config.model))
+    vocabulary = config.model.huggingface_config.vocabulary_size
+    pipeline.proposer = DraftModelProposer(drafting, draft, pipeline.session, vocabulary)
     return pipeline
 
 
@@ -239,7 +235,6 @@ def _as_work(
     scheduler: Scheduler[TextContext, TextGenerationResponse],
     startup: list[tuple[str, float]],
 ) -> Work:
-    from penstock.pipelines.speculative.draft_model import vocabulary_size
     from penstock.scheduler.messages import WorkerInfo
     from penstock.scheduler.worker import DraftCounts, Work
 
@@ -250,7 +245,7 @@ def _as_work(
         max_batch_input_tokens=plan.max_batch_input_tokens,
         num_blocks=pipeline.kv.num_blocks,
         block_size=plan.block_size,
-        vocab_size=vocabulary_size(config.model),
+        vocab_size=config.model.huggingface_config.vocabulary_size,
         adapters=adapters.names() if adapters is not None else [],
         startup=startup,
         memory=plan.rows(),

@@ -54,9 +54,7 @@ def pack_calibrated(network: Network, spec: KVCacheSpec, ops: Ops, config: Huggi
         ops: runs it.
         config: says how many tokens there are.
     """
-    text_config = config.section("text_config") or config  # of more than text
-    vocabulary = text_config.count("vocab_size", default=1)
-    tokens = np.random.default_rng(0).integers(0, vocabulary, NUM_TOKENS)
+    tokens = np.random.default_rng(0).integers(0, max(config.vocabulary_size, 1), NUM_TOKENS)
     num_blocks = [group.most_blocks(NUM_TOKENS, _BLOCK_SIZE) + 1 for group in spec.groups]
     kv = KVCacheManager(spec, num_blocks, _BLOCK_SIZE, enable_prefix_caching=False)
     context = TextContext(prompt=tokens.tolist(), max_length=NUM_TOKENS + 1, tokens=tokens)

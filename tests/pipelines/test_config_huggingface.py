@@ -143,3 +143,9 @@ def test_sections(config: HuggingFaceConfig) -> None:
 def test_what_is_no_flag() -> None:
     with pytest.raises(CheckpointError, match="tied must be true or false, was 1"):
         HuggingFaceConfig({"tied": 1}).flag("tied")
+
+
+def test_how_many_tokens_there_are(config: HuggingFaceConfig) -> None:
+    assert config.vocabulary_size == 10, "those of the text model of a larger one"
+    assert HuggingFaceConfig({"vocab_size": 12}).vocabulary_size == 12
+    assert HuggingFaceConfig({}).vocabulary_size == 0

@@ -102,6 +102,11 @@ class HuggingFaceConfig(Mapping[str, Any]):
             raise CheckpointError(self._path, f"{key} must be a JSON object, was {value!r}")
         return value
 
+    @property
+    def vocabulary_size(self) -> int:
+        """How many tokens there are, of the text in a model of more than text; 0 where nothing says so."""
+        return (self.section("text_config") or self).count("vocab_size", default=0)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_values", "_path"):  # copy and pickle ask before __init__
             raise AttributeError(name)

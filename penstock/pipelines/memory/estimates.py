@@ -77,10 +77,8 @@ def estimate_activation_memory(pipeline_config: PipelineConfig, huggingface_conf
     size = _encoding(pipeline_config).compute_dtype.size_in_bytes
     shapes = (_linear_shape(name, header) for name, header in pipeline_config.model.tensor_headers.items())
     widest = max((max(shape[-2:]) for shape in shapes if shape), default=0)
-    text_config = huggingface_config.section("text_config") or huggingface_config  # of more than text
-    vocabulary = text_config.count("vocab_size", default=0)
     rows = wanted_step_size(pipeline_config) * 6 * widest * size
-    return rows + wanted_logit_rows(pipeline_config) * vocabulary * 20
+    return rows + wanted_logit_rows(pipeline_config) * huggingface_config.vocabulary_size * 20
 
 
 def estimate_adapters_size(pipeline_config: PipelineConfig) -> int:

@@ -333,7 +333,7 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
     Raises:
         ConfigError: says where the two differ.
     """
-    vocabularies = [vocabulary_size(one) for one in (target, draft)]
+    vocabularies = [one.huggingface_config.vocabulary_size for one in (target, draft)]
     known = [_vocabulary_of(one.checkpoint) for one in (target, draft)]
     if known[0] is not None and known[1] is not None:
         if known[0] == known[1]:
@@ -348,12 +348,6 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
         f"{draft.model_path} cannot draft for {target.model_path}: {difference}. A draft model needs the "
         "tokenizer of its target",
     )
-
-
-def vocabulary_size(model: ModelConfig) -> int:
-    """How many tokens a checkpoint says it has; 0 where it says nothing."""
-    config = model.huggingface_config
-    return (config.section("text_config") or config).count("vocab_size", default=0)
 
 
 def _vocabulary_of(checkpoint: Path) -> dict[str, Any] | None:
