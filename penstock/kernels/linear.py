@@ -62,6 +62,11 @@ class LinearEncoding(Protocol):
         """The type of the activations that go with it."""
         ...
 
+    @property
+    def weighs_errors(self) -> bool:
+        """Whether packing has a choice between errors of the weights, see `pack`."""
+        ...
+
     def num_bytes(self, out_features: int, in_features: int) -> int:
         """Bytes that a packed weight of this shape takes in panels, which is no less than in rows."""
         ...
@@ -69,8 +74,8 @@ class LinearEncoding(Protocol):
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
         """The stored form of ``weight [out, in]``.
 
-        Where there is a choice, squared errors of the weights count as much as ``importance [in]`` says of
-        their inputs: above 0, and without it all alike.
+        Where there is a choice (`weighs_errors`), squared errors of the weights count as much as ``importance
+        [in]`` says of their inputs: above 0, and without it all alike.
         """
         ...
 
@@ -91,6 +96,7 @@ class FloatEncoding:
     """Weights as plain floating-point numbers."""
 
     dtype: DType
+    weighs_errors: bool = False
 
     @property
     def name(self) -> str:
@@ -164,9 +170,7 @@ def pack_linear(
     with torch.no_grad():
         weight = weight if isinstance(weight, Tensor) else torch.cat(tuple(weight))
         rows = encoding_named(encoding).pack(weight)
-    out_features, in_features = weight.shape
-    bias = bias_of_encoding(bias, encoding)
-    return PackedLinear(encoding, rows, in_features, out_features, bias, tuple(slices))
+    return layer_of(rows, shape_of([weight]), encoding, bias, slices)
 
 
 def pack_quantized(
@@ -181,16 +185,26 @@ def pack_quantized(
     Raises:
         ConfigError: the encoding is unknown.
     """
-    out_features, in_features = rows["weight"].shape
-    bias = bias_of_encoding(bias, encoding)
-    return PackedLinear(encoding, rows, in_features, out_features, bias, tuple(slices))
+    return layer_of(rows, shape_of([rows["weight"]]), encoding, bias, slices)
 
 
-def bias_of_encoding(bias: Tensor | None, encoding: str) -> Tensor | None:
-    """A bias ``[out]`` in the type of the activations that go with an encoding."""
-    if bias is None:
-        return None
-    return bias.detach().to(encoding_named(encoding).compute_dtype.to_torch()).contiguous()
+def layer_of(
+    tensors: Mapping[str, Tensor],
+    shape: tuple[int, int],  # [out, in]
+    encoding: str,
+    bias: Tensor | None,  # [out]
+    slices: Sequence[LinearSlice],
+    layout: Layout = "rows",
+) -> PackedLinear:
+    """The layer of a packed weight; its bias in the type of the activations that go with the encoding."""
+    if bias is not None:
+        bias = bias.detach().to(encoding_named(encoding).compute_dtype.to_torch()).contiguous()
+    return PackedLinear(encoding, tensors, shape[1], shape[0], bias, tuple(slices), layout)
+
+
+def shape_of(parts: Sequence[Tensor]) -> tuple[int, int]:
+    """``(out, in)`` of parts of a weight, one behind the other."""
+    return sum(map(len, parts)), parts[0].shape[1]
 
 
 def tensors_in_rows(packed: PackedLinear) -> Mapping[str, Tensor]:

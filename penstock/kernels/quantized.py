@@ -49,6 +49,7 @@ class Int8Encoding:
 
     name: str = "int8"
     compute_dtype: DType = DType.bfloat16
+    weighs_errors: bool = False
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         return _round_up(out_features, PANEL) * _round_up(in_features, 4) + 4 * out_features
@@ -79,6 +80,7 @@ class GroupedEncoding:
 
     bits: int
     compute_dtype: DType = DType.bfloat16
+    weighs_errors: bool = True
 
     @property
     def name(self) -> str:

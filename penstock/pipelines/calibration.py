@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels import Deferred, LoRAInputs, Ops, PackedLinear, StepInputs
+from penstock.kernels import ENCODINGS, Deferred, LoRAInputs, Ops, PackedLinear, StepInputs
 from penstock.pipelines.core import TextContext
 from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
 
 if TYPE_CHECKING:
     from penstock.pipelines.config import HuggingFaceConfig
 
-CALIBRATED = ("int4", "int5")
+CALIBRATED = tuple(name for name, kind in ENCODINGS.items() if kind.weighs_errors)
 """Encodings that have a choice, and make it by the inputs."""
 NUM_TOKENS = 16
 _BLOCK_SIZE = 16

@@ -23,7 +23,7 @@ from torch import Tensor
 from penstock import __version__
 from penstock.errors import WeightsError
 from penstock.kernels import LinearSlice, PackedLinear
-from penstock.kernels.linear import Layout, bias_of_encoding
+from penstock.kernels.linear import Layout, layer_of
 from penstock.kernels.panels import LAYOUTS_VERSION
 from penstock.pipelines.packed_file import packed_file
 from penstock.pipelines.weights.mapping import map_in_huge_pages, read_in_huge_pages
@@ -115,8 +115,7 @@ class StoredLayers:
         if layer is None or layer != _Layer(encoding, shape, tuple(slices), layer.tensors):
             return None
         tensors = {name: self._tensors[f"{place}.{name}"] for name in layer.tensors}
-        offset = bias_of_encoding(bias, encoding)
-        return PackedLinear(encoding, tensors, shape[1], shape[0], offset, layer.slices, "panels")
+        return layer_of(tensors, shape, encoding, bias, layer.slices, "panels")
 
 
 def write_packed(model: ModelConfig, packed: Sequence[PackedLinear]) -> Path:

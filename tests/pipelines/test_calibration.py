@@ -19,7 +19,7 @@ from penstock import host_memory
 from penstock.assembly import pack_checkpoint
 from penstock.errors import WeightsError
 from penstock.kernels import ENCODINGS, PackedLinear, unpack_linear
-from penstock.kernels.cpu import available_isas
+from penstock.kernels.cpu import available_isas, library
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, calibration
 from penstock.pipelines.calibration import NUM_TOKENS, importance_of
 from penstock.pipelines.packed_file import packed_file
@@ -91,8 +91,15 @@ def test_importance_is_the_mean_square() -> None:
     assert importance_of(torch.tensor([[1.0, torch.nan]])) is None
 
 
-@needs_kernels
-def test_a_load_fits_its_scales_to_it(tiny: Path, seen: list[tuple[Tensor, Tensor | None]]) -> None:
+@pytest.mark.parametrize("has_kernels", [pytest.param(True, marks=needs_kernels), False])
+def test_a_load_fits_its_scales_to_it(
+    tiny: Path,
+    has_kernels: bool,
+    seen: list[tuple[Tensor, Tensor | None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr(library, "ABI", -1)
     file = tiny / "model.safetensors"
     tensors = load_file(file)
     for name, tensor in tensors.items():
@@ -100,6 +107,7 @@ def test_a_load_fits_its_scales_to_it(tiny: Path, seen: list[tuple[Tensor, Tenso
             tensor[::7] = 20.0
     save_file(tensors, file)
     packed: PackedLinear = blocks_of(tiny)[0].attention.qkv.packed
+    assert packed.layout == ("panels" if has_kernels else "rows")
     x, importance = seen[0]
     tokens = torch.from_numpy(
         np.random.default_rng(0).integers(0, len(tensors["model.embed_tokens.weight"]), NUM_TOKENS)

@@ -12,7 +12,7 @@ from penstock.kernels.cpu.memory import SliceMemory, WeightMemory
 from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, pack_panels, panels_size
 from penstock.kernels.deferred import Deferred
 from penstock.kernels.inputs import LoRAInputs
-from penstock.kernels.linear import LinearSlice, PackedLinear, bias_of_encoding, encoding_named
+from penstock.kernels.linear import LinearSlice, PackedLinear, encoding_named, layer_of, shape_of
 from penstock.kernels.panels import PANEL
 from penstock.kernels.reference import ReferenceOps
 
@@ -55,7 +55,7 @@ class CpuLinear(ReferenceOps):
         if encoding not in ENCODINGS:
             return super().pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = [weight] if isinstance(weight, Tensor) else weight
-        return _layer(self._pack(parts, encoding), parts, encoding, bias, slices)
+        return layer_of(self._pack(parts, encoding), shape_of(parts), encoding, bias, slices, self.layout)
 
     def pack_later(
         self,
@@ -68,9 +68,9 @@ class CpuLinear(ReferenceOps):
         if encoding not in ENCODINGS:
             return self.pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = tuple(part.detach() for part in weight)
-        size = panels_size(encoding, sum(map(len, parts)), parts[0].shape[1])
+        size = panels_size(encoding, *shape_of(parts))
         tensors = Deferred(parts, size, lambda importance: self._pack(parts, encoding, None, importance))
-        return _layer(tensors, parts, encoding, bias, slices)
+        return layer_of(tensors, shape_of(parts), encoding, bias, slices, self.layout)
 
     def pack_quantized(
         self,
@@ -83,7 +83,8 @@ class CpuLinear(ReferenceOps):
         if encoding not in QUANTIZED:
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices)
         parts = [rows["weight"]]
-        return _layer(self._pack(parts, encoding, rows["scales"]), parts, encoding, bias, slices)
+        tensors = self._pack(parts, encoding, rows["scales"])
+        return layer_of(tensors, shape_of(parts), encoding, bias, slices, self.layout)
 
     def _pack(
         self,
@@ -191,19 +192,6 @@ class CpuLinear(ReferenceOps):
 def takes(encoding: str, dtype: torch.dtype) -> bool:
     """Whether there is a product of activations of this type with weights in this encoding."""
     return encoding in QUANTIZED or _computes_in(encoding) == dtype
-
-
-def _layer(
-    tensors: Mapping[str, Tensor],
-    parts: Sequence[Tensor],
-    encoding: str,
-    bias: Tensor | None,
-    slices: Sequence[LinearSlice],
-) -> PackedLinear:
-    """A layer whose weight, ``parts [out, in]``, is or will be in panels."""
-    out_features, in_features = sum(map(len, parts)), parts[0].shape[1]
-    bias = bias_of_encoding(bias, encoding)
-    return PackedLinear(encoding, tensors, in_features, out_features, bias, tuple(slices), "panels")
 
 
 def _computes_in(encoding: str) -> torch.dtype:

@@ -17,9 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.deferred import Deferred
 from penstock.kernels.experts import ClampedSwish, PackedExperts, grouped_by_expert
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
-from penstock.kernels.linear import ENCODINGS, PackedLinear, multiply_floats, tensors_in_rows
+from penstock.kernels.linear import (
+    ENCODINGS,
+    LinearSlice,
+    PackedLinear,
+    encoding_named,
+    layer_of,
+    multiply_floats,
+    shape_of,
+    tensors_in_rows,
+)
 from penstock.kernels.ops import Activation, Gating, Ops, Routing
 from penstock.kernels.reference.attention import paged_attention
 from penstock.kernels.reference.sampling import sample
@@ -36,8 +46,27 @@ class ReferenceOps(Ops):
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
         return F.embedding(tokens, table)  # unlike table[tokens] it refuses a negative id
 
+    def pack_later(
+        self,
+        weight: Sequence[Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None = None,
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        kind, parts = encoding_named(encoding), tuple(part.detach() for part in weight)
+        if not kind.weighs_errors or parts[0].device.type != "cpu":
+            return self.pack_linear(weight, encoding, bias=bias, slices=slices)
+        size = kind.num_bytes(*shape_of(parts))
+        tensors = Deferred(parts, size, lambda importance: kind.pack(torch.cat(parts), importance))
+        return layer_of(tensors, shape_of(parts), encoding, bias, slices)
+
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
-        y = ENCODINGS[packed.encoding].multiply(x, tensors_in_rows(packed), packed.bias)
+        tensors = packed.tensors
+        if isinstance(tensors, Deferred) and tensors.parts:
+            y = multiply_floats(x, torch.cat(tuple(tensors.parts)).to(x.dtype), packed.bias)
+        else:
+            y = ENCODINGS[packed.encoding].multiply(x, tensors_in_rows(packed), packed.bias)
         return y if lora is None else self._add_lora(y, x, packed, lora)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
