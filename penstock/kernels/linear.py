@@ -54,7 +54,7 @@ class LinearEncoding(Protocol):
 
     @property
     def name(self) -> str:
-        """What ``--quantization-encoding`` calls it."""
+        """What it is called: by ``--quantization-encoding``, where a whole model can be asked for in it."""
         ...
 
     @property

@@ -3,7 +3,7 @@
 
 struct Pack {  // rows [N, K] -> panels
   int64_t encoding;     // as in Linear
-  int64_t source_type;  // 0 float32, 1 bfloat16, 2 float16, 3 integers that are quantised already (of encodings that have them)
+  int64_t source_type;  // 0 float32, 1 bfloat16, 2 float16, 3 integers that are quantised already
   const void* source;
   int64_t stride;
   const uint16_t* source_scales;  // float16 [N, ceil(K / GROUP)], of integers in groups; else null
@@ -219,6 +219,7 @@ static void copy_groups(Groups<BITS>, const int8_t* rows, int64_t stride, const 
 
 // ---- the kernel ----
 
+// Runs what depends on the form of the groups that an encoding has.
 template <class F> INLINE void with_groups(int64_t encoding, F run) {
   if (encoding == 3) run(Groups<4>{});
   if (encoding == 4) run(Groups<5>{});

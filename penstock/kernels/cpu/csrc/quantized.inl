@@ -305,7 +305,8 @@ template <int BITS> struct Groups {
   static constexpr int64_t FIFTH = PANEL * GROUP / 2, SCALES = PANEL * GROUP * BITS / 8;
   static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = SCALES + PANEL * 2, LINES = UNIT_BYTES / 64;
   static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = 48;
-  static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 3 ? 4 : GROUP_VECTORS; }
+  // All of a panel where 32 registers hold the sums of so few rows beside what is unpacked.
+  static constexpr int vectors(int64_t rows) { return W == 16 && rows <= (BITS > 4 ? 1 : 3) ? 4 : GROUP_VECTORS; }
 
   // The bits at `place` of the four bytes, as the fifth of each.
   INLINE vu fifth_bits(vu bits, int place) {
