@@ -81,17 +81,26 @@ def load_experts(
     gate, up, down = parts
     if f"{name}.gate_up_proj" not in load.source:
         return PackedExperts(
-            tuple(load.fused(f"{name}.{i}", {gate: inner, up: inner}, hidden).packed for i in range(experts)),
-            tuple(load.linear(f"{name}.{i}.{down}", hidden, inner).packed for i in range(experts)),
+            tuple(
+                load.fused(f"{name}.{i}", {gate: inner, up: inner}, hidden, is_expert=True).packed
+                for i in range(experts)
+            ),
+            tuple(
+                load.linear(f"{name}.{i}.{down}", hidden, inner, is_expert=True).packed
+                for i in range(experts)
+            ),
         )
     gate_ups = load.source.tensor(f"{name}.gate_up_proj", (experts, 2 * inner, hidden))
     downs = load.source.tensor(f"{name}.down_proj", (experts, hidden, inner))
     packed = PackedExperts(
         tuple(
-            load.pack(weight, {f"{name}.{i}.{gate}": inner, f"{name}.{i}.{up}": inner}).packed
+            load.pack(weight, {f"{name}.{i}.{gate}": inner, f"{name}.{i}.{up}": inner}, is_expert=True).packed
             for i, weight in enumerate(gate_ups)
         ),
-        tuple(load.pack(weight, {f"{name}.{i}.{down}": hidden}).packed for i, weight in enumerate(downs)),
+        tuple(
+            load.pack(weight, {f"{name}.{i}.{down}": hidden}, is_expert=True).packed
+            for i, weight in enumerate(downs)
+        ),
     )
     for tensor in ("gate_up_proj", "down_proj"):
         load.source.release(f"{name}.{tensor}")

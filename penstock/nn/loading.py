@@ -104,17 +104,25 @@ class LayerStore(Protocol):
 _Weight = Sequence[Tensor] | Mapping[str, Tensor]
 """Parts of a weight ``[out, in]``, or it in the form of its encoding."""
 
-WIDTHS = {"int8": 64, "int5": 2048}
-"""Inputs, or outputs, below which a layer of a model in ``int4`` has another encoding. A small one gains
-nothing from few bits. A narrow one is of a small model, which bears 4 bits badly: one of 135 M parameters
-loses a tenth of its perplexity, whatever else is done for it, and a third of that with a fifth bit."""
+SMALL = 64
+"""Inputs, or outputs, below which a layer gains nothing from 4 bits and is packed in 8."""
+
+NARROW = 2048
+"""Inputs, or outputs, below which a layer is packed in 5 bits in place of 4: it is of a small model, which
+bears 4 badly. One of 135 M parameters loses 15 % of its perplexity to them, and 4 % with a fifth bit."""
 
 
-def encoding_of_linear(encoding: str, out_features: int, in_features: int) -> str:
-    """The encoding of a linear layer of this shape in a model of ``encoding``."""
-    width = min(out_features, in_features)
-    narrower = (name for name, end in WIDTHS.items() if width < end)
-    return next(narrower, encoding) if encoding == "int4" else encoding
+def encoding_of_linear(encoding: str, out_features: int, in_features: int, *, is_expert: bool = False) -> str:
+    """The encoding of a linear layer of this shape in a model of ``encoding``.
+
+    An expert is narrow where it has few inputs and outputs both: many narrow ones make a large model.
+    """
+    narrowest, widest = sorted((out_features, in_features))
+    if encoding != "int4":
+        return encoding
+    if narrowest < SMALL:
+        return "int8"
+    return "int5" if (widest if is_expert else narrowest) < NARROW else encoding
 
 
 def encoding_of_values(encoding: str) -> str:
@@ -184,14 +192,30 @@ class Loader:
         return LayerNorm(self.tensor(f"{name}.weight", size), self.tensor(f"{name}.bias", size), eps)
 
     def linear(
-        self, name: str, out_features: int, in_features: int, *, bias: bool = False, transposed: bool = False
+        self,
+        name: str,
+        out_features: int,
+        in_features: int,
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        is_expert: bool = False,
     ) -> Linear:
         """The linear layer called ``name``; ``transposed`` where its weight is stored ``[in, out]``."""
-        return self._read({name: out_features}, in_features, bias, transposed=transposed)
+        return self._read({name: out_features}, in_features, bias, transposed=transposed, is_expert=is_expert)
 
-    def fused(self, prefix: str, parts: Mapping[str, int], in_features: int, *, bias: bool = False) -> Linear:
+    def fused(
+        self,
+        prefix: str,
+        parts: Mapping[str, int],
+        in_features: int,
+        *,
+        bias: bool = False,
+        is_expert: bool = False,
+    ) -> Linear:
         """Several layers of one input as one; ``parts`` maps their names to their output sizes."""
-        return self._read({f"{prefix}.{part}": size for part, size in parts.items()}, in_features, bias)
+        named = {f"{prefix}.{part}": size for part, size in parts.items()}
+        return self._read(named, in_features, bias, is_expert=is_expert)
 
     def has_values_apart(self, name: str) -> bool:
         """Whether the layer of values called ``name`` cannot be fused with those of queries and keys: it has
@@ -214,7 +238,13 @@ class Loader:
         return self._layer(parts, (vocabulary, hidden), None, encoding, lambda: [tied_to], later=True)
 
     def pack(
-        self, weight: Tensor, parts: Mapping[str, int], *, bias: Tensor | None = None, plain: bool = False
+        self,
+        weight: Tensor,
+        parts: Mapping[str, int],
+        *,
+        bias: Tensor | None = None,
+        plain: bool = False,
+        is_expert: bool = False,
     ) -> Linear:
         """A weight ``[out, in]`` that the caller has read.
 
@@ -223,11 +253,12 @@ class Loader:
             parts: names of its outputs and their sizes, in order: where an adapter finds its place.
             bias: ``[out]``.
             plain: whether it stays in the activations' type, whatever the encoding.
+            is_expert: whether it is of one expert of many.
         """
         if plain:
             encoding = str(self.dtype).removeprefix("torch.")
         else:
-            encoding = encoding_of_linear(self.encoding, *weight.shape)
+            encoding = encoding_of_linear(self.encoding, *weight.shape, is_expert=is_expert)
         out_features, in_features = weight.shape
         return self._layer(parts, (out_features, in_features), bias, encoding, lambda: [weight])
 
@@ -238,13 +269,15 @@ class Loader:
         bias: bool,
         *,
         transposed: bool = False,
+        is_expert: bool = False,
         encoding: str | None = None,
     ) -> Linear:
         biases = [self.source.tensor(f"{name}.bias", (size,)) for name, size in parts.items()] if bias else []
         offset = torch.cat(biases) if biases else None
         encoding = encoding or self.encoding
         if not any(self.source.is_quantized(f"{name}.weight", encoding) for name in parts):
-            encoding = encoding_of_linear(encoding, sum(parts.values()), in_features)
+            out_features = sum(parts.values())
+            encoding = encoding_of_linear(encoding, out_features, in_features, is_expert=is_expert)
         return self._named(parts, in_features, offset, encoding, transposed=transposed)
 
     def _named(

@@ -88,6 +88,13 @@ def test_small_layers_have_more_bits(encoding: str, shape: tuple[int, int], expe
     assert encoding_of_linear(encoding, *shape) == expected
 
 
+def test_experts_are_narrow_where_they_are_so_both_ways() -> None:
+    """Many narrow ones make a large model."""
+    sizes = {(768, 2048): "int4", (2048, 768): "int4", (1024, 2047): "int5", (63, 4096): "int8"}
+    found = {size: encoding_of_linear("int4", *size, is_expert=True) for size in sizes}
+    assert found == sizes
+
+
 def test_the_head_has_eight_bits_at_least() -> None:
     heads = {encoding: encoding_of_head(encoding) for encoding in ENCODINGS}
     assert heads.pop("int4") == "int8"

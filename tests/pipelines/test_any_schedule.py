@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.kernels import cpu
 from penstock.kernels.cpu import step_plans
 from penstock.kernels.cpu.plan import CompiledPlan
-from penstock.nn.loading import WIDTHS
+from penstock.nn import loading
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.architectures.llama import tiny_config
 
@@ -42,7 +42,7 @@ def test_alone_and_eager(
     checkpoint: Path, encoding: str, kv_type: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if encoding == "int4":
-        monkeypatch.setitem(WIDTHS, "int5", 0)  # no layer is narrow
+        monkeypatch.setattr(loading, "NARROW", 0)  # no layer is narrow
     encoding = "int4" if encoding == "int5" else encoding
     config: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_dtype": kv_type}
     alone = opened(checkpoint, planned=False, **config)

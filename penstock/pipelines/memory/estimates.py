@@ -20,6 +20,7 @@ _TABLES = ("*embed_tokens.weight", "*wte.weight")
 _UNPACKED = ("*embed*.weight", "*wte.weight", "*wpe.weight", "*shared.weight", "*_bias")
 """Matrices that are looked up, and biases of experts."""
 _VALUES = "*v_proj.weight"
+_EXPERTS = "*.experts.*.weight"
 _ROUTERS = ("*.gate.weight", "*.router.weight")
 
 
@@ -43,7 +44,8 @@ def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
             encoding = floats if _is_one_of(name, _ROUTERS) else model.encoding
             if encoding != header.encoding:
                 encoding = encoding_of_values(encoding) if fnmatchcase(name, _VALUES) else encoding
-                encoding = encoding_of_linear(encoding, out_features, in_features)
+                is_expert = bool(experts) or fnmatchcase(name, _EXPERTS)
+                encoding = encoding_of_linear(encoding, out_features, in_features, is_expert=is_expert)
             kind = encoding_named(encoding)
             size += prod(experts) * kind.num_bytes(out_features, in_features)
         elif not fnmatchcase(name, _OUTPUT_HEAD):

@@ -13,8 +13,7 @@ from support.networks import held_bytes, parts_of
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import PackedLinear
-from penstock.nn import Attention, Experts
-from penstock.nn.loading import WIDTHS
+from penstock.nn import Attention, Experts, loading
 from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
 from penstock.pipelines.memory import estimate_weights_size
 
@@ -47,7 +46,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def opened(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> TextGenerationPipeline:
     if encoding == "int4":
-        monkeypatch.setitem(WIDTHS, "int5", 0)  # nothing is narrow
+        monkeypatch.setattr(loading, "NARROW", 0)  # nothing is narrow
     encoding = "int4" if encoding == "int5" else encoding
     return open_pipeline(checkpoint, quantization_encoding=encoding, num_threads=1)
 

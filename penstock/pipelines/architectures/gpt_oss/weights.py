@@ -27,10 +27,10 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
     # No parts are named: no checkpoint and no adapter has names for one expert's matrices.
     packed = PackedExperts(
         tuple(
-            load.pack(_in_halves(gate_up(i)), {}, bias=_in_halves(gate_up_bias[i])).packed
+            load.pack(_in_halves(gate_up(i)), {}, bias=_in_halves(gate_up_bias[i]), is_expert=True).packed
             for i in range(experts)
         ),
-        tuple(load.pack(down(i), {}, bias=down_bias[i]).packed for i in range(experts)),
+        tuple(load.pack(down(i), {}, bias=down_bias[i], is_expert=True).packed for i in range(experts)),
     )
     for tensor in ("gate_up_proj", "down_proj"):
         for part in ("", "_blocks", "_scales"):
