@@ -43,7 +43,13 @@ class Network(Protocol):
         ...
 
 
-def pack_calibrated(network: Network, spec: KVCacheSpec, ops: Ops, config: HuggingFaceConfig) -> None:
+Pack = Callable[[Deferred, Tensor | None], None]
+"""Packs a layer by the importance of its inputs."""
+
+
+def pack_calibrated(
+    network: Network, spec: KVCacheSpec, ops: Ops, config: HuggingFaceConfig, pack: Pack
+) -> None:
     """Runs some random tokens, the same each time, and packs what they pass.
 
     Experts are not among it: of so few tokens most see none.
@@ -53,6 +59,7 @@ def pack_calibrated(network: Network, spec: KVCacheSpec, ops: Ops, config: Huggi
         spec: of its KV cache.
         ops: runs it.
         config: says how many tokens there are.
+        pack: is given each layer.
     """
     tokens = np.random.default_rng(0).integers(0, max(config.vocabulary_size, 1), NUM_TOKENS)
     num_blocks = [group.most_blocks(NUM_TOKENS, _BLOCK_SIZE) + 1 for group in spec.groups]
@@ -61,7 +68,7 @@ def pack_calibrated(network: Network, spec: KVCacheSpec, ops: Ops, config: Huggi
     kv.claim(context)
     kv.reserve(context)
     step = StepInputs(
-        cast(Ops, _Calibrating(ops)),
+        cast(Ops, _Calibrating(ops, pack)),
         torch.arange(NUM_TOKENS),
         torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
         kv.inputs([context]),
@@ -73,13 +80,14 @@ def pack_calibrated(network: Network, spec: KVCacheSpec, ops: Ops, config: Huggi
 class _Calibrating:
     """A back end that packs a linear layer when it has been used."""
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: Ops, pack: Pack) -> None:
         self._ops = ops
+        self._pack = pack
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         y = self._ops.linear(x, packed, lora=lora)
         if isinstance(packed.tensors, Deferred) and packed.encoding in CALIBRATED:
-            packed.tensors.pack(importance_of(x))
+            self._pack(packed.tensors, importance_of(x))
         return y
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

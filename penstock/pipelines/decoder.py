@@ -155,12 +155,20 @@ class DecoderModel(PipelineModel[TextContext]):
         """Packs those of a network's layers that wait to be quantised, by what their inputs are worth."""
         waiting = [layer.tensors for layer in layers if layer.encoding in CALIBRATED]
         deferred = [tensors for tensors in waiting if isinstance(tensors, Deferred)]
-        if deferred:
+        if not deferred:
+            return
+        num_bytes = sum(part.nbytes for one in deferred for part in one.parts)
+        with torch.inference_mode(), LoadingProgress(num_bytes, title="quantising") as progress:
+
+            def pack(one: Deferred, importance: Tensor | None = None) -> None:
+                parts = one.parts
+                one.pack(importance)
+                progress.advance(sum(part.nbytes for part in parts))
+
             config = pipeline_config.model.huggingface_config
-            with torch.inference_mode():
-                pack_calibrated(network, cls.kv_spec(pipeline_config, config), ops, config)
-        for tensors in deferred:
-            tensors.pack()  # what the network was not seen to use
+            pack_calibrated(network, cls.kv_spec(pipeline_config, config), ops, config, pack)
+            for one in deferred:
+                pack(one)  # what the network was not seen to use
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
         """Bytes that the KV cache takes, when it may take this many."""

@@ -20,9 +20,10 @@ from penstock.assembly import pack_checkpoint
 from penstock.errors import WeightsError
 from penstock.kernels import ENCODINGS, PackedLinear, unpack_linear
 from penstock.kernels.cpu import available_isas, library
-from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, calibration
+from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, calibration, decoder
 from penstock.pipelines.calibration import NUM_TOKENS, importance_of
 from penstock.pipelines.packed_file import packed_file
+from penstock.progress import LoadingProgress
 
 needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 INT4 = {"quantization_encoding": "int4"}
@@ -134,6 +135,27 @@ def test_a_file_of_packed_weights_is_what_a_load_packs(
     mapped = blocks_of(tiny)
     for one, other in zip(loaded, mapped, strict=True):
         assert torch.equal(unpack_linear(one.mlp.down.packed), unpack_linear(other.mlp.down.packed))
+
+
+@needs_kernels
+def test_its_progress_counts_every_weight(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: dict[str, list[int]] = {}
+
+    class Counting(LoadingProgress):
+        def __init__(self, num_bytes: int, *, title: str = "loading") -> None:
+            super().__init__(num_bytes, title=title)
+            self.seen = counted.setdefault(title, [num_bytes])
+
+        def advance(self, num_bytes: int) -> None:
+            self.seen.append(num_bytes)
+
+    monkeypatch.setattr(decoder, "LoadingProgress", Counting)
+    blocks_of(tiny)
+    tensors = load_file(tiny / "model.safetensors")
+    narrow = ("q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    size = sum(tensor.nbytes for name, tensor in tensors.items() if any(part in name for part in narrow))
+    assert counted["quantising"][0] == sum(counted["quantising"][1:]) == size
+    assert set(counted) == {"loading", "quantising"}
 
 
 def test_nothing_of_it_stays(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
