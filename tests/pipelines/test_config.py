@@ -17,6 +17,7 @@ from penstock.driver import DeviceSpec
 from penstock.dtype import ENCODINGS as DTYPE_ENCODINGS
 from penstock.errors import ConfigError
 from penstock.kernels import ENCODINGS, FloatEncoding
+from penstock.nn import encoding_of_linear
 from penstock.pipelines.config import (
     FLOAT_ENCODINGS,
     KVCacheConfig,
@@ -293,7 +294,8 @@ def test_configurations_are_frozen_hashable_and_cross_processes() -> None:
 
 def test_encodings_known_without_torch_are_encodings() -> None:
     assert all(isinstance(ENCODINGS[name], FloatEncoding) for name in FLOAT_ENCODINGS)
-    assert tuple(ENCODINGS) == DTYPE_ENCODINGS
+    assert tuple(name for name in ENCODINGS if name != "int5") == DTYPE_ENCODINGS
+    assert encoding_of_linear("int4", 64, 64) == "int5", "which layers have, in models of another"
 
 
 def test_an_encoding_added_to_the_kernels_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
