@@ -64,8 +64,8 @@ def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
 
 
 _BITS = {"int8": 8, "int4": 5}
-"""Of a weight, what its group has in common counted in; of narrow layers half a bit more. Nothing is foretold
-of other encodings."""
+"""Of a weight, what its group has in common counted in: in int4 half a bit more in narrow layers, half a bit
+less in others. Nothing is foretold of other encodings."""
 
 
 def estimate_activation_memory(pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:

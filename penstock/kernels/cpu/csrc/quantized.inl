@@ -1,11 +1,11 @@
 // Linear layers in 8, 5 and 4 bits (kernels/quantized.py): int8 weights with a scale for each output, int5 and int4
-// weights with a float16 scale for each GROUP of inputs. Rows of x are quantised first, to 8 bits, by a scale for each row or
-// group. Integers are added exactly, so that their order is free; what is float keeps the order of the groups: a
-// row's bits depend on no other row.
+// weights with a float16 scale for each GROUP of inputs. Rows of x are quantised first, to 8 bits, by a scale for each
+// row or group. Integers are added exactly, so that their order is free; what is float keeps the order of the groups:
+// a row's bits depend on no other row.
 //
 // Weights are the unsigned operand of the byte products, as w + 128, w + 16 or w + 8; sums start at -128, -16 or -8
-// times the sum of x, which takes that back. A row in int8 may have a few numbers beyond 127: what they have more is multiplied as
-// further bytes.
+// times the sum of x, which takes that back. A row in int8 may have a few numbers beyond 127: what they have more is
+// multiplied as further bytes.
 
 constexpr int64_t GROUP = 32;
 constexpr int64_t CHUNK_BYTES = 8 << 20;  // of quantised x, that stay in the last cache while all weights pass
