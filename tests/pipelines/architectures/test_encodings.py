@@ -12,7 +12,7 @@ from support.checkpoints import write_checkpoint
 from support.networks import held_bytes, parts_of
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
-from penstock.kernels import PackedLinear
+from penstock.kernels import PackedExperts, PackedLinear
 from penstock.nn import Attention, Experts, loading
 from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
 from penstock.pipelines.memory import estimate_weights_size
@@ -73,6 +73,23 @@ def test_the_size_foretold(checkpoint: Path, encoding: str, monkeypatch: pytest.
     held = held_bytes(pipeline)
     foretold = estimate_weights_size(pipeline.model.pipeline_config)
     assert 0.995 * held <= foretold <= 1.15 * held, "each part of a fused layer may fill a panel of its own"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_narrow_experts_of_a_wide_model_have_four_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
+    assert architecture.tiny_config is not None
+    sizes = {"hidden_size": 192, "intermediate_size": 64, "moe_intermediate_size": 64}
+    checkpoint = write_checkpoint(tmp_path, architecture.tiny_config() | sizes)
+    monkeypatch.setattr(loading, "NARROW", 192)
+    pipeline = open_pipeline(checkpoint, quantization_encoding="int4", num_threads=1)
+    model: Any = pipeline.model
+    experts = [one for one in parts_of(model.network) if isinstance(one, PackedExperts)]
+    assert {one.encoding for each in experts for one in (*each.gate_up, *each.down)} == {"int4"}
+    held, foretold = held_bytes(pipeline), estimate_weights_size(model.pipeline_config)
+    assert 0.995 * held <= foretold <= 1.15 * held
 
 
 @pytest.mark.parametrize("encoding", ["int5", "int4"])
