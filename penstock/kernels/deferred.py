@@ -13,9 +13,8 @@ class Deferred(Mapping[str, Tensor]):
     """The tensors of a weight that has yet to be packed, which the first look at them does.
 
     Until then a back end may multiply by the floats of the parts, slower; where they are packed as floats, to
-    the same bits. A load that puts off packing
-    is over at once, and the first step does not wait either: a weight takes memory a second time when it is
-    packed, which a host may need seconds to find.
+    the same bits. A load that puts off packing is over at once, and the first step does not wait either: a
+    weight takes memory a second time when it is packed, which a host may need seconds to find.
 
     Args:
         parts: the weight, parts of ``[out, in]`` one behind the other, in memory that stays: a mapped file's.

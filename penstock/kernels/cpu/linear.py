@@ -57,21 +57,6 @@ class CpuLinear(ReferenceOps):
         parts = [weight] if isinstance(weight, Tensor) else weight
         return layer_of(self._pack(parts, encoding), shape_of(parts), encoding, bias, slices, self.layout)
 
-    def pack_later(
-        self,
-        weight: Sequence[Tensor],
-        encoding: str,
-        *,
-        bias: Tensor | None = None,
-        slices: Sequence[LinearSlice] = (),
-    ) -> PackedLinear:
-        if encoding not in ENCODINGS:
-            return self.pack_linear(weight, encoding, bias=bias, slices=slices)
-        parts = tuple(part.detach() for part in weight)
-        size = panels_size(encoding, *shape_of(parts))
-        tensors = Deferred(parts, size, lambda importance: self._pack(parts, encoding, None, importance))
-        return layer_of(tensors, shape_of(parts), encoding, bias, slices, self.layout)
-
     def pack_quantized(
         self,
         rows: Mapping[str, Tensor],
@@ -83,15 +68,18 @@ class CpuLinear(ReferenceOps):
         if encoding not in QUANTIZED:
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices)
         parts = [rows["weight"]]
-        tensors = self._pack(parts, encoding, rows["scales"])
+        tensors = self._pack(parts, encoding, None, rows["scales"])
         return layer_of(tensors, shape_of(parts), encoding, bias, slices, self.layout)
+
+    def _may_wait(self, encoding: str, parts: Sequence[Tensor]) -> bool:
+        return encoding in ENCODINGS
 
     def _pack(
         self,
         parts: Sequence[Tensor],
         encoding: str,
-        scales: Tensor | None = None,
         importance: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> dict[str, Tensor]:
         with torch.no_grad():
             return pack_panels(self._kernels, self._weights, encoding, parts, scales, importance)

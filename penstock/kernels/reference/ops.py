@@ -11,7 +11,7 @@ Why a row's result could depend on its neighbours at all, and what is done about
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -54,19 +54,29 @@ class ReferenceOps(Ops):
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        kind, parts = encoding_named(encoding), tuple(part.detach() for part in weight)
-        if not kind.weighs_errors or parts[0].device.type != "cpu":
+        parts = tuple(part.detach() for part in weight)
+        if not self._may_wait(encoding, parts):
             return self.pack_linear(weight, encoding, bias=bias, slices=slices)
-        size = kind.num_bytes(*shape_of(parts))
-        tensors = Deferred(parts, size, lambda importance: kind.pack(torch.cat(parts), importance))
-        return layer_of(tensors, shape_of(parts), encoding, bias, slices)
+        shape = shape_of(parts)
+        size = encoding_named(encoding).num_bytes(*shape)
+        tensors = Deferred(parts, size, lambda importance: self._pack(parts, encoding, importance))
+        return layer_of(tensors, shape, encoding, bias, slices, self.layout)
+
+    def _may_wait(self, encoding: str, parts: Sequence[Tensor]) -> bool:
+        """Whether packing can be put off: floats would gain nothing, and another device hold both forms."""
+        return encoding_named(encoding).weighs_errors and parts[0].device.type == "cpu"
+
+    def _pack(
+        self, parts: Sequence[Tensor], encoding: str, importance: Tensor | None = None
+    ) -> Mapping[str, Tensor]:
+        return encoding_named(encoding).pack(torch.cat(tuple(parts)), importance)
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
-        tensors = packed.tensors
-        if isinstance(tensors, Deferred) and tensors.parts:
+        kind, tensors = ENCODINGS[packed.encoding], packed.tensors
+        if kind.weighs_errors and isinstance(tensors, Deferred) and tensors.parts:
             y = multiply_floats(x, torch.cat(tuple(tensors.parts)).to(x.dtype), packed.bias)
         else:
-            y = ENCODINGS[packed.encoding].multiply(x, tensors_in_rows(packed), packed.bias)
+            y = kind.multiply(x, tensors_in_rows(packed), packed.bias)
         return y if lora is None else self._add_lora(y, x, packed, lora)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

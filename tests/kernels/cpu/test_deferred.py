@@ -66,6 +66,9 @@ def test_floats_are_multiplied_until_integers_are_made(ops: CpuOps) -> None:
         assert torch.equal(ops.linear(x, packed), ops.linear(x, ops.pack_linear(weight, "float32")))
         deferred(packed).pack()
         assert torch.equal(ops.linear(x, packed), ops.linear(x, ops.pack_linear(weight, encoding)))
+    packed = ops.pack_later([weight], "bfloat16")
+    expected = ops.linear(x, ops.pack_linear(weight, "bfloat16"))
+    assert torch.equal(ops.linear(x, packed), expected), "floats are those of the encoding"
 
 
 def test_weights_that_are_stored_the_other_way(ops: CpuOps) -> None:
