@@ -130,8 +130,7 @@ class Weights:
             shape: ``(out, in)``.
             transposed: whether the checkpoint's shape is ``(in, out)``.
         """
-        stored = self._names.get(name)
-        header = None if stored is None else self._files.headers[stored]
+        header = self._found(name)
         expected = shape[::-1] if transposed else shape
         if not isinstance(header, GGUFTensor) or header.encoding != encoding or header.shape != expected:
             return None
@@ -144,14 +143,13 @@ class Weights:
 
     def is_quantized(self, name: str, encoding: str) -> bool:
         """Whether the checkpoint holds the tensor's numbers as an encoding stores them."""
-        stored = self._names.get(name)
-        header = None if stored is None else self._files.headers[stored]
+        header = self._found(name)
         return header is not None and header.encoding == encoding
 
     def is_mapped(self, name: str) -> bool:
         """Whether `tensor` gives what lies in the file: of safetensors; most of GGUF is widened."""
-        stored = self._names.get(name)
-        return stored is not None and not isinstance(self._files.headers[stored], GGUFTensor)
+        header = self._found(name)
+        return header is not None and not isinstance(header, GGUFTensor)
 
     def release(self, name: str) -> None:
         """Lets go of the memory that a tensor's pages of its file take in this process.
@@ -224,14 +222,14 @@ class Weights:
 
     def _asked_for(self, name: str) -> TensorHeader | None:
         """Marks a tensor as read; None, and a fault, if there is none of this name."""
-        stored = self._names.get(name)
-        if stored is None:
+        header = self._found(name)
+        if header is None:
             self._faults.missing.append(name)
             return None
         self._read.add(name)
         if self.on_read is not None:
-            self.on_read(self._files.headers[stored].num_bytes)
-        return self._files.headers[stored]
+            self.on_read(header.num_bytes)
+        return header
 
     def _fits(self, name: str, header: TensorHeader, shape: tuple[int, ...]) -> bool:
         if header.shape == shape:
@@ -241,11 +239,15 @@ class Weights:
         )
         return False
 
+    def _found(self, name: str) -> TensorHeader | None:
+        stored = self._names.get(name)
+        return None if stored is None else self._files.headers[stored]
+
     def _header(self, name: str) -> TensorHeader:
-        try:
-            return self._files.headers[self._names[name]]
-        except KeyError:
-            raise WeightsError(self._path, f"has no tensor {name}") from None
+        header = self._found(name)
+        if header is None:
+            raise WeightsError(self._path, f"has no tensor {name}")
+        return header
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         self._faults.num_zeros += prod(shape)
