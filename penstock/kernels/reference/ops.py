@@ -73,7 +73,7 @@ class ReferenceOps(Ops):
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         kind, tensors = ENCODINGS[packed.encoding], packed.tensors
-        if kind.weighs_errors and isinstance(tensors, Deferred) and tensors.parts:
+        if isinstance(tensors, Deferred) and tensors.parts and kind.weighs_errors:
             y = multiply_floats(x, torch.cat(tuple(tensors.parts)).to(x.dtype), packed.bias)
         else:
             y = kind.multiply(x, tensors_in_rows(packed), packed.bias)
