@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from penstock.pipelines.tokenizer import TextTokenizer
@@ -98,14 +96,15 @@ def template_messages(
 
 
 def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bool) -> dict[str, Any]:
-    """Variables for the template.
+    """Return the variables for the template.
+
+    Variables that the template does not read have no effect, as in transformers. Some clients send the same
+    variables to every model.
 
     Raises:
-        RequestProblem: 400; the template does not know a variable, or the effort that is asked for.
+        RequestProblem: 400; the template does not know the effort that is asked for.
     """
     options = dict(body.chat_template_kwargs or {})
-    for name in options.keys() - {"add_generation_prompt", "continue_final_message"}:
-        _check_option(name, tokenizer)
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message is not None:
@@ -134,20 +133,6 @@ def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     }
     function.setdefault("parameters", {"type": "object", "properties": {}})
     return {"type": tool["type"], "function": function}
-
-
-def _check_option(name: str, tokenizer: TextTokenizer) -> None:
-    if not tokenizer.has_chat_template or tokenizer.template_mentions(name):
-        return
-    words = set(re.findall(r"[A-Za-z_]\w{2,}", tokenizer.chat_template_source or ""))
-    nearest = get_close_matches(name[:100], sorted(words), n=1, cutoff=0.7)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise RequestProblem(
-        400,
-        f"the model's chat template knows no {name[:100]!r}{hint}",
-        param="chat_template_kwargs",
-        code="unsupported_parameter",
-    )
 
 
 def _check_name(name: str, names: Sequence[str], param: str) -> None:

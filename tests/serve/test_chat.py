@@ -340,17 +340,17 @@ async def test_the_field_of_reasoning(field: str, names: list[str]) -> None:
         assert all(name in names for delta in deltas for name in delta if name.startswith("reasoning"))
 
 
-async def test_variables_that_the_template_does_not_know() -> None:
+@pytest.mark.parametrize("unknown_fields", ["error", "warn"])
+async def test_variables_that_the_template_does_not_read_have_no_effect(unknown_fields: str) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }}"
-    async with chatting(template=template) as server:
-        body = {"messages": [user("Hi")], "chat_template_kwargs": {"enable_thinkin": False}}
-        for path in ("/v1/chat/completions", "/v1/chat/completions/render", "/tokenize"):
-            error = await server.refusal(path, **body)
-            assert error["param"] == "chat_template_kwargs"
-            assert "did you mean enable_thinking?" in error["message"]
-        assert await server.chat(
-            chat_template_kwargs={"enable_thinking": False, "continue_final_message": True}
-        )
+    options = {"enable_thinking": False, "provider": {"order": ["a"]}, "x-y": None, "": 1}
+    async with chatting(template=template, unknown_fields=unknown_fields) as server:
+        body = {"messages": [user("Hi")], "chat_template_kwargs": options}
+        assert (await server.post("/v1/chat/completions/render", **body)).json()["prompt"] == "HiFalse"
+        assert (await server.post("/tokenize", **body)).json()["tokens"] == list(b"HiFalse")
+        assert (await server.chat(**body))["choices"][0]["message"]["content"] == "Hello!"
+        options["messages"] = []  # this one would replace the conversation
+        assert "messages" in (await server.refusal("/v1/chat/completions", **body))["message"]
 
 
 def saying_a_special_token(context: TextContext) -> int:
