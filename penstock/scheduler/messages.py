@@ -186,15 +186,35 @@ class StartFailed(msgspec.Struct, array_like=True, tag=True):
     error: ErrorRecord
 
 
+class PackedLogProbabilities(msgspec.Struct, array_like=True):
+    """`LogProbabilities` whose rows of top tokens are msgpack.
+
+    The serving side decodes a row when it writes the answer. To decode all rows of a long prompt at once
+    would block its event loop.
+    """
+
+    token_log_probabilities: list[float]
+    top_log_probabilities: list[msgspec.Raw]
+    """Of each position a ``dict[int, float]``."""
+
+    @classmethod
+    def of(cls, rows: LogProbabilities) -> PackedLogProbabilities:
+        """Return the packed form."""
+        encode = msgspec.msgpack.encode
+        return cls(
+            rows.token_log_probabilities, [msgspec.Raw(encode(row)) for row in rows.top_log_probabilities]
+        )
+
+
 class RequestResult(msgspec.Struct, array_like=True):
     """What a step brought for one request."""
 
     request_id: str
     tokens: list[int]
     status: TextGenerationStatus = TextGenerationStatus.ACTIVE
-    log_probabilities: list[LogProbabilities | None] | None = None
+    log_probabilities: list[PackedLogProbabilities | None] | None = None
     """One a token, where any has some."""
-    prompt_log_probabilities: LogProbabilities | None = None
+    prompt_log_probabilities: PackedLogProbabilities | None = None
     """Those that no token took along: the very first one ended the output."""
 
 

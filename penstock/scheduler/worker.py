@@ -24,7 +24,7 @@ import zmq
 
 from penstock.errors import PenstockError, RequestFailedError, UnavailableError, UnsupportedFeatureError
 from penstock.loading import resting_collector
-from penstock.pipelines.core import TextContext, TextGenerationResponse
+from penstock.pipelines.core import LogProbabilities, TextContext, TextGenerationResponse
 from penstock.scheduler.messages import (
     Admission,
     CallResult,
@@ -33,6 +33,7 @@ from penstock.scheduler.messages import (
     ErrorRecord,
     Failure,
     LoadAdapter,
+    PackedLogProbabilities,
     Ping,
     Pong,
     Report,
@@ -252,11 +253,11 @@ class _Loop:
         tokens = [int(one.next_token) for one in output.tokens]
         result = RequestResult(request_id, tokens, output.final_status)
         if context.log_probabilities:
-            result.log_probabilities = [one.log_probabilities for one in output.tokens]
+            result.log_probabilities = [_packed(one.log_probabilities) for one in output.tokens]
         self._stats.num_generated_tokens += context.current_length - self._lengths[request_id]
         self._lengths[request_id] = context.current_length
         if output.is_done:
-            result.prompt_log_probabilities = context.prompt_log_probabilities
+            result.prompt_log_probabilities = _packed(context.prompt_log_probabilities)
             self._forget(request_id)
         return result
 
@@ -291,6 +292,10 @@ class _Loop:
         stats.num_accepted_draft_tokens = drafts.accepted
         stats.num_verified_steps = drafts.verified
         return stats
+
+
+def _packed(rows: LogProbabilities | None) -> PackedLogProbabilities | None:
+    return None if rows is None else PackedLogProbabilities.of(rows)
 
 
 def _failure(request_id: str, error: Exception) -> Failure:

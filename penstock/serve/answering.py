@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from penstock.pipelines.core import TextContext
 from penstock.serve.chat_answer import Envelope
 from penstock.serve.choice_text import Piece
 from penstock.serve.generation import Run, Work, unless_client_leaves
+from penstock.serve.json_parts import JsonResponse, Turns, gather, spread
 from penstock.serve.models import system_fingerprint
 from penstock.serve.parameters import UnknownFields, check_combinations
 from penstock.serve.problems import problem_of
@@ -27,9 +28,9 @@ Body = TypeVar("Body", bound=RequestBody)
 class AnswerShape(Protocol):
     """Makes the objects of an answer: `ChatAnswer`, `CompletionAnswer`."""
 
-    def whole(self, pieces: list[Piece], usage: dict[str, Any]) -> bytes: ...
+    def whole(self, pieces: list[Piece], usage: dict[str, Any]) -> Iterable[bytes]: ...
 
-    def events(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> bytes: ...
+    def events(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> Iterable[bytes]: ...
 
     def usage(self, usage: dict[str, Any]) -> bytes: ...
 
@@ -89,22 +90,24 @@ async def answer_request(
             run.finish()
             raise
         return EventStream(
-            _stream(run, answer, body),
+            _stream(run, answer, body, services.turns),
             on_error=lambda error: _note_error(services, record, error),
             on_disconnect=run.cancel,
         )
 
-    async def whole() -> list[Piece]:
+    async def whole() -> list[bytes]:
         await run.admitted()
-        return await run.whole()
+        pieces = await run.whole()
+        return await gather(answer.whole(pieces, run.usage()), services.turns)
 
     async with run:
-        pieces = await unless_client_leaves(request, run, whole)
-        data = answer.whole(pieces, run.usage())
-    return Response(data, media_type="application/json")
+        parts = await unless_client_leaves(request, run, whole)
+    return JsonResponse(parts)
 
 
-async def _stream(run: Run, answer: AnswerShape, body: GenerationBody) -> AsyncGenerator[bytes, None]:
+async def _stream(
+    run: Run, answer: AnswerShape, body: GenerationBody, turns: Turns
+) -> AsyncGenerator[bytes, None]:
     tells_usage = body.tells_usage_so_far
     async with run, aclosing(run.deltas()) as deltas:
         async for item in deltas:
@@ -112,8 +115,9 @@ async def _stream(run: Run, answer: AnswerShape, body: GenerationBody) -> AsyncG
                 yield PING
                 continue
             index, piece = item
-            if data := answer.events(index, piece, run.usage() if tells_usage else None):
-                yield data
+            events = answer.events(index, piece, run.usage() if tells_usage else None)
+            async for part in spread(events, turns):
+                yield part
         yield (answer.usage(run.usage()) if body.includes_usage else b"") + DONE
 
 

@@ -23,6 +23,7 @@ from penstock.serve.chat_prompt import (
 )
 from penstock.serve.choice_text import ChoiceText
 from penstock.serve.generation import Work, in_pool
+from penstock.serve.logprob_limit import check_num_logprobs
 from penstock.serve.models import adapter_named
 from penstock.serve.openapi import body_of, generated
 from penstock.serve.output_format import check_enabled, check_tools, checked_grammar, output_grammar
@@ -50,7 +51,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = chat.body
     answer = ChatAnswer(
         envelope_of(services, chat.context.request_id, body),
-        scores=ChatScores(services.tokenizer, body.top_logprobs or 0) if body.logprobs else None,
+        scores=ChatScores(services.token_fragments, body.top_logprobs or 0) if body.logprobs else None,
         prompt_token_ids=chat.context.prompt_tokens.tolist() if body.return_token_ids else None,
         include_usage=body.includes_usage,
         reasoning_fields=_reasoning_fields(services),
@@ -125,6 +126,10 @@ class _Chat:
         )
         with blaming("messages"):
             context = tokenizer.build_context(request)
+        if body.logprobs:
+            check_num_logprobs(
+                services, [context] * (body.n or 1), top=body.top_logprobs or 0, param="top_logprobs"
+            )
         opens = parsers.prompt_opens_reasoning(str(context.prompt), _prefill(body))
         grammar = _grammar(services, body, use, opens)
         if grammar is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-import msgspec
-
 from penstock.serve.choice_text import Piece
+from penstock.serve.json_parts import Parts, array, event_parts, with_member
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from penstock.serve.sse import EventTemplate, event
 from penstock.serve.token_scores import ChatScores
@@ -22,6 +22,12 @@ class Envelope:
     created: int
     model: str
     system_fingerprint: str
+
+    def parts(self, kind: str, choices: Iterable[Iterable[bytes]], **more: Any) -> Parts:
+        """Yield an object of a kind, as JSON; its choices come in parts."""
+        plain = self.around(kind, [], **more)
+        del plain["choices"]
+        return with_member(plain, "choices", array(choices))
 
     def around(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
         """An object of a kind."""
@@ -64,15 +70,15 @@ class ChatAnswer:
         self._begun: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
-    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> bytes:
-        """The answer of a request that does not stream."""
-        choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> Parts:
+        """Yield the answer of a request that does not stream."""
+        choices = (self._choice(index, piece) for index, piece in enumerate(pieces))
         more: dict[str, Any] = {"usage": usage}
         if self._prompt_token_ids is not None:
             more["prompt_token_ids"] = self._prompt_token_ids
-        return msgspec.json.encode(self._envelope.around("chat.completion", choices, **more))
+        return self._envelope.parts("chat.completion", choices, **more)
 
-    def events(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> bytes:
+    def events(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
         """The events for a piece of a choice; before its first, the one that names the role.
 
         ``usage`` is what has come so far, where every chunk is to tell.
@@ -82,11 +88,14 @@ class ChatAnswer:
         is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
         if is_plain and isinstance(text, Content):  # nearly all there are
             last = b"" if piece.finish_reason is None else self._last(index, piece, None)
-            return b"%b%b%b" % (first, self._template(index).with_value(text.text), last)
+            return (b"%b%b%b" % (first, self._template(index).with_value(text.text), last),)
         delta = self._delta(piece.events)
-        has_more = bool(delta or piece.scores or (self._prompt_token_ids is not None and piece.token_ids))
+        last = b"" if piece.finish_reason is None else self._last(index, piece, usage)
+        if self._scores is not None and piece.scores:
+            return chain((first,), self._scored_chunk(index, delta, piece, usage), (last,))
+        has_more = bool(delta or (self._prompt_token_ids is not None and piece.token_ids))
         middle = self._chunk(index, delta, piece, usage=usage) if has_more else b""
-        return first + middle + (b"" if piece.finish_reason is None else self._last(index, piece, usage))
+        return (first + middle + last,)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The event with the usage of the whole answer, and no choices."""
@@ -108,6 +117,16 @@ class ChatAnswer:
             self._templates[index] = EventTemplate(chunk)
         return self._templates[index]
 
+    def _scored_chunk(
+        self, index: int, delta: dict[str, Any], piece: Piece, usage: dict[str, Any] | None
+    ) -> Parts:
+        assert self._scores is not None
+        chunk = self._chunk_object(index, delta, piece, usage=usage)
+        (choice,) = chunk.pop("choices")
+        del choice["logprobs"]
+        scored = with_member(choice, "logprobs", self._scores.parts(piece.scores))
+        return event_parts(with_member(chunk, "choices", array([scored])))
+
     def _chunk(self, *args: Any, **kwargs: Any) -> bytes:
         return event(self._chunk_object(*args, **kwargs))
 
@@ -121,11 +140,10 @@ class ChatAnswer:
         usage: dict[str, Any] | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        scored = piece is not None and self._scores is not None and piece.scores
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
-            "logprobs": self._scores.of(piece.scores) if scored and self._scores and piece else None,
+            "logprobs": None,
             "finish_reason": finish_reason,
         }
         if piece is not None and self._prompt_token_ids is not None:
@@ -134,16 +152,16 @@ class ChatAnswer:
             more["usage"] = usage
         return self._envelope.around("chat.completion.chunk", [choice], **more)
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, piece: Piece) -> Parts:
         choice: dict[str, Any] = {
             "index": index,
             "message": self._message(piece),
-            "logprobs": None if self._scores is None else self._scores.of(piece.scores),
             "finish_reason": piece.finish_reason,
         }
         if self._prompt_token_ids is not None:
             choice["token_ids"] = piece.token_ids
-        return choice
+        scores = (b"null",) if self._scores is None else self._scores.parts(piece.scores)
+        return with_member(choice, "logprobs", scores)
 
     def _message(self, piece: Piece) -> dict[str, Any]:
         calls = _calls(piece.events)

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+import msgspec
 
 from penstock.pipelines.core import LogProbabilities, TextContext, TextGenerationStatus, TextResponse
 from penstock.pipelines.detokenizer import Detokenizer, TokenDecoder, TokenIds, text_behind
+from penstock.scheduler.messages import PackedLogProbabilities
 from penstock.serve.parsers import Content, Event, OutputParser, Reasoning
+from penstock.serve.worker_results import WorkerToken
+
+Rows: TypeAlias = LogProbabilities | PackedLogProbabilities
+
+
+Top: TypeAlias = Mapping[int, float] | msgspec.Raw
+"""The most probable tokens in one place, the best first, id to log probability; perhaps not decoded yet."""
+PromptScore: TypeAlias = tuple[float, Top]
+"""The log probability of a token of the prompt, and the most probable ones in its place."""
+
+_decode_top = msgspec.msgpack.Decoder(dict[int, float]).decode
+
+
+def top_tokens(top: Top) -> Mapping[int, float]:
+    """Return the most probable tokens, decoded."""
+    return _decode_top(top) if isinstance(top, msgspec.Raw) else top
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +36,7 @@ class Score:
 
     token_id: int
     logprob: float
-    top: dict[int, float]
+    top: Top
 
 
 @dataclass(slots=True)
@@ -83,7 +102,7 @@ class ChoiceText:
         self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
-        self.prompt_scores: list[tuple[float, dict[int, float]]] = []
+        self.prompt_scores: list[PromptScore] = []
         """Of the prompt's tokens but the first, once a token has come; with ``log_probabilities_echo``."""
         self._parser = parser
         self._text: _Text
@@ -119,9 +138,9 @@ class ChoiceText:
 
     def take(
         self,
-        tokens: Sequence[TextResponse],
+        tokens: Sequence[TextResponse | WorkerToken],
         status: TextGenerationStatus,
-        prompt_log_probabilities: LogProbabilities | None = None,
+        prompt_log_probabilities: Rows | None = None,
     ) -> Piece:
         """Adds what came from the worker; nothing after the choice has ended."""
         if self.is_done:
@@ -187,16 +206,21 @@ class ChoiceText:
         )
         return events
 
-    def _score(self, response: TextResponse) -> list[Score]:
+    def _score(self, response: TextResponse | WorkerToken) -> list[Score]:
         rows = response.log_probabilities
         if rows is None:
             return []
-        *before, (logprob, top) = zip(rows.token_log_probabilities, rows.top_log_probabilities, strict=True)
+        *before, (logprob, top) = _positions(rows)
         self.prompt_scores += before
         return [Score(int(response.next_token), logprob, top)]
 
-    def _keep_prompt(self, rows: LogProbabilities) -> None:
-        self.prompt_scores += zip(rows.token_log_probabilities, rows.top_log_probabilities, strict=True)
+    def _keep_prompt(self, rows: Rows) -> None:
+        self.prompt_scores += _positions(rows)
+
+
+def _positions(rows: Rows) -> Iterator[PromptScore]:
+    tops: Sequence[Top] = rows.top_log_probabilities
+    return zip(rows.token_log_probabilities, tops, strict=True)
 
 
 class _Text(Protocol):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from penstock.serve.chat_answer import Envelope
-from penstock.serve.choice_text import ChoiceText, Piece
+from penstock.serve.choice_text import ChoiceText, Piece, PromptScore, Top
+from penstock.serve.json_parts import Parts, event_parts, with_member
 from penstock.serve.sse import EventTemplate, event
 from penstock.serve.token_scores import CompletionScores
 
@@ -58,12 +57,16 @@ class CompletionAnswer:
         self._begun: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
 
-    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> bytes:
-        """The answer of a request that does not stream."""
-        choices = [self._choice(index, piece, is_first=True) for index, piece in enumerate(pieces)]
-        return msgspec.json.encode(self._envelope.around(KIND, choices, usage=usage))
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> Parts:
+        """Yield the answer of a request that does not stream."""
+        choices = (
+            with_member(self._choice(index, piece, is_first=True), "logprobs", scores)
+            for index, piece in enumerate(pieces)
+            for scores in (self._logprobs(index, piece, is_first=True) or (b"null",),)
+        )
+        return self._envelope.parts(KIND, choices, usage=usage)
 
-    def events(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> bytes:
+    def events(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
         """The event for a piece of a choice; nothing where it adds nothing.
 
         ``usage`` is what has come so far, where every chunk is to tell.
@@ -73,12 +76,17 @@ class CompletionAnswer:
         text = piece.content
         is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
         if is_plain and piece.finish_reason is None and not (is_first and self._echoes):
-            return self._template(index).with_value(text) if text else b""
+            return (self._template(index).with_value(text),) if text else ()
         choice = self._choice(index, piece, is_first=is_first)
+        scores = self._logprobs(index, piece, is_first=is_first)
         has_ids = self._prompt_token_ids is not None and (is_first or piece.token_ids)
-        if not (choice["text"] or choice["logprobs"] or piece.finish_reason or has_ids):
-            return b""
-        return event(self._envelope.around(KIND, [choice], **self._usage_field(usage)))
+        if not (choice["text"] or scores or piece.finish_reason or has_ids):
+            return ()
+        more = self._usage_field(usage)
+        if scores is None:
+            return (event(self._envelope.around(KIND, [{**choice, "logprobs": None}], **more)),)
+        scored = with_member(choice, "logprobs", scores)
+        return event_parts(self._envelope.parts(KIND, [scored], **more))
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The event with the usage of the whole answer, and no choices."""
@@ -95,11 +103,11 @@ class CompletionAnswer:
         return {"usage": usage} if self._include_usage else {}
 
     def _choice(self, index: int, piece: Piece, *, is_first: bool) -> dict[str, Any]:
+        """Return a choice without its log probabilities."""
         echo = self._echoes[index] if self._echoes is not None and is_first else None
         choice: dict[str, Any] = {
             "index": index,
             "text": (echo.text if echo else "") + piece.content,
-            "logprobs": None if self._scores is None else self._logprobs(index, piece, echo),
             "finish_reason": piece.finish_reason,
         }
         if self._prompt_token_ids is not None:
@@ -108,15 +116,20 @@ class CompletionAnswer:
             choice["token_ids"] = piece.token_ids
         return choice
 
-    def _logprobs(self, index: int, piece: Piece, echo: Echo | None) -> dict[str, Any] | None:
-        assert self._scores is not None
+    def _logprobs(self, index: int, piece: Piece, *, is_first: bool) -> Parts | None:
+        """Return the log probabilities of a piece; None where there are none."""
+        if self._scores is None:
+            return None
         ids = [score.token_id for score in piece.scores]
         logprobs: list[float | None] = [score.logprob for score in piece.scores]
-        tops = [score.top for score in piece.scores]
-        if echo is not None:
-            rows = self._choices[index].prompt_scores or self._choices[index - index % self._n].prompt_scores
+        tops: list[Top | None] = [score.top for score in piece.scores]
+        if self._echoes is not None and is_first:
+            echo, rows = self._echoes[index], self._prompt_scores(index)
             assert len(rows) == len(echo.token_ids) - 1, "a row for each token of the prompt but the first"
             ids = [*echo.token_ids, *ids]
             logprobs = [None, *(logprob for logprob, _ in rows), *logprobs]
-            tops = [{}, *(top for _, top in rows), *tops]
-        return self._scores[index].of(ids, logprobs, tops) if ids else None
+            tops = [None, *(top for _, top in rows), *tops]
+        return self._scores[index].parts(ids, logprobs, tops) if ids else None
+
+    def _prompt_scores(self, index: int) -> Sequence[PromptScore]:
+        return self._choices[index].prompt_scores or self._choices[index - index % self._n].prompt_scores

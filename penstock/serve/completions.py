@@ -17,6 +17,7 @@ from penstock.serve.bodies import JsonRoute
 from penstock.serve.choice_text import ChoiceText
 from penstock.serve.completion_answer import CompletionAnswer, Echo
 from penstock.serve.generation import Work, in_pool
+from penstock.serve.logprob_limit import check_num_logprobs
 from penstock.serve.models import adapter_named
 from penstock.serve.openapi import body_of, generated
 from penstock.serve.output_format import check_enabled, output_grammar
@@ -55,6 +56,7 @@ async def create_completion(request: Request) -> Response:
             [
                 CompletionScores(
                     services.tokenizer,
+                    services.token_fragments,
                     body.logprobs,
                     prompt=() if completion.echoes else context.prompt_tokens,
                     skip_special_tokens=not body.shows_special_tokens,
@@ -128,6 +130,10 @@ class _Completion:
             if not body.stream:  # what the first says of the prompt holds for all of its answers
                 others = [msgspec.structs.replace(one, log_probabilities_echo=False) for one in others]
             contexts += [first, *others]
+        if body.logprobs is not None:
+            echoed = sum(len(context.prompt_tokens) for context in contexts) if body.echo else 0
+            rows = echoed * (body.logprobs + 1)
+            check_num_logprobs(services, contexts, top=body.logprobs, prompt_rows=rows, param="logprobs")
         choices = [
             ChoiceText(
                 context,

@@ -95,6 +95,11 @@ class ServeConfig:
         one_of("both", "reasoning", "reasoning_content"),
         "Field of messages and deltas that has the model's reasoning; clients look for one or the other.",
     )
+    max_logprobs_per_request: int = setting(
+        1_000_000,
+        COUNT,
+        "Most log probabilities of one answer: choices x tokens x (top_logprobs + 1), and those of its prompt.",
+    )
     default_max_tokens_completions: int = setting(
         16, COUNT, "Most new tokens of a request to /v1/completions that does not say."
     )

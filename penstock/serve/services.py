@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -14,7 +15,9 @@ from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.serve.config import ServeConfig
 from penstock.serve.gate import Gate
+from penstock.serve.json_parts import Turns
 from penstock.serve.metrics import Metrics
+from penstock.serve.token_fragments import TokenFragments
 
 if TYPE_CHECKING:
     from penstock.serve.parsers import OutputParsers
@@ -77,6 +80,18 @@ class Services:
     gate: Gate = field(default_factory=Gate)
     """Whether requests are let in, and how many are inside."""
     tracing: Tracing | None = None
+    turns: Turns = field(default_factory=Turns)
+    """Shared by the requests whose answers take long to encode."""
+
+    @cached_property
+    def token_fragments(self) -> TokenFragments:
+        """The JSON of the model's tokens, for log probabilities."""
+        return TokenFragments(self.tokenizer)
+
+    @cached_property
+    def token_id_fragments(self) -> TokenFragments:
+        """The same with token ids in place of texts."""
+        return TokenFragments(self.tokenizer, as_ids=True)
 
     def pool_for(self, num_bytes: int) -> ThreadPoolExecutor:
         """Where the work on a body of some length belongs."""

@@ -7,19 +7,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
-from penstock.pipelines.core import LogProbabilities, TextGenerationStatus, TextResponse
-from penstock.scheduler.messages import RequestResult
+from penstock.pipelines.core import TextGenerationStatus
+from penstock.scheduler.messages import PackedLogProbabilities, RequestResult
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerToken:
+    """A token as it came from the worker."""
+
+    next_token: int
+    log_probabilities: PackedLogProbabilities | None = None
 
 
 @dataclass(slots=True)
 class Delta:
     """What came for a request since it was last asked."""
 
-    tokens: list[TextResponse]
+    tokens: list[WorkerToken]
     status: TextGenerationStatus
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
-    prompt_log_probabilities: LogProbabilities | None = None
+    prompt_log_probabilities: PackedLogProbabilities | None = None
     """Those of an echoed prompt whose very first token ended the output; else the first token has them."""
 
 
@@ -115,7 +123,7 @@ class Generation:
         results, self._results = self._results, []
         self._is_read = self._status.is_done
         tokens = [
-            TextResponse(token, None if logs is None else logs[i])
+            WorkerToken(token, None if logs is None else logs[i])
             for result in results
             for logs in (result.log_probabilities,)
             for i, token in enumerate(result.tokens)

@@ -21,6 +21,7 @@ from penstock.scheduler.messages import (
     ErrorRecord,
     Failure,
     LoadAdapter,
+    PackedLogProbabilities,
     Ping,
     Pong,
     RequestResult,
@@ -66,6 +67,7 @@ INFO = WorkerInfo(
     memory=[("weights", "1 GiB")],
 )
 LOGS = LogProbabilities([-0.5], [{3: -0.5, 4: -1.25}])
+PACKED = PackedLogProbabilities.of(LOGS)
 DONE = TextGenerationStatus.MAXIMUM_LENGTH
 
 
@@ -132,7 +134,7 @@ def test_commands_cross(command: messages.Command) -> None:
         StepResults(
             WorkerStats(step_seconds=0.25),
             [Admission("a", 64)],
-            [RequestResult("a", [1, 2]), RequestResult("b", [3], DONE, [LOGS], LOGS)],
+            [RequestResult("a", [1, 2]), RequestResult("b", [3], DONE, [PACKED], PACKED)],
             [Failure("c", FAILURE)],
             ["d"],
         ),

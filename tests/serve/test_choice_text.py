@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from penstock.pipelines.core import (
 from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.serve.choice_text import ChoiceText, Piece, finish_reason
 from penstock.serve.parsers import OutputParsers, ToolCallStart, joined
+from penstock.serve.token_fragments import TokenFragments
 from penstock.serve.token_scores import CompletionScores
 from penstock.testing import FakeTokenizer
 
@@ -185,9 +187,9 @@ def test_offsets_count_the_first_space_where_it_is_shown(shared_data: Path) -> N
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
     the, prompt = (tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("the", "One"))
     for before, offsets in ((prompt, [0, 4, 8]), ((), [0, 3, 7])):
-        scores = CompletionScores(tokenizer, 1, prompt=before)
-        given = scores.of(the * 2, [-1.0] * 2, [{}] * 2)["text_offset"]
-        given += scores.of(the, [-1.0], [{}])["text_offset"]
+        scores = CompletionScores(tokenizer, TokenFragments(tokenizer), 1, prompt=before)
+        parts = [*scores.parts(the * 2, [-1.0] * 2, [{}] * 2)], [*scores.parts(the, [-1.0], [{}])]
+        given = [one for each in parts for one in json.loads(b"".join(each))["text_offset"]]
         assert given == offsets
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import penstock
 from penstock.pipelines.chat_template import ChatTemplate
 from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.serve.choice_text import Score
+from penstock.serve.token_fragments import TokenFragments
 from penstock.serve.token_scores import ChatScores, CompletionScores
 from penstock.testing import FakeTokenizer
 
@@ -65,9 +68,14 @@ async def test_detokenize() -> None:
         assert response.status_code == 404
 
 
+def loaded(parts: Iterable[bytes]) -> Any:
+    return json.loads(b"".join(parts))
+
+
 def test_scores_of_chats() -> None:
-    scores = ChatScores(FakeTokenizer(), top=2)
-    [entry] = scores.of([Score(195, float("-inf"), {97: -2.0, 195: float("-inf"), 98: -1.0})])["content"]
+    scores = ChatScores(TokenFragments(FakeTokenizer()), top=2)
+    score = Score(195, float("-inf"), {97: -2.0, 195: float("-inf"), 98: -1.0})
+    [entry] = loaded(scores.parts([score]))["content"]
     assert entry == {
         "token": "\ufffd",
         "logprob": -9999.0,
@@ -80,15 +88,17 @@ def test_scores_of_chats() -> None:
 
 
 def test_scores_of_completions() -> None:
-    scores = CompletionScores(FakeTokenizer(), top=1)
-    first = scores.of([110, 256], [None, -3.0], [{}, {97: -1.0, 256: -3.0}])
+    tokenizer = FakeTokenizer()
+    scores = CompletionScores(tokenizer, TokenFragments(tokenizer), top=1)
+    first = loaded(scores.parts([110, 256], [None, -3.0], [None, {97: -1.0, 256: -3.0}]))
     assert first == {
         "text_offset": [0, 1],
         "token_logprobs": [None, -3.0],
         "tokens": ["n", "<|end|>"],
         "top_logprobs": [None, {"a": -1.0, "<|end|>": -3.0}],
     }
-    second = scores.of([195, 169, 98], [0.0, 0.0, 0.0], [{195: 0.0}, {169: 0.0}, {98: 0.0}])
+    rows = [{195: 0.0}, {169: 0.0}, {98: 0.0}]
+    second = loaded(scores.parts([195, 169, 98], [0.0, 0.0, 0.0], rows))
     assert second["text_offset"] == [1, 2, 2]
     assert second["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "b"]
 

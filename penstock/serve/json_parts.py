@@ -1,0 +1,117 @@
+"""JSON documents in parts, so that a long answer does not block the event loop.
+
+An answer with many log probabilities takes seconds to encode. The functions here yield its JSON in parts of
+bounded cost; `gather` and `spread` let the event loop run between two parts whenever they have worked for
+`SLICE_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+SLICE_SECONDS = 0.001
+"""How long parts are made before the event loop runs again. One part takes at most about as long."""
+MESSAGE_BYTES = 256 * 1024
+"""At most about so much of a body is handed to the HTTP server at once."""
+
+encode = msgspec.json.Encoder().encode
+Parts = Iterator[bytes]
+
+
+def with_member(plain: Mapping[str, Any], name: str, value: Iterable[bytes]) -> Parts:
+    """Yield an object that is not empty, with one more member whose JSON comes in parts.
+
+    >>> b"".join(with_member({"a": 1}, "b", [b"[2,", b"3]"]))
+    b'{"a":1,"b":[2,3]}'
+    """
+    yield b"%b,%b:" % (encode(plain)[:-1], encode(name))
+    yield from value
+    yield b"}"
+
+
+def array(items: Iterable[Iterable[bytes]]) -> Parts:
+    """Yield an array of items whose JSON comes in parts.
+
+    >>> b"".join(array([[b"1"], [b"[2,", b"3]"]]))
+    b'[1,[2,3]]'
+    """
+    yield b"["
+    for index, item in enumerate(items):
+        if index:
+            yield b","
+        yield from item
+    yield b"]"
+
+
+def event_parts(data: Iterable[bytes]) -> Parts:
+    """Yield one server-sent event whose data comes in parts."""
+    yield b"data: "
+    yield from data
+    yield b"\n\n"
+
+
+class Turns:
+    """Lets requests with long answers work in turn: about one slice per iteration of the event loop."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def pause(self) -> None:
+        """Let the event loop run, and the slices of the requests that wait."""
+        async with self._lock:
+            await asyncio.sleep(0)
+
+
+async def gather(parts: Iterable[bytes], turns: Turns) -> list[bytes]:
+    """Return all parts; the event loop runs between slices of them."""
+    return [part async for part in spread(parts, turns)]
+
+
+async def spread(parts: Iterable[bytes], turns: Turns) -> AsyncGenerator[bytes, None]:
+    """Yield the parts; the event loop runs between slices of them."""
+    begin = time.perf_counter()
+    for part in parts:
+        if part:
+            yield part
+        if time.perf_counter() - begin >= SLICE_SECONDS:
+            await turns.pause()
+            begin = time.perf_counter()
+
+
+class JsonResponse(Response):
+    """A JSON document that is sent in several messages where it is long.
+
+    Args:
+        parts: the document.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        # Response() would need the body in one piece.
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._parts = parts
+        self.init_headers({"content-length": str(sum(map(len, parts)))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the document."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        message: list[bytes] = []
+        size = 0
+        for part in self._parts:
+            message.append(part)
+            size += len(part)
+            if size >= MESSAGE_BYTES:
+                await send({"type": "http.response.body", "body": b"".join(message), "more_body": True})
+                await asyncio.sleep(0)  # the server waits only where the client reads slowly
+                message, size = [], 0
+        await send({"type": "http.response.body", "body": b"".join(message), "more_body": False})

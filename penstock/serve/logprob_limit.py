@@ -1,0 +1,48 @@
+"""How many log probabilities an answer may have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.pipelines.core import TextContext
+from penstock.serve.problems import RequestProblem
+from penstock.serve.services import Services
+
+
+def check_num_logprobs(
+    services: Services,
+    contexts: Sequence[TextContext],
+    *,
+    top: int | None,
+    prompt_rows: int = 0,
+    param: str,
+) -> None:
+    """Refuse a request whose answer could have too many log probabilities. Nothing has run yet.
+
+    Args:
+        services: its configuration has the limit.
+        contexts: one a choice; each may generate up to its maximum length.
+        top: best tokens shown beside each generated token; None shows no log probabilities of these.
+        prompt_rows: log probabilities of prompts that are part of the answer, all prompts together.
+        param: the field that asks for the most of them.
+
+    Raises:
+        RequestProblem: 400 with the numbers.
+    """
+    most = services.config.max_logprobs_per_request
+    lengths = [context.max_length - len(context.prompt_tokens) for context in contexts]
+    count = prompt_rows + (0 if top is None else sum(lengths) * (top + 1))
+    if count <= most:
+        return
+    parts = []
+    if top is not None:
+        parts.append(f"{len(lengths)} x {max(lengths)} tokens x {top + 1}")
+    if prompt_rows:
+        parts.append(f"{prompt_rows} of the prompt")
+    raise RequestProblem(
+        400,
+        f"the answer could have {count} log probabilities ({', '.join(parts)}), "
+        f"but this server sends at most {most} in one answer: lower n, max_tokens or {param}, shorten the prompt, "
+        "or raise --max-logprobs-per-request",
+        param=param,
+    )
