@@ -371,12 +371,15 @@ def _check_rules(context: TextContext, tokens: Sequence[int]) -> None:
     rules = context.logit_rules
     if rules is None:
         return
+    before = context.generated_tokens[max(0, len(context.generated_tokens) - rules.longest_prefix) :].tolist()
     for token in tokens:
         is_allowed = rules.allowed is None or token in rules.allowed
-        if (not is_allowed or token in rules.banned) and token not in context.eos_token_ids:
+        is_banned = token in rules.banned or token in rules.banned_behind(before)
+        before.append(token)
+        if (not is_allowed or is_banned) and token not in context.eos_token_ids:
             raise InputError(
                 f"behind {len(context.generated_tokens)} tokens the grammar allows none of those that "
-                "allowed_token_ids and banned_token_ids leave: change one or the other"
+                "allowed_token_ids, banned_token_ids and banned_sequences leave: change one or the other"
             )
 
 
@@ -408,7 +411,8 @@ def _jumps(context: TextContext) -> bool:
     forbidden): there they are drafts, and never rejected.
     """
     params = context.sampling_params
-    is_looked_at = context.log_probabilities or context.eos_sequences or params.banned_token_ids
+    is_banned = params.banned_token_ids or params.banned_sequences
+    is_looked_at = context.log_probabilities or context.eos_sequences or is_banned
     return context.matcher is not None and not is_looked_at and params.allowed_token_ids is None
 
 

@@ -115,6 +115,7 @@ def adjust_logits(
     _penalise(cells, rows, positions, drafts)
     _hold_off_ends(cells, rows, positions)
     _forbid(cells, rows)
+    _forbid_sequences(cells, rows, positions, drafts)
     return scores.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
 
 
@@ -122,14 +123,16 @@ def check_logit_rules(context: TextContext, vocabulary: int) -> None:
     """Refuses a context that names tokens which a model with this many does not have.
 
     Raises:
-        InputError: one of its ``logit_bias``, ``allowed_token_ids`` or ``banned_token_ids`` is too large.
+        InputError: one of its ``logit_bias``, ``allowed_token_ids``, ``banned_token_ids`` or
+            ``banned_sequences`` is too large.
     """
     if not context.sampling_params.has_logit_rules:
         return
     rules = context.logit_rules
     if rules is not None and rules.largest_id >= vocabulary:
         raise InputError(
-            f"logit_bias, allowed_token_ids or banned_token_ids has {rules.largest_id}: "
+            "logit_bias, allowed_token_ids, banned_token_ids or banned_sequences has "
+            f"{rules.largest_id}: "
             f"ids are integers from 0 to {vocabulary - 1}"
         )
 
@@ -244,3 +247,23 @@ def _forbid(cells: _Cells, rows: Sequence[_Row]) -> None:
     banned = [(row, rules.banned) for row, rules in ruled if len(rules.banned)]
     if banned:
         cells.put(cells.at([row for row, _ in banned], [ids for _, ids in banned]), _FORBIDDEN)
+
+
+def _forbid_sequences(
+    cells: _Cells, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
+) -> None:
+    """Forbid the tokens that would complete a banned sequence."""
+    completing: list[tuple[_Row, np.ndarray]] = []
+    for row in rows:
+        rules = row.context.logit_rules
+        if rules is None or not rules.longest_prefix:
+            continue
+        ahead = max(int(positions[row.index]) - row.context.active_idx, 0)
+        tokens = row.context.generated_tokens[-rules.longest_prefix :].tolist()
+        ids = rules.banned_behind([*tokens, *(drafts[row.sequence][:ahead] if drafts else ())])
+        if rules.allowed is not None and not len(np.setdiff1d(rules.allowed, ids)):
+            continue  # none of the allowed tokens would be left
+        if len(ids):
+            completing.append((row, ids))
+    if completing:
+        cells.put(cells.at([row for row, _ in completing], [ids for _, ids in completing]), _FORBIDDEN)

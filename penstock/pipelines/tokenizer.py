@@ -336,6 +336,11 @@ class TextTokenizer:
             largest = max(getattr(params, name) or (), default=0)
             if largest >= self.vocab_size:
                 raise InputError(f"{name} has {largest}: ids are integers from 0 to {self.vocab_size - 1}")
+        largest = max((max(ids) for ids in params.banned_sequences or ()), default=0)
+        if largest >= self.vocab_size:
+            raise InputError(
+                f"banned_sequences has {largest}: ids are integers from 0 to {self.vocab_size - 1}"
+            )
         banned = params.banned_token_ids or []
         if len(banned) >= self.vocab_size == len(set(banned)):
             raise InputError(

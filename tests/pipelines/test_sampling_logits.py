@@ -58,6 +58,9 @@ def expected_row(row: np.ndarray, context: TextContext, drafts: list[int]) -> tu
     for token in set(generated):
         scores[token] -= params.frequency_penalty * generated.count(token) + params.presence_penalty
     out = set(params.banned_token_ids or [])
+    for *prefix, last in params.banned_sequences or []:
+        if generated[len(generated) - len(prefix) :] == prefix:
+            out.add(last)
     if params.allowed_token_ids is not None:
         out |= set(range(V)) - set(params.allowed_token_ids)
     if len(generated) < params.min_new_tokens:
@@ -83,6 +86,7 @@ params_strategy = st.builds(
     logit_bias=st.none() | st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100, width=32), max_size=4),
     allowed_token_ids=st.none() | st.lists(st.integers(8, 12), min_size=1, max_size=5),
     banned_token_ids=st.none() | st.lists(st.integers(13, 17), max_size=5),
+    banned_sequences=st.none() | st.lists(st.lists(st.integers(13, 17), min_size=1, max_size=3), max_size=9),
 )
 
 
@@ -107,6 +111,17 @@ def test_any_mixture_of_rows_follows_the_rule(
     before = logits.clone()
     assert_follows_the_rule(adjusted(logits, contexts, drafts), before, each)
     assert torch.equal(logits, before), "the model's logits stay as they are"
+
+
+def test_a_banned_sequence_is_not_completed() -> None:
+    params = SamplingParams(banned_sequences=[[5, 6, 7], [6, 8], [9]], allowed_token_ids=[5, 6, 7, 8, 9])
+    context = advanced(context_of([5], sampling_params=params, eos_token_ids=set()), [5])
+    result = adjusted(random_logits(3, 0), [context], [[6, 5]])
+    banned = [{token for token in range(5, 10) if row[token] <= -1e20} for row in result.tolist()]
+    assert banned == [{9}, {7, 8, 9}, {9}]  # behind 5; 5, 6; 5, 6, 5: the prompt does not count
+    only = SamplingParams(banned_sequences=[[5, 6]], allowed_token_ids=[6])
+    context = advanced(context_of([1], sampling_params=only, eos_token_ids=set()), [5])
+    assert adjusted(random_logits(1, 0), [context], None)[0].argmax() == 6
 
 
 def test_the_order_and_the_numbers_are_those_of_transformers() -> None:

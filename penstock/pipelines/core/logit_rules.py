@@ -19,7 +19,8 @@ class LogitRules:
 
     def __init__(self, params: SamplingParams) -> None:
         bias = params.logit_bias or {}
-        banned = params.banned_token_ids or []
+        sequences = params.banned_sequences or []
+        banned = [*(params.banned_token_ids or []), *(ids[0] for ids in sequences if len(ids) == 1)]
         self.bias_ids: Ids = np.fromiter(bias.keys(), np.int64, len(bias))
         self.bias: npt.NDArray[np.float32] = np.fromiter(bias.values(), np.float32, len(bias))
         self.banned: Ids = np.unique(np.array(banned, np.int64))
@@ -28,9 +29,25 @@ class LogitRules:
         if params.allowed_token_ids is not None:
             allowed = np.array(params.allowed_token_ids, np.int64)
             self.allowed = np.setdiff1d(allowed, self.banned)
-        parts = [self.bias_ids, self.banned, *([] if self.allowed is None else [self.allowed])]
+        self.longest_prefix = max((len(ids) - 1 for ids in sequences), default=0)
+        """How many of the last generated tokens `banned_behind` looks at."""
+        self._last_of: dict[tuple[int, ...], list[int]] = {}  # the tokens before the last of a sequence
+        for *prefix, last in sequences:
+            if prefix:
+                self._last_of.setdefault(tuple(prefix), []).append(last)
+        self._prefix_lengths = sorted({len(prefix) for prefix in self._last_of})
+        named = np.array([token for ids in sequences for token in ids], np.int64)
+        parts = [self.bias_ids, self.banned, named, *([] if self.allowed is None else [self.allowed])]
         self.largest_id = max((int(ids.max()) for ids in parts if len(ids)), default=-1)
         """-1 where no id is named."""
+
+    def banned_behind(self, tokens: Sequence[int]) -> Ids:
+        """Return the tokens that would complete a banned sequence behind the last generated tokens."""
+        found: list[int] = []
+        for length in self._prefix_lengths:
+            if length <= len(tokens):
+                found += self._last_of.get(tuple(tokens[len(tokens) - length :]), ())
+        return np.unique(np.array(found, np.int64))
 
 
 class TokenCounts:

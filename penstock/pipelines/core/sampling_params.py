@@ -56,6 +56,10 @@ class SamplingParams:
     banned_token_ids: list[int] | None = None
     """These are never generated. Where a grammar allows nothing else, the grammar comes first."""
 
+    banned_sequences: list[list[int]] | None = None
+    """Sequences of tokens that are not generated: the last token of one is banned where the output ends with
+    the tokens before it. Where a grammar allows nothing else, the grammar comes first."""
+
     def __post_init__(self) -> None:
         _check_integer("top_k", self.top_k, minimum=-1, rule="-1 or 0 (all tokens) or at least 1")
         _check_integer("max_new_tokens", 0 if self.max_new_tokens is None else self.max_new_tokens)
@@ -74,6 +78,7 @@ class SamplingParams:
         _check_ids("stop_token_ids", self.stop_token_ids)
         _check_ids("allowed_token_ids", self.allowed_token_ids)
         _check_ids("banned_token_ids", self.banned_token_ids)
+        _check_sequences("banned_sequences", self.banned_sequences)
         _check_bias(self.logit_bias)
         self._check_that_a_token_is_left()
 
@@ -85,7 +90,8 @@ class SamplingParams:
     @cached_property
     def has_logit_rules(self) -> bool:
         """True when some tokens are treated unlike the others in every step."""
-        return bool(self.logit_bias or self.banned_token_ids) or self.allowed_token_ids is not None
+        some = self.logit_bias or self.banned_token_ids or self.banned_sequences
+        return bool(some) or self.allowed_token_ids is not None
 
     @cached_property
     def changes_logits(self) -> bool:
@@ -98,9 +104,11 @@ class SamplingParams:
             return
         if not allowed:
             raise InputError("allowed_token_ids is empty: name at least one token, or leave it out")
-        if not set(allowed).difference(self.banned_token_ids or ()):
+        singles = (ids[0] for ids in self.banned_sequences or () if len(ids) == 1)
+        if not set(allowed).difference(self.banned_token_ids or (), singles):
+            name = "banned_token_ids" if not self.banned_sequences else "banned_token_ids or banned_sequences"
             raise InputError(
-                f"banned_token_ids has all of the {len(set(allowed))} tokens of allowed_token_ids: "
+                f"{name} has all of the {len(set(allowed))} tokens of allowed_token_ids: "
                 "nothing is left to generate"
             )
 
@@ -123,6 +131,17 @@ def _check_ids(name: str, ids: Any) -> None:
         raise InputError(f"{name} must be a list of token ids, was {ids!r}")
     if ids and not 0 <= min(ids) <= max(ids) < 2**63:
         _check_integer(name, min(ids) if min(ids) < 0 else max(ids))
+
+
+def _check_sequences(name: str, sequences: Any) -> None:
+    if sequences is None:
+        return
+    if not _is_list_of(list, sequences) or not all(sequences):
+        raise InputError(
+            f"{name} must be a list of lists of token ids, none of them empty, was {sequences!r}"
+        )
+    for ids in sequences:
+        _check_ids(name, ids)
 
 
 def _check_bias(bias: Any) -> None:
