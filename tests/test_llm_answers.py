@@ -272,6 +272,11 @@ def test_allowed_banned_and_biased_tokens(llm: LLM) -> None:
     greedy = llm.generate("One", SamplingParams(max_new_tokens=8))[0].token_ids
     banned = SamplingParams(max_new_tokens=8, banned_token_ids=greedy)
     assert not set(greedy) & set(llm.generate("One", banned)[0].token_ids)
+    sequence = list(greedy[3:6])
+    params = SamplingParams(max_new_tokens=8, banned_sequences=[sequence])
+    other = llm.generate("One", params)[0].token_ids
+    assert list(other[:5]) == list(greedy[:5])
+    assert all(list(other[start : start + 3]) != sequence for start in range(len(other)))
 
 
 @pytest.mark.parametrize(
@@ -280,6 +285,7 @@ def test_allowed_banned_and_biased_tokens(llm: LLM) -> None:
         ({"logit_bias": {1: 1.0, 259: 1.0}}, "logit_bias has 259: ids are integers from 0 to 258"),
         ({"allowed_token_ids": [300, 1]}, "allowed_token_ids has 300"),
         ({"banned_token_ids": [259]}, "banned_token_ids has 259"),
+        ({"banned_sequences": [[1, 259]]}, "banned_sequences has 259"),
         ({"banned_token_ids": list(range(259))}, "banned_token_ids has all 259 tokens of the model"),
         ({"allowed_token_ids": [256], "min_new_tokens": 2}, "each of the 1 tokens of allowed_token_ids"),
     ],

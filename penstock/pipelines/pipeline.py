@@ -423,6 +423,7 @@ def _needs_each_token(context: TextContext) -> bool:
         or context.matcher is not None
         or bool(context.log_probabilities)
         or context.sampling_params.needs_penalties
+        or bool(context.sampling_params.banned_sequences)
     )
 
 

@@ -61,6 +61,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     grammar = draw(st.sampled_from(GRAMMARS))
     # A grammar may force what is banned, and that ends the request.
     banned = draw(st.sampled_from([None, [5, 64]])) if grammar is None else None
+    sequences = draw(st.sampled_from([None, [[3, 4], [5, 5], [3, 3, 3]]])) if grammar is None else None
     return {
         "tokens": prompt,
         "max_new": draw(st.integers(1, 40)),
@@ -78,6 +79,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
             repetition_penalty=draw(st.sampled_from([1.0, 1.3])),
             logit_bias=draw(st.sampled_from([None, {3: 4.0}])),
             banned_token_ids=banned,
+            banned_sequences=sequences,
         ),
     }
 
