@@ -32,6 +32,7 @@ from penstock.serve import (
     problems,
     schemas,
     tokenization,
+    validation,
 )
 from penstock.serve.parsers.formats import TOOL_FORMATS
 from penstock.serve.parsers.reasoning import REASONING_FORMATS
@@ -40,9 +41,11 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("server.md", "compatibility.md")
 ROUTERS = (chat, completions, models, adapters, tokenization, operations, playground)
 OURS = (  # fields that OpenAI's two request types have not
-    "add_generation_prompt allowed_token_ids cache_salt chat_template_kwargs continue_final_message"
-    " ignore_eos min_p min_tokens priority repetition_penalty return_token_ids skip_special_tokens"
-    " stop_token_ids structured_outputs top_k"
+    "add_generation_prompt allowed_token_ids bad_words cache_salt chat_template_kwargs"
+    " continue_final_message guided_choice guided_grammar guided_json guided_regex ignore_eos"
+    " include_reasoning include_stop_str_in_output min_p min_tokens priority prompt_logprobs repeat_penalty"
+    " repetition_penalty return_token_ids return_tokens_as_token_ids skip_special_tokens stop_token_ids"
+    " structured_outputs top_k truncate_prompt_tokens"
 ).split()
 
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
@@ -86,7 +89,7 @@ def routes() -> str:
 def fields() -> str:
     """Every field of the two routes of text."""
     kinds = (schemas.ChatBody, schemas.CompletionBody)
-    honoured = {kind: schemas.json_schema(kind)["properties"] for kind in kinds}
+    honoured = {kind: validation.json_schema(kind)["properties"] for kind in kinds}
     tables = {kind: parameters.UNSUPPORTED[kind] for kind in kinds}
     names = sorted({name for kind in kinds for name in (*honoured[kind], *tables[kind])})
     return table(
@@ -100,6 +103,35 @@ def fields() -> str:
             for name in names
         ),
     )
+
+
+def no_effect() -> str:
+    """Every field that is accepted with values that change nothing."""
+    places = {
+        schemas.ChatBody: "chat",
+        schemas.CompletionBody: "completions",
+        schemas.StreamOptions: "`stream_options`",
+        schemas.ChatMessage: "a message",
+        schemas.ToolCall: "a message's `tool_calls`",
+    }
+    assert set(places) == set(parameters.UNSUPPORTED)
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for kind, table_ in parameters.UNSUPPORTED.items():
+        for name, field in table_.items():
+            if field.accepted:
+                rows.setdefault((name, _accepted(field), field.reason), []).append(places[kind])
+    return table(
+        "field | in | values | why",
+        (
+            [f"`{name}`", ", ".join(where), values, reason]
+            for (name, values, reason), where in sorted(rows.items())
+        ),
+    )
+
+
+def _accepted(field: parameters.Refused) -> str:
+    values = [code(json.dumps(value)) for value in field.accepted]
+    return ", ".join(values) if len(values) < 8 else f"{values[0]} to {values[-1]}"
 
 
 def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, parameters.Refused]) -> str:
@@ -124,7 +156,7 @@ def _values(
         parts = [next(filter(None, legal))] if any(legal) else []
     for one in refused:
         if name in one:
-            accepted = ", ".join(code(json.dumps(value)) for value in one[name].accepted)
+            accepted = _accepted(one[name])
             parts.append(f"{accepted + ': ' if accepted else ''}{one[name].reason}")
     return "; ".join(dict.fromkeys(parts))
 
@@ -372,6 +404,7 @@ def schema_keywords() -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "routes": routes,
     "fields": fields,
+    "no_effect": no_effect,
     "errors": errors,
     "statuses": statuses,
     "metrics": metric_names,

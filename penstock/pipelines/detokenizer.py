@@ -37,7 +37,7 @@ class Detokenizer:
     All pieces that `append` and `finish` return, joined, are `text_behind` of the prompt and all ids, up to
     the first stop string: the one that is complete first, of several that end at the same character the
     longest. A piece is held back only while later tokens may still change it or while it may be the beginning
-    of a stop string.
+    of a stop string. With ``keeps_stop`` the text ends behind the stop string.
 
     >>> from penstock.testing import FakeTokenizer
     >>> detokenizer = Detokenizer(FakeTokenizer(), stop=["END"])
@@ -54,7 +54,9 @@ class Detokenizer:
         *,
         prompt: TokenIds = (),
         skip_special_tokens: bool = True,
+        keeps_stop: bool = False,
     ) -> None:
+        self._keeps_stop = keeps_stop
         self.stop_match: str | None = None
         self.num_tokens = 0  # tokens up to and including the one that completed the stop string
         self._stream = _TextStream(tokenizer, prompt, skip_special_tokens)
@@ -101,7 +103,7 @@ class Detokenizer:
         if match is not None:
             start, self.stop_match = match
             self._held = ""
-            return text[:start]
+            return text[: start + len(self.stop_match) * self._keeps_stop]
         split = len(text) - _open_suffix(text, self._stops)
         self._held = text[split:]
         return text[:split]

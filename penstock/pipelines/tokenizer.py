@@ -256,8 +256,8 @@ class TextTokenizer:
         before = tokenizer.encode("a", add_special_tokens=False).ids  # so that it is not the first of a text
         start = len(tokenizer.decode(before, skip_special_tokens=False))
         text = tokenizer.decode([*before, token_id], skip_special_tokens=False)[start:]
-        if "\N{REPLACEMENT CHARACTER}" in text and all(character in _BYTE_LEVEL for character in piece):
-            return bytes(_BYTE_LEVEL[character] for character in piece)
+        if "\N{REPLACEMENT CHARACTER}" in text and all(character in BYTE_LEVEL for character in piece):
+            return bytes(BYTE_LEVEL[character] for character in piece)
         return text.encode()
 
     def _prompt(self, request: TokenGeneratorRequest) -> tuple[str | None, TokenIds]:
@@ -395,7 +395,8 @@ def _byte_level_alphabet() -> dict[str, int]:
     return written | {chr(256 + index): byte for index, byte in enumerate(hidden)}
 
 
-_BYTE_LEVEL = _byte_level_alphabet()
+BYTE_LEVEL = _byte_level_alphabet()
+"""Character to byte."""
 
 
 def _unique_below(vocab_size: int, *sources: Iterable[int]) -> tuple[int, ...]:

@@ -18,9 +18,10 @@ from penstock.serve.models import system_fingerprint
 from penstock.serve.parameters import UnknownFields, check_combinations
 from penstock.serve.problems import problem_of
 from penstock.serve.request_record import RequestRecord
-from penstock.serve.schemas import GenerationBody, RequestBody, validated
+from penstock.serve.schemas import GenerationBody, RequestBody
 from penstock.serve.services import Services
 from penstock.serve.sse import DONE, PING, EventStream
+from penstock.serve.validation import validated
 
 Body = TypeVar("Body", bound=RequestBody)
 
@@ -36,11 +37,15 @@ class AnswerShape(Protocol):
 
 
 def checked_body(services: Services, kind: type[Body], raw: Any) -> Body:
-    """A body whose every field is one that we know what to do with.
+    """Return a body whose every field is one that we know what to do with.
+
+    An absent ``model`` is the one that is served.
 
     Raises:
         RequestProblem: 400 that names the field.
     """
+    if issubclass(kind, GenerationBody) and isinstance(raw, dict) and raw.get("model") is None:
+        raw = {**raw, "model": services.model_name}
     body = validated(kind, raw)
     UnknownFields(services.config.unknown_fields == "error", services.log).check(body)
     if isinstance(body, GenerationBody):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -23,15 +24,23 @@ from penstock.serve.chat_prompt import (
 )
 from penstock.serve.choice_text import ChoiceText
 from penstock.serve.generation import Work, in_pool
-from penstock.serve.logprob_limit import check_num_logprobs
+from penstock.serve.json_parts import Parts
+from penstock.serve.logprob_limit import (
+    check_num_logprobs,
+    num_best,
+    num_prompt_logprobs,
+    without_echo,
+)
 from penstock.serve.models import adapter_named
 from penstock.serve.openapi import body_of, generated
 from penstock.serve.output_format import check_enabled, check_tools, checked_grammar, output_grammar
 from penstock.serve.parameters import blaming, sampling_params
 from penstock.serve.request_record import RequestRecord
+from penstock.serve.roles import check_roles
 from penstock.serve.schemas import ChatBody
 from penstock.serve.services import Services
-from penstock.serve.token_scores import ChatScores
+from penstock.serve.token_scores import ChatScores, prompt_parts
+from penstock.serve.truncation import build_context
 
 router = APIRouter(route_class=JsonRoute, tags=["chat"])
 
@@ -48,15 +57,16 @@ async def create_chat_completion(request: Request) -> Response:
     raw = await request.json()
     chat = await in_pool(request, lambda: _Chat.of(services, raw))
     note(chat.body, record, chat.context)
-    body = chat.body
+    body, work = chat.body, chat.work(services)
     answer = ChatAnswer(
         envelope_of(services, chat.context.request_id, body),
-        scores=ChatScores(services.token_fragments, body.top_logprobs or 0) if body.logprobs else None,
+        scores=ChatScores(services.fragments_for(body), body.top_logprobs or 0) if body.logprobs else None,
+        prompt_scores=_prompt_scores(services, chat, work),
         prompt_token_ids=chat.context.prompt_tokens.tolist() if body.return_token_ids else None,
         include_usage=body.includes_usage,
-        reasoning_fields=_reasoning_fields(services),
+        reasoning_fields=() if body.include_reasoning is False else _reasoning_fields(services),
     )
-    return await answer_request(request, services, body, chat.work(services), answer)
+    return await answer_request(request, services, body, work, answer)
 
 
 @router.post(
@@ -107,29 +117,35 @@ class _Chat:
         use = tool_use(body, raw)
         check_template_shows(use.tools, services.tokenizer)
         parsers, tokenizer = services.parsers, services.tokenizer
+        messages = template_messages(raw["messages"], tokenizer)
+        options = template_options(body, tokenizer, can_reason=parsers.reasoning_format is not None)
+        with blaming("messages"):
+            check_roles(messages, tokenizer, use.tools or None, options)
         request = TokenGeneratorRequest(
             f"chatcmpl-{uuid4().hex}",
             0,
             body.model,
-            messages=template_messages(raw["messages"], tokenizer),  # type: ignore[arg-type]
+            messages=messages,  # type: ignore[arg-type]
             tools=use.tools or None,  # type: ignore[arg-type]
-            chat_template_options=template_options(
-                body, tokenizer, can_reason=parsers.reasoning_format is not None
-            ),
-            logprobs=max(1, body.top_logprobs or 0) if body.logprobs else 0,
+            chat_template_options=options,
+            logprobs=num_best(body, (body.top_logprobs or 0) if body.logprobs else None),
+            echo=body.prompt_logprobs is not None,
             sampling_params=sampling_params(
-                body, services.pipeline_config, vocab_size=tokenizer.vocab_size, default_limit=None
+                body, services.pipeline_config, tokenizer=tokenizer, default_limit=None
             ),
             adapter=adapter_named(services, body.model),
             cache_salt=body.cache_salt,
             priority=body.priority or 0,
         )
         with blaming("messages"):
-            context = tokenizer.build_context(request)
-        if body.logprobs:
-            check_num_logprobs(
-                services, [context] * (body.n or 1), top=body.top_logprobs or 0, param="top_logprobs"
-            )
+            context = build_context(tokenizer, request, body.truncate_prompt_tokens)
+        check_num_logprobs(
+            services,
+            [context] * (body.n or 1),
+            top=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_rows=num_prompt_logprobs(body, [context]),
+            param="top_logprobs" if body.logprobs else "prompt_logprobs",
+        )
         opens = parsers.prompt_opens_reasoning(str(context.prompt), _prefill(body))
         grammar = _grammar(services, body, use, opens)
         if grammar is not None:
@@ -140,7 +156,10 @@ class _Chat:
         """A context and its text for each choice."""
         parsers = services.parsers
         parallel = self.body.parallel_tool_calls is not False
-        contexts = choice_contexts(self.context, self.body.n or 1)
+        first, *others = choice_contexts(self.context, self.body.n or 1)
+        if self.body.prompt_logprobs is not None:  # the first choice scores the prompt
+            others = [without_echo(context, scored=bool(self.body.logprobs)) for context in others]
+        contexts = [first, *others]
         choices = [
             ChoiceText(
                 context,
@@ -155,10 +174,25 @@ class _Chat:
                 skip_special_tokens=parsers.skip_special_tokens and not self.body.shows_special_tokens,
                 token_by_token=parsers.reasoning_format is not None or not parallel,
                 at_once=not self.body.stream,
+                keeps_stop=bool(self.body.include_stop_str_in_output),
             )
             for context in contexts
         ]
         return Work(contexts, choices, self.body.n or 1)
+
+
+def _prompt_scores(services: Services, chat: _Chat, work: Work) -> Callable[[], Parts] | None:
+    """Return what writes ``prompt_logprobs`` once the answer is there; None where they are not part of it."""
+    top = chat.body.prompt_logprobs
+    if top is None:
+        return None
+    return lambda: prompt_parts(
+        services.fragments_for(chat.body),
+        chat.context.prompt_tokens.tolist(),
+        work.choices[0].prompt_scores,
+        top,
+        chat.context.log_probabilities or 0,
+    )
 
 
 def _reasoning_fields(services: Services) -> tuple[str, ...]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from penstock.serve.choice_text import Piece
-from penstock.serve.json_parts import Parts, array, event_parts, with_member
+from penstock.serve.json_parts import Parts, array, event_parts, with_members
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from penstock.serve.sse import EventTemplate, event
 from penstock.serve.token_scores import ChatScores
@@ -23,11 +23,11 @@ class Envelope:
     model: str
     system_fingerprint: str
 
-    def parts(self, kind: str, choices: Iterable[Iterable[bytes]], **more: Any) -> Parts:
-        """Yield an object of a kind, as JSON; its choices come in parts."""
+    def parts(self, kind: str, members: Mapping[str, Iterable[bytes]], **more: Any) -> Parts:
+        """Yield an object of a kind, as JSON; its choices and other members come in parts."""
         plain = self.around(kind, [], **more)
         del plain["choices"]
-        return with_member(plain, "choices", array(choices))
+        return with_members(plain, **members)
 
     def around(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
         """An object of a kind."""
@@ -48,6 +48,7 @@ class ChatAnswer:
     Args:
         envelope: what they have in common.
         scores: writes log probabilities, where they were asked for.
+        prompt_scores: writes those of the prompt, where they were asked for; of whole answers alone.
         prompt_token_ids: where token ids were asked for: the prompt's.
         include_usage: whether chunks have a ``usage``, null but in the last.
         reasoning_fields: what clients call the reasoning.
@@ -58,6 +59,7 @@ class ChatAnswer:
         envelope: Envelope,
         *,
         scores: ChatScores | None = None,
+        prompt_scores: Callable[[], Parts] | None = None,
         prompt_token_ids: list[int] | None = None,
         include_usage: bool = False,
         reasoning_fields: Sequence[str] = ("reasoning_content",),
@@ -65,6 +67,7 @@ class ChatAnswer:
         self._envelope = envelope
         self._reasoning_fields = reasoning_fields
         self._scores = scores
+        self._prompt_scores = prompt_scores
         self._prompt_token_ids = prompt_token_ids
         self._include_usage = include_usage
         self._begun: set[int] = set()
@@ -76,7 +79,10 @@ class ChatAnswer:
         more: dict[str, Any] = {"usage": usage}
         if self._prompt_token_ids is not None:
             more["prompt_token_ids"] = self._prompt_token_ids
-        return self._envelope.parts("chat.completion", choices, **more)
+        members: dict[str, Iterable[bytes]] = {"choices": array(choices)}
+        if self._prompt_scores is not None:
+            members["prompt_logprobs"] = self._prompt_scores()
+        return self._envelope.parts("chat.completion", members, **more)
 
     def events(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
         """The events for a piece of a choice; before its first, the one that names the role.
@@ -124,8 +130,8 @@ class ChatAnswer:
         chunk = self._chunk_object(index, delta, piece, usage=usage)
         (choice,) = chunk.pop("choices")
         del choice["logprobs"]
-        scored = with_member(choice, "logprobs", self._scores.parts(piece.scores))
-        return event_parts(with_member(chunk, "choices", array([scored])))
+        scored = with_members(choice, logprobs=self._scores.parts(piece.scores))
+        return event_parts(with_members(chunk, choices=array([scored])))
 
     def _chunk(self, *args: Any, **kwargs: Any) -> bytes:
         return event(self._chunk_object(*args, **kwargs))
@@ -161,7 +167,7 @@ class ChatAnswer:
         if self._prompt_token_ids is not None:
             choice["token_ids"] = piece.token_ids
         scores = (b"null",) if self._scores is None else self._scores.parts(piece.scores)
-        return with_member(choice, "logprobs", scores)
+        return with_members(choice, logprobs=scores)
 
     def _message(self, piece: Piece) -> dict[str, Any]:
         calls = _calls(piece.events)

@@ -149,7 +149,7 @@ def _message(message: Mapping[str, Any], knows_developer: bool, as_objects: bool
         plain.setdefault("reasoning_content", message["reasoning"])
     content = plain.get("content")
     if isinstance(content, list):
-        plain["content"] = [_part(part) for part in content]
+        plain["content"] = [_part(part) for part in content] or ""
     elif content is None:
         plain["content"] = message.get("refusal") or ""
     if not plain.get("tool_calls"):

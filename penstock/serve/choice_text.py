@@ -83,6 +83,7 @@ class ChoiceText:
         skip_special_tokens: False where the parser's markup is made of special tokens.
         token_by_token: parse after each token, to tell which of them belong to reasoning, and which one
             completed the only call that was allowed.
+        keeps_stop: the text ends behind the stop string that ended it, not before.
         at_once: nobody wants the text before its end, so it may be decoded in one go.
     """
 
@@ -95,8 +96,10 @@ class ChoiceText:
         skip_special_tokens: bool = True,
         token_by_token: bool = False,
         at_once: bool = False,
+        keeps_stop: bool = False,
     ) -> None:
         params = context.sampling_params
+        self._prompt = context.prompt_tokens
         self.num_tokens = 0
         """As ``usage`` counts them: those of the answer, and the one that ended it, where one did."""
         self.num_cached_tokens = 0
@@ -114,6 +117,7 @@ class ChoiceText:
                 params.stop or (),
                 prompt=context.prompt_tokens,
                 skip_special_tokens=skip_special_tokens,
+                keeps_stop=keeps_stop,
             )
         self.is_decoded_at_end = isinstance(self._text, _TextAtOnce)
         """Whether only the worker can end it, and nobody looks at its text before."""
@@ -125,6 +129,12 @@ class ChoiceText:
         self._end: int | None = None  # how many tokens there are to the one with which the text ended it
         # The step that computes the prompt samples a token all the same.
         self._wants_tokens = params.max_new_tokens != 0
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The tokens of the prompt."""
+        ids: list[int] = self._prompt.tolist()
+        return ids
 
     @property
     def is_done(self) -> bool:

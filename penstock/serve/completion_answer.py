@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from penstock.serve.chat_answer import Envelope
 from penstock.serve.choice_text import ChoiceText, Piece, PromptScore, Top
-from penstock.serve.json_parts import Parts, event_parts, with_member
+from penstock.serve.json_parts import Parts, array, event_parts, with_members
 from penstock.serve.sse import EventTemplate, event
 from penstock.serve.token_scores import CompletionScores
 
 KIND = "text_completion"
+PromptScores: TypeAlias = Callable[[Sequence[int], Sequence[PromptScore]], Parts]
+"""Writes ``prompt_logprobs`` of a prompt's tokens and their scores."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class CompletionAnswer:
         echoes: of each choice, where the prompt is part of the answer.
         n: how many choices of a prompt stand side by side; the first may speak for all where nothing streams.
         scores: of each choice, writes log probabilities, where they were asked for.
+        prompt_scores: writes those of a prompt, where they were asked for; of whole answers alone.
         include_usage: whether chunks have a ``usage``, null but in the last.
     """
 
@@ -45,6 +48,7 @@ class CompletionAnswer:
         echoes: Sequence[Echo] | None = None,
         n: int = 1,
         scores: Sequence[CompletionScores] | None = None,
+        prompt_scores: PromptScores | None = None,
         include_usage: bool = False,
     ) -> None:
         self._envelope = envelope
@@ -53,6 +57,7 @@ class CompletionAnswer:
         self._echoes = echoes
         self._n = n
         self._scores = scores
+        self._prompt_scores = prompt_scores
         self._include_usage = include_usage
         self._begun: set[int] = set()
         self._templates: dict[int, EventTemplate] = {}
@@ -60,11 +65,10 @@ class CompletionAnswer:
     def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> Parts:
         """Yield the answer of a request that does not stream."""
         choices = (
-            with_member(self._choice(index, piece, is_first=True), "logprobs", scores)
+            with_members(self._choice(index, piece, is_first=True), **self._members(index, piece))
             for index, piece in enumerate(pieces)
-            for scores in (self._logprobs(index, piece, is_first=True) or (b"null",),)
         )
-        return self._envelope.parts(KIND, choices, usage=usage)
+        return self._envelope.parts(KIND, {"choices": array(choices)}, usage=usage)
 
     def events(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
         """The event for a piece of a choice; nothing where it adds nothing.
@@ -85,8 +89,8 @@ class CompletionAnswer:
         more = self._usage_field(usage)
         if scores is None:
             return (event(self._envelope.around(KIND, [{**choice, "logprobs": None}], **more)),)
-        scored = with_member(choice, "logprobs", scores)
-        return event_parts(self._envelope.parts(KIND, [scored], **more))
+        scored = array([with_members(choice, logprobs=scores)])
+        return event_parts(self._envelope.parts(KIND, {"choices": scored}, **more))
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The event with the usage of the whole answer, and no choices."""
@@ -116,6 +120,15 @@ class CompletionAnswer:
             choice["token_ids"] = piece.token_ids
         return choice
 
+    def _members(self, index: int, piece: Piece) -> dict[str, Iterable[bytes]]:
+        """Return the log probabilities of a whole choice, and of its prompt."""
+        scores = self._logprobs(index, piece, is_first=True)
+        members: dict[str, Iterable[bytes]] = {"logprobs": (b"null",) if scores is None else scores}
+        if self._prompt_scores is not None:
+            ids = self._choices[index].prompt_token_ids
+            members["prompt_logprobs"] = self._prompt_scores(ids, self._scores_of_prompt(index))
+        return members
+
     def _logprobs(self, index: int, piece: Piece, *, is_first: bool) -> Parts | None:
         """Return the log probabilities of a piece; None where there are none."""
         if self._scores is None:
@@ -124,12 +137,12 @@ class CompletionAnswer:
         logprobs: list[float | None] = [score.logprob for score in piece.scores]
         tops: list[Top | None] = [score.top for score in piece.scores]
         if self._echoes is not None and is_first:
-            echo, rows = self._echoes[index], self._prompt_scores(index)
+            echo, rows = self._echoes[index], self._scores_of_prompt(index)
             assert len(rows) == len(echo.token_ids) - 1, "a row for each token of the prompt but the first"
             ids = [*echo.token_ids, *ids]
             logprobs = [None, *(logprob for logprob, _ in rows), *logprobs]
             tops = [None, *(top for _, top in rows), *tops]
         return self._scores[index].parts(ids, logprobs, tops) if ids else None
 
-    def _prompt_scores(self, index: int) -> Sequence[PromptScore]:
+    def _scores_of_prompt(self, index: int) -> Sequence[PromptScore]:
         return self._choices[index].prompt_scores or self._choices[index - index % self._n].prompt_scores

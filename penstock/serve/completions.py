@@ -15,9 +15,14 @@ from penstock.pipelines.detokenizer import prompt_text
 from penstock.serve.answering import answer_request, checked_body, envelope_of, note
 from penstock.serve.bodies import JsonRoute
 from penstock.serve.choice_text import ChoiceText
-from penstock.serve.completion_answer import CompletionAnswer, Echo
+from penstock.serve.completion_answer import CompletionAnswer, Echo, PromptScores
 from penstock.serve.generation import Work, in_pool
-from penstock.serve.logprob_limit import check_num_logprobs
+from penstock.serve.logprob_limit import (
+    check_num_logprobs,
+    num_best,
+    num_prompt_logprobs,
+    without_echo,
+)
 from penstock.serve.models import adapter_named
 from penstock.serve.openapi import body_of, generated
 from penstock.serve.output_format import check_enabled, output_grammar
@@ -26,7 +31,8 @@ from penstock.serve.problems import RequestProblem
 from penstock.serve.request_record import RequestRecord
 from penstock.serve.schemas import CompletionBody
 from penstock.serve.services import Services
-from penstock.serve.token_scores import CompletionScores
+from penstock.serve.token_scores import CompletionScores, prompt_parts
+from penstock.serve.truncation import build_context
 
 router = APIRouter(route_class=JsonRoute, tags=["completions"])
 
@@ -56,7 +62,7 @@ async def create_completion(request: Request) -> Response:
             [
                 CompletionScores(
                     services.tokenizer,
-                    services.token_fragments,
+                    services.fragments_for(body),
                     body.logprobs,
                     prompt=() if completion.echoes else context.prompt_tokens,
                     skip_special_tokens=not body.shows_special_tokens,
@@ -66,6 +72,7 @@ async def create_completion(request: Request) -> Response:
             if body.logprobs is not None
             else None
         ),
+        prompt_scores=_prompt_scores(services, body),
         include_usage=body.includes_usage,
     )
     return await answer_request(request, services, body, work, answer)
@@ -109,13 +116,13 @@ class _Completion:
                 index,
                 body.model,
                 prompt=prompt,
-                logprobs=max(1, body.logprobs) if body.logprobs is not None else 0,
-                echo=bool(body.echo) and body.logprobs is not None,
+                logprobs=num_best(body, body.logprobs),
+                echo=(bool(body.echo) and body.logprobs is not None) or body.prompt_logprobs is not None,
                 # For each prompt anew: where no seed is given, equal prompts have different answers.
                 sampling_params=sampling_params(
                     body,
                     services.pipeline_config,
-                    vocab_size=services.tokenizer.vocab_size,
+                    tokenizer=services.tokenizer,
                     default_limit=services.config.default_max_tokens_completions,
                 ),
                 adapter=adapter,
@@ -123,28 +130,41 @@ class _Completion:
                 priority=body.priority or 0,
             )
             with blaming("prompt" if len(prompts) == 1 else f"prompt[{index}]"):
-                context = services.tokenizer.build_context(request)
+                context = build_context(services.tokenizer, request, body.truncate_prompt_tokens)
             if asked is not None:
                 context = msgspec.structs.replace(context, grammar=asked[0])
             first, *others = choice_contexts(context, n)
             if not body.stream:  # what the first says of the prompt holds for all of its answers
-                others = [msgspec.structs.replace(one, log_probabilities_echo=False) for one in others]
+                others = [without_echo(one, scored=body.logprobs is not None) for one in others]
             contexts += [first, *others]
-        if body.logprobs is not None:
-            echoed = sum(len(context.prompt_tokens) for context in contexts) if body.echo else 0
-            rows = echoed * (body.logprobs + 1)
-            check_num_logprobs(services, contexts, top=body.logprobs, prompt_rows=rows, param="logprobs")
+        check_num_logprobs(
+            services,
+            contexts,
+            top=body.logprobs,
+            prompt_rows=num_prompt_logprobs(body, contexts, echoed=body.logprobs if body.echo else None),
+            param="prompt_logprobs" if body.logprobs is None else "logprobs",
+        )
         choices = [
             ChoiceText(
                 context,
                 services.tokenizer,
                 skip_special_tokens=not body.shows_special_tokens,
                 at_once=not body.stream,
+                keeps_stop=bool(body.include_stop_str_in_output),
             )
             for context in contexts
         ]
         echoes = [_echo(services, context) for context in contexts] if body.echo else None
         return cls(name, body, Work(contexts, choices, n), echoes)
+
+
+def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | None:
+    """Return what writes a choice's ``prompt_logprobs``; None where they are not part of the answer."""
+    top = body.prompt_logprobs
+    if top is None:
+        return None
+    best, fragments = num_best(body, body.logprobs), services.fragments_for(body)
+    return lambda ids, scores: prompt_parts(fragments, ids, scores, top, best)
 
 
 def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -98,7 +98,7 @@ class ServeConfig:
     max_logprobs_per_request: int = setting(
         1_000_000,
         COUNT,
-        "Most log probabilities of one answer: choices x tokens x (top_logprobs + 1), and those of its prompt.",
+        "Most log probabilities of an answer: choices x tokens x (top_logprobs + 1), and its prompt's.",
     )
     default_max_tokens_completions: int = setting(
         16, COUNT, "Most new tokens of a request to /v1/completions that does not say."

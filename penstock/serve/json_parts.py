@@ -25,14 +25,16 @@ encode = msgspec.json.Encoder().encode
 Parts = Iterator[bytes]
 
 
-def with_member(plain: Mapping[str, Any], name: str, value: Iterable[bytes]) -> Parts:
-    """Yield an object that is not empty, with one more member whose JSON comes in parts.
+def with_members(plain: Mapping[str, Any], **members: Iterable[bytes]) -> Parts:
+    """Yield an object that is not empty, with more members whose JSON comes in parts.
 
-    >>> b"".join(with_member({"a": 1}, "b", [b"[2,", b"3]"]))
-    b'{"a":1,"b":[2,3]}'
+    >>> b"".join(with_members({"a": 1}, b=[b"[2,", b"3]"], c=[b"null"]))
+    b'{"a":1,"b":[2,3],"c":null}'
     """
-    yield b"%b,%b:" % (encode(plain)[:-1], encode(name))
-    yield from value
+    yield encode(plain)[:-1]
+    for name, value in members.items():
+        yield b",%b:" % encode(name)
+        yield from value
     yield b"}"
 
 

@@ -4,9 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from penstock.pipelines.core import TextContext
 from penstock.serve.problems import RequestProblem
+from penstock.serve.schemas import GenerationBody
 from penstock.serve.services import Services
+
+
+def num_best(body: GenerationBody, top: int | None) -> int:
+    """Return how many best tokens the worker computes in each place; 0 computes no log probabilities.
+
+    Args:
+        body: may ask for those of the prompt.
+        top: best tokens shown beside each generated token; None shows no log probabilities of these.
+    """
+    asked = [max(1, one) for one in (top, body.prompt_logprobs) if one is not None]
+    return max(asked, default=0)
+
+
+def num_prompt_logprobs(
+    body: GenerationBody, contexts: Sequence[TextContext], *, echoed: int | None = None
+) -> int:
+    """Return how many log probabilities of prompts an answer has.
+
+    Args:
+        body: may ask for ``prompt_logprobs``.
+        contexts: those whose prompts are shown.
+        echoed: best tokens shown beside each echoed token of the prompt; None echoes without them.
+    """
+    rows = sum(len(context.prompt_tokens) for context in contexts)
+    return sum(rows * (top + 1) for top in (body.prompt_logprobs, echoed) if top is not None)
+
+
+def without_echo(context: TextContext, *, scored: bool) -> TextContext:
+    """Return a context that does not score its prompt: another choice of the same prompt does.
+
+    Args:
+        context: one that has not begun.
+        scored: whether its generated tokens have log probabilities.
+    """
+    kept = context.log_probabilities if scored else None
+    return msgspec.structs.replace(context, log_probabilities_echo=False, log_probabilities=kept)
 
 
 def check_num_logprobs(
@@ -42,7 +81,7 @@ def check_num_logprobs(
     raise RequestProblem(
         400,
         f"the answer could have {count} log probabilities ({', '.join(parts)}), "
-        f"but this server sends at most {most} in one answer: lower n, max_tokens or {param}, shorten the prompt, "
-        "or raise --max-logprobs-per-request",
+        f"but this server sends at most {most} in one answer: lower n, max_tokens or {param}, "
+        "shorten the prompt, or raise --max-logprobs-per-request",
         param=param,
     )

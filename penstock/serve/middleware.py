@@ -24,7 +24,10 @@ from penstock.serve.services import Services
 
 _log = logging.getLogger(__name__)
 
-PROBES = frozenset({"/health", "/ready", "/version", "/metrics", "/playground/stats"}) | playground.PATHS
+PROBES = (
+    frozenset({"/health", "/ping", "/load", "/ready", "/version", "/metrics", "/playground/stats"})
+    | playground.PATHS
+)
 """Paths that look after the server, and the page: always open, not counted, and logged at level debug."""
 
 PUBLIC = PROBES | {"/openapi.json"}

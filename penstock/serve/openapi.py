@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.serve.parameters import accepted_values
-from penstock.serve.schemas import RequestBody, json_schema
+from penstock.serve.schemas import RequestBody
+from penstock.serve.validation import json_schema
 
 _ERROR: dict[str, Any] = {
     "type": "object",

@@ -18,6 +18,13 @@ class Status(BaseModel):
     status: str
 
 
+class Load(BaseModel):
+    """How busy the server is."""
+
+    server_load: int
+    """Requests that were let in and have not been answered to the end."""
+
+
 class Version(BaseModel):
     """What runs here."""
 
@@ -34,6 +41,19 @@ async def health(request: Request) -> Status:
     if not worker.is_alive:
         raise RequestProblem(503, f"the worker is {worker.state}, not alive")
     return Status(status="ok")
+
+
+@router.get("/ping")
+@router.post("/ping", include_in_schema=False)
+async def ping(request: Request) -> Status:
+    """The same as `/health`, under the name that SageMaker calls; also with POST."""
+    return await health(request)
+
+
+@router.get("/load")
+async def load(request: Request) -> Load:
+    """How many requests are being served or wait."""
+    return Load(server_load=Services.of(request).gate.num_inside)
 
 
 @router.get("/ready")

@@ -26,10 +26,10 @@ def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, s
         asked.append(("response_format", *_of_format(body.response_format)))
     if body.structured_outputs is not None:
         asked.append(("structured_outputs", *_of_outputs(body.structured_outputs)))
+    asked += [(name, *_of_guide(name, value)) for name, value in _guides(body).items() if value is not None]
     if len(asked) > 1:
-        raise RequestProblem(
-            400, "response_format and structured_outputs both ask for a format: send one", param=asked[1][0]
-        )
+        names = " and ".join(name for name, *_ in asked)
+        raise RequestProblem(400, f"{names} both ask for a format: send one", param=asked[1][0])
     for param, grammar, place in asked:
         return _checked(services, grammar, place), param
     return None
@@ -124,6 +124,27 @@ def _of_outputs(outputs: StructuredOutputs) -> tuple[Grammar, str]:
         case _:
             grammar = Grammar("regex", value)
     return grammar, place
+
+
+def _guides(body: GenerationBody) -> dict[str, Any]:
+    """Return other names of the members of ``structured_outputs``."""
+    return {
+        "guided_json": body.guided_json,
+        "guided_regex": body.guided_regex,
+        "guided_choice": body.guided_choice,
+        "guided_grammar": body.guided_grammar,
+    }
+
+
+def _of_guide(name: str, value: Any) -> tuple[Grammar, str]:
+    match name:
+        case "guided_json":
+            return _of_schema(_loaded(value, name), name), name
+        case "guided_choice":
+            return Grammar("choice", json.dumps(value, ensure_ascii=False)), name
+        case "guided_grammar":
+            return Grammar("ebnf", value), name
+    return Grammar("regex", value), name
 
 
 def _ways(outputs: StructuredOutputs) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from typing import Any
 from penstock.errors import InputError
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import SamplingParams
+from penstock.pipelines.tokenizer import TextTokenizer
+from penstock.serve.bad_words import banned_sequences
 from penstock.serve.problems import RequestProblem, problem_of
 from penstock.serve.schemas import (
     ChatBody,
@@ -53,22 +55,56 @@ _NO_BEAMS = "there are no beams behind HTTP: use n and choose among the answers"
 _USE_TOOLS = "it is the old form of tools: send tools and tool_choice"
 _TEXT_ONLY = "the model reads and writes text only"
 
+_USE_MAX_TOKENS = "send max_tokens"
+_USE_FORMAT = "send response_format, or structured_outputs: {json: ...} or {grammar: ...}"
+_NO_SAMPLER = "there is no such sampler: top_k, top_p, min_p and temperature choose the tokens"
+_ONE_PROVIDER = "this server runs the one model that it serves"
+
 _OF_BOTH: Mapping[str, Refused] = {
     "use_beam_search": Refused(_NO_BEAMS, (False,)),
     "length_penalty": Refused(_NO_BEAMS, (1, 1.0)),
     "early_stopping": Refused(_NO_BEAMS, (False,)),
-    "bad_words": Refused("give the tokens a logit_bias of -100", ([],)),
-    "include_stop_str_in_output": Refused("an answer ends before its stop string", (False,)),
     "spaces_between_special_tokens": Refused("text is what the tokens write, no more", (True, False)),
-    "truncate_prompt_tokens": Refused("prompts are never cut: shorten it, /tokenize counts its tokens"),
-    "truncation_side": Refused("prompts are never cut: shorten it, /tokenize counts its tokens"),
-    "prompt_logprobs": Refused("use /v1/completions with echo and logprobs"),
-    "guided_json": Refused("write structured_outputs: {json: ...}"),
-    "guided_regex": Refused("write structured_outputs: {regex: ...}"),
-    "guided_choice": Refused("write structured_outputs: {choice: ...}"),
-    "guided_grammar": Refused("write structured_outputs: {grammar: ...}"),
+    "truncation_side": Refused("the end of the prompt is kept", ("left",)),
     "logits_processors": Refused("a request brings no code", ([],)),
     "stream_interval": Refused("tokens are sent as they come", (1,)),
+    "service_tier": Refused("there is one tier of service", ("auto", "default")),
+    "store": Refused("answers are not stored", (False,)),
+    # Of clients of llama.cpp and Ollama. A value that switches a sampler off asks for what happens anyway.
+    "cache_prompt": Refused("the prefix cache is always on; cache_salt keeps prompts apart", (True,)),
+    "id_slot": Refused("the scheduler chooses", (-1,)),
+    "n_keep": Refused("a prompt is not shortened while it runs", (0,)),
+    "min_keep": Refused("at least one token is always kept", (0, 1)),
+    "repeat_last_n": Refused("repetition_penalty counts the prompt and the whole output", (-1,)),
+    "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
+    "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
+    "top_a": Refused(_NO_SAMPLER, (0, 0.0)),
+    "top_n_sigma": Refused(_NO_SAMPLER, (-1, -1.0)),
+    "mirostat": Refused(_NO_SAMPLER, (0,)),
+    "dynatemp_range": Refused(_NO_SAMPLER, (0, 0.0)),
+    "xtc_probability": Refused(_NO_SAMPLER, (0, 0.0)),
+    "dry_multiplier": Refused(_NO_SAMPLER, (0, 0.0)),
+    "samplers": Refused(_NO_SAMPLER),
+    "timings_per_token": Refused("times are in /metrics and in the log", (False,)),
+    "post_sampling_probs": Refused("log probabilities are the model's own", (False,)),
+    "n_probs": Refused("send logprobs"),
+    "n_predict": Refused(_USE_MAX_TOKENS),
+    "num_predict": Refused(_USE_MAX_TOKENS),
+    "max_new_tokens": Refused(_USE_MAX_TOKENS),
+    "grammar": Refused(_USE_FORMAT),
+    "json_schema": Refused(_USE_FORMAT),
+    "format": Refused(_USE_FORMAT),
+    "options": Refused("write its fields beside model"),
+    "extra_body": Refused("write its fields beside model"),
+    "num_ctx": Refused("the server's --max-length says how long a request may be"),
+    "keep_alive": Refused("the model stays loaded", (-1, "-1")),
+    # Of clients of OpenRouter.
+    "transforms": Refused("prompts are not changed; truncate_prompt_tokens shortens them", ([],)),
+    "plugins": Refused("there are no plugins", ([],)),
+    "models": Refused(_ONE_PROVIDER, ([],)),
+    "provider": Refused(_ONE_PROVIDER, ({},)),
+    "route": Refused(_ONE_PROVIDER),
+    "usage": Refused("whole answers have it; streams with stream_options: {include_usage: true}"),
 }
 
 UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
@@ -82,25 +118,24 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
         "echo": Refused("use continue_final_message, or /v1/completions with echo", (False,)),
         "function_call": Refused(_USE_TOOLS, ("none", "auto")),
         "functions": Refused(_USE_TOOLS, ([],)),
-        "include_reasoning": Refused("reasoning is always part of the answer, apart from its text", (True,)),
         "modalities": Refused(_TEXT_ONLY, (["text"],)),
         "moderation": Refused("there is no moderation here"),
         "prediction": Refused("predicted outputs are not supported"),
         "prompt_cache_options": Refused(
             "the prefix cache has no options: it is always on, see --help", ({},)
         ),
-        "prompt_cache_retention": Refused("cached prefixes stay in memory", ("in_memory", "in-memory")),
-        "service_tier": Refused("there is one tier of service", ("auto", "default")),
-        "store": Refused("answers are not stored", (False,)),
-        "verbosity": Refused("the model knows no verbosity", ("medium",)),
+        "prompt_cache_retention": Refused(
+            "cached prefixes stay in memory while there is room", ("in_memory", "in-memory", "24h")
+        ),
+        "reasoning": Refused("send reasoning_effort, and include_reasoning"),
+        "think": Refused("send reasoning_effort, or chat_template_kwargs"),
+        "verbosity": Refused("the model knows no verbosity", ("low", "medium", "high")),
         "web_search_options": Refused("there is no web search"),
     },
     CompletionBody: {
         **_OF_BOTH,
         "add_special_tokens": Refused("prompts are encoded with the tokenizer's own special tokens", (True,)),
         "suffix": Refused("the model does not fill in between", ("",)),
-        "service_tier": Refused("there is one tier of service", ("auto", "default")),
-        "store": Refused("answers are not stored", (False,)),
     },
     ChatMessage: {
         "annotations": Refused("there is no web search", ([],)),
@@ -203,6 +238,22 @@ def output_limit(body: GenerationBody) -> int | None:
     return body.max_tokens if newer is None else newer
 
 
+def repetition_penalty(body: GenerationBody) -> float | None:
+    """Return ``repetition_penalty``, or ``repeat_penalty``, its other name.
+
+    Raises:
+        RequestProblem: 400; they differ.
+    """
+    given, other = body.repetition_penalty, body.repeat_penalty
+    if given is not None and other is not None and given != other:
+        raise RequestProblem(
+            400,
+            f"repetition_penalty is {given:g} and repeat_penalty {other:g}: give one of them",
+            param="repeat_penalty",
+        )
+    return other if given is None else given
+
+
 def check_combinations(body: GenerationBody) -> None:
     """Refuses fields that say nothing, or something impossible, without or beside another.
 
@@ -215,6 +266,10 @@ def check_combinations(body: GenerationBody) -> None:
     if limit is not None and (body.min_tokens or 0) > limit:
         raise RequestProblem(
             400, f"min_tokens is {body.min_tokens}, but max_tokens {limit}", param="min_tokens"
+        )
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestProblem(
+            400, "prompt_logprobs is for whole answers: leave out stream", param="prompt_logprobs"
         )
     if isinstance(body, ChatBody):
         if body.top_logprobs is not None and not body.logprobs:
@@ -232,20 +287,20 @@ def check_combinations(body: GenerationBody) -> None:
 
 
 def sampling_params(
-    body: GenerationBody, config: PipelineConfig, *, vocab_size: int, default_limit: int | None
+    body: GenerationBody, config: PipelineConfig, *, tokenizer: TextTokenizer, default_limit: int | None
 ) -> SamplingParams:
     """How a request wants its tokens chosen; what it leaves open comes from the configuration.
 
     Args:
         body: the request.
         config: its `PipelineConfig.default_sampling_params` fills what is absent, and draws a seed.
-        vocab_size: token ids are below this.
+        tokenizer: encodes bad words; token ids are below its ``vocab_size``.
         default_limit: ``max_tokens`` where it is absent; None goes on to the model's limit.
 
     Raises:
         RequestProblem: 400 that names the field.
     """
-    limit = output_limit(body)
+    limit, vocab_size = output_limit(body), tokenizer.vocab_size
     given: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -253,7 +308,7 @@ def sampling_params(
         "min_p": body.min_p,
         "frequency_penalty": body.frequency_penalty,
         "presence_penalty": body.presence_penalty,
-        "repetition_penalty": body.repetition_penalty,
+        "repetition_penalty": repetition_penalty(body),
         "max_new_tokens": default_limit if limit is None else limit,
         "min_new_tokens": body.min_tokens,
         "ignore_eos": body.ignore_eos,
@@ -262,6 +317,7 @@ def sampling_params(
         "stop_token_ids": _checked_ids("stop_token_ids", body.stop_token_ids, vocab_size),
         "logit_bias": _biases(body.logit_bias, vocab_size),
         "allowed_token_ids": _checked_ids("allowed_token_ids", body.allowed_token_ids, vocab_size),
+        "banned_sequences": banned_sequences(body.bad_words, tokenizer),
     }
     with blaming(None):
         return config.default_sampling_params(**{name: one for name, one in given.items() if one is not None})

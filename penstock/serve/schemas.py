@@ -1,4 +1,4 @@
-"""The bodies that the routes take, in OpenAI's words, and how bytes become one of them.
+"""The bodies that the routes take, in OpenAI's words.
 
 A class has the fields that are honoured, and those that only the log sees. What else OpenAI or others have
 is in the tables of `penstock.serve.parameters`. ``null`` is the same as absent, everywhere.
@@ -6,16 +6,9 @@ is in the tables of `penstock.serve.parameters`. ``null`` is the same as absent,
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
-
-from penstock.serve.problems import RequestProblem
-
-Body = TypeVar("Body", bound="RequestBody")
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -25,6 +18,10 @@ MAX_STOP_CHARACTERS = 2048
 MAX_LABEL = 512
 """Characters of what goes to the log, so that no line of it is a body long; as OpenAI bounds ``metadata``."""
 MAX_METADATA = 16
+MAX_ROLE = 64
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 16_384
+"""Of all bad words together."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Label = Annotated[str, Field(max_length=MAX_LABEL)]
@@ -74,8 +71,10 @@ class ContentPart(RequestBody):
 class ChatMessage(RequestBody):
     """A turn of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE)]
+    """Also a role of the model's own, such as ``ipython``, where the chat template shows it."""
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    """Null, an empty list and an absent content are empty text."""
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -86,13 +85,7 @@ class ChatMessage(RequestBody):
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
-        if self.role == "assistant":
-            said = (self.content, self.tool_calls, self.refusal, self.reasoning_content, self.reasoning)
-            if all(part is None for part in said):
-                raise ValueError("an assistant message needs content, or tool_calls")
-        elif self.content is None:
-            raise ValueError(f"a message of role {self.role} needs content")
-        elif self.tool_calls or self.refusal is not None:
+        if self.role != "assistant" and (self.tool_calls or self.refusal is not None):
             raise ValueError(f"tool_calls and refusal are for assistant messages, not for role {self.role}")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("a message of role tool needs the tool_call_id that it answers")
@@ -188,7 +181,8 @@ class StreamOptions(RequestBody):
 class GenerationBody(RequestBody):
     """What chats and completions have in common."""
 
-    model: str
+    model: str = ""
+    """Absent: the model that is served. `penstock.serve.answering.checked_body` fills it in."""
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
@@ -215,9 +209,24 @@ class GenerationBody(RequestBody):
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Whether log probabilities show ``token_id:17`` in place of a token's text."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """Best tokens beside each token of the prompt."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    """How many of the prompt's last tokens are kept; -1 keeps as many as fit."""
+    bad_words: Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None = None
+    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
+
+    # Other names of fields above.
+    repeat_penalty: Annotated[Number, Field(gt=0)] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
 
     # For the log alone.
     user: Label | None = None
@@ -258,6 +267,25 @@ class GenerationBody(RequestBody):
             )
         return stop
 
+    @field_validator("bad_words")
+    @classmethod
+    def _bound_bad_words(cls, words: list[str] | None) -> list[str] | None:
+        if any(not word.strip() for word in words or ()):
+            raise ValueError("a bad word is empty: leave it out")
+        size = sum(map(len, words or ()))
+        if size > MAX_BAD_WORD_CHARACTERS:
+            raise ValueError(
+                f"the bad words have {size} characters, {MAX_BAD_WORD_CHARACTERS} are the most: send fewer"
+            )
+        return words
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _keep_some(cls, count: int | None) -> int | None:
+        if count == 0:
+            raise ValueError("0 would leave no prompt: give at least 1, or -1 for as many tokens as fit")
+        return count
+
 
 class ChatBody(GenerationBody):
     """``POST /v1/chat/completions``."""
@@ -275,6 +303,8 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    """False leaves the reasoning out of the answer."""
 
 
 class CompletionBody(GenerationBody):
@@ -320,86 +350,3 @@ class UnloadAdapterBody(RequestBody):
     """``POST /v1/unload_lora_adapter``."""
 
     lora_name: str = Field(min_length=1, max_length=256)
-
-
-def validated(kind: type[Body], body: Any) -> Body:
-    """A body of one kind, its unknown fields not looked at yet.
-
-    Raises:
-        RequestProblem: 400 that names the first field that is wrong.
-    """
-    if not isinstance(body, dict):
-        raise RequestProblem(400, f"the body must be a JSON object, not {json.dumps(body)[:40]}")
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise _problem_of(error, body) from None
-
-
-def _problem_of(error: ValidationError, body: Mapping[str, Any]) -> RequestProblem:
-    """The first wrong field; where it may be of several types, what is wrong with each."""
-    details = error.errors(include_url=False, include_context=False)
-    places = [_place(one, body) for one in details]
-    # Of alternatives, the one that got furthest is the one that was meant.
-    first = max((place for place in places if place.startswith(places[0])), key=len)
-    wrong = [one["msg"] for one, place in zip(details, places, strict=True) if place == first]
-    text = " or ".join(dict.fromkeys(_sentence(message) for message in wrong))
-    missing = details[places.index(first)]["type"] == "missing"
-    if missing:
-        return RequestProblem(400, f"{first} is required", param=first, code="missing_required_parameter")
-    return RequestProblem(400, f"{first}: {text}" if first else text, param=first or None)
-
-
-def _place(error: ErrorDetails, body: Mapping[str, Any]) -> str:
-    """``messages[0].content``: the error's location without the names that pydantic gives to alternatives."""
-    place, value = "", _Found(body)
-    absent = error["loc"][-1:] if error["type"] == "missing" else ()
-    for part in error["loc"]:
-        if isinstance(part, int) and value.has_index(part):
-            place, value = f"{place}[{part}]", value.at(part)
-        elif isinstance(part, str) and (value.has_key(part) or (part,) == absent):
-            place, value = f"{place}.{part}" if place else part, value.at(part)
-    return place
-
-
-class _Found:
-    """A value in the body, or none."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def has_index(self, index: int) -> bool:
-        return isinstance(self.value, list) and index < len(self.value)
-
-    def has_key(self, key: str) -> bool:
-        return isinstance(self.value, dict) and key in self.value
-
-    def at(self, part: int | str) -> _Found:
-        return _Found(self.value[part]) if self.has_index(part) or self.has_key(part) else _Found(None)  # type: ignore[arg-type]
-
-
-def _sentence(message: str) -> str:
-    message = message.removeprefix("Value error, ")
-    return message[:1].lower() + message[1:]
-
-
-def json_schema(kind: type[RequestBody]) -> dict[str, Any]:
-    """The JSON schema of a body for the OpenAPI document, whole: without references to other places."""
-    schema = kind.model_json_schema()
-    definitions = schema.pop("$defs", {})
-    inlined: dict[str, Any] = _inlined(schema, definitions)
-    return inlined
-
-
-def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
-    if isinstance(node, list):
-        return [_inlined(one, definitions) for one in node]
-    if not isinstance(node, dict):
-        return node
-    if "$ref" in node:
-        return _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
-    return {key: _inlined(value, definitions) for key, value in _without_noise(node)}
-
-
-def _without_noise(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((key, value) for key, value in node.items() if key != "additionalProperties" or value is not True)

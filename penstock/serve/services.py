@@ -21,6 +21,7 @@ from penstock.serve.token_fragments import TokenFragments
 
 if TYPE_CHECKING:
     from penstock.serve.parsers import OutputParsers
+    from penstock.serve.schemas import GenerationBody
     from penstock.serve.tracing import Tracing
     from penstock.serve.worker_client import WorkerClient
 
@@ -82,6 +83,10 @@ class Services:
     tracing: Tracing | None = None
     turns: Turns = field(default_factory=Turns)
     """Shared by the requests whose answers take long to encode."""
+
+    def fragments_for(self, body: GenerationBody) -> TokenFragments:
+        """Return the JSON of the model's tokens in the form that a request asks for."""
+        return self.token_id_fragments if body.return_tokens_as_token_ids else self.token_fragments
 
     @cached_property
     def token_fragments(self) -> TokenFragments:

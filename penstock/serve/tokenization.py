@@ -17,6 +17,7 @@ from penstock.serve.models import adapter_named
 from penstock.serve.openapi import OF_BODIES, body_of, responses
 from penstock.serve.parameters import blaming
 from penstock.serve.problems import RequestProblem
+from penstock.serve.roles import check_roles
 from penstock.serve.schemas import DetokenizeBody, TokenizeBody
 from penstock.serve.services import Services
 
@@ -78,15 +79,19 @@ def _tokenize(services: Services, raw: Any) -> Tokens:
                 "add_special_tokens is for a prompt: a chat template writes them",
                 param="add_special_tokens",
             )
+        messages = template_messages(raw["messages"], tokenizer)
+        tools = [plain_tool(tool) for tool in raw.get("tools") or ()] or None
+        options = template_options(body, tokenizer, can_reason=False)
         chat = TokenGeneratorRequest(
             "",
             0,
             services.model_name,
-            messages=template_messages(raw["messages"], tokenizer),  # type: ignore[arg-type]
-            tools=[plain_tool(tool) for tool in raw.get("tools") or ()] or None,  # type: ignore[misc]
-            chat_template_options=template_options(body, tokenizer, can_reason=False),
+            messages=messages,  # type: ignore[arg-type]
+            tools=tools,  # type: ignore[arg-type]
+            chat_template_options=options,
         )
         with blaming("messages"):
+            check_roles(messages, tokenizer, tools, options)
             ids = tokenizer.prompt_of(chat)[1].tolist()
     texts = (
         [tokenizer.token_bytes(one).decode(errors="replace") for one in ids]

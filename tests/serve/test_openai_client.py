@@ -54,6 +54,7 @@ async def test_the_embedded_model() -> None:
         await check_answers(client)
         await check_tools(client)
         await check_completions(client)
+        await check_fields_of_other_servers(client)
         await check_errors(client)
         await check_disconnect(client, server)
         await check_many(client, server)
@@ -161,6 +162,54 @@ async def check_completions(client: AsyncOpenAI) -> None:
     )
     text = "".join([chunk.choices[0].text async for chunk in stream])
     assert "Once upon a time" + text == whole.choices[0].text
+
+
+async def check_fields_of_other_servers(client: AsyncOpenAI) -> None:
+    question: Any = [{"role": "user", "content": "What is the capital of Germany?"}]
+
+    async def ask(stream: bool, **extra: Any) -> str:
+        given: Any = {"model": "demo", "messages": question, "temperature": 0, "max_tokens": 30}
+        answer = await client.chat.completions.create(**given, stream=stream, extra_body=extra)
+        if not stream:
+            return answer.choices[0].message.content or ""
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
+
+    usual = "The capital of Germany is Berlin."
+    for stream in (False, True):
+        assert await ask(stream, cache_prompt=True, store=False, verbosity="low", top_k=1) == usual
+        assert await ask(stream, chat_template_kwargs={"unread": 1}, include_reasoning=False) == usual
+        assert await ask(stream, guided_regex="[A-C]{2}") in {a + b for a in "ABC" for b in "ABC"}
+        assert await ask(stream, guided_choice=["Bonn", "Berlin"]) in ("Bonn", "Berlin")
+        assert json.loads(await ask(stream, guided_json={"enum": [1, 2]})) in (1, 2)
+        assert await ask(stream, guided_grammar='root ::= "x" "y"') == "xy"
+        assert await ask(stream, stop=["Germany"], include_stop_str_in_output=True) == usual[:22]
+        assert "Berlin" not in await ask(stream, bad_words=["Berlin"])
+        assert await ask(stream, repeat_penalty=1.0) == usual
+        cut = await ask(stream, truncate_prompt_tokens=1000)
+        assert cut == usual
+    scored = await client.chat.completions.create(
+        model="demo",
+        messages=question,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=1,
+        extra_body={"prompt_logprobs": 2, "return_tokens_as_token_ids": True},
+    )
+    assert scored.usage is not None
+    assert scored.model_extra is not None
+    first, *rows = scored.model_extra["prompt_logprobs"]
+    assert first is None
+    assert len(rows) == scored.usage.prompt_tokens - 1
+    assert all(len(row) in (2, 3) and any(one["rank"] == 1 for one in row.values()) for row in rows)
+    assert scored.choices[0].logprobs is not None
+    entries = scored.choices[0].logprobs.content or []
+    assert all(entry.token.startswith("token_id:") for entry in entries)
+    assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == usual
+    plain = await client.completions.create(
+        model="demo", prompt="Once upon", max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
+    assert plain.usage is not None
+    assert len(plain.choices[0].model_extra["prompt_logprobs"]) == plain.usage.prompt_tokens  # type: ignore[index]
 
 
 async def check_errors(client: AsyncOpenAI) -> None:
