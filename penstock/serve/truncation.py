@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 
 from penstock.pipelines.core import TextContext, TokenGeneratorRequest
 from penstock.pipelines.tokenizer import TextTokenizer
@@ -26,19 +25,18 @@ def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, most
     """
     if most is None:
         return tokenizer.build_context(request)
-    text, tokens = tokenizer.prompt_of(request)
+    text, encoded = tokenizer.prompt_of(request)
+    tokens: list[int] = encoded.tolist()
     if most == -1:
         wanted = request.sampling_params.max_new_tokens
         room = len(tokens) if tokenizer.max_length is None else tokenizer.max_length
         most = max(1, room - (1 if wanted is None else wanted))
-    kept = tokens
     if len(tokens) > most:
-        kept = tokens[len(tokens) - most :]
-        if most > 1 and int(tokens[0]) == _bos(tokenizer):
-            kept = np.concatenate([tokens[:1], kept[1:]])
+        begins_as_always = most > 1 and tokens[0] == _bos(tokenizer)
+        tokens = tokens[len(tokens) - most :] if not begins_as_always else [tokens[0], *tokens[1 - most :]]
         is_chat = request.messages is not None
-        text = tokenizer.decode_ids(kept, skip_special_tokens=False) if is_chat else None
-    as_tokens = replace(request, prompt=kept.tolist(), messages=None, tools=None, chat_template_options=None)
+        text = tokenizer.decode_ids(tokens, skip_special_tokens=False) if is_chat else None
+    as_tokens = replace(request, prompt=tokens, messages=None, tools=None, chat_template_options=None)
     context = tokenizer.build_context(as_tokens)
     return context if text is None else msgspec.structs.replace(context, prompt=text)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.chatting import THINKING, Chatting, chatting, events_of, user
 
-from penstock.pipelines.core import TextContext
+from penstock.pipelines.core import TextContext, TokenGeneratorRequest
+from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.scheduler import Scheduler
 from penstock.scheduler.messages import WorkerInfo
 from penstock.scheduler.worker import Work
+from penstock.serve.truncation import build_context
 from penstock.testing import FakePipeline, FakeTokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -134,6 +137,17 @@ async def test_a_prompt_that_is_cut(count: int, max_tokens: int | None, kept: st
         assert [bytes(context.prompt_tokens.tolist()).decode() for context in contexts] == [kept] * 3
         rendered = (await server.post(RENDER, **body, messages=[user("abcdefgh")])).json()
         assert (rendered["prompt"], rendered["count"]) == (kept, len(kept))
+
+
+async def test_the_token_that_begins_every_text_stays(shared_data: Path) -> None:
+    tokenizer = TextTokenizer(shared_data / "models/stories260K")
+    request = TokenGeneratorRequest("1", 0, "m", prompt="Once upon a time there was")
+    whole = tokenizer.build_context(request).prompt_tokens.tolist()
+    assert tokenizer.special_tokens["bos_token"] == "<s>"
+    for most, kept in ((1, whole[-1:]), (4, [whole[0], *whole[-3:]]), (len(whole), whole)):
+        cut = build_context(tokenizer, request, most)
+        assert cut.prompt_tokens.tolist() == kept
+    assert build_context(tokenizer, request, 100).prompt == request.prompt
 
 
 async def test_a_long_prompt_is_cut_to_what_fits() -> None:
