@@ -361,3 +361,14 @@ def text_bytes(tokenizer: TextTokenizer) -> list[int]:
 @cache
 def real_tokenizer(folder: Path) -> TextTokenizer:
     return TextTokenizer(folder)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_the_stop_string_stays_where_it_is_wanted(together: bool) -> None:
+    ids = [*b"go END\xc3\xa9 on"]
+    for stop, text, num_tokens in ((["END"], "go END", 6), (["x", "\u00e9 o"], "go END\u00e9 o", 10)):
+        detokenizer = Detokenizer(FakeTokenizer(), stop=stop, keeps_stop=True)
+        for some in [ids] if together else [[one] for one in ids]:
+            detokenizer.append(some)
+        detokenizer.finish()
+        assert (detokenizer.text, detokenizer.num_tokens) == (text, num_tokens)
