@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
+from support.random_draws import (
+    RANDOM_FACTOR,
+    draw_no_constants_of_modules,
+    mark_property_tests,
+    register_profiles,
+)
 
 # Before anything imports torch or huggingface_hub: tiny models are fastest on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+# Every run draws the same examples, so that it fails only where the code has changed.
+register_profiles()
 
 # A shell that starts the tests in the background has them ignore Ctrl-C; tests of Ctrl-C send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,11 +66,27 @@ def _refuse_strangers(host: object) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     for name, what in (("slow", "take long"), ("peers", "compare with other engines")):
         parser.addoption(f"--{name}", action="store_true", help=f"run the tests that {what}, too")
+    parser.addoption(
+        "--random",
+        action="store_true",
+        help="draw the examples of property tests at random, "
+        f"{RANDOM_FACTOR} times as many, and run the tests marked random, too; -m random runs these alone",
+    )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--random"):
+        settings.load_profile("random")
+    else:
+        draw_no_constants_of_modules()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--random"):
+        mark_property_tests(items)
     for item in items:
-        for name in ("slow", "peers"):
+        for name in ("slow", "peers", "random"):
             if item.get_closest_marker(name) and not config.getoption(name):
                 item.add_marker(pytest.mark.skip(reason=f"{name}: run with --{name}"))
         if item.get_closest_marker("gpu") and not _has_gpu():

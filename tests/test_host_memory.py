@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.random_draws import examples
 
 from penstock import LLM, SamplingParams, assembly, host_memory
 from penstock.benchmarking.random_weights import write_random_checkpoint
@@ -50,7 +51,7 @@ def searching() -> bool:
     return any(thread.name == "penstock-memory" for thread in threading.enumerate())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.lists(st.integers(0, 3 * MB), max_size=12), st.integers(1, 8 * MB))
 def test_what_is_taken_is_apart_and_stays(sizes: list[int], most: int) -> None:
     ahead = MemoryAhead(most)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from support.random_draws import examples
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,7 +36,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 ROWS = 150
 """More than any kernel takes at once."""
 
-QUICKLY = settings(max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+QUICKLY = settings(max_examples=examples(4), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 """No shrinking: an example says what it says, and there are mistakes below that are to be found soon."""
 
 Run = Callable[[Ops, Tensor], tuple[Tensor, ...]]

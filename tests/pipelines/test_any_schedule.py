@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import write_checkpoint
+from support.random_draws import examples
 from support.running import open_pipeline
 from support.speculating import Oracle, mixed, scheduled, texts_of
 from torch import Tensor
@@ -54,7 +55,7 @@ def test_alone_and_eager(
     pipeline = opened(checkpoint, planned=True, max_batch_size=1, kv_cache_memory=memory, **config)
     preempted = 0
 
-    @settings(max_examples=5)
+    @settings(max_examples=examples(5))
     @given(
         batch_size=st.sampled_from([2, 7]),
         tokens=st.sampled_from([8, 24, 400]),

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import write_checkpoint
+from support.random_draws import examples
 from support.running import context_of, open_pipeline
 
 from penstock.pipelines.architectures.llama import tiny_config
@@ -24,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return open_pipeline(write_checkpoint(tmp_path_factory.mktemp("inputs"), tiny_config())).model
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(sequences=st.one_of(SEQUENCES, DECODING))
 def test_every_row_has_its_token_and_its_place(
     model: Any, sequences: list[tuple[int, int, int, int]]

@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import write_checkpoint
+from support.random_draws import examples
 from support.running import (
     context_of,
     feed,
@@ -82,7 +83,7 @@ def uncached_context(tokens: Sequence[int] = PROMPT) -> TextContext:
 
 @pytest.mark.usefixtures("_threads")
 def test_cut_anywhere_beside_any_others(pipeline: TextGenerationPipeline, alone: torch.Tensor) -> None:
-    @settings(max_examples=5, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+    @settings(max_examples=examples(5), phases=[Phase.explicit, Phase.reuse, Phase.generate])
     @given(
         cuts=st.sets(st.integers(1, len(PROMPT) - 1), max_size=4),
         others=st.lists(st.integers(1, 90), max_size=3),

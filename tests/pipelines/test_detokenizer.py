@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.random_draws import examples
 from tokenizers import Tokenizer, decoders, models
 
 import penstock.pipelines.detokenizer
@@ -31,7 +32,7 @@ def test_pieces_join_to_the_text_of_all_ids(name: str, skip_special_tokens: bool
     tokenizer = real_tokenizer(shared_data / name)
 
     @given(ids=token_ids(tokenizer))
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     def check(ids: list[int]) -> None:
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         pieces = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.finish()]
@@ -99,7 +100,7 @@ def test_chunks_do_not_matter(name: str, shared_data: Path) -> None:
     @given(
         text=text, stop=st.lists(st.text("ab \n\u00e9", min_size=1, max_size=3), max_size=3), data=st.data()
     )
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     def check(text: str, stop: list[str], data: st.DataObject) -> None:
         ids = tokenizer.encode_text(text).tolist()
         one_by_one, in_chunks = Detokenizer(tokenizer, stop), Detokenizer(tokenizer, stop)
@@ -209,7 +210,7 @@ def test_the_text_goes_on_where_the_prompt_ends(name: str, shared_data: Path) ->
     text = st.text(" ab\n\u00e9\u6f22\U0001f389", max_size=30)
 
     @given(text=text, answer=token_ids(tokenizer), data=st.data())
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     def check(text: str, answer: list[int], data: st.DataObject) -> None:
         ids = tokenizer.encode_text(text, add_special_tokens=False).tolist()
         ids = [token_id for token_id in ids if tokenizer.is_visible(token_id)]  # unknown words are special

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import oracle, oracle_logits
+from support.random_draws import examples
 from support.running import context_of, open_pipeline, random_tokens
 from support.tiny_llm import VOCABULARY, write_tiny_llm
 
@@ -29,7 +30,7 @@ def expected(row: np.ndarray, token: int, top_n: int) -> tuple[float, dict[int, 
     return scores[token], {int(i): scores[i] for i in best} | {token: scores[token]}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     rows=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9), st.booleans()), min_size=1, max_size=5),
     seed=st.integers(0, 1000),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_draws import examples
 from support.running import context_of, open_pipeline
 from support.tiny_llm import VOCABULARY, write_tiny_llm
 
@@ -90,7 +91,7 @@ params_strategy = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     rows=st.lists(st.tuples(params_strategy, some_tokens, some_tokens), min_size=1, max_size=4),
     drafts_of=st.lists(some_tokens, min_size=4, max_size=4),
@@ -238,7 +239,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(moves=moves, with_prompt=st.booleans())
 def test_counts_follow_every_move(moves: list[tuple[str, int]], with_prompt: bool) -> None:
     params = SamplingParams(repetition_penalty=1.5 if with_prompt else 1.0, presence_penalty=1.0)

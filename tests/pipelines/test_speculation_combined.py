@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.adapters import write_adapter
+from support.random_draws import examples
 from support.speculating import scheduled
 from support.tiny_llm import EOS, write_tiny_llm
 
@@ -96,7 +97,7 @@ def context_of(number: int, request: dict[str, Any]) -> TextContext:
     )
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(batch=st.lists(requests(), min_size=1, max_size=6), tokens=st.sampled_from([12, 40, 400]))
 def test_any_batch(
     pipelines: dict[str, TextGenerationPipeline], batch: list[dict[str, Any]], tokens: int

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_draws import examples
 
 from penstock.errors import CheckpointError, InputError, PromptTooLongError, UnsupportedFeatureError
 from penstock.pipelines.core import (
@@ -61,7 +62,7 @@ class TestTokensOfTransformers:
         tokenizer, expected = real_tokenizer(shared_data / name), transformers_tokenizer(shared_data / name)
 
         @given(text=TEXTS, add_special_tokens=st.booleans())
-        @settings(max_examples=50)
+        @settings(max_examples=examples(50))
         def check(text: str, add_special_tokens: bool) -> None:
             ids = expected(text, add_special_tokens=add_special_tokens)["input_ids"]
             assert tokenizer.encode_text(text, add_special_tokens).tolist() == ids

@@ -10,6 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.fake_pipeline import EOS, FakePipeline, alone
 from support.paged import kv_manager, text_context
+from support.random_draws import examples
 
 from penstock.errors import InputError
 from penstock.pipelines.core import TextContext, TextGenerationResponse
@@ -167,7 +168,7 @@ class Workload:
         return self.now >= self.requests[name].arrival + self.requests[name].ready_after
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(machines, st.lists(requests, min_size=1, max_size=12))
 def test_everybody_is_served_once_and_exactly(machine: Machine, requests: list[Request]) -> None:
     work = Workload(machine, requests)
@@ -185,7 +186,7 @@ def test_everybody_is_served_once_and_exactly(machine: Machine, requests: list[R
             assert how != "done" or work.tokens[name] == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(machines, st.lists(requests, min_size=1, max_size=12))
 def test_nothing_is_computed_twice_but_after_a_preemption(machine: Machine, requests: list[Request]) -> None:
     work = Workload(machine, requests)
@@ -208,7 +209,7 @@ def test_nothing_is_computed_twice_but_after_a_preemption(machine: Machine, requ
     assert breaks <= work.scheduler.num_preemptions
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(machines, st.lists(requests.map(lambda one: replace(one, fails_after=None)), min_size=2, max_size=9))
 def test_those_who_generate_are_in_every_step(machine: Machine, requests: list[Request]) -> None:
     work = Workload(machine, requests)

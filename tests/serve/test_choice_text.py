@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chatting import HERMES, THINKING
+from support.random_draws import examples
 
 import penstock.serve.choice_text
 import penstock.serve.sse
@@ -87,7 +88,7 @@ texts = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     text=texts,
     cuts=st.lists(st.integers(0, 400), max_size=8),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chatting import THINKING, Chatting, chatting, events_of, user
+from support.random_draws import examples
 
 from penstock.serve.parameters import UNSUPPORTED
 from penstock.serve.schemas import ChatBody, CompletionBody, TokenizeBody
@@ -124,7 +125,7 @@ async def check(server: Chatting, path: str, body: Any) -> int:
     return status
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(data=st.data(), grammars_enabled=st.booleans())
 @pytest.mark.parametrize(
     ("path", "kind", "required"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_draws import examples
 from torch import Tensor
 
 from penstock.kernels import Deferred, encoding_named
@@ -86,7 +87,7 @@ NUMBERS = st.one_of(
 
 
 @pytest.mark.parametrize("encoding", QUANTIZED)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     weight=st.integers(1, 40).flatmap(
         lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=1, max_size=5)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_grammar import accepts, compiled, walk
+from support.random_draws import examples
 
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.pipelines.grammars import schema_ebnf
@@ -340,7 +341,7 @@ SCHEMAS = st.tuples(st.recursive(_LEAVES, _containers, max_leaves=6), _LEAVES).m
 
 
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_every_output_of_a_random_schema_validates(schema: Any, seed: int) -> None:
     try:
         ebnf = schema_ebnf(schema, compact=bool(seed % 2))
@@ -352,7 +353,7 @@ def test_every_output_of_a_random_schema_validates(schema: Any, seed: int) -> No
 
 
 @given(schema=SCHEMAS, value=_VALUES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_lets_through_no_value_that_does_not_validate(schema: Any, value: Any) -> None:
     try:
         ebnf = schema_ebnf(schema)

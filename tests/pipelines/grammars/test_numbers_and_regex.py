@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_grammar import accepts, compiled
+from support.random_draws import examples
 
 from penstock.errors import InputError
 from penstock.pipelines.grammars import regex
@@ -19,7 +20,7 @@ DECIMAL = st.decimals(-20, 20, places=2)
 
 
 @given(BOUND, BOUND, st.lists(st.integers(-1300, 1300), min_size=5, max_size=20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_integers_between(low: int | None, high: int | None, values: list[int]) -> None:
     body = integers_between(low, high)
     ends = [end + step for end in (low, high) if end is not None for step in (-1, 0, 1)]
@@ -37,7 +38,7 @@ def test_integers_between(low: int | None, high: int | None, values: list[int]) 
 
 
 @given(st.none() | DECIMAL, st.none() | DECIMAL, st.booleans(), st.booleans(), st.lists(DECIMAL, max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_numbers_between(
     low: Decimal | None, high: Decimal | None, no_low: bool, no_high: bool, values: list[Decimal]
 ) -> None:
@@ -71,7 +72,7 @@ PATTERNS = [
 
 
 @given(st.sampled_from(PATTERNS), st.text("abcdAB-]_19", max_size=6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_regex_matches_as_python_does(pattern: str, text: str) -> None:
     for search in (False, True):
         tree = regex.parse_regex(pattern, search=search)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.random_draws import examples
 
 from penstock.errors import InsufficientBlocksError
 from penstock.pipelines.kv_cache.block_pool import BlockPool
@@ -164,4 +165,4 @@ class Pools(RuleBasedStateMachine):
 
 
 TestPools = Pools.TestCase
-TestPools.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPools.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

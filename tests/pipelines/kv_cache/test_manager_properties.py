@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.paged import compute, kv_manager, tables, text_context
+from support.random_draws import examples
 
 from penstock.errors import InsufficientBlocksError
 from penstock.pipelines.core import TextContext
@@ -202,5 +203,5 @@ class LivesWithoutPrefixes(Lives):
 @pytest.mark.parametrize("lives", [Lives, LivesBehindAWindow, LivesBehindWindowsOnly, LivesWithoutPrefixes])
 def test_lives(lives: type[Lives]) -> None:
     run_state_machine_as_test(
-        lives, settings=settings(max_examples=20, stateful_step_count=30, deadline=None)
+        lives, settings=settings(max_examples=examples(20), stateful_step_count=30, deadline=None)
     )

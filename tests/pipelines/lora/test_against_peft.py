@@ -15,6 +15,7 @@ from peft.utils.error import NoMatchingPeftModuleError
 from safetensors.torch import load_file, save_file
 from support.adapters import peft_logits, peft_model, save_adapter, write_adapter
 from support.checkpoints import write_checkpoint
+from support.random_draws import examples
 from support.running import context_of, open_pipeline, random_tokens, step_logits
 
 from penstock.pipelines.architectures.llama import tiny_config
@@ -112,7 +113,7 @@ PATTERNS = st.sampled_from(
 
 
 @settings(
-    max_examples=12,
+    max_examples=examples(12),
     phases=(Phase.generate,),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from support.live_server import live_server
+from support.random_draws import examples
 from support.server_process import server_process
 
 schemathesis: Any = pytest.importorskip("schemathesis", reason="needs the package schemathesis")
 
 FEW = settings(
-    max_examples=5,
+    max_examples=examples(5),
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-MANY = settings(FEW, max_examples=150)
+MANY = settings(FEW, max_examples=examples(150))
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.call_formats import BARE, RENDERERS, TOOLS, VALUE_ENDS, Call, calls_of, parse
+from support.random_draws import examples
 
 from penstock.serve.parsers import Content, Event, OutputParsers, Reasoning, ToolCallArguments, ToolCallStart
 from penstock.serve.parsers.formats import TOOL_FORMATS
 from penstock.serve.parsers.reasoning import REASONING_FORMATS
 
-EXAMPLES = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=examples(10), deadline=None, suppress_health_check=list(HealthCheck))
 FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 NOISE = [

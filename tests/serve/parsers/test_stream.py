@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.call_formats import pieces
+from support.random_draws import examples
 
 from penstock.serve.parsers.stream import Markers, Steps, TextStream, is_finished
 
@@ -36,7 +37,7 @@ def found(markers: list[str], text: str, sizes: list[int]) -> list[tuple[str, st
     return [*result, (held, "")]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(WORDS, min_size=1, max_size=4),
     st.text("ab<", max_size=20),

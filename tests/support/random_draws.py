@@ -1,0 +1,60 @@
+"""How property tests draw their examples: the same ones in every run, or many at random (`--random`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import HealthCheck, is_hypothesis_test, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
+
+DEFAULT_EXAMPLES = 100
+RANDOM_FACTOR = 10  # times as many examples with `--random`
+RANDOM_TIMEOUT = 3600  # seconds that a property test may take with `--random`
+
+
+def register_profiles() -> None:
+    """Registers the profiles ``fixed``, loaded by default, and ``random``, which `--random` loads.
+
+    No example has a deadline and no health check measures time: machines are busy.
+    """
+    fixed = settings(
+        max_examples=DEFAULT_EXAMPLES,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=True,
+        database=None,
+    )
+    settings.register_profile("fixed", fixed)
+    settings.register_profile(
+        "random",
+        fixed,
+        max_examples=DEFAULT_EXAMPLES * RANDOM_FACTOR,
+        derandomize=False,
+        print_blob=True,
+    )
+    settings.load_profile("fixed")
+
+
+def examples(count: int) -> int:
+    """The number of examples for a test that draws `count` of them by default."""
+    return count * settings().max_examples // DEFAULT_EXAMPLES
+
+
+def draw_no_constants_of_modules() -> None:
+    """Stops Hypothesis from drawing constants that it finds in the source of the modules loaded so far.
+
+    With them, a test that runs alone draws other examples than in a run of all tests.
+    """
+    nothing = Constants()
+    providers._get_local_constants = lambda: nothing
+
+
+def mark_property_tests(items: Iterable[pytest.Item]) -> None:
+    """Marks the tests that draw examples ``random``, and gives them time for the additional examples."""
+    for item in items:
+        if is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker(pytest.mark.random)
+        if item.get_closest_marker("random"):
+            item.add_marker(pytest.mark.timeout(RANDOM_TIMEOUT))
