@@ -171,7 +171,7 @@ RENDERERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "functionary": each("<function=NAME>ARGUMENTS</function>"),
 }
 BARE = ("llama3_json", "pythonic")
-"""Formats whose calls stand at an answer's beginning only."""
+"""Formats whose calls need no marker before them."""
 ONE_CALL = ("harmony",)
 """Formats whose answers end with their first call."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from penstock.serve.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from penstock.serve.parsers.json_text import JsonText
 from penstock.serve.parsers.reasoning import ReasoningFormat
 from penstock.serve.parsers.stream import Markers, NotACallError, Steps, TextStream, is_finished
 from penstock.serve.parsers.tools import Schema, Tools
@@ -45,7 +46,12 @@ class CallReader(Protocol):
 
     @property
     def bare(self) -> str:
-        """First characters of calls that no marker announces; only where an answer or its text begins."""
+        """First characters of calls that no marker announces, where an answer or its text begins."""
+        ...
+
+    @property
+    def bare_in_text(self) -> bool:
+        """Whether calls that no marker announces stand behind other text, too."""
         ...
 
     def read(self, answer: Answer, marker: str) -> Steps[None]:
@@ -85,6 +91,7 @@ class Answer:
         dropped: Iterable[str],
         in_reasoning: bool,
         parallel: bool,
+        bare_in_text: bool,
         new_id: Callable[[], str],
     ) -> None:
         self.stream = TextStream()
@@ -97,14 +104,19 @@ class Answer:
         self._begins = reasoning.begins if reasoning else ()
         self._ends = reasoning.ends if reasoning else ()
         self._call_markers = calls.markers if calls else ()
+        self._bare_in_text = calls.bare if calls and calls.bare_in_text and bare_in_text else ""
         ignored = (*dropped, *(reasoning.dropped if reasoning else ()))
-        self._markers = Markers([*self._begins, *self._ends, *self._call_markers, *ignored])
+        self._markers = Markers(
+            [*self._begins, *self._ends, *self._call_markers, *ignored, *self._bare_in_text]
+        )
+        self._json: JsonText | None = None  # JSON in the text that is no call, up to here: nothing in it is
         self._events: list[Event] = []
         self._in_reasoning = in_reasoning
         self._space: list[str] = []  # white space that is text only if text follows
         self._after_markup = in_reasoning
         self._has_content = False
         self._num_calls = 0
+        self._ids: set[str] = set()
         self._call_is_open = False
         self._called = False  # a call began behind the marker at hand
         self._refused = False  # a call of something that is no tool was taken since the last settled text
@@ -143,13 +155,29 @@ class Answer:
         """The call at hand names no tool of the request: all that belongs to it is text."""
         self._refused = True
 
+    def has_id(self, call_id: str) -> bool:
+        """Whether a call of this answer has this id."""
+        return call_id in self._ids
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_calls
+
     def start_call(self, name: str, call_id: str = "") -> None:
-        """A call begins; from here on it cannot be taken back."""
+        """A call begins; from here on it cannot be taken back.
+
+        Args:
+            call_id: the id that the model wrote; without one, or with one that another call has, a new one
+                is made.
+        """
+        if not call_id or call_id in self._ids:
+            call_id = self._new_id()
+        self._ids.add(call_id)
         self.stream.forget()
         self._in_reasoning = False
         self._space.clear()
         self._after_markup = True
-        self._events.append(ToolCallStart(self._num_calls, call_id or self._new_id(), name))
+        self._events.append(ToolCallStart(self._num_calls, call_id, name))
         self._num_calls += 1
         self._called = self._call_is_open = True
 
@@ -185,10 +213,20 @@ class Answer:
         while not self.done:
             text, marker = yield from self.stream.piece(self._markers)
             if marker in self._call_markers:
-                yield from self._marked_calls(marker)
+                yield from self._read_calls(marker)
+                continue
+            if marker and marker in self._bare_in_text:
+                self._pass_over(marker)
+                if not self._in_reasoning and self._json is None:
+                    self.stream.put_back(len(marker))
+                    yield from self._read_calls("")
+                    continue
+                self.stream.forget()
+                self._text(marker)
                 continue
             self.stream.forget()
             if text:
+                self._pass_over(text)
                 self._text(text)
             elif not marker:
                 return
@@ -206,12 +244,14 @@ class Answer:
         yield from self.stream.skip_space()
         first = yield from self.stream.peek()
         if first and first in self._calls.bare:
-            yield from self._marked_calls("")
+            yield from self._read_calls("")
         else:
             self._give_back()
 
-    def _marked_calls(self, marker: str) -> Steps[None]:
+    def _read_calls(self, marker: str) -> Steps[None]:
+        """Reads calls behind a marker, or with the marker "" bare ones."""
         assert self._calls is not None
+        self._json = None
         self._called = False
         try:
             yield from self._calls.read(self, marker)
@@ -225,8 +265,23 @@ class Answer:
         except _AnswerDone:
             self.done = True
         if self._refused or not self._called:
+            self._look_for_json()
             self._give_back()
         self.stream.forget()
+
+    def _look_for_json(self) -> None:
+        """Notes that what was taken for calls in JSON and is given back is the beginning of other JSON."""
+        text = self.stream.taken
+        starts = [at for at in map(text.find, self._bare_in_text) if at >= 0]
+        if starts and "{" in self._bare_in_text:
+            self._json = JsonText()
+            self._pass_over(text[min(starts) :])
+
+    def _pass_over(self, text: str) -> None:
+        if self._json is not None:
+            self._json.feed(text)
+            if self._json.done or self._json.broken:
+                self._json = None
 
     def _give_back(self) -> None:
         text = self.stream.taken

@@ -110,6 +110,7 @@ class OutputParsers:
         in_reasoning: bool = False,
         parallel: bool = True,
         shows_special_tokens: bool = False,
+        bare_in_text: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> OutputParser:
         """The parser of one choice.
@@ -121,6 +122,9 @@ class OutputParsers:
             in_reasoning: the prompt ends inside of a block of reasoning.
             parallel: several calls may come out; else the answer ends with the first.
             shows_special_tokens: special tokens that are no markup stay in the text.
+            bare_in_text: calls without a marker are read behind other text, too, where the format has them
+                there. Give False where a grammar holds calls to their schemas: it holds those at the
+                beginning only.
             new_id: makes the ids of calls that bring none; random ones by default.
         """
         known = Tools.of(tools, tool_choice)
@@ -137,6 +141,7 @@ class OutputParsers:
             dropped=dropped,
             in_reasoning=in_reasoning and self.reasoning is not None,
             parallel=parallel,
+            bare_in_text=bare_in_text,
             new_id=new_id or self._new_id,
         )
 

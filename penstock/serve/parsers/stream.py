@@ -31,12 +31,17 @@ class Markers:
         self._beginnings = frozenset(marker[:end] for marker in ordered for end in range(1, len(marker)))
         self._longest = max(map(len, ordered), default=0)
 
-    def find(self, text: str, at: int, ended: bool) -> tuple[int, int]:
+    def find(self, text: str, at: int, ended: bool, limit: int | None = None) -> tuple[int, int]:
         """Where the first marker from `at` on stands; start == end where none does.
 
         What lies before the start is certain to be no marker. The start is the text's end, or, unless
-        the text has ended, the place from which later text may complete a marker.
+        the text has ended, the place from which later text may complete a marker. With a `limit`, no more
+        than that many characters before the start are looked at.
         """
+        if limit is not None and len(text) - at >= limit + self._longest:
+            last = at + limit
+            match = self._search.search(text, at, last + self._longest)
+            return match.span() if match is not None and match.start() < last else (last, last)
         open_at = len(text) if ended else self._open_end(text, at)
         match = self._search.search(text, at)
         if match is None or match.start() >= open_at:
@@ -80,6 +85,12 @@ class TextStream:
     @property
     def taken(self) -> str:
         return "".join(self._taken)
+
+    def put_back(self, count: int) -> None:
+        """Undoes the last `take`, which was of `count` characters."""
+        assert len(self._taken[-1]) == count
+        self._taken.pop()
+        self._at -= count
 
     def take_rest(self) -> str:
         """All that has come and was not taken."""
@@ -140,7 +151,8 @@ class TextStream:
         pieces: list[str] = []
         size = 0
         while True:
-            text, marker = yield from self.piece(end)
+            # No more than the length that decides, or what is taken would depend on how the text was cut.
+            text, marker = yield from self.piece(end, longest + 1 - size)
             pieces.append(text)
             size += len(text)
             if marker:
@@ -158,7 +170,7 @@ class TextStream:
         size = 0
         while True:
             text, at = yield from self.available()
-            match = pattern.match(text, at)
+            match = pattern.match(text, at, at + longest + 1 - size)
             count = 0 if match is None else match.end() - at
             self.num_looked_at += count + 1
             if count:
@@ -169,18 +181,21 @@ class TextStream:
             if at + count < len(text):
                 return "".join(pieces)
 
-    def piece(self, markers: Markers) -> Steps[tuple[str, str]]:
+    def piece(self, markers: Markers, limit: int | None = None) -> Steps[tuple[str, str]]:
         """Takes text up to the next marker, as much as has come, or the marker if it stands here.
+
+        With a `limit`, which is at least 1, it takes no more than that many characters of text.
 
         Returns:
             (text, ""), or ("", marker), or ("", "") at the end.
         """
         while True:
             text, at = yield from self.available()
-            start, end = markers.find(text, at, self.ended)
+            start, end = markers.find(text, at, self.ended, limit)
             self.num_looked_at += max(end, start + 1) - at
             if start > at:
-                return self.take(start - at), ""
+                count = start - at
+                return self.take(count if limit is None else min(count, limit)), ""
             if end > start:
                 return "", self.take(end - start)
             if self.ended:

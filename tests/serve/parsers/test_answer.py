@@ -183,11 +183,32 @@ def test_a_call_ends_the_reasoning_before_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
-def test_calls_without_markers_stand_at_the_beginning_only(name: str) -> None:
+def test_calls_without_markers_behind_other_text(name: str) -> None:
     text = {"llama3_json": '{"name": "now", "parameters": {}}', "pythonic": "[now()]"}[name]
-    assert read(f"\n {text}", name) == started(0, "now", "{}")
-    assert read(f"<think>hm</think>\n\n{text}", name) == [Reasoning("hm"), *started(0, "now", "{}")]
-    assert read(f"a {text}", name) == [Content(f"a {text}")]
+    called = started(0, "now", "{}")
+    assert read(f"\n {text}", name) == called
+    assert read(f"<think>hm</think>\n\n{text}", name) == [Reasoning("hm"), *called]
+    assert read(f"<think>hm {text}</think>", name) == [Reasoning(f"hm {text}")]
+    for before in ("I will look.", "Sure:", "{", "[1]", '{"a": 1}', '{"name": "x"}', "x = [y]"):
+        assert read(f"{before} {text} So", name) == [Content(before), *called, Content(" So")]
+    fenced = f"```json\n{text}\n```"
+    assert read(fenced, name) == [Content("```json"), *called, Content("\n```")]
+    assert read(f"Well. {text}", name, bare_in_text=False) == [Content(f"Well. {text}")]
+    assert read(f" {text}", name, bare_in_text=False) == called
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"plan": [{"name": "now", "parameters": {}}]}',
+        '[1, {"name": "now", "parameters": {}}]',
+        '{"name": "other", "parameters": {"name": "now", "parameters": {}}}',
+        'As JSON: {"call": {"name": "now", "parameters": {}}}.',
+        '{"name": "other", "parameters": {}}; {"of": {"name": "now", "parameters": {}}}',
+    ],
+)
+def test_no_call_is_looked_for_in_other_json(text: str) -> None:
+    assert read(text, "llama3_json") == [Content(text)]
 
 
 @pytest.mark.parametrize(

@@ -110,14 +110,14 @@ def answers(draw: st.DrawFn, name: str) -> Written:
     kinds = draw(st.lists(st.sampled_from(["content", "calls", "reasoning"]), max_size=5))
     written, last, begin = Written(), "", ""
     for kind in kinds:
-        if kind == last or (kind == "calls" and name in BARE and (written.said or written.calls)):
+        if kind == last:
             continue
         last = kind
         gap = draw(st.sampled_from(["", "\n", "\n\n"])) if written.text else ""
         if kind == "content":
             text = draw(plain_text())
-            if name in BARE and not written.calls and text[0] in "{[":
-                text = f"x{text}"
+            if name in BARE and text.endswith("["):  # with a call behind it, a list of calls
+                text = f"{text}x"
             written.text += gap + text
             written.said += (gap if written.said else "") + text
         elif kind == "calls":

@@ -28,6 +28,7 @@ class _DeepSeek:
     name: str
     fenced: bool
     bare: str = ""
+    bare_in_text: bool = False
     id_length: int = 0
     markers: tuple[str, ...] = (_BEGIN,)
 

@@ -27,6 +27,7 @@ class _Dsml:
     name: str
     outside: str
     bare: str = ""
+    bare_in_text: bool = False
     id_length: int = 0
 
     @property

@@ -17,6 +17,7 @@ _TAG_END = Markers([">"])
 class _Functionary:
     name: str = "functionary"
     bare: str = ""
+    bare_in_text: bool = False
     id_length: int = 0
     markers: tuple[str, ...] = ("<function=",)
 

@@ -21,6 +21,7 @@ _VALUE_END = Markers(["</arg_value>"])
 class _Glm:
     name: str = "glm"
     bare: str = ""
+    bare_in_text: bool = False
     id_length: int = 0
     markers: tuple[str, ...] = ("<tool_call>",)
 

@@ -24,6 +24,7 @@ _LONGEST_HEAD = 256
 class _Harmony:
     name: str = "harmony"
     bare: str = _TO[0]
+    bare_in_text: bool = False
     id_length: int = 0
     markers: tuple[str, ...] = (
         f"{_CHANNEL}commentary {_TO}",
@@ -44,7 +45,7 @@ class _Harmony:
             raise NotACallError
         yield from stream.skip_space()
         yield from read_arguments(answer, name[0])
-        yield from read_end(answer, "<|call|>", "<|end|>")
+        yield from read_end(answer, "<|call|>", "<|end|>", one_token=True)
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
         marker = self.markers[0]

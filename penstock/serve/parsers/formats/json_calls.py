@@ -41,6 +41,7 @@ class JsonCalls:
     """What the templates write in an object before the name."""
     more_begins: tuple[str, ...] = ()
     bare: str = ""
+    bare_in_text: bool = False
     id_length: int = 0
 
     @property
@@ -54,6 +55,8 @@ class JsonCalls:
         yield from read_json_calls(answer)
         if self.end:
             yield from read_end(answer, self.end)
+        else:
+            end_of_calls(answer)
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
         one = sequence(constant(self.begin), self.behind(self.begin, tools, parallel))
@@ -75,16 +78,25 @@ class JsonCalls:
         return sequence(constant(head), by_schema(schema), constant("}"))
 
 
-def read_json_calls(answer: Answer) -> Steps[None]:
-    """One object, or a list of any number of them."""
+def read_json_calls(answer: Answer, more: str = "{[") -> Steps[None]:
+    """Objects and lists of them, one or several; those after the first begin with one of `more`."""
     stream = answer.stream
     yield from stream.skip_space()
-    if not (yield from stream.accept("[")):
-        yield from read_json_call(answer)
-        return
+    while True:
+        if (yield from stream.accept("[")):
+            yield from read_json_list(answer)
+        else:
+            yield from read_json_call(answer)
+        if not (yield from another_follows(answer, more)):
+            return
+
+
+def read_json_list(answer: Answer, *, bare: bool = False) -> Steps[None]:
+    """Objects and the end of the list that has begun."""
+    stream = answer.stream
     while True:
         yield from stream.skip_space()
-        yield from read_json_call(answer)
+        yield from read_json_call(answer, bare=bare)
         yield from stream.skip_space()
         if not (yield from stream.accept(",")):
             break
@@ -92,14 +104,44 @@ def read_json_calls(answer: Answer) -> Steps[None]:
     answer.settle()
 
 
-def read_end(answer: Answer, *ends: str) -> Steps[None]:
-    """The end marker. It may be missing or cut short where the text ends; before more text it may not."""
+def another_follows(answer: Answer, firsts: str, *marker: str) -> Steps[bool]:
+    """Whether another call follows the one at hand, and begins with one of `firsts`.
+
+    Takes what stands between the two: white space, a comma or semicolon, and a marker, all of them optional.
+    """
+    stream = answer.stream
+    yield from stream.skip_space()
+    yield from stream.accept(";", ",")
+    yield from stream.skip_space()
+    if marker and (yield from stream.accept(*marker)):
+        yield from stream.skip_space()
+    first = yield from stream.peek()
+    return bool(first) and first in firsts
+
+
+def end_of_calls(answer: Answer) -> None:
+    """Ends calls that no marker ends: what was taken behind them is text.
+
+    Raises:
+        NotACallError: something was taken.
+    """
+    if answer.stream.taken:
+        raise NotACallError
+
+
+def read_end(answer: Answer, *ends: str, one_token: bool = False) -> Steps[None]:
+    """The end marker. It may be missing or cut short where the text ends; before more text it may not.
+
+    Args:
+        one_token: the marker is one token, so that it is never cut short: its beginning is text.
+    """
     stream = answer.stream
     yield from stream.skip_space()
     if (yield from stream.peek()) and not (yield from stream.accept(*ends)):
-        if not stream.ended:
+        if not stream.ended or one_token:
             raise NotACallError
-        stream.take_rest()  # a beginning of the marker
+        if stream.take_rest() == "<":
+            raise NotACallError  # more likely text than the first character of a marker
     answer.settle()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from penstock.serve.parsers.answer import Answer
@@ -21,6 +22,7 @@ from penstock.serve.parsers.tools import Tools
 
 _BEGIN, _END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _CALL_END, _ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
+_WHOLE_ID = re.compile(r"functions\..+:[0-9]+")
 _ID_END = Markers([_ARGUMENTS])
 
 
@@ -28,6 +30,7 @@ _ID_END = Markers([_ARGUMENTS])
 class _KimiK2:
     name: str = "kimi_k2"
     bare: str = ""
+    bare_in_text: bool = False
     id_length: int = 0
     markers: tuple[str, ...] = (_BEGIN,)
 
@@ -38,10 +41,10 @@ class _KimiK2:
         stream = answer.stream
         yield from stream.skip_space()
         while (yield from stream.accept(_CALL)):
-            call_id = (yield from stream.until(_ID_END, 256)).strip()
-            name = call_id.removeprefix("functions.").rpartition(":")[0]
+            written = (yield from stream.until(_ID_END, 256)).strip()
+            name = _name(answer, written)
             yield from stream.skip_space()
-            yield from read_arguments(answer, name, call_id)
+            yield from read_arguments(answer, name, _id(answer, written, name))
             yield from read_end(answer, _CALL_END)
             yield from stream.skip_space()
         yield from read_end(answer, _END)
@@ -62,6 +65,26 @@ class _KimiK2:
             for name, schema in tools.schemas.items()
         ]
         return sequence(repeated(either(calls), "", parallel), constant(_END))
+
+
+def _name(answer: Answer, written: str) -> str:
+    """The tool that an id names; models leave out the prefix or the number."""
+    plain = written.removeprefix("functions.")
+    names = (plain.rpartition(":")[0], plain, written)
+    return next(filter(answer.knows, names), "")
+
+
+def _id(answer: Answer, written: str, name: str) -> str:
+    """The id as written; one that is not whole or that another call has gets a number of its own.
+
+    The chat template writes it back as it is, so that it has to look like the model's own.
+    """
+    if _WHOLE_ID.fullmatch(written) and not answer.has_id(written):
+        return written
+    number = answer.num_calls
+    while answer.has_id(f"functions.{name}:{number}"):
+        number += 1
+    return f"functions.{name}:{number}"
 
 
 FORMAT = _KimiK2()

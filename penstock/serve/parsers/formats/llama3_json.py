@@ -1,10 +1,17 @@
-"""Llama 3.1 to 3.3: an answer that is ``{"name": "f", "parameters": {"a": 1}}``, with or without
-``<|python_tag|>`` before it, several with ``;`` between them; and ``<|python_tag|>f.call(a="b")``."""
+"""Llama 3.1 to 3.3: ``{"name": "f", "parameters": {"a": 1}}``, with or without ``<|python_tag|>`` before it,
+several with ``;``, white space or nothing between them; and ``<|python_tag|>f.call(a="b")``."""
 
 from __future__ import annotations
 
 from penstock.serve.parsers.answer import Answer
-from penstock.serve.parsers.formats.json_calls import JsonCalls, read_json_call, read_name
+from penstock.serve.parsers.formats.json_calls import (
+    JsonCalls,
+    another_follows,
+    end_of_calls,
+    read_json_call,
+    read_json_list,
+    read_name,
+)
 from penstock.serve.parsers.formats.pythonic import read_keywords
 from penstock.serve.parsers.stream import NotACallError, Steps
 from penstock.serve.parsers.structural_tags import Tag, repeated
@@ -15,19 +22,17 @@ class _Llama3(JsonCalls):
     def read(self, answer: Answer, marker: str) -> Steps[None]:
         stream = answer.stream
         yield from stream.skip_space()
-        if marker and (yield from stream.peek()) != "{":
+        if marker and (yield from stream.peek()) not in ("{", "["):
             yield from self._built_in(answer)
             return
         while True:
-            yield from read_json_call(answer, bare=True)
-            yield from stream.skip_space()
-            if not (yield from stream.accept(";")):
+            if (yield from stream.accept("[")):
+                yield from read_json_list(answer, bare=True)
+            else:
+                yield from read_json_call(answer, bare=True)
+            if not (yield from another_follows(answer, self.bare, self.begin)):
                 break
-            yield from stream.skip_space()
-            yield from stream.accept(self.begin)
-            yield from stream.skip_space()
-        if stream.taken:
-            raise NotACallError  # white space before text
+        end_of_calls(answer)
 
     def _built_in(self, answer: Answer) -> Steps[None]:
         name = yield from read_name(answer)
@@ -48,6 +53,7 @@ FORMAT = _Llama3(
     "llama3_json",
     "<|python_tag|>",
     arguments_key="parameters",
-    bare="{",
+    bare="{[",
+    bare_in_text=True,
     hints=('{"name": function name, "parameters": dictionary',),
 )

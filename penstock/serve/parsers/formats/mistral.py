@@ -6,7 +6,13 @@ from __future__ import annotations
 import re
 
 from penstock.serve.parsers.answer import Answer
-from penstock.serve.parsers.formats.json_calls import JsonCalls, read_arguments, read_json_calls, read_name
+from penstock.serve.parsers.formats.json_calls import (
+    JsonCalls,
+    end_of_calls,
+    read_arguments,
+    read_json_calls,
+    read_name,
+)
 from penstock.serve.parsers.stream import Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
@@ -21,7 +27,8 @@ class _Mistral(JsonCalls):
         stream = answer.stream
         yield from stream.skip_space()
         if (yield from stream.peek()) in ("[", "{"):
-            yield from read_json_calls(answer)
+            yield from read_json_calls(answer, more="{")  # "[" may begin the next marker
+            end_of_calls(answer)
             return
         name = yield from read_name(answer)
         call_id = ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.arguments import Arguments
+from penstock.serve.parsers.formats.json_calls import another_follows, end_of_calls, read_end
 from penstock.serve.parsers.python_text import PythonText
 from penstock.serve.parsers.stream import NotACallError, Steps
 from penstock.serve.parsers.structural_tags import (
@@ -35,6 +36,7 @@ class PythonicCalls:
     begin: str
     end: str
     bare: str = ""
+    bare_in_text: bool = False
     hints: tuple[str, ...] = ()
     id_length: int = 0
 
@@ -46,25 +48,15 @@ class PythonicCalls:
         return bool(self.hints) and all(hint in template for hint in self.hints)
 
     def read(self, answer: Answer, marker: str) -> Steps[None]:
-        stream = answer.stream
-        yield from stream.skip_space()
-        yield from stream.expect("[")
-        yield from stream.skip_space()
-        while not (yield from stream.accept("]")):
-            name = yield from stream.run(_NAME, _MAX_NAME)
-            yield from stream.expect("(")
-            if not answer.knows(name):
-                raise NotACallError
-            yield from read_keywords(answer, name)
-            yield from stream.skip_space()
-            if not (yield from stream.accept(",")):
-                yield from stream.expect("]")
+        yield from answer.stream.skip_space()
+        while True:
+            yield from _read_list(answer)
+            if not (yield from another_follows(answer, "[")):
                 break
-            yield from stream.skip_space()
-        answer.settle()
         if marker:
-            yield from stream.accept(self.end)
-            answer.settle()
+            yield from read_end(answer, self.end)
+        else:
+            end_of_calls(answer)
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
         if self.bare:
@@ -77,6 +69,24 @@ class PythonicCalls:
     def _list(self, tools: Tools, parallel: bool) -> Tag:
         calls = either([_call(name, schema) for name, schema in tools.schemas.items()])
         return sequence(constant("["), repeated(calls, ", ", parallel), constant("]"))
+
+
+def _read_list(answer: Answer) -> Steps[None]:
+    stream = answer.stream
+    yield from stream.expect("[")
+    yield from stream.skip_space()
+    while not (yield from stream.accept("]")):
+        name = yield from stream.run(_NAME, _MAX_NAME)
+        yield from stream.expect("(")
+        if not answer.knows(name):
+            raise NotACallError
+        yield from read_keywords(answer, name)
+        yield from stream.skip_space()
+        if not (yield from stream.accept(",")):
+            yield from stream.expect("]")
+            break
+        yield from stream.skip_space()
+    answer.settle()
 
 
 def read_keywords(answer: Answer, name: str) -> Steps[None]:
@@ -155,5 +165,5 @@ def _any_of_in_order(values: list[Tag]) -> Tag:
 
 
 FORMAT = PythonicCalls(
-    "pythonic", "<|python_start|>", "<|python_end|>", bare="[", hints=("<|python_start|>",)
+    "pythonic", "<|python_start|>", "<|python_end|>", bare="[", bare_in_text=True, hints=("<|python_start|>",)
 )

@@ -28,6 +28,7 @@ class FunctionTags:
     hints: tuple[str, ...]
     padded: bool
     bare: str = ""
+    bare_in_text: bool = False
     id_length: int = 0
 
     @property

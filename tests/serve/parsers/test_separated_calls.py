@@ -1,0 +1,155 @@
+"""Several calls in one answer: what may stand before, between and behind them; ids; text that ends early."""
+
+from __future__ import annotations
+
+import pytest
+from support.call_formats import BARE, ONE_CALL, RENDERERS, TOOLS, Call, calls_of, parse
+
+from penstock.serve.parsers import Content, Event, OutputParsers, ToolCallStart
+from penstock.serve.parsers.formats import TOOL_FORMATS
+
+FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
+SEVERAL = pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name not in ONE_CALL])
+SEARCH, NOW = Call("search", {"text": "x"}), Call("now")
+
+
+def read(name: str, text: str) -> tuple[list[Call], str]:
+    """The calls of a text and the rest of it, the same for several ways of cutting."""
+    events = events_of(name, text)
+    called = [event for event in events if not isinstance(event, Content)]
+    return calls_of(called), "".join(event.text for event in events if isinstance(event, Content))
+
+
+def events_of(name: str, text: str) -> list[Event]:
+    parsers = OutputParsers.choose(None, name, "harmony" if name == "harmony" else "think")
+    events = parse(parsers.new(tools=TOOLS, new_id=lambda: "new"), text)
+    for size in (1, 2, 3, 7):
+        assert parse(parsers.new(tools=TOOLS, new_id=lambda: "new"), text, (size,)) == events
+    return events
+
+
+@SEVERAL
+@pytest.mark.parametrize("separator", ["", " ", "\n", "\n\n", " \r\n\t"])
+def test_white_space_between_calls(name: str, separator: str) -> None:
+    some = [SEARCH, NOW, SEARCH]
+    assert read(name, separator.join(RENDERERS[name]([call]) for call in some)) == (some, "")
+
+
+@pytest.mark.parametrize("name", BARE)
+@pytest.mark.parametrize("separator", [";", "; ", ",", ", ", ",\n", " ;\n"])
+def test_separators_between_calls_without_markers(name: str, separator: str) -> None:
+    some = [SEARCH, NOW, SEARCH]
+    text = separator.join(RENDERERS[name]([call]) for call in some)
+    assert read(name, text) == (some, "")
+    assert read(name, f"I look. {text}") == (some, "I look.")
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "before", ["I will look. ", "I will look.\n\n", "Sure!", "See:\n", "a < b, [1] {2}: "]
+)
+@pytest.mark.parametrize(
+    "behind", ["", " Done.", "\nDone.", "; or", ", [1] and {2}", "<", " <", "<b", "< |", ":"]
+)
+def test_text_around_calls(name: str, before: str, behind: str) -> None:
+    calls, said = read(name, before + RENDERERS[name]([SEARCH]) + behind)
+    assert calls == [SEARCH]
+    assert said == before.rstrip() + behind
+
+
+@SEVERAL
+def test_text_between_calls(name: str) -> None:
+    render = RENDERERS[name]
+    assert read(name, f"{render([SEARCH])}\nand then\n{render([NOW])}") == ([SEARCH, NOW], "and then")
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("hermes", "<tool_call>", "</tool_call>"),
+        ("apriel", "<tool_calls>", "</tool_calls>"),
+        ("cohere", "<|START_ACTION|>", "<|END_ACTION|>"),
+        ("granite", "<|tool_call|>", ""),
+        ("firefunction", "functools", ""),
+        ("mistral_v3", "[TOOL_CALLS]", ""),
+        ("llama3_json", "<|python_tag|>", ""),
+        ("llama3_json", "", ""),
+    ],
+)
+@pytest.mark.parametrize("separator", ["", " ", "\n", ", ", "; "])
+def test_several_objects_behind_one_marker(name: str, begin: str, end: str, separator: str) -> None:
+    one = '{"name": "search", "arguments": {"text": "x"}}'
+    text = f"{begin}{one}{separator}{one.replace('search', 'now')}{end}"
+    calls = [SEARCH, Call("now", {"text": "x"})]
+    assert read(name, text) == (calls, "")
+    assert read(name, f"{text}, so") == (calls, ", so")
+
+
+@pytest.mark.parametrize("text", ["[CALL, CALL]", "[CALL]", "[\n CALL,\n CALL\n]", "So: [CALL]; CALL"])
+def test_lists_of_llama(text: str) -> None:
+    calls, said = read("llama3_json", text.replace("CALL", '{"name": "now", "parameters": {}}'))
+    assert calls == [NOW] * text.count("CALL")
+    assert said == text.partition("[")[0].rstrip()
+
+
+@FORMATS
+def test_the_end_of_the_text_anywhere_in_a_call(name: str) -> None:
+    """The call is whole, or its arguments are no JSON; its markup is no text, but for what is too short."""
+    text = RENDERERS[name]([SEARCH])
+    for end in range(len(text)):
+        events = events_of(name, text[:end])
+        if not any(isinstance(event, ToolCallStart) for event in events):
+            continue
+        said = "".join(event.text for event in events if isinstance(event, Content))
+        assert said in ("", "<")
+
+
+@pytest.mark.parametrize(
+    ("written", "call_id"),
+    [
+        ("functions.search:0", "functions.search:0"),
+        ("functions.search:17", "functions.search:17"),
+        ("functions.search", "functions.search:0"),
+        ("search:0", "functions.search:0"),
+        ("search", "functions.search:0"),
+        ("functions.search:", "functions.search:0"),
+        ("functions.search:x", "functions.search:0"),
+        (" functions.search:0\n", "functions.search:0"),
+    ],
+)
+def test_ids_of_kimi(written: str, call_id: str) -> None:
+    text = (
+        f"<|tool_calls_section_begin|><|tool_call_begin|>{written}<|tool_call_argument_begin|>"
+        '{"text": "x"}<|tool_call_end|><|tool_calls_section_end|>'
+    )
+    assert read("kimi_k2", text) == ([SEARCH], "")
+    [start] = [event for event in events_of("kimi_k2", text) if isinstance(event, ToolCallStart)]
+    assert start.id == call_id
+    starts = [event for event in events_of("kimi_k2", text * 3) if isinstance(event, ToolCallStart)]
+    assert len({start.id for start in starts}) == 3
+    assert all(start.id.startswith("functions.search:") for start in starts)
+    unknown = text.replace("search", "other")
+    assert read("kimi_k2", unknown) == ([], unknown)
+
+
+def test_an_id_that_another_call_has_is_replaced() -> None:
+    one = "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}"
+    starts = [event for event in events_of("mistral", one * 2) if isinstance(event, ToolCallStart)]
+    assert [start.id for start in starts] == ["abcdefghi", "new"]
+
+
+@pytest.mark.parametrize("rest", ["<", "<|", "<|call", "<|call|", "<<", "< b", "<|end"])
+def test_text_that_begins_like_harmonys_end_marker(rest: str) -> None:
+    text = '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"text": "x"}'
+    assert read("harmony", text + rest) == ([SEARCH], rest)
+    assert read("harmony", f"{text}<|call|>{rest}") == ([SEARCH], rest)
+
+
+@FORMATS
+@pytest.mark.parametrize("length", [200, 255, 256, 257, 258, 300, 600])
+def test_long_names_are_read_the_same_however_they_are_cut(name: str, length: int) -> None:
+    call = RENDERERS[name]([SEARCH])
+    [marker, *_] = TOOL_FORMATS[name].markers
+    for filler in ("a" * length, f"{'b' * (length - 5)}{call}", f"<function={'c' * (length - 20)}{call}"):
+        for opened in (marker, call[: call.index("search")], call[: call.index("text")]):
+            events_of(name, opened + filler + call)
