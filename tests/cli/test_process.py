@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -21,20 +20,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
-def test_help_is_quick_and_loads_no_torch(arguments: list[str]) -> None:
+def test_help_loads_little(arguments: list[str]) -> None:
     code = (
         "import sys; from penstock.cli import cli\n"
         "try: cli.main(sys.argv[1:])\n"
-        "finally: assert 'torch' not in sys.modules"
+        "finally:\n"
+        "    assert len(sys.modules) < 300, len(sys.modules)\n"
+        "    assert not sys.modules.keys() & {'torch', 'numpy', 'transformers', 'rich', 'fastapi'}"
     )
-    times = []
-    for _ in range(3):  # of the processor: others may be busy on it
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=False)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert run.returncode == 0, run.stderr
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(times) < 0.3
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
+from support.asgi import eventually
 from support.serving import StubWorker, client_of, make_services
 
 import penstock
@@ -21,7 +22,8 @@ from penstock.serve.gate import Gate
 from penstock.serve.request_record import RequestRecord
 
 
-def strange() -> APIRouter:
+def strange(go_on: asyncio.Event | None = None) -> APIRouter:
+    """Routes that go wrong in their ways; "/slow" waits for `go_on`, for ever without one."""
     router = APIRouter()
 
     @router.get("/bug")
@@ -70,7 +72,7 @@ def strange() -> APIRouter:
 
     @router.get("/slow")
     async def slow() -> str:
-        await asyncio.sleep(0.2)
+        await (go_on or asyncio.Event()).wait()
         return "done"
 
     return router
@@ -199,7 +201,7 @@ async def test_a_server_that_ends_in_haste_logs_what_it_cuts(caplog: pytest.LogC
     services = make_services()
     async with client_of(services, strange()) as client:
         task = asyncio.create_task(client.get("/slow"))
-        await asyncio.sleep(0.05)
+        await eventually(lambda: services.gate.num_inside == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -224,8 +226,8 @@ async def test_probes() -> None:
 
 
 async def test_nobody_is_let_in_before_the_gate_opens_and_after_it_closes() -> None:
-    services = make_services(gate=Gate(is_open=False))
-    async with client_of(services, strange()) as client:
+    services, go_on = make_services(gate=Gate(is_open=False)), asyncio.Event()
+    async with client_of(services, strange(go_on)) as client:
         early = await client.get("/items/a")
         assert early.status_code == 503
         assert early.headers["retry-after"] == "1"
@@ -236,7 +238,7 @@ async def test_nobody_is_let_in_before_the_gate_opens_and_after_it_closes() -> N
         services.gate.open()
         assert (await client.get("/ready")).status_code == 200
         running = asyncio.create_task(client.get("/slow"))
-        await asyncio.sleep(0.05)
+        await eventually(lambda: services.gate.num_inside == 1)
         services.gate.close()
         assert services.gate.num_inside == 1
         late = await client.get("/items/a")
@@ -246,7 +248,8 @@ async def test_nobody_is_let_in_before_the_gate_opens_and_after_it_closes() -> N
         assert (await client.get("/ready")).status_code == 503
         assert (await client.get("/health")).status_code == 200
         assert not await services.gate.emptied(0.01)
-        assert await services.gate.emptied(10)
+        go_on.set()
+        assert await services.gate.emptied(60)
         assert (await running).json() == "done"
         services.gate.open()
         assert (await client.get("/items/a")).status_code == 503

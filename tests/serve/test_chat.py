@@ -276,11 +276,10 @@ async def test_one_call_ends_the_answer_where_one_is_allowed() -> None:
 async def until_idle(server: Any) -> bool:
     import asyncio
 
-    for _ in range(200):
-        if server.services.worker.num_outstanding == 0:
-            return True
-        await asyncio.sleep(0.01)
-    return False
+    async with asyncio.timeout(60):
+        while server.services.worker.num_outstanding:
+            await asyncio.sleep(0.01)
+    return True
 
 
 async def test_which_tools_the_model_is_shown() -> None:

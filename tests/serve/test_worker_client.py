@@ -49,7 +49,7 @@ CANCELLED = TextGenerationStatus.CANCELLED
 END = TextGenerationStatus.END_OF_SEQUENCE
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -216,17 +216,16 @@ async def test_who_cannot_become_ready_fails_alone() -> None:
 
 
 async def test_waiting_for_readiness_does_not_spin() -> None:
-    asked = 0
-    begin = time.monotonic()
+    asked, begin = 0, time.monotonic()
 
     def ready(context: TextContext) -> bool:
         nonlocal asked
         asked += 1
-        return time.monotonic() - begin > 0.3
+        return asked >= 50
 
     async with client_of(lambda: fake_work(FakePipeline.saying("x"), ready=ready)) as client:
         assert text(await read(client.submit(request("a")))) == "x"
-        assert 3 < asked < 2 * (time.monotonic() - begin) / 0.004
+        assert time.monotonic() - begin > 50 * 0.004 / 2, "no less; it may take any time longer"
 
 
 # -- Cancelling ------------------------------------------------------------------------------------------
@@ -475,7 +474,7 @@ async def test_whatever_happens_each_request_ends_once(seed: int) -> None:
         except PenstockError as error:
             ends[type(error).__name__] += 1
         assert generation.is_done
-        assert await asyncio.wait_for(_rest(generation), 5) == 0
+        assert await asyncio.wait_for(_rest(generation), 60) == 0
 
     def work() -> Work:
         pipeline = Mortal(choose=letters(200), kv=kv_manager(24))
