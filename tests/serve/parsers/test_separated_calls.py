@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.call_formats import BARE, ONE_CALL, RENDERERS, TOOLS, Call, calls_of, parse
+from support.call_formats import BARE, ONE_CALL, RENDERERS, TOOLS, Call, calls_of, parse, wide
 
 from penstock.serve.parsers import Content, Event, OutputParsers, ToolCallStart
 from penstock.serve.parsers.formats import TOOL_FORMATS
@@ -153,3 +153,43 @@ def test_long_names_are_read_the_same_however_they_are_cut(name: str, length: in
     for filler in ("a" * length, f"{'b' * (length - 5)}{call}", f"<function={'c' * (length - 20)}{call}"):
         for opened in (marker, call[: call.index("search")], call[: call.index("text")]):
             events_of(name, opened + filler + call)
+
+
+CUT_CORNERS = {
+    "hermes": ['<tool_call>\n{"name": "search", "arguments": {"text": "x"}}}\n</tool_call>'],
+    "qwen3_coder": [
+        "<tool_call>\n<function=search>\n<parameter=text>\nx\n</parameter>\n</tool_call>",
+        "<function=search>\n<parameter=text>\nx\n</parameter>\n</tool_call>",
+    ],
+    "kimi_k2": [
+        "<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>"
+        '{"text": "x"}<|tool_call_end|><|tool_calls_section_end|>',
+        '<|tool_call_begin|>functions.search:0<|tool_call_argument_begin|>{"text": "x"}<|tool_call_end|>',
+    ],
+    "deepseek_v31": [wide('<|tool~call~begin|>search<|tool~sep|>{"text": "x"}<|tool~call~end|>')],
+    "deepseek_v3": [
+        wide('<|tool~calls~begin|><|tool~call~begin|>function<|tool~sep|>search\n{"text": "x"}')
+        + wide("<|tool~call~end|><|tool~calls~end|>"),
+    ],
+    "harmony": [
+        '<|channel|>commentary to=search <|constrain|>json<|message|>{"text": "x"}',
+        ' to=search<|channel|>commentary json<|message|>{"text": "x"}',
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name in CUT_CORNERS for text in CUT_CORNERS[name]]
+)
+def test_markup_that_models_forget_or_repeat(name: str, text: str) -> None:
+    assert read(name, text) == ([SEARCH], "")
+    assert read(name, f"{text} so") == ([SEARCH], " so")
+    unknown = text.replace("search", "other")
+    assert read(name, unknown)[0] == []
+
+
+def test_a_marker_in_text_hides_no_call() -> None:
+    call = RENDERERS["functionary"]([SEARCH])
+    assert read("functionary", f"<function= in text, {call}") == ([SEARCH], "<function= in text,")
+    call = RENDERERS["qwen3_coder"]([SEARCH])
+    assert read("qwen3_coder", f"<function= in text, {call}") == ([SEARCH], "<function= in text,")

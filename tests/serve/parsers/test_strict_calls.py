@@ -259,6 +259,17 @@ def test_a_bare_format_with_a_special_marker_and_reasoning() -> None:
     assert not accepts(grammar, '{"name": 1}')
 
 
+@pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v3", "deepseek_v31"])
+def test_a_strict_call_whose_outer_marker_is_forgotten(name: str) -> None:
+    grammar, whole = strict(name), written(name, SEARCH)
+    outer, inner = TOOL_FORMATS[name].markers
+    text = "Well. " + whole.removeprefix(outer)
+    assert inner in text
+    assert accepts(grammar, text)
+    assert not accepts(grammar, text.replace("3", '"3"'))
+    assert calls_of(parse(OutputParsers.choose(None, name, "none").new(tools=TOOLS), text)[1:]) == [SEARCH]
+
+
 def test_markers_of_both_kinds() -> None:
     parsers = OutputParsers.choose(None, "qwen3_coder", "none", ["<tool_call>"])
     with pytest.raises(UnsupportedFeatureError, match="<tool_call> and <function="):

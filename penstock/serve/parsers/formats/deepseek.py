@@ -30,7 +30,7 @@ class _DeepSeek:
     bare: str = ""
     bare_in_text: bool = False
     id_length: int = 0
-    markers: tuple[str, ...] = (_BEGIN,)
+    markers: tuple[str, ...] = (_BEGIN, _CALL)  # the outer one is sometimes forgotten
 
     def suits(self, template: str) -> bool:
         return _BEGIN in template and self.fenced == ("```" in template)
@@ -38,16 +38,17 @@ class _DeepSeek:
     def read(self, answer: Answer, marker: str) -> Steps[None]:
         stream = answer.stream
         yield from stream.skip_space()
-        while (yield from stream.accept(_CALL)):
+        while marker == _CALL or (yield from stream.accept(_CALL)):
+            marker = ""
             name = (yield from stream.until(_NAME_END, 256)).strip()
             yield from stream.skip_space()
-            fenced = (yield from stream.peek()) != "{"
-            if fenced:
+            fenced = False
+            if (yield from stream.peek()) != "{":
                 if name != "function":
                     raise NotACallError
                 name = yield from read_name(answer)
                 yield from stream.skip_space()
-                yield from stream.expect("```json")
+                fenced = bool((yield from stream.accept("```json")))
                 yield from stream.skip_space()
             yield from read_arguments(answer, name)
             if fenced:
@@ -63,14 +64,17 @@ class _DeepSeek:
         def head(name: str) -> str:
             return f"function{_SEPARATOR}{name}\n```json\n" if self.fenced else f"{name}{_SEPARATOR}"
 
+        begin = "" if marker == _CALL else _CALL
         calls = [
             sequence(
-                constant(_CALL + head(name)),
+                constant(begin + head(name)),
                 by_schema(schema),
                 constant(("\n```" if self.fenced else "") + _CALL_END),
             )
             for name, schema in tools.schemas.items()
         ]
+        if marker == _CALL:
+            return either(calls)
         separator = "\n" if self.fenced else ""
         return sequence(repeated(either(calls), separator, parallel), constant(_END))
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.serve.parsers.answer import Answer
-from penstock.serve.parsers.formats.json_calls import read_arguments, read_end
-from penstock.serve.parsers.stream import Markers, Steps
+from penstock.serve.parsers.formats.json_calls import read_arguments, read_end, read_name
+from penstock.serve.parsers.stream import Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
-
-_TAG_END = Markers([">"])
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,8 @@ class _Functionary:
         return "<function=example_function_name>{" in template
 
     def read(self, answer: Answer, marker: str) -> Steps[None]:
-        name = yield from answer.stream.until(_TAG_END, 256)
+        name = yield from read_name(answer)
+        yield from answer.stream.expect(">")
         yield from answer.stream.skip_space()
         yield from read_arguments(answer, name)
         yield from read_end(answer, "</function>")

@@ -14,7 +14,7 @@ from penstock.serve.parsers.stream import Markers, NotACallError, Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
-_TO = "to=functions."
+_TO, _PREFIX = "to=", "functions."
 _START, _CHANNEL, _MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
 _HEAD = Markers([_MESSAGE])
 _LONGEST_HEAD = 256
@@ -44,7 +44,7 @@ class _Harmony:
         if not name:
             raise NotACallError
         yield from stream.skip_space()
-        yield from read_arguments(answer, name[0])
+        yield from read_arguments(answer, name[0].removeprefix(_PREFIX))
         yield from read_end(answer, "<|call|>", "<|end|>", one_token=True)
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
@@ -56,7 +56,7 @@ class _Harmony:
         head = f"{_CHANNEL}commentary json" if marker.startswith(_START) else " <|constrain|>json"
         return either(
             [
-                sequence(constant(f"{name}{head}{_MESSAGE}"), by_schema(schema))
+                sequence(constant(f"{_PREFIX}{name}{head}{_MESSAGE}"), by_schema(schema))
                 for name, schema in tools.schemas.items()
             ]
         )

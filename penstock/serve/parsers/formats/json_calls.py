@@ -54,6 +54,7 @@ class JsonCalls:
     def read(self, answer: Answer, marker: str) -> Steps[None]:
         yield from read_json_calls(answer)
         if self.end:
+            yield from answer.stream.accept("}")  # some models write one too many
             yield from read_end(answer, self.end)
         else:
             end_of_calls(answer)

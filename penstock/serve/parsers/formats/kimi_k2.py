@@ -32,7 +32,7 @@ class _KimiK2:
     bare: str = ""
     bare_in_text: bool = False
     id_length: int = 0
-    markers: tuple[str, ...] = (_BEGIN,)
+    markers: tuple[str, ...] = (_BEGIN, _CALL)  # the outer one is sometimes forgotten
 
     def suits(self, template: str) -> bool:
         return _BEGIN in template
@@ -40,7 +40,8 @@ class _KimiK2:
     def read(self, answer: Answer, marker: str) -> Steps[None]:
         stream = answer.stream
         yield from stream.skip_space()
-        while (yield from stream.accept(_CALL)):
+        while marker == _CALL or (yield from stream.accept(_CALL)):
+            marker = ""
             written = (yield from stream.until(_ID_END, 256)).strip()
             name = _name(answer, written)
             yield from stream.skip_space()
@@ -54,9 +55,10 @@ class _KimiK2:
 
     def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         number = pattern("[0-9]{1,4}")
+        begin = "" if marker == _CALL else _CALL
         calls = [
             sequence(
-                constant(f"{_CALL}functions.{name}:"),
+                constant(f"{begin}functions.{name}:"),
                 number,
                 constant(_ARGUMENTS),
                 by_schema(schema),
@@ -64,6 +66,8 @@ class _KimiK2:
             )
             for name, schema in tools.schemas.items()
         ]
+        if marker == _CALL:
+            return either(calls)
         return sequence(repeated(either(calls), "", parallel), constant(_END))
 
 

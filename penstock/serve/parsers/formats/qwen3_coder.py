@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.arguments import TaggedArguments
-from penstock.serve.parsers.formats.json_calls import read_end
+from penstock.serve.parsers.formats.json_calls import read_end, read_name
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
 from penstock.serve.parsers.stream import Markers, Steps
 from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
@@ -43,16 +43,19 @@ class FunctionTags:
         if marker == self.begin:
             yield from stream.skip_space()
             yield from stream.expect(_FUNCTION)
-        name = yield from stream.until(_TAG_END, 256)
+        name = yield from read_name(answer)
+        yield from stream.expect(">")
         writer = ArgumentWriter(answer, name)
         yield from stream.skip_space()
         while (yield from stream.accept("<parameter=")):
             key = yield from stream.until(_TAG_END, 256)
             yield from writer.argument(key, _VALUE_END, padded=self.padded)
             yield from stream.skip_space()
-        yield from stream.expect("</function>")
+        end = yield from stream.expect("</function>", self.end)
         writer.close()
         answer.settle()
+        if end == self.end:  # the inner end tag is sometimes forgotten
+            return
         if marker == self.begin:
             yield from read_end(answer, self.end)
             return
