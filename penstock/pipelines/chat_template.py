@@ -69,7 +69,8 @@ class ChatTemplate:
         """The prompt's text.
 
         Args:
-            messages: each with a role and mostly content; the template decides what else it reads.
+            messages: each with a role and mostly content, where None is the same as an empty string; the
+                template decides what else it reads.
             tools: descriptions of functions that the model may call.
             options: variables for the template, over ``add_generation_prompt=True``. With
                 ``continue_final_message=True`` the last message stays open for the model to continue.
@@ -81,6 +82,7 @@ class ChatTemplate:
         _check_tools(tools)
         variables = _variables(options)
         continues = bool(variables.pop("continue_final_message", False))
+        messages = [_with_content(message) for message in messages]
         messages = _with_end_mark(messages) if continues else messages
         template = self._compile(self._choose(tools))
         try:
@@ -264,6 +266,13 @@ def _variables(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 # No template changes these characters; the space after them shows whether it strips the message's end.
 _END_MARK = "⟦⁂⟧⟦⁂⟧"
+
+
+def _with_content(message: Message) -> Message:
+    """The message with an empty string for the content None, which templates write as ``None`` or refuse."""
+    if "content" in message and message["content"] is None:
+        return {**message, "content": ""}
+    return message
 
 
 def _with_end_mark(messages: Sequence[Message]) -> list[Message]:

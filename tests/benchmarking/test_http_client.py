@@ -140,10 +140,11 @@ async def test_nobody_there() -> None:
 
 
 async def test_a_request_that_is_cancelled_closes_its_connection() -> None:
-    gone = asyncio.Event()
+    begun, gone = asyncio.Event(), asyncio.Event()
 
     async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        begun.set()
         try:
             while True:
                 writer.write(b"1\r\na\r\n")
@@ -155,7 +156,7 @@ async def test_a_request_that_is_cancelled_closes_its_connection() -> None:
 
     async with answering(answer) as (client, _):
         task = asyncio.create_task(client.post("/", {}))
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(begun.wait(), 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -84,7 +84,11 @@ def test_the_text_is_that_of_transformers(name: str, source: str) -> None:
     for label, messages in CHATS.items():
         for tools in (None, [TOOL]):
             for options in OPTIONS:
-                expected = transformers_text(source, messages, tools, options)
+                # Older versions of transformers leave None as it is; it is an empty string in newer ones.
+                filled = [
+                    {**one, "content": ""} if one.get("content", "") is None else one for one in messages
+                ]
+                expected = transformers_text(source, filled, tools, options)
                 assert our_text(template, messages, tools, options) == expected, (label, bool(tools), options)
                 texts += expected is not None
     assert texts > 0
@@ -164,7 +168,7 @@ def test_the_final_message_stays_open(source: str, content: Any, expected: str) 
     ("source", "content", "options", "message"),
     [
         ("{{ messages | length }}", "a", {}, "does not show the last message"),
-        ("{{ messages[-1].content }}", None, {}, "needs a last message with text"),
+        ("{{ messages[-1].content }}", [], {}, "needs a last message with text"),
         ("{{ messages[-1].content }}", [{"type": "text"}], {}, "needs a last message with text"),
         ("{{ messages[-1].content }}", "a", {"add_generation_prompt": True}, "exclude each other"),
     ],
