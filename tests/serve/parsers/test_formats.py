@@ -206,6 +206,23 @@ def test_any_cutting_of_any_text_gives_the_same(name: str, data: st.DataObject) 
     assert events == parse(parser(name, **options), text, data.draw(SIZES))
 
 
+@pytest.mark.random
+@FORMATS
+@EXAMPLES
+@given(st.data())
+def test_any_cutting_of_long_text_gives_the_same(name: str, data: st.DataObject) -> None:
+    """With calls in it, and with words longer than names may be."""
+    lengths = st.integers(200, 300)
+    long = st.builds(lambda part, count: part * count, st.sampled_from(["a", "ab ", "{", "1"]), lengths)
+    one_call = calls(name).map(lambda call: RENDERERS[name]([call]))
+    parts = st.sampled_from(GARBAGE + NAMES * 3) | long | one_call
+    text = "".join(data.draw(st.lists(parts, max_size=25)))
+    options = {"in_reasoning": data.draw(st.booleans()), "bare_in_text": data.draw(st.booleans())}
+    events = parse(parser(name, **options), text)
+    assert events == parse(parser(name, **options), text, (1,))
+    assert events == parse(parser(name, **options), text, data.draw(SIZES))
+
+
 @FORMATS
 @EXAMPLES
 @given(st.data())
