@@ -341,6 +341,7 @@ HONOURED: Mapping[str, Any] = {
     "prefixItems": {"type": "array", "prefixItems": [{"type": "integer"}], "items": False},
     "minItems": {"type": "array", "minItems": 1},
     "maxItems": {"type": "array", "maxItems": 3},
+    "uniqueItems": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True},
     "unevaluatedItems": {"type": "array", "prefixItems": [{}], "unevaluatedItems": False},
     "properties": {"type": "object", "properties": {"a": {"type": "string"}}},
     "required": {"type": "object", "properties": {"a": {}}, "required": ["a"]},
@@ -368,9 +369,17 @@ HONOURED: Mapping[str, Any] = {
 LIMITS: Mapping[str, tuple[str, Any]] = {
     "multipleOf": ("whole numbers alone", {"multipleOf": 0.5}),
     "format": (
-        f"{', '.join(string_formats.SUPPORTED)} are enforced; the standard's others are refused; "
-        "names that are not the standard's are remarks",
+        f"{', '.join(string_formats.SUPPORTED)} are generated; {', '.join(string_formats.UNSUPPORTED)} is only "
+        "tested on the values of enum and const; names that are not the standard's are remarks",
         {"type": "string", "format": "regex"},
+    ),
+    "pattern": (
+        "ECMA 262 without back references; lookaheads directly behind the ^ that begins it",
+        {"type": "string", "pattern": "(?=a)b"},
+    ),
+    "uniqueItems": (
+        "items of enum, const, boolean or few integers; up to 8 values in any order, more in that of the schema",
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
     ),
     "items": ("a schema, not the old array of schemas", {"items": [{"type": "integer"}]}),
     "patternProperties": (
@@ -396,7 +405,6 @@ LIMITS: Mapping[str, tuple[str, Any]] = {
 def schema_keywords() -> str:
     """What becomes of each keyword of a JSON schema."""
     rows = [[code(name), f"yes{': ' + LIMITS[name][0] if name in LIMITS else ''}"] for name in HONOURED]
-    rows.append(["`uniqueItems`", "refused: all items before would have to be remembered"])
     rows += [[code(name), f"refused: {reason}"] for name, reason in shapes.REFUSED.items()]
     return table("keyword | honoured", rows)
 

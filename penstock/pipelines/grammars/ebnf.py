@@ -9,6 +9,7 @@ from penstock.errors import InputError
 MAX_RULES = 20_000
 LAST_CHARACTER = 0x10FFFF
 NOTHING = '""'
+_PLAIN_IN_TEXT = " !#$%&()*+,-./:;<=>?@[]_{|}~"  # punctuation that means itself inside quotation marks
 
 Ranges = Sequence[tuple[int, int]]  # code points, both ends included, ascending and apart
 ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, LAST_CHARACTER))  # what UTF-8 can write
@@ -61,7 +62,7 @@ def char_class(ranges: Ranges) -> str:
     assert ranges, "a class without characters matches nothing"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return literal(chr(ranges[0][0]))
-    parts = (_code(low) if low == high else f"{_code(low)}-{_code(high)}" for low, high in ranges)
+    parts = (_in_class(low) if low == high else f"{_in_class(low)}-{_in_class(high)}" for low, high in ranges)
     return f"[{''.join(parts)}]"
 
 
@@ -113,7 +114,12 @@ def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _escaped(character: str) -> str:
-    return character if character.isascii() and character.isalnum() else _code(ord(character))
+    is_plain = character.isascii() and (character.isalnum() or character in _PLAIN_IN_TEXT)
+    return character if is_plain else _code(ord(character))
+
+
+def _in_class(point: int) -> str:
+    return chr(point) if point < 128 and chr(point).isalnum() else _code(point)
 
 
 def _code(point: int) -> str:

@@ -9,9 +9,11 @@ from typing import Any
 
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.pipelines.grammars import regex
-from penstock.pipelines.grammars.keywords import decimal_of, identity, is_number
+from penstock.pipelines.grammars.formats import has_format
+from penstock.pipelines.grammars.keywords import are_unique, decimal_of, identity, is_number
 from penstock.pipelines.grammars.shapes import (
     Array,
+    Condition,
     Literal,
     Node,
     Numeric,
@@ -75,7 +77,8 @@ def _meet(schemas: Schemas, a: Shape, b: Shape) -> Shape | None:
         length = max(len(a.prefix), len(b.prefix))
         prefix = tuple(both(a.item(i), b.item(i)) for i in range(length))
         items = both(a.items, b.items)
-        return Array(prefix, items, max(a.least, b.least), _smaller(a.most, b.most))
+        unique_at = a.unique_at or b.unique_at
+        return Array(prefix, items, max(a.least, b.least), _smaller(a.most, b.most), unique_at)
     if isinstance(a, Object) and isinstance(b, Object):
         return _meet_objects(a, b)
     return None
@@ -83,13 +86,8 @@ def _meet(schemas: Schemas, a: Shape, b: Shape) -> Shape | None:
 
 def meet_texts(a: Text, b: Text) -> Text:
     """The strings of both."""
-    least, most = max(a.least, b.least), _smaller(a.most, b.most)
-    if a.tree is not None and b.tree is not None and a.tree != b.tree:
-        assert b.said_by is not None
-        reason = "a string cannot be held to two patterns or formats at once"
-        raise UnsupportedSchemaError(b.keyword, b.said_by.where, reason)
-    source = a if a.tree is not None else b
-    return Text(least, most, source.tree, source.said_by, source.keyword)
+    conditions = tuple(dict.fromkeys((*a.conditions, *b.conditions)))
+    return Text(max(a.least, b.least), _smaller(a.most, b.most), conditions)
 
 
 def _meet_objects(a: Object, b: Object) -> Object:
@@ -119,11 +117,12 @@ def has_shape(schemas: Schemas, shape: Shape, value: Any) -> bool:
     if isinstance(shape, Text):
         return isinstance(value, str) and (
             shape.least <= len(value) <= or_endless(shape.most)
-            and (shape.tree is None or regex.matches(shape.tree, value))
+            and all(satisfies(condition, value) for condition in shape.conditions)
         )
     if isinstance(shape, Array):
         return isinstance(value, list) and (
             shape.least <= len(value) <= or_endless(shape.most)
+            and (shape.unique_at is None or are_unique(value))
             and all(schemas.accepts(shape.item(i), one) for i, one in enumerate(value))
         )
     return isinstance(value, dict) and (
@@ -131,6 +130,13 @@ def has_shape(schemas: Schemas, shape: Shape, value: Any) -> bool:
         and shape.least <= len(value) <= or_endless(shape.most)
         and all(_has_property(schemas, shape, name, one) for name, one in value.items())
     )
+
+
+def satisfies(condition: Condition, value: str) -> bool:
+    """Whether a string satisfies a pattern or a format."""
+    if condition.format is not None:
+        return has_format(condition.format, value)
+    return regex.matches(condition.tree, value) != condition.is_negated
 
 
 def _has_property(schemas: Schemas, shape: Object, name: str, value: Any) -> bool:

@@ -7,6 +7,7 @@ that would need that is refused (`reader`).
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from penstock.errors import InputError, UnsupportedSchemaError
@@ -27,6 +28,7 @@ from penstock.pipelines.grammars.shapes import (
     key_of,
 )
 from penstock.pipelines.grammars.strings import ESCAPE, StringWriter
+from penstock.pipelines.grammars.unique import UniqueWriter
 
 _MOST_COUNTED = 200  # properties of an object whose number is bounded
 _LARGEST_FACTOR = 100
@@ -40,7 +42,9 @@ def schema_ebnf(schema: Any, *, compact: bool = False, escaped: str = "") -> str
     whose schema names some and does not speak of others has no others; whole numbers are written without
     point and exponent, bounded ones without exponent; names and strings with a pattern are written with the
     shortest escapes, strings of a bounded length above 256 without any; other white space than
-    after ``{ [ , :`` and before ``] }`` is not written.
+    after ``{ [ , :`` and before ``] }`` is not written; unique items of more than 8 values come in the order of
+    the schema; rare forms of formats are left out (`formats`), and strings near a maximum length beside a
+    format or pattern whose exact grammar would be large (`languages`).
 
     Args:
         schema: as ``json.loads`` gives it.
@@ -173,6 +177,8 @@ class _Writer:
         if most == 0:
             return sequence(literal("["), self._space or NOTHING, literal("]"))
         comma = sequence(literal(","), self._space or NOTHING)
+        if shape.unique_at is not None and (most is None or most > 1):
+            return self._unique(replace(shape, most=most), comma)
         # From the last on: what may follow an item.
         end = length if most is None else min(most, length)
         rest = NOTHING
@@ -187,6 +193,14 @@ class _Writer:
         inner = sequence(first, rest, self._space or NOTHING)
         content = inner if shape.least > 0 else repeated(inner, 0, 1)
         return sequence(literal("["), self._space or NOTHING, content, literal("]"))
+
+    def _unique(self, shape: Array, comma: str) -> str | None:
+        """An array that has no item twice."""
+        items = UniqueWriter(self._rules, self._reader, self._literal, comma).items(shape)
+        if items is None:
+            return None
+        space = self._space or NOTHING
+        return sequence(literal("["), space, items, space, literal("]"))
 
     # -- Objects ----------------------------------------------------------------------------------------
 

@@ -7,8 +7,10 @@ from decimal import Decimal
 from typing import Any
 
 from penstock.errors import InputError, UnsupportedSchemaError
+from penstock.pipelines.grammars import regex
 from penstock.pipelines.grammars.shapes import Node
 
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _LARGEST_COUNT = 1_000_000_000
 
 
@@ -19,6 +21,11 @@ def identity(value: Any) -> Any:
     if isinstance(value, list):
         return ("array", tuple(map(identity, value)))
     return (bool if isinstance(value, bool) else None, value)
+
+
+def are_unique(values: list[Any]) -> bool:
+    """Whether no two values are equal."""
+    return len({identity(value) for value in values}) == len(values)
 
 
 def is_finite(value: Any) -> bool:
@@ -84,6 +91,36 @@ def strings_of(node: Node, keyword: str, value: Any) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise wrong(node, keyword, "an array of strings")
     return value
+
+
+def types_of(node: Node) -> list[str]:
+    """The types that a schema lets in."""
+    given = node.schema.get("type", list(TYPES))
+    types = [given] if isinstance(given, str) else given
+    if not isinstance(types, list) or not types or not all(isinstance(one, str) for one in types):
+        raise wrong(node, "type", "the name of a type or an array of them")
+    if any(one not in TYPES for one in types):
+        raise wrong(node, "type", f"among {', '.join(TYPES)}")
+    return types
+
+
+def pattern_of(node: Node) -> tuple[regex.Node, list[tuple[regex.Node, bool]]]:
+    """What the pattern of a schema matches, and its lookaheads as `regex.parse_pattern` gives them."""
+    pattern = node.schema["pattern"]
+    if not isinstance(pattern, str):
+        raise wrong(node, "pattern", "a string")
+    try:
+        return regex.parse_pattern(pattern)
+    except InputError as error:
+        raise UnsupportedSchemaError("pattern", node.where, str(error)) from None
+
+
+def format_of(node: Node) -> str:
+    """The name of a schema's format; empty without one."""
+    name = node.schema.get("format", "")
+    if not isinstance(name, str):
+        raise wrong(node, "format", "a string")
+    return name
 
 
 def wrong(node: Node, keyword: str, legal: str) -> InputError:

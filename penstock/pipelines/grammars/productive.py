@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from penstock.pipelines.grammars.languages import language_of
+from penstock.pipelines.grammars.numbers import numbers_between
 from penstock.pipelines.grammars.shapes import (
     Array,
     Conjunction,
@@ -12,8 +16,30 @@ from penstock.pipelines.grammars.shapes import (
     Object,
     Schemas,
     Shape,
+    Text,
+    is_closed,
     key_of,
 )
+from penstock.pipelines.grammars.unique import has_enough_items
+
+
+@dataclass(slots=True)
+class _Needs:
+    """Which conjunctions must be satisfiable for a shape to be."""
+
+    key: tuple[str, ...]  # of the conjunction that the shape belongs to
+    all: set[tuple[str, ...]]  # each of them
+    some: Counter[tuple[str, ...]]  # of these, which stand for so many properties, ``missing``
+    missing: int
+
+    @property
+    def are_met(self) -> bool:
+        return not self.all and self.missing <= 0
+
+    def meet(self, key: tuple[str, ...]) -> None:
+        """Counts a conjunction as satisfiable."""
+        self.all.discard(key)
+        self.missing -= self.some.pop(key, 0)
 
 
 class Productive:
@@ -36,7 +62,27 @@ class Productive:
 
     def has(self, shape: Shape) -> bool:
         """Whether some value has the shape."""
-        return all(self.holds(one) for one in _needed(shape)) and is_possible(shape)
+        if not self._is_possible(shape) or not all(self.holds(one) for one in _needed(shape)):
+            return False
+        if not isinstance(shape, Object) or shape.least <= len(shape.required):
+            return True
+        some, missing = _optional(shape)
+        return sum(self.holds(one) for one in some) >= missing
+
+    def _is_possible(self, shape: Shape) -> bool:
+        return is_possible(shape) and (
+            not isinstance(shape, Array) or shape.unique_at is None or has_enough_items(self._schemas, shape)
+        )
+
+    def _needs(self, key: tuple[str, ...], shape: Shape) -> _Needs:
+        """What a shape still needs, beside what is known."""
+        needed = {key_of(one) for one in _needed(shape)}
+        some, missing = _optional(shape)
+        result = _Needs(key, needed, Counter(key_of(one) for one in some), missing)
+        for one in [*needed, *result.some]:
+            if self._known.get(one):
+                result.meet(one)
+        return result
 
     def _settle(self, conjunction: Conjunction) -> None:
         """All that is reachable from here: at first nothing is satisfiable, then what needs only what is."""
@@ -48,33 +94,30 @@ class Productive:
             if key in reached or key in self._known:
                 continue
             reached[key] = self._schemas.shapes(asked)
-            open_ones += [needed for shape in reached[key] for needed in _needed(shape)]
-        waiting: dict[tuple[str, ...], list[tuple[tuple[str, ...], int]]] = {}
+            open_ones += [
+                needed for shape in reached[key] for needed in (*_needed(shape), *_optional(shape)[0])
+            ]
+        waiting: dict[tuple[str, ...], list[_Needs]] = {}
         holds: set[tuple[str, ...]] = set()
-        missing: dict[tuple[tuple[str, ...], int], set[tuple[str, ...]]] = {}
         ready: list[tuple[str, ...]] = []
         for key, shapes in reached.items():
-            for place, shape in enumerate(shapes):
-                if not is_possible(shape):
+            for shape in shapes:
+                if not self._is_possible(shape):
                     continue
-                keys = {key_of(one) for one in _needed(shape)}
-                if any(self._known.get(one) is False for one in keys):
-                    continue
-                left = {one for one in keys if one not in self._known}
-                missing[key, place] = left
-                for one in left:
-                    waiting.setdefault(one, []).append((key, place))
-                if not left:
+                needs = self._needs(key, shape)
+                for one in needs.all | set(needs.some):
+                    waiting.setdefault(one, []).append(needs)
+                if needs.are_met:
                     ready.append(key)
         while ready:
             key = ready.pop()
             if key in holds:
                 continue
             holds.add(key)
-            for user in waiting.get(key, []):
-                missing[user].discard(key)
-                if not missing[user]:
-                    ready.append(user[0])
+            for needs in waiting.get(key, []):
+                needs.meet(key)
+                if needs.are_met:
+                    ready.append(needs.key)
         for key in reached:
             self._known[key] = key in holds
 
@@ -89,14 +132,37 @@ def _needed(shape: Shape) -> Iterator[Conjunction]:
             yield shape.property(name)
 
 
+def _optional(shape: Shape) -> tuple[list[Conjunction], int]:
+    """Properties that an object may have, and how many of them it must have."""
+    if not isinstance(shape, Object) or shape.least <= len(shape.required):
+        return [], 0
+    named = [one for name, one in shape.properties.items() if name not in shape.required]
+    others = [] if is_closed(shape) else [shape.others]
+    # Other properties may repeat a name, so that only one of them counts; more are refused later.
+    return [*named, *others * (shape.least - len(shape.required))], shape.least - len(shape.required)
+
+
 def is_possible(shape: Shape) -> bool:
     """Whether a shape's own bounds let some value be."""
-    if isinstance(shape, Numeric):
-        low, high = shape.bounds.integers()
-        none = shape.is_integer and low is not None and high is not None and low > high
-        return not (shape.bounds.is_empty or none)
     if isinstance(shape, Literal):
         return True
-    if isinstance(shape, Object) and shape.required - shape.properties.keys() and shape.names is not None:
+    if isinstance(shape, Numeric):
+        return _is_number_possible(shape)
+    if isinstance(shape, Object):
+        if shape.required - shape.properties.keys() and shape.names is not None:
+            return False
+        return shape.most is None or max(shape.least, len(shape.required)) <= shape.most
+    if shape.most is not None and shape.least > shape.most:
         return False
-    return shape.most is None or shape.least <= shape.most
+    return not isinstance(shape, Text) or not shape.conditions or language_of(shape) is not None
+
+
+def _is_number_possible(shape: Numeric) -> bool:
+    low, high = shape.bounds.integers()
+    if shape.bounds.is_empty:
+        return False
+    if not shape.is_integer:
+        return low is None or high is None or low <= high or numbers_between(shape.bounds) is not None
+    if low is None or high is None:
+        return True
+    return -(-low // shape.multiple_of) * shape.multiple_of <= high

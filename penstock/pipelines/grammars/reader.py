@@ -5,13 +5,14 @@ Here every keyword is read, and those that no grammar can be made of are refused
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
 from penstock.errors import InputError, UnsupportedSchemaError
-from penstock.pipelines.grammars.intersections import has_shape, meet_all, union
+from penstock.pipelines.grammars.intersections import meet_all, union
 from penstock.pipelines.grammars.keywords import (
     array_index,
     branches_of,
@@ -25,6 +26,7 @@ from penstock.pipelines.grammars.keywords import (
 from penstock.pipelines.grammars.one_of import exactly_one
 from penstock.pipelines.grammars.shapes import REFUSED, Conjunction, Literal, Node, Shape, key_of
 from penstock.pipelines.grammars.types import all_types, typed_shapes
+from penstock.pipelines.grammars.validator import Validator
 
 _MAX_DEPTH = 64
 
@@ -44,6 +46,7 @@ class Reader:
         self._document = document
         self._shapes: dict[tuple[str, ...], list[Shape]] = {}
         self._open: set[tuple[str, ...]] = set()
+        self._validator = Validator(self._resolve, REFUSED)
 
     def shapes(self, conjunction: Conjunction) -> list[Shape]:
         """The alternatives of a conjunction; none where nothing satisfies it."""
@@ -54,17 +57,44 @@ class Reader:
                 raise UnsupportedSchemaError("$ref", where, "it refers to itself without end")
             self._open.add(key)
             try:
-                found = all_types()
-                for node in conjunction:
-                    found = meet_all(self, found, self._read(node), node)
+                self._shapes[key] = self._found(conjunction)
             finally:
                 self._open.discard(key)
-            self._shapes[key] = found
         return self._shapes[key]
 
     def accepts(self, conjunction: Conjunction, value: Any) -> bool:
         """Whether a value satisfies a conjunction."""
-        return any(has_shape(self, shape, value) for shape in self.shapes(conjunction))
+        return all(self._validator.accepts(node, value) for node in conjunction)
+
+    def _found(self, conjunction: Conjunction) -> list[Shape]:
+        listed = next((values for node in conjunction if (values := self._listed(node)) is not None), None)
+        if listed is not None:  # each value is tested, also against what no grammar can be made of
+            return [Literal(value) for value in listed if self.accepts(conjunction, value)]
+        found = all_types()
+        for node in conjunction:
+            found = meet_all(self, found, self._read(node), node)
+        return found
+
+    def _listed(self, node: Node, depth: int = 0) -> list[Any] | None:
+        """The values that a schema lists in const or enum, itself or in what applies to the same value."""
+        schema = node.schema
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+            return None
+        for keyword in ("const", "enum"):
+            if keyword in schema and not is_finite(schema[keyword]):
+                raise wrong(node, keyword, "without infinities and NaN, which JSON cannot write")
+        if "const" in schema:
+            return [one for one in [schema["const"]] if _is_text(one)]
+        if "enum" in schema:
+            if not isinstance(schema["enum"], list):
+                raise wrong(node, "enum", "an array")
+            unique: dict[Any, Any] = {}
+            for value in schema["enum"]:
+                unique.setdefault(identity(value), value)
+            return [one for one in unique.values() if _is_text(one)]
+        parts = [self._resolve(node)] if "$ref" in schema else []
+        parts += branches_of(node, "allOf")
+        return next((values for one in parts if (values := self._listed(one, depth + 1)) is not None), None)
 
     def _read(self, node: Node) -> list[Shape]:
         schema = node.schema
@@ -82,26 +112,9 @@ class Reader:
         if "$id" in schema and node.where != "#":
             raise UnsupportedSchemaError("$id", node.where, "only the outermost schema may have one")
         found = typed_shapes(self, node, self._is_of_older_draft)
-        for values in self._enumerations(node):
-            found = meet_all(self, found, [Literal(value) for value in values], node)
         for group in self._applied(node):
             found = meet_all(self, found, group, node)
         return exactly_one(self, node, found) if "oneOf" in schema else found
-
-    def _enumerations(self, node: Node) -> Iterator[list[Any]]:
-        for keyword in ("const", "enum"):
-            if keyword in node.schema and not is_finite(node.schema[keyword]):
-                raise wrong(node, keyword, "without infinities and NaN, which JSON cannot write")
-        if "const" in node.schema:
-            yield [node.schema["const"]]
-        if "enum" in node.schema:
-            values = node.schema["enum"]
-            if not isinstance(values, list):
-                raise wrong(node, "enum", "an array")
-            unique: dict[Any, Any] = {}
-            for value in values:
-                unique.setdefault(identity(value), value)
-            yield list(unique.values())
 
     def _applied(self, node: Node) -> Iterator[list[Shape]]:
         """The shapes of each schema, or group of schemas, that applies to the same value."""
@@ -152,3 +165,12 @@ class Reader:
         """Whether the document says that ``items`` is for all items."""
         name = self._document.get("$schema") if isinstance(self._document, dict) else None
         return isinstance(name, str) and ("/draft-0" in name or "/draft/2019-09/" in name)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether UTF-8 can write a value: it cannot write half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -61,14 +61,23 @@ class Numeric:
 
 
 @dataclass(frozen=True, slots=True)
+class Condition:
+    """What a pattern or a format says about a string."""
+
+    tree: regex.Node
+    said_by: Node = field(compare=False)
+    keyword: str = field(compare=False)
+    is_negated: bool = False  # whether the string must not match: a negated lookahead
+    format: str | None = None  # the format, whose check of a value may accept more than the tree
+
+
+@dataclass(frozen=True, slots=True)
 class Text:
-    """Strings of some length that match a regular expression."""
+    """Strings of some length that satisfy conditions."""
 
     least: int = 0
     most: int | None = None
-    tree: regex.Node | None = None
-    said_by: Node | None = None  # whose expression or format it is, and the keyword
-    keyword: str = ""
+    conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,7 @@ class Array:
     items: Conjunction = ANYTHING
     least: int = 0
     most: int | None = None
+    unique_at: Node | None = field(default=None, compare=False)  # whose uniqueItems it is
 
     def item(self, index: int) -> Conjunction:
         """What the item at an index must satisfy."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from penstock.errors import UnsupportedSchemaError
 from penstock.pipelines.grammars import regex
+from penstock.pipelines.grammars.automata import Automaton
+from penstock.pipelines.grammars.counted import CountedWriter
 from penstock.pipelines.grammars.ebnf import (
     ALL_CHARACTERS,
     NOTHING,
@@ -18,6 +19,7 @@ from penstock.pipelines.grammars.ebnf import (
     sequence,
     without,
 )
+from penstock.pipelines.grammars.languages import Counted, language_of
 from penstock.pipelines.grammars.shapes import Text
 
 _PLAIN = without(ALL_CHARACTERS, [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])  # stand for themselves in a string
@@ -25,6 +27,7 @@ _SHORT = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x0
 _LONG = without([(0, 0x1F)], [(8, 10), (12, 13)])  # control characters without a short escape
 ESCAPE = "\\"
 _MOST_COUNTED_CHARACTERS = 256
+_LONGEST_INLINE = 60
 _Spelling: TypeAlias = tuple[str | None, str | None]  # a class of characters as they are, a rule of escapes
 
 
@@ -44,18 +47,55 @@ class StringWriter:
     def text(self, shape: Text) -> str | None:
         """The rule of a string; None where the bounds exclude its expression."""
         quote = literal('"')
-        if shape.tree is None:
+        if not shape.conditions:
             spelling: _Spelling = (char_class(self._plain), self._any_escape())
             content = self._repeated(spelling, shape.least, shape.most, quote)
         else:
-            tree = _with_length(shape)
-            if tree is None:
+            language = language_of(shape)
+            if language is None:
                 return None
-            if isinstance(tree, regex.Repeat) and isinstance(tree.part, regex.Char):
-                content = self._repeated(self._spelling(tree.part.ranges), tree.least, tree.most, quote)
+            if isinstance(language, Automaton):
+                content = self._automaton(language, quote)
+            elif isinstance(language, Counted):
+                content = self._counted(language, quote)
+            elif isinstance(language, regex.Repeat) and isinstance(language.part, regex.Char):
+                spelling = self._spelling(language.part.ranges)
+                content = self._repeated(spelling, language.least, language.most, quote)
             else:
-                content = sequence(regex.to_ebnf(tree, self._characters), quote)
+                content = sequence(regex.to_ebnf(language, self._characters, self._part), quote)
         return self._rules.add("string", sequence(quote, content))
+
+    def _part(self, body: str) -> str:
+        """A part of an expression, as a rule where it is long: equal ones are written once."""
+        return self._rules.add("part", body) if len(body) > _LONGEST_INLINE else body
+
+    def _automaton(self, automaton: Automaton, end: str) -> str:
+        """A rule for each state; ``end`` follows where a text may end."""
+        names = [self._rules.reserve("state") for _ in automaton.steps]
+        for state, row in enumerate(automaton.steps):
+            options = [end] if automaton.accepting[state] else []
+            loop = NOTHING
+            for ranges, target in row:
+                if target == state:  # a class repeats by itself, which costs the least
+                    plain, escape = self._spelling(ranges)
+                    loop = f"{plain}*" if plain else NOTHING
+                    if escape:
+                        loop = sequence(loop, f"({sequence(escape, loop)})*")
+                    continue
+                options += [sequence(one, names[target]) for one in self._options(ranges)]
+            self._rules.define(names[state], sequence(loop, choice(options)))
+        return names[0]
+
+    def _counted(self, language: Counted, end: str) -> str:
+        """An automaton up to a length, or the expression beside it."""
+        content = CountedWriter(self._rules, language.counting, self._options, end).write()
+        if language.beside is None:
+            return content
+        return choice([content, sequence(regex.to_ebnf(language.beside, self._characters, self._part), end)])
+
+    def _options(self, ranges: Ranges) -> list[str]:
+        """One character of these: as it is, or as an escape."""
+        return [self._part(one) for one in self._spelling(ranges) if one is not None]
 
     def _any_escape(self) -> str:
         """An escape as any JSON writer may write it; the two halves of a pair are one character."""
@@ -142,25 +182,3 @@ class StringWriter:
             rest = self._name_beside(names, depth + 1, free)
             options.append(sequence(self._characters([(point, point)], 1, 1), rest))
         return self._rules.add("name", choice(options))
-
-
-def _with_length(shape: Text) -> regex.Node | None:
-    """The expression together with the bounds of the length; None where they exclude each other."""
-    assert shape.tree is not None
-    only = shape.tree
-    while isinstance(only, regex.Seq) and len(only.parts) == 1:
-        only = only.parts[0]
-    low, high = regex.lengths(only)
-    if (shape.most is not None and low > shape.most) or (high is not None and high < shape.least):
-        return None
-    if low >= shape.least and (shape.most is None or (high is not None and high <= shape.most)):
-        return only
-    if isinstance(only, regex.Repeat) and isinstance(only.part, regex.Char):
-        most = shape.most if only.most is None else min(only.most, shape.most or only.most)
-        return regex.Repeat(only.part, max(only.least, shape.least), most)
-    assert shape.said_by is not None
-    reason = (
-        "together with minLength or maxLength only where it implies them, or repeats a single class "
-        "(^[a-z]*$): say the length in the pattern"
-    )
-    raise UnsupportedSchemaError(shape.keyword, shape.said_by.where, reason)

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.errors import InputError, UnsupportedSchemaError
-from penstock.pipelines.grammars import formats, regex
-from penstock.pipelines.grammars.intersections import has_shape, meet_texts
-from penstock.pipelines.grammars.keywords import counts_of, escaped, mapping_of, number_of, strings_of, wrong
+from penstock.errors import UnsupportedSchemaError
+from penstock.pipelines.grammars import formats
+from penstock.pipelines.grammars.intersections import has_shape
+from penstock.pipelines.grammars.keywords import (
+    counts_of,
+    escaped,
+    format_of,
+    mapping_of,
+    number_of,
+    pattern_of,
+    strings_of,
+    types_of,
+    wrong,
+)
 from penstock.pipelines.grammars.numbers import Bounds
 from penstock.pipelines.grammars.shapes import (
     ANYTHING,
     NEVER,
     Array,
+    Condition,
     Conjunction,
     Literal,
     Node,
@@ -24,7 +35,6 @@ from penstock.pipelines.grammars.shapes import (
 )
 
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependentRequired")
-_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 def all_types() -> list[Shape]:
@@ -40,13 +50,7 @@ def typed_shapes(schemas: Schemas, node: Node, is_older: bool) -> list[Shape]:
         node: the schema.
         is_older: the document is of a draft in which ``items`` is for all items.
     """
-    given = node.schema.get("type", list(_TYPES))
-    types = [given] if isinstance(given, str) else given
-    if not isinstance(types, list) or not types or not all(isinstance(one, str) for one in types):
-        raise wrong(node, "type", "the name of a type or an array of them")
-    for one in types:
-        if one not in _TYPES:
-            raise wrong(node, "type", f"among {', '.join(_TYPES)}")
+    types = types_of(node)
     shapes: list[Shape] = []
     if "null" in types:
         shapes.append(Literal(None))
@@ -81,34 +85,27 @@ def _numeric(node: Node, is_integer: bool) -> Numeric:
 
 def _text(node: Node) -> Text:
     least, most = counts_of(node, "minLength", "maxLength")
-    text = Text(least, most)
+    conditions: list[Condition] = []
     pattern = node.schema.get("pattern")
     if pattern is not None:
-        if not isinstance(pattern, str):
-            raise wrong(node, "pattern", "a string")
-        try:
-            tree = regex.parse_regex(pattern, search=True)
-        except InputError as error:
-            raise UnsupportedSchemaError("pattern", node.where, str(error)) from None
-        text = meet_texts(text, Text(tree=tree, said_by=node, keyword="pattern"))
-    name = node.schema.get("format", "")
-    if not isinstance(name, str):
-        raise wrong(node, "format", "a string")
+        tree, lookaheads = pattern_of(node)
+        conditions.append(Condition(tree, node, "pattern"))
+        conditions += [Condition(one, node, "pattern", is_negated) for one, is_negated in lookaheads]
+    name = format_of(node)
     if name in formats.UNSUPPORTED:
         known = ", ".join(formats.SUPPORTED)
-        raise UnsupportedSchemaError("format", node.where, f"{name!r} is not among {known}")
+        reason = f"{name!r} is only beside enum and const; generated are {known}"
+        raise UnsupportedSchemaError("format", node.where, reason)
     if name in formats.SUPPORTED:
-        tree = regex.parse_regex(formats.SUPPORTED[name], search=False)
-        text = meet_texts(text, Text(tree=tree, said_by=node, keyword="format"))
-    return text
+        conditions.append(Condition(formats.format_tree(name), node, "format", format=name))
+    return Text(least, most, tuple(conditions))
 
 
 def _array(node: Node, is_older: bool) -> Array:
     schema = node.schema
-    if schema.get("uniqueItems", False) is not False:
-        raise UnsupportedSchemaError(
-            "uniqueItems", node.where, "all items before would have to be remembered"
-        )
+    unique = schema.get("uniqueItems", False)
+    if not isinstance(unique, bool):
+        raise wrong(node, "uniqueItems", "true or false")
     least, most = counts_of(node, "minItems", "maxItems")
     if "prefixItems" in schema and is_older:
         reason = "the draft that $schema names does not know it: name draft 2020-12"
@@ -125,7 +122,7 @@ def _array(node: Node, is_older: bool) -> Array:
         items = (Node(schema["items"], f"{node.where}/items"),)
     elif _closes(node, "unevaluatedItems"):
         items = NEVER
-    return Array(prefix, items, least, most)
+    return Array(prefix, items, least, most, node if unique else None)
 
 
 def _object(schemas: Schemas, node: Node) -> Object:

@@ -1,0 +1,75 @@
+"""Labels of internationalised host names: IDNA 2008, from the properties that Python knows of characters."""
+
+from __future__ import annotations
+
+import unicodedata
+
+# RFC 5892, 2.6.
+_ALWAYS = {0xDF, 0x3C2, 0x6FD, 0x6FE, 0xF0B, 0x3007}
+_NEVER = {0x640, 0x7FA, 0x302E, 0x302F, *range(0x3031, 0x3036), 0x303B}
+_OLD_HANGUL = [(0x1100, 0x11FF), (0xA960, 0xA97C), (0xD7B0, 0xD7FB)]
+_IGNORED = [(0xFE00, 0xFE0F), (0x180B, 0x180F), (0xE0000, 0xE0FFF), (0x20D0, 0x20FF), (0x1D100, 0x1D1FF)]
+
+
+def is_u_label(label: str) -> bool:
+    """Whether a label with characters beyond ASCII may be registered (RFC 5891, 4.2).
+
+    The joiners are let in behind a virama alone, which is stricter than RFC 5892 for the non-joiner.
+    """
+    if not label or label.startswith("-") or label.endswith("-") or label[2:4] == "--":
+        return False
+    if unicodedata.normalize("NFC", label) != label or unicodedata.category(label[0]).startswith("M"):
+        return False
+    return all(_is_allowed(label, place) for place in range(len(label))) and _has_direction(label)
+
+
+def _is_allowed(label: str, place: int) -> bool:
+    sign = label[place]
+    point = ord(sign)
+    before, after = label[place - 1 : place], label[place + 1 : place + 2]
+    if point in (0x200C, 0x200D):
+        return bool(before) and unicodedata.combining(before) == 9
+    if point == 0xB7:
+        return before == after == "l"
+    if point == 0x375:
+        return "GREEK" in unicodedata.name(after, "") if after else False
+    if point in (0x5F3, 0x5F4):
+        return bool(before) and "HEBREW" in unicodedata.name(before, "")
+    if point == 0x30FB:
+        words = ("HIRAGANA", "KATAKANA", "CJK UNIFIED", "IDEOGRAPHIC")
+        return any(unicodedata.name(one, "").startswith(words) for one in label if one != sign)
+    if 0x660 <= point <= 0x669:
+        return not any(0x6F0 <= ord(one) <= 0x6F9 for one in label)
+    if 0x6F0 <= point <= 0x6F9:
+        return not any(0x660 <= ord(one) <= 0x669 for one in label)
+    return _is_valid(sign)
+
+
+def _is_valid(sign: str) -> bool:
+    """Whether a character may stand anywhere (PVALID of RFC 5892)."""
+    point = ord(sign)
+    if point in _ALWAYS or point in _NEVER:
+        return point in _ALWAYS
+    if point < 128:
+        return sign == "-" or sign.isdigit() or "a" <= sign <= "z"
+    if any(low <= point <= high for low, high in [*_OLD_HANGUL, *_IGNORED]):
+        return False
+    if unicodedata.category(sign) not in ("Ll", "Lu", "Lo", "Nd", "Lm", "Mn", "Mc"):
+        return False
+    folded = unicodedata.normalize("NFKC", sign).casefold()
+    return unicodedata.normalize("NFKC", folded) == sign
+
+
+def _has_direction(label: str) -> bool:
+    """Whether a label holds to one direction of writing (RFC 5893)."""
+    kinds = [unicodedata.bidirectional(sign) for sign in label]
+    if not {"R", "AL", "AN"} & set(kinds):
+        return True
+    last = next((kind for kind in reversed(kinds) if kind != "NSM"), "")
+    allowed = {"R", "AL", "AN", "EN", "ES", "CS", "ET", "ON", "BN", "NSM"}
+    return (
+        kinds[0] in ("R", "AL")
+        and set(kinds) <= allowed
+        and last in ("R", "AL", "EN", "AN")
+        and not {"EN", "AN"} <= set(kinds)
+    )
