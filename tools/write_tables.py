@@ -369,8 +369,8 @@ HONOURED: Mapping[str, Any] = {
 LIMITS: Mapping[str, tuple[str, Any]] = {
     "multipleOf": ("whole numbers alone", {"multipleOf": 0.5}),
     "format": (
-        f"{', '.join(string_formats.SUPPORTED)} are generated; {', '.join(string_formats.UNSUPPORTED)} is only "
-        "tested on the values of enum and const; names that are not the standard's are remarks",
+        f"{', '.join(string_formats.SUPPORTED)} are generated; {', '.join(string_formats.UNSUPPORTED)} is "
+        "only tested on the values of enum and const; names that are not the standard's are remarks",
         {"type": "string", "format": "regex"},
     ),
     "pattern": (
@@ -378,7 +378,8 @@ LIMITS: Mapping[str, tuple[str, Any]] = {
         {"type": "string", "pattern": "(?=a)b"},
     ),
     "uniqueItems": (
-        "items of enum, const, boolean or few integers; up to 8 values in any order, more in that of the schema",
+        "items of enum, const, boolean or few integers; up to 8 values in any order, "
+        "more in that of the schema",
         {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
     ),
     "items": ("a schema, not the old array of schemas", {"items": [{"type": "integer"}]}),

@@ -42,8 +42,8 @@ def schema_ebnf(schema: Any, *, compact: bool = False, escaped: str = "") -> str
     whose schema names some and does not speak of others has no others; whole numbers are written without
     point and exponent, bounded ones without exponent; names and strings with a pattern are written with the
     shortest escapes, strings of a bounded length above 256 without any; other white space than
-    after ``{ [ , :`` and before ``] }`` is not written; unique items of more than 8 values come in the order of
-    the schema; rare forms of formats are left out (`formats`), and strings near a maximum length beside a
+    after ``{ [ , :`` and before ``] }`` is not written; unique items of more than 8 values come in the order
+    of the schema; rare forms of formats are left out (`formats`), and strings near a maximum length beside a
     format or pattern whose exact grammar would be large (`languages`).
 
     Args:
