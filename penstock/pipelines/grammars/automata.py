@@ -19,6 +19,7 @@ from penstock.pipelines.grammars.ebnf import Ranges, union
 MAX_STATES = 400
 _MAX_FOUND = 2000  # before equivalent states are made one
 _MAX_POSITIONS = 4000  # that one state may consist of, and steps to find them
+_MAX_WORK = 300_000  # borders of characters and positions that are looked at for one expression
 
 _END = 0  # the position behind the whole expression
 _Row: TypeAlias = list[tuple[int, int, frozenset[int]]]  # first and last character, positions behind it
@@ -104,6 +105,8 @@ class _Positions:
         self._lengths: list[tuple[int, int | None]] = [(0, 0)]
         self._steps: dict[int, tuple[bool, list[tuple[Ranges, int]]]] = {}
         self._rows: dict[frozenset[int], _Row] = {}
+        self._work = 0
+        self._measured: dict[int, tuple[int, int | None]] = {}  # lengths by the identity of a node
         self.start = frozenset({self._behind(self._shared(tree), _END)})
 
     def shortest(self, positions: frozenset[int]) -> int:
@@ -131,11 +134,13 @@ class _Positions:
             for ranges, rest in self._step(position)[1]:
                 for low, high in ranges:
                     events += [(low, 1, rest), (high + 1, -1, rest)]
+        self._count(len(events))
         result: _Row = []
         active: Counter[int] = Counter()
         start = 0
         for border, group in itertools.groupby(sorted(events), key=lambda event: event[0]):
             if active:
+                self._count(len(active))
                 result.append((start, border - 1, frozenset(active)))
             for _, change, rest in group:
                 active[rest] += change
@@ -159,6 +164,7 @@ class _Positions:
             if one in seen:
                 continue
             seen.add(one)
+            self._count(1)
             if len(seen) > _MAX_POSITIONS:
                 raise TooLargeError
             made = self._made[one]
@@ -184,11 +190,18 @@ class _Positions:
                     pending.append(self._behind(node.part, self._behind(again, rest)))
         return can_end, found
 
+    def _count(self, work: int) -> None:
+        self._work += work
+        if self._work > _MAX_WORK:
+            raise TooLargeError
+
     def _behind(self, node: regex.Node, rest: int) -> int:
         """The position where ``node`` comes next, and then what comes at ``rest``."""
         key = (id(node), rest)
         if key not in self._numbers:
-            low, high = regex.lengths(node)
+            if id(node) not in self._measured:
+                self._measured[id(node)] = regex.lengths(node)
+            low, high = self._measured[id(node)]
             after, after_high = self._lengths[rest]
             self._numbers[key] = len(self._made)
             self._made.append((node, rest))

@@ -92,6 +92,8 @@ def _is_ldh_label(label: str) -> bool:
 
 def is_idn_hostname(value: str) -> bool:
     """Whether a string is an internationalised host name of RFC 5890."""
+    if len(value) > 253:  # the ASCII form is no shorter
+        return False
     labels = _IDN_DOTS.split(value)
     total = 0
     for label in labels:
