@@ -84,6 +84,7 @@ class Blueprint:
         default_activation: str = "silu",
         default_base: float = 10000.0,
         rope_parameters: Mapping[str, Any] | None = None,
+        partial_rotary: bool = False,
         tied_head: bool = False,
         windows: tuple[int | None, ...] | None = None,
         **ways: Any,
@@ -97,6 +98,7 @@ class Blueprint:
             default_activation: the family's, where the file names none.
             default_base: the family's base of the rotary embedding.
             rope_parameters: in place of those in the file.
+            partial_rotary: whether the family honours ``partial_rotary_factor``.
             tied_head: the family's default for ``tie_word_embeddings``.
             windows: of each layer; if not given there are none, nor may ``layer_types`` have any.
             ways: other fields, in place of their defaults or of what is read.
@@ -121,7 +123,11 @@ class Blueprint:
                 raise ConfigError("layer_types", f"has {SLIDING}, which this family does not have")
         if "rotaries" not in ways:
             rotary = RotaryConfig.from_huggingface(
-                config, head_dim, default_base=default_base, parameters=rope_parameters
+                config,
+                head_dim,
+                default_base=default_base,
+                parameters=rope_parameters,
+                supports_partial=partial_rotary,
             )
             ways = {"max_length": rotary.max_length, "rotaries": (rotary,)} | ways
         values: dict[str, Any] = {

@@ -43,6 +43,7 @@ class RotaryConfig:
         *,
         default_base: float = 10000.0,
         parameters: Mapping[str, Any] | None = None,
+        supports_partial: bool = True,
     ) -> RotaryConfig:
         """Reads ``rope_parameters`` (newer files) or ``rope_theta`` and ``rope_scaling`` (older ones).
 
@@ -51,9 +52,12 @@ class RotaryConfig:
             head_dim: dims of a head, all of which are rotated unless a ``partial_rotary_factor`` is given.
             default_base: the family's own, where the checkpoint names none.
             parameters: stand in for ``rope_parameters`` where layers have several kinds.
+            supports_partial: whether the family's reference implementation rotates a part of each head. If
+                not, rope type ``default`` ignores ``partial_rotary_factor``, as the reference does.
 
         Raises:
-            ConfigError: the type of rope is not known, or a number it needs is missing.
+            ConfigError: the type of rope is not known, a number it needs is missing, or a family that cannot
+                rotate a part of each head needs to.
         """
         if parameters is None:
             parameters = config.section("rope_parameters") or config.section("rope_scaling")
@@ -62,7 +66,6 @@ class RotaryConfig:
         kind = given.get("rope_type", given.get("type", "default"))
         if not isinstance(kind, str) or kind not in _FREQUENCIES:
             raise ConfigError("rope_type", f"unknown rope type {kind!r}: known are {', '.join(_FREQUENCIES)}")
-        fraction = _number(given, "partial_rotary_factor", config.positive("partial_rotary_factor", 1.0))
         positions = config.count("max_position_embeddings")
         original = math.ceil(
             _number(
@@ -80,14 +83,32 @@ class RotaryConfig:
         elif kind == "longrope":
             if given.get("factor") is None:
                 given["factor"] = max(1.0, positions / original)
-        if fraction > 1:
-            raise ConfigError("partial_rotary_factor", f"must be at most 1, was {fraction}")
-        dim = int(head_dim * fraction)
+        dim = _rotated_dims(config, given, head_dim, kind, supports_partial)
         if dim < 2 or dim % 2:
             raise ConfigError("head_dim", f"rotary embeddings need an even number of dims, were given {dim}")
         if kind == "dynamic" and dim < 4:
             raise ConfigError("head_dim", f"rope type 'dynamic' needs at least 4 dims, were given {dim}")
         return cls(dim, base, kind, original, max_length, given)
+
+
+def _rotated_dims(
+    config: Any, parameters: Mapping[str, Any], head_dim: int, kind: str, supports_partial: bool
+) -> int:
+    """Return how many dims of a head are rotated."""
+    if kind == "default" and not supports_partial:
+        return head_dim
+    top = config.positive("partial_rotary_factor", 1.0)
+    fraction = _number(parameters, "partial_rotary_factor", top)
+    if fraction > 1:
+        raise ConfigError("partial_rotary_factor", f"must be at most 1, was {fraction}")
+    dim = int(head_dim * fraction)
+    if dim != head_dim and not supports_partial:
+        raise ConfigError(
+            "partial_rotary_factor",
+            f"is {fraction:g}, but with rope type {kind!r} this family can only rotate all {head_dim} dims "
+            "of a head: remove the factor or set it to 1",
+        )
+    return dim
 
 
 class Rotary:

@@ -167,8 +167,13 @@ _WITHOUT_EFFECT = {
 }
 
 
-def _decoder(keys: _Keys) -> dict[str, Any]:
-    """What all families but GPT-2 spell alike."""
+def _decoder(keys: _Keys, *, partial_rotary: bool = False) -> dict[str, Any]:
+    """What all families but GPT-2 spell alike.
+
+    Args:
+        keys: the file's keys.
+        partial_rotary: whether the family can rotate a part of each head.
+    """
     heads = keys.count("attention.head_count")
     return {
         "hidden_size": keys.count("embedding_length"),
@@ -182,14 +187,16 @@ def _decoder(keys: _Keys) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": keys.has("attn_q.bias"),
         "mlp_bias": keys.has("ffn_up.bias"),
-        **_rope(keys),
+        **_rope(keys, partial_rotary),
     }
 
 
-def _rope(keys: _Keys) -> dict[str, Any]:
+def _rope(keys: _Keys, partial_rotary: bool) -> dict[str, Any]:
     config: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
     dims = keys.count("rope.dimension_count", keys.head_dim)
     if dims != keys.head_dim:
+        if not partial_rotary:
+            raise keys.fail("rope.dimension_count", f"must be the length of keys, {keys.head_dim}")
         config["partial_rotary_factor"] = dims / keys.head_dim
     factors = {which: keys.file.floats(f"rope_{name}.weight") for which, name in _FACTORS.items()}
     kind = keys.get("rope.scaling.type") or "none"
@@ -248,7 +255,6 @@ def _yarn(keys: _Keys) -> dict[str, Any]:
 
 def _llama(keys: _Keys) -> dict[str, Any]:
     """Llama; Mistral if it has a window, Mixtral if it has experts."""
-    _refuse_partial_pairs(keys)
     config = _decoder(keys)
     window = keys.window()
     if keys.get("expert_count"):
@@ -263,7 +269,6 @@ def _llama(keys: _Keys) -> dict[str, Any]:
 
 
 def _granite(keys: _Keys) -> dict[str, Any]:
-    _refuse_partial_pairs(keys)
     return _decoder(keys) | {
         "model_type": "granite",
         "embedding_multiplier": keys.number("embedding_scale", 1.0),
@@ -274,13 +279,7 @@ def _granite(keys: _Keys) -> dict[str, Any]:
 
 
 def _smollm3(keys: _Keys) -> dict[str, Any]:
-    _refuse_partial_pairs(keys)
     return _decoder(keys) | {"model_type": "smollm3", "no_rope_layer_interval": 4}
-
-
-def _refuse_partial_pairs(keys: _Keys) -> None:
-    if keys.count("rope.dimension_count", keys.head_dim) != keys.head_dim:
-        raise keys.fail("rope.dimension_count", f"must be the length of keys, {keys.head_dim}")
 
 
 def _qwen2(keys: _Keys) -> dict[str, Any]:
@@ -311,7 +310,7 @@ def _olmo2(keys: _Keys) -> dict[str, Any]:
 
 
 def _phi3(keys: _Keys) -> dict[str, Any]:
-    return _decoder(keys) | {
+    return _decoder(keys, partial_rotary=True) | {
         "model_type": "phi3",
         "sliding_window": keys.window(),
     }

@@ -230,6 +230,12 @@ def test_refusals(tmp_path: Path, keys: dict[str, Any], problem: str) -> None:
     assert str(error.value).startswith(str(tmp_path / "m.gguf"))
 
 
+@pytest.mark.parametrize("family", ["qwen2", "olmo2", "granite", "gemma2"])
+def test_a_part_of_the_dims_in_families_that_rotate_all(tmp_path: Path, family: str) -> None:
+    with pytest.raises(CheckpointError, match=r"rope\.dimension_count must be the length of keys, 16, was 8"):
+        gguf_config(write(tmp_path, family, rope__dimension_count=8))
+
+
 def test_olmo_3_is_not_taken_for_olmo_2(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"attention\.sliding_window must be absent"):
         gguf_config(write(tmp_path, "olmo2", attention__sliding_window=64))

@@ -51,6 +51,11 @@ def _rotaries(config: HuggingFaceConfig) -> tuple[RotaryConfig, ...]:
     }
     head_dim = config.count("head_dim", 256)
     return tuple(
-        RotaryConfig.from_huggingface(config, head_dim, parameters=older[kind] | dict(given.section(kind)))
+        RotaryConfig.from_huggingface(
+            config,
+            head_dim,
+            parameters=older[kind] | dict(given.section(kind)),
+            supports_partial=False,
+        )
         for kind in _ROTARIES
     )

@@ -20,6 +20,7 @@ class Phi3Model(TransformerModel):
         return Blueprint.from_huggingface(
             config,
             rope_parameters=_rope_parameters(config),
+            partial_rotary=True,
             fused_weights=True,
             norm_eps=config.positive("rms_norm_eps", 1e-5),
             windows=same_windows(config),

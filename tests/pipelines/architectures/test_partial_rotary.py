@@ -1,0 +1,51 @@
+"""``partial_rotary_factor`` has the effect that it has in transformers, for every family with a rope."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import oracle, oracle_logits
+from support.running import context_of, open_pipeline, random_tokens, step_logits
+
+from penstock.errors import ConfigError
+
+
+def with_factor(checkpoint: Path, folder: Path, *, inside: bool, **parameters: Any) -> Path:
+    """A copy of a checkpoint whose rotary embeddings have a factor of 0.5; skips where there are none."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    ropes = config.get("rope_parameters")
+    if ropes is None:
+        pytest.skip("learned positions")
+    for rope in ropes.values() if "full_attention" in ropes else [ropes]:
+        rope.update(parameters)
+        if inside:
+            rope["partial_rotary_factor"] = 0.5
+    if not inside:
+        config["partial_rotary_factor"] = 0.5
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in rope_parameters", "beside them"])
+def test_default_rope_is_that_of_transformers(checkpoint: Path, tmp_path: Path, inside: bool) -> None:
+    folder = with_factor(checkpoint, tmp_path, inside=inside, rope_type="default")
+    tokens = random_tokens(40, 130)
+    expected = oracle_logits(oracle(folder), tokens)
+    ours = step_logits(open_pipeline(folder), [context_of(tokens)])[0]
+    tolerance = 1e-4 * max(1.0, float(expected.std()))
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+
+
+def test_a_factor_that_transformers_cannot_apply_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    folder = with_factor(checkpoint, tmp_path, inside=True, rope_type="linear", factor=2.0)
+    if json.loads((folder / "config.json").read_text())["model_type"] == "phi3":
+        pytest.skip("phi3 honours the factor")
+    with pytest.raises(RuntimeError, match="must match the size"):
+        oracle_logits(oracle(folder), random_tokens(4, 130))
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor: is 0\.5, but with rope type 'linear'"):
+        open_pipeline(folder)
