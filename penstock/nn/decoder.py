@@ -140,7 +140,8 @@ class DecoderNetwork:
         if feed_forward is None:
             feed_forward = gated_mlps(load, blueprint)
         vocabulary, hidden = blueprint.vocabulary, blueprint.hidden
-        table = load.tensor("model.embed_tokens.weight", vocabulary, hidden)
+        tied_head = "lm_head" if blueprint.tied_head else None
+        table = load.table("model.embed_tokens", vocabulary, hidden, tied_head=tied_head)
         scale = float(torch.tensor(blueprint.embedding_scale, dtype=load.dtype))
         tied_to = table if blueprint.tied_head else None
         return cls(

@@ -229,11 +229,30 @@ class Loader:
         """The layer of attention's values called ``name``, in the encoding they have for themselves."""
         return self._read({name: out_features}, in_features, bias, encoding=encoding_of_values(self.encoding))
 
+    def table(self, name: str, vocabulary: int, hidden: int, *, tied_head: str | None = None) -> Tensor:
+        """Return the embedding table ``[V, E]`` called ``name``.
+
+        A checkpoint that ties table and head may hold them as ``tied_head`` alone.
+        """
+        weight = f"{name}.weight"
+        if tied_head is not None and weight not in self.source and f"{tied_head}.weight" in self.source:
+            weight = f"{tied_head}.weight"
+        return self.tensor(weight, vocabulary, hidden)
+
     def head(self, name: str, vocabulary: int, hidden: int, *, tied_to: Tensor | None = None) -> Linear:
-        """The output head, its own or the embedding table ``[V, E]`` once more."""
+        """Return the output head.
+
+        Args:
+            name: of the layer in the checkpoint.
+            vocabulary: V.
+            hidden: E.
+            tied_to: the embedding table ``[V, E]``, for a configuration that ties the head to it. It is used
+                if the checkpoint has no tensor of the head. A tensor that is there may differ from the table;
+                if it does not, nothing is lost: the head is packed beside the table in any case.
+        """
         encoding = encoding_of_head(self.encoding)
         parts = {name: vocabulary}
-        if tied_to is None:
+        if tied_to is None or f"{name}.weight" in self.source:
             return self._named(parts, hidden, None, encoding)
         return self._layer(parts, (vocabulary, hidden), None, encoding, lambda: [tied_to], later=True)
 

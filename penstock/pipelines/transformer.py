@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 class TransformerModel(DecoderModel):
     """A decoder-only transformer as its blueprint says."""
 
-    ignored_weights = ("*rotary_emb.inv_freq", "lm_head.weight")  # a tied head may be in the file twice
-
     @classmethod
     @abstractmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:

@@ -269,6 +269,18 @@ def test_a_head_that_is_tied_waits_with_its_table() -> None:
     assert torch.equal(unpack_linear(packed), table)
 
 
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_head_in_the_file_takes_precedence_over_the_table(encoding: str, back_end: str) -> None:
+    table, own = random(200, 80).bfloat16(), random(200, 80, seed=1).bfloat16()
+    source = Source({"lm_head.weight": own})
+    source.mapped = set(source.tensors)
+    packed = load(source, encoding, BACK_ENDS[back_end]).head("lm_head", 200, 80, tied_to=table).packed
+    kind = ENCODINGS[packed.encoding]
+    assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(own)))
+    assert source.released == ["lm_head.weight"]
+
+
 @needs_kernels
 @pytest.mark.usefixtures("_no_promises")
 def test_memory_is_promised_until_it_is_taken_or_nobody_wants_it() -> None:

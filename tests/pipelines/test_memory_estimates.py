@@ -68,6 +68,18 @@ def test_the_size_of_the_weights_once_loaded(
     assert estimate_weights_size(config) == size
 
 
+@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_head_that_is_stored_once_counts_twice(tmp_path: Path, kept: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    checkpoint(tmp_path)
+    both = {"model.embed_tokens.weight", "lm_head.weight"}
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if k not in both - {kept}}, tmp_path / "model.safetensors")
+    config = PipelineConfig(model=ModelConfig(model_path=str(tmp_path)), max_batch_size=2)
+    assert estimate_weights_size(config) == 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40
+
+
 def test_the_size_of_the_activations(tmp_path: Path) -> None:
     config = replace(checkpoint(tmp_path), max_batch_input_tokens=100)
     size = estimate_activation_memory(config, config.model.huggingface_config)

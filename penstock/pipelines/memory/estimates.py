@@ -51,6 +51,8 @@ def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
         elif not fnmatchcase(name, _OUTPUT_HEAD):
             size += _plain_size(name, header, floats)
     head = encoding_named(encoding_of_head(model.encoding))
+    if not any(_is_one_of(name, _TABLES) for name in model.tensor_headers):  # the head is the table, too
+        size += sum(prod(shape) for shape in _head_shapes(pipeline_config)) * DType(floats).size_in_bytes
     return size + sum(head.num_bytes(*shape) for shape in _head_shapes(pipeline_config))
 
 

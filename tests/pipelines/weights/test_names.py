@@ -71,9 +71,10 @@ def test_other_names_stay(name: str) -> None:
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "language_model.", "no model."])
 def test_a_checkpoint_that_was_saved_so(tmp_path: Path, prefix: str) -> None:
     checkpoint = write_tiny_llm(tmp_path, tie_word_embeddings=True)
-    expected = step_logits(open_pipeline(checkpoint), [context_of([1, 2, 3])])[0]
     file = checkpoint / "model.safetensors"
     tensors = {name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}
+    save_file(tensors, file)
+    expected = step_logits(open_pipeline(checkpoint), [context_of([1, 2, 3])])[0]
     if prefix == "no model.":
         tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     else:

@@ -85,7 +85,8 @@ class GPT2Network:
     def load(cls, load: Loader, config: GPT2Config) -> GPT2Network:
         """Reads a network."""
         vocabulary, hidden = config.vocabulary, config.hidden
-        table = load.tensor("transformer.wte.weight", vocabulary, hidden)
+        tied_head = "lm_head" if config.tied_head else None
+        table = load.table("transformer.wte", vocabulary, hidden, tied_head=tied_head)
         tied_to = table if config.tied_head else None
         return cls(
             Embedding(table),
@@ -109,7 +110,7 @@ class GPT2Network:
 class GPT2Model(DecoderModel):
     """GPT-2 as a pipeline model."""
 
-    ignored_weights = ("*.attn.bias", "*.attn.masked_bias", "lm_head.weight")  # masks; a tied head
+    ignored_weights = ("*.attn.bias", "*.attn.masked_bias")  # masks
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"adapter": with_prefix} | kwargs)
