@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from penstock import limits
 from penstock.driver import CPU, Device
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ForkedProcessError
 
 if TYPE_CHECKING:
     from penstock.kernels import Ops
@@ -23,7 +23,13 @@ class InferenceSession:
         devices: the devices to run on; the host's processor if not given.
         num_threads: threads of the one OpenMP team of this process. If not given, as many as torch chooses
             (one a core, or ``OMP_NUM_THREADS``), but no more than a container's limit of time is worth.
+
+    Raises:
+        ForkedProcessError: this process was forked from one that had made a session.
     """
+
+    _process: ClassVar[int | None] = None
+    """The process that made the first session. A forked child inherits the number, but not the threads."""
 
     def __init__(
         self,
@@ -31,6 +37,9 @@ class InferenceSession:
         *,
         num_threads: int | None = None,
     ) -> None:
+        if InferenceSession._process is None:
+            InferenceSession._process = os.getpid()
+        self.check_process()
         self.devices = list(devices or [CPU()])
         if len(self.devices) > 1:
             raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
@@ -43,6 +52,17 @@ class InferenceSession:
             import torch
 
             torch.set_num_threads(num_threads)
+
+    def check_process(self) -> None:
+        """Check that this process may compute: the OpenMP team of a parent does not survive a fork.
+
+        Raises:
+            ForkedProcessError: it was forked after the first session was made. The next parallel loop would
+                wait forever for threads that do not exist.
+        """
+        process = os.getpid()
+        if InferenceSession._process not in (None, process):
+            raise ForkedProcessError(InferenceSession._process, process)
 
     @property
     def kernels(self) -> str:

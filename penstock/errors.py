@@ -16,6 +16,7 @@
     │   └── UnknownArchitectureError          architecture, known
     ├── InsufficientMemoryError               needed, available
     │   └── InsufficientBlocksError           needed, free, total
+    ├── ForkedProcessError (RuntimeError)     origin: the process that the threads were left in
     └── MissingDependencyError (ImportError)  package, extra
 
 An ``assert`` anywhere in Penstock marks a mistake of ours; what a caller can cause raises one of these,
@@ -150,6 +151,22 @@ class InsufficientBlocksError(InsufficientMemoryError):
         )
         self.free = free
         self.total = total
+
+
+class ForkedProcessError(PenstockError, RuntimeError):
+    """A forked process uses a model, or loads one, after its parent has loaded one: a step would hang."""
+
+    def __init__(self, origin: int, process: int) -> None:
+        super().__init__(
+            f"process {process} was forked from process {origin}, which had loaded a model: the threads that "
+            "compute do not survive a fork. Start the process with the 'spawn' or 'forkserver' method of "
+            "multiprocessing and load the model there, or fork before any model is loaded"
+        )
+        self.origin = origin
+        self.process = process
+
+    def __reduce__(self) -> tuple[type[ForkedProcessError], tuple[int, int]]:
+        return type(self), (self.origin, self.process)
 
 
 class MissingDependencyError(PenstockError, ImportError):

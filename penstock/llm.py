@@ -64,6 +64,7 @@ class LLM:
         ConfigError: unknown field, wrong type or impossible value.
         CheckpointError: the model cannot be found or loaded.
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+        ForkedProcessError: this process was forked from one that had loaded a model.
     """
 
     def __init__(self, model: str = "demo", **config: Any) -> None:
@@ -411,6 +412,7 @@ class LLM:
     def _context(self, request: TokenGeneratorRequest, num_requests: int) -> TextContext:
         if not self._is_open:
             raise InputError("this LLM is closed: make a new one")
+        self.pipeline.session.check_process()
         try:
             return self.tokenizer.build_context(request)
         except InputError as error:

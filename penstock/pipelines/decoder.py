@@ -262,11 +262,13 @@ class DecoderModel(PipelineModel[TextContext]):
 
     def settle(self) -> bool:
         """Packs the next weight that the load has put off."""
+        self.session.check_process()
         if self._deferred:
             self._deferred.popleft().pack()
         return bool(self._deferred)
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
+        self.session.check_process()
         if self._has_run:
             self.settle_all()
         self._has_run = True

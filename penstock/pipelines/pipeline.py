@@ -104,6 +104,7 @@ class TextGenerationPipeline:
         Raises:
             PenstockError: it never will.
         """
+        self.session.check_process()
         if self.grammars is not None and not self.grammars.ready(context):
             return False
         adapters = self.model.lora_manager  # asked last: where it says yes, it keeps room for the context
@@ -125,7 +126,9 @@ class TextGenerationPipeline:
             InputError: a context cannot be served; no context has changed.
             InsufficientBlocksError: the KV cache is full; no context has changed, but those that were
                 given their blocks before keep them.
+            ForkedProcessError: the model was loaded before this process was forked.
         """
+        self.session.check_process()
         if not batch:
             return {}
         if num_steps < 1:

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from penstock.errors import (
     CheckpointError,
     ConfigError,
+    ForkedProcessError,
     InputError,
     InsufficientMemoryError,
     MissingDependencyError,
@@ -50,6 +51,7 @@ TABLE: Mapping[type[PenstockError], tuple[int, str, str | None]] = {
     OverloadedError: (429, "rate_limit_error", "rate_limit_exceeded"),
     UnavailableError: (503, "service_unavailable_error", "service_unavailable"),
     InsufficientMemoryError: (503, "service_unavailable_error", "insufficient_memory"),
+    ForkedProcessError: (500, "server_error", "internal_error"),
     RequestFailedError: (500, "server_error", "internal_error"),
     PenstockError: (500, "server_error", "internal_error"),
 }

@@ -52,6 +52,7 @@ ERRORS = [
     errors.UnknownArchitectureError("/models/x", "lama", ["llama"]),
     errors.InsufficientMemoryError("too little memory", needed=10, available=5),
     errors.InsufficientBlocksError(3, 1, 8),
+    errors.ForkedProcessError(12, 34),
     errors.MissingDependencyError("pyzmq", "serve", "penstock serve"),
 ]
 FAILURE = ErrorRecord("InputError", "no")

@@ -1,0 +1,90 @@
+"""A forked process that would hang in its first step gets an error."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import textwrap
+
+from penstock.errors import ForkedProcessError
+
+SCRIPT = """
+    import os, sys
+    from penstock import LLM, SamplingParams
+    from penstock.errors import ForkedProcessError
+
+    def load():
+        return LLM("demo", num_threads=2, quantization_encoding="int8")
+
+    def text_of(llm):
+        return llm.generate("Once upon a time", SamplingParams(max_new_tokens=4), use_tqdm=False)[0].text
+
+    def in_a_child(action):
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            try:
+                print("child:", action(), flush=True)
+            except ForkedProcessError as error:
+                assert error.origin == os.getppid() and error.process == os.getpid()
+                print("refused", flush=True)
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def run(steps: str) -> list[str]:
+    """What a script prints; it is killed if it hangs."""
+    script = textwrap.dedent(SCRIPT) + textwrap.dedent(steps)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_a_child_of_a_process_that_has_generated_is_refused() -> None:
+    lines = run(
+        """
+        from penstock.pipelines.core import TokenGeneratorRequest
+
+        llm = load()
+        before = text_of(llm)
+        request = TokenGeneratorRequest("a", 0, "demo", prompt="Once")
+        context = llm.tokenizer.build_context(request)
+        in_a_child(lambda: text_of(llm))
+        in_a_child(lambda: next(llm.stream("Once")))
+        in_a_child(lambda: llm.beam_search("Once", num_beams=2, max_new_tokens=2))
+        in_a_child(lambda: text_of(load()))
+        in_a_child(lambda: llm.pipeline.ready(context))
+        in_a_child(lambda: llm.pipeline.settle())
+        in_a_child(lambda: llm.pipeline.model.settle())
+        in_a_child(lambda: llm.pipeline.next_token({"a": context}))
+        stream = llm.stream("Once upon a time", SamplingParams(max_new_tokens=8))
+        next(stream)
+        in_a_child(lambda: text_of(llm))
+        list(stream)
+        print(text_of(llm) == before)
+        """
+    )
+    assert lines == ["refused"] * 9 + ["True"]
+
+
+def test_a_child_may_load_a_model_if_its_parent_has_not() -> None:
+    lines = run(
+        """
+        in_a_child(lambda: len(text_of(load())) > 0)
+        print(len(text_of(load())) > 0)
+        """
+    )
+    assert lines == ["child: True", "True"]
+
+
+def test_the_error_names_what_to_do_and_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(ForkedProcessError(12, 34)))
+    assert (error.origin, error.process) == (12, 34)
+    assert isinstance(error, RuntimeError)
+    assert "process 34 was forked from process 12" in str(error)
+    assert "'spawn'" in str(error)
