@@ -20,6 +20,7 @@ import numpy as np
 from penstock.errors import InputError, InsufficientBlocksError, UnsupportedFeatureError
 from penstock.interrupts import deferred_interrupts
 from penstock.pipelines.core import Pipeline, TextContext, TextGenerationResponse
+from penstock.pipelines.kv_cache.interface import restart
 
 EarlyStopping: TypeAlias = bool | Literal["never"]
 
@@ -317,6 +318,8 @@ class BeamSearch:
     def _score(self, contexts: Sequence[TextContext]) -> dict[str, Mapping[int, float]]:
         """The best next tokens of each context, by its id. Computes prompts in chunks, if it must."""
         for context in contexts:
+            if self._pipeline.kv.is_stale(context):
+                restart(self._pipeline.kv, context)
             self._pipeline.kv.claim(context)
         scores: dict[str, Mapping[int, float]] = {}
         while pending := [context for context in contexts if context.request_id not in scores]:

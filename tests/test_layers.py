@@ -55,7 +55,7 @@ TABLE = {
     "kernels": Row("torch numpy .dtype .driver .host_memory"),
     "engine": Row("torch numpy .kernels .driver .dtype .limits"),
     "answers": Row(".beams .pipelines.core .pipelines.detokenizer"),
-    "beams": Row("numpy .interrupts .pipelines.core"),
+    "beams": Row("numpy .interrupts .pipelines.core .pipelines.kv_cache.interface"),
     "prompts": Row(".pipelines.config .pipelines.core"),
     "interrupts": Row(""),
     "loading": Row(""),

@@ -20,5 +20,5 @@ class StepInputs:
     kv: KVCacheInputs | None = None
     lora: LoRAInputs | None = None
     text_lengths: Tensor | None = None
-    """[T] int64: the length each row's text had when the row was first computed, max(prompt, position + 1);
-    for rotary embeddings that change with it."""
+    """[T] int64: the text length that rotary embeddings which change with it use for each row, see
+    `penstock.pipelines.decoder`."""

@@ -35,6 +35,14 @@ class RotaryConfig:
     """The length that the model may be run at."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def key_limit(self) -> int | None:
+        """The longest sequence that has the short factors of LongRoPE; None where factors never change."""
+        if self.kind != "longrope":
+            return None
+        short, long = (self.parameters.get(name) for name in ("short_factor", "long_factor"))
+        return None if short == long else self.max_positions
+
     @classmethod
     def from_huggingface(
         cls,
@@ -116,8 +124,8 @@ class Rotary:
 
     def __init__(self, config: RotaryConfig, max_length: int, device: torch.device) -> None:
         self.config = config
-        kinds = ("dynamic", "longrope")
-        self.length_dependent = config.kind in kinds and max_length > config.max_positions
+        changes = config.kind == "dynamic" or config.key_limit is not None
+        self.length_dependent = changes and max_length > config.max_positions
         """Whether the angles change with the length of the text, not only with the position."""
         frequencies, factor = _FREQUENCIES[config.kind](config)
         self.cos, self.sin = _tables(frequencies, factor, max_length, device)  # [P, R / 2]

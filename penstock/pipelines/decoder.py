@@ -72,7 +72,7 @@ class Network(Protocol):
 
     @property
     def length_dependent(self) -> bool:
-        """Whether keys depend on the length of the text, so that prompts cannot share them."""
+        """Whether keys depend on the length of the text: then steps have `StepInputs.text_lengths`."""
         ...
 
     def __call__(
@@ -182,13 +182,15 @@ class DecoderModel(PipelineModel[TextContext]):
     def load_kv_manager(self, session: InferenceSession, available_cache_memory: int) -> KVCacheManager:
         """Allocates the KV cache, in at most ``available_cache_memory`` bytes."""
         config = self.kv_cache_config
-        assert self.kv_cache_spec is not None
+        spec = self.kv_cache_spec
+        assert spec is not None
         return KVCacheManager(
-            self.kv_cache_spec,
+            spec,
             self._num_blocks(available_cache_memory),
             config.block_size,
             device=self.torch_device,
-            enable_prefix_caching=config.enable_prefix_caching and not self.network.length_dependent,
+            enable_prefix_caching=config.enable_prefix_caching
+            and (spec.shares_prefixes or not self.network.length_dependent),
             adapter_digest=self.lora_manager.digest if self.lora_manager else None,
         )
 
@@ -393,10 +395,19 @@ class DecoderModel(PipelineModel[TextContext]):
     def _text_lengths(
         self, contexts: Sequence[TextContext], counts: np.ndarray, positions: np.ndarray
     ) -> Tensor | None:  # [T]
-        if not self.network.length_dependent:
+        """Return the text length that decides the angles of each row.
+
+        It is that of the prompt, or that up to the row where this is longer: what a whole prompt, and then
+        each generated token, has in transformers. In a regime of longer sequences it is at least the length
+        at which that begins. So the rows of a context that is computed again are those of the first time.
+        """
+        spec = self.kv_cache_spec
+        if not self.network.length_dependent or spec is None:
             return None
-        prompts = np.array([len(context.prompt_tokens) for context in contexts]).repeat(counts)
-        return self._to_device(np.maximum(prompts, positions + 1), np.int64)
+        lengths = [
+            max(len(context.prompt_tokens), spec.shortest(context.current_length)) for context in contexts
+        ]
+        return self._to_device(np.maximum(np.array(lengths).repeat(counts), positions + 1), np.int64)
 
     def _wanted_rows(self, states: Tensor, row_offsets: Tensor) -> Tensor:
         """Of the hidden states of all rows: all, or the last of each sequence."""

@@ -29,7 +29,7 @@ from penstock.pipelines.core import (
     TextResponse,
     TTSContext,
 )
-from penstock.pipelines.kv_cache import KVCache, NullKVCache
+from penstock.pipelines.kv_cache import KVCache, NullKVCache, restart
 from penstock.pipelines.memory import MOST_DRAFT_ROWS
 from penstock.pipelines.model import KVCacheMixin, ModelInputs, ModelOutputs, PipelineModel
 from penstock.pipelines.sampling import check_logit_rules
@@ -136,6 +136,8 @@ class TextGenerationPipeline:
         contexts = list(batch.values())
         self._check(contexts)
         for context in contexts:
+            if self.kv.is_stale(context):
+                restart(self.kv, context)
             self.kv.claim(context)
             self.kv.reserve(context)
         start = perf_counter()
@@ -240,8 +242,11 @@ class TextGenerationPipeline:
         return max(1, min(num_steps, *map(self._room, contexts)))
 
     def _room(self, context: TextContext) -> int:
-        """How many more tokens a context may get."""
-        return min(self.model.max_seq_len, context.max_length) - context.current_length
+        """Return how many more tokens a context may get from one call, drafts accepted included."""
+        room = min(self.model.max_seq_len, context.max_length) - context.current_length
+        spec = self.model.kv_cache_spec
+        steps_left = spec.steps_left(context.current_length) if spec is not None else None
+        return room if steps_left is None else min(room, steps_left)
 
     def _drafts(self, contexts: Sequence[TextContext]) -> tuple[list[list[int]], list[bool]]:
         """Drafts for the contexts that can take them, and whether a grammar forces them.

@@ -52,11 +52,14 @@ class TransformerModel(DecoderModel):
         layers_of: dict[int | None, list[int]] = {}
         for layer, window in enumerate(blueprint.windows):
             layers_of.setdefault(window, []).append(layer)
+        limits = {rotary.key_limit for rotary in blueprint.rotaries}
         return KVCacheSpec(
             tuple(
                 KVGroup(tuple(layers), blueprint.kv_heads, blueprint.head_dim, dtype, window)
                 for window, layers in layers_of.items()
-            )
+            ),
+            key_limits=tuple(sorted(limit for limit in limits if limit is not None)),
+            shares_prefixes=all(rotary.kind != "dynamic" for rotary in blueprint.rotaries),
         )
 
     @classmethod

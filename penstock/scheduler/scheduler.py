@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from penstock.errors import ConfigError, InputError, InsufficientBlocksError, PenstockError
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
-from penstock.pipelines.kv_cache.interface import KVCache
+from penstock.pipelines.kv_cache.interface import KVCache, restart
 from penstock.scheduler.budget import decode_rows, prompt_rows, smallest_chunk
 from penstock.scheduler.isolation import Isolation, as_failure, take_failures
 from penstock.scheduler.waiting import WaitingQueue
@@ -151,6 +151,7 @@ class Scheduler(Generic[ContextT, OutputT]):
             The output of each context that ran, by request id. One that is done has left.
         """
         self._take_cancels()
+        self._requeue_stale()
         self.admitted.clear()
         batch: dict[str, _Entry[ContextT]] = {}
         num_left = self._add_decoding(batch, self._max_tokens)
@@ -319,13 +320,20 @@ class Scheduler(Generic[ContextT, OutputT]):
             return False
 
     def _preempt(self, entry: _Entry[ContextT]) -> None:
+        self._requeue(entry)
+        self.num_preemptions += 1
+
+    def _requeue_stale(self) -> None:
+        """Sends contexts that must be computed again back to waiting, where they keep their arrival."""
+        for entry in list(self._running.values()):
+            if self._kv.is_stale(entry.context):
+                self._requeue(entry)
+
+    def _requeue(self, entry: _Entry[ContextT]) -> None:
         del self._running[entry.request_id]
-        self._kv.release(entry.context)
-        entry.context.reset()
-        entry.context.set_token_indices(active_idx=entry.context.end_idx)  # a chunk may have been cut off it
+        restart(self._kv, entry.context)
         entry.is_decoding = False
         self._waiting.push(entry)
-        self.num_preemptions += 1
 
     def _fail(self, entry: _Entry[ContextT], error: PenstockError) -> None:
         self._leave(entry.request_id)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_logits, write_checkpoint
+from support.checkpoints import oracle, oracle_logits, oracle_step, write_checkpoint
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
 from penstock.errors import CheckpointError, ConfigError
@@ -65,15 +65,12 @@ def test_logits(checkpoint: Path, kernels: str) -> None:
     context = context_of(tokens[:90])
     logits = [step_logits(pipeline, [context])[0]]
     torch.testing.assert_close(logits[0], oracle_logits(reference, tokens[:90]), atol=1e-3, rtol=1e-4)
-    past: Any = None
-    with torch.inference_mode():
-        past = reference(torch.tensor([tokens[:90]]), use_cache=True).past_key_values
-        for token in tokens[90:]:
-            step = reference(torch.tensor([[token]]), past_key_values=past, use_cache=True)
-            past = step.past_key_values
-            feed(pipeline, context, token)
-            ours = step_logits(pipeline, [context])[0]
-            torch.testing.assert_close(ours, step.logits[0], atol=1e-3, rtol=1e-4)
+    _, past = oracle_step(reference, tokens[:90])
+    for length in range(91, 111):
+        expected, past = oracle_step(reference, tokens[:length], past)
+        feed(pipeline, context, tokens[length - 1])
+        ours = step_logits(pipeline, [context])[0][-1:]
+        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=1e-4)
 
 
 def test_a_stretched_prompt_in_chunks(tmp_path: Path) -> None:

@@ -34,11 +34,13 @@ class Run:
         *num_blocks: int,
         windows: tuple[int | None, ...] = (None,),
         caching: bool = True,
+        key_limits: tuple[int, ...] = (),
         **options: Any,
     ) -> None:
-        self.pipeline = FakePipeline(
-            kv_manager(*(num_blocks or (100,)), windows=windows, enable_prefix_caching=caching)
+        kv = kv_manager(
+            *(num_blocks or (100,)), windows=windows, enable_prefix_caching=caching, key_limits=key_limits
         )
+        self.pipeline = FakePipeline(kv)
         settings = {"max_batch_size": 4, "max_batch_input_tokens": 16, "min_chunk_size": 4}
         self.scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(
             self.pipeline, **(settings | options)
@@ -368,6 +370,74 @@ def test_a_context_preempted_in_a_chunk_is_whole_again() -> None:
         run.step()
     assert (evicted.start_idx, evicted.active_idx, evicted.end_idx) == (0, 6, 6)
     run.finish()
+
+
+def test_a_context_that_outgrows_its_keys_is_a_prompt_again() -> None:
+    run = Run(key_limits=(7,), caching=False)
+    run.submit("a", 5, new=6)
+    assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}, {"a": 8}, {"a": 1}, {"a": 1}]
+    assert run.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 100])
+def test_several_steps_end_where_keys_do(num_steps: int) -> None:
+    run = Run(key_limits=(7,), caching=False)
+    run.submit("a", 4, new=9)
+    trace = run.finish(num_steps)
+    assert [rows["a"] for rows in trace] == [4, 1, 1, 1, 8, 1, 1, 1, 1]
+
+
+def test_a_context_that_outgrows_its_keys_is_cut_into_chunks_beside_others() -> None:
+    run = Run(key_limits=(20,), caching=False, max_batch_input_tokens=8)
+    run.submit("a", 20, new=4)
+    run.submit("b", 3, new=9)
+    assert run.finish() == [
+        {"a": 8},
+        {"a": 8},
+        {"a": 4, "b": 3},
+        *[{"b": 1, "a": 7}] * 3,
+        *[{"a": 1, "b": 1}] * 2,
+        *[{"b": 1}] * 3,
+    ]
+
+
+def test_a_context_that_ends_where_its_keys_do_is_not_computed_again() -> None:
+    run = Run(key_limits=(7,), caching=False)
+    run.submit("a", 5, new=3)
+    assert run.finish() == [{"a": 5}, {"a": 1}, {"a": 1}]
+
+
+def test_answers_to_one_prompt_share_its_new_keys() -> None:
+    run = Run(key_limits=(13,), max_batch_input_tokens=64)
+    for name in "abc":
+        run.submit(name, [1] * 12, new=5)
+    assert run.finish() == [
+        {"a": 12},
+        {"a": 1, "b": 4, "c": 4},
+        {"b": 1, "c": 1, "a": 14},
+        {"a": 1, "b": 2, "c": 2},
+        {"a": 1, "b": 1, "c": 1},
+        {"b": 1, "c": 1},
+    ]
+
+
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 5)])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_keys_of_one_regime_are_never_read_in_another(
+    windows: tuple[int | None, ...], caching: bool, num_steps: int
+) -> None:
+    """Many contexts of like beginnings, few blocks: preempted, shared, cut, across two limits."""
+    run = Run(*[14] * len(windows), windows=windows, caching=caching, key_limits=(9, 21))
+    rng = np.random.default_rng(len(windows) + num_steps)
+    for number in range(40):
+        prompt = [1] * int(rng.integers(1, 12)) + [2] * int(rng.integers(1, 12))
+        run.submit(f"{number:02}", prompt, new=int(rng.integers(1, 16)))
+        for _ in range(int(rng.integers(0, 3))):
+            run.step(num_steps)
+    run.finish(num_steps)
+    assert not run.scheduler.failures
+    assert all(context.is_done for context in run.contexts.values())
 
 
 def test_an_urgent_request_without_blocks_does_not_stop_a_prompt_that_runs() -> None:

@@ -46,6 +46,21 @@ def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V]
         return model(torch.tensor([tokens])).logits[0].float()
 
 
+def oracle_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Tensor, Any]:  # [1, V]
+    """Logits behind the last token of a text, by the cache of what is before it; and the cache from then on.
+
+    Where the text outgrows the short factors of LongRoPE the cache is made anew, as by Phi 3's ``generate``.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    if limit is not None and len(text) == limit + 1:
+        past = None
+    tokens = text if past is None else text[-1:]
+    with torch.inference_mode():
+        output = model(torch.tensor([tokens]), past_key_values=past, use_cache=True)
+    return output.logits[0, -1:].float(), output.past_key_values
+
+
 def oracle_greedy(model: Any, tokens: list[int], count: int) -> list[int]:
     """The ``count`` tokens that transformers' own greedy search appends."""
     prompt = torch.tensor([tokens])

@@ -56,6 +56,8 @@ class FakePipeline:
     ) -> dict[str, TextGenerationResponse]:
         if any(context.active_idx < context.end_idx for context in batch.values()):
             num_steps = 1
+        left = [self.kv.spec.steps_left(context.current_length) for context in batch.values()]
+        num_steps = min([num_steps, *(steps for steps in left if steps is not None)])
         for context in batch.values():
             self.kv.claim(context)
             self.kv.reserve(context, num_steps - 1)

@@ -24,19 +24,22 @@ def text_context(tokens: Sequence[int], *, max_length: int = 4096, **fields: Any
     return TextContext(prompt="", max_length=max_length, tokens=np.array(tokens, np.int64), **fields)
 
 
-def kv_spec(*windows: int | None) -> KVCacheSpec:
+def kv_spec(*windows: int | None, key_limits: tuple[int, ...] = ()) -> KVCacheSpec:
     """One group of one layer for each window."""
-    return KVCacheSpec(
-        tuple(KVGroup((layer,), 1, 1, DType.float32, window) for layer, window in enumerate(windows))
-    )
+    groups = (KVGroup((layer,), 1, 1, DType.float32, window) for layer, window in enumerate(windows))
+    return KVCacheSpec(tuple(groups), key_limits)
 
 
 def kv_manager(
-    *num_blocks: int, windows: Sequence[int | None] = (None,), block_size: int = 4, **options: Any
+    *num_blocks: int,
+    windows: Sequence[int | None] = (None,),
+    block_size: int = 4,
+    key_limits: tuple[int, ...] = (),
+    **options: Any,
 ) -> KVCacheManager:
     """A manager with so many usable blocks in each group; small blocks make small tests."""
     total = tuple(count + 1 for count in num_blocks)
-    return KVCacheManager(kv_spec(*windows), total, block_size, **options)
+    return KVCacheManager(kv_spec(*windows, key_limits=key_limits), total, block_size, **options)
 
 
 def compute(manager: KVCacheManager, contexts: Sequence[TextContext]) -> None:
@@ -44,7 +47,7 @@ def compute(manager: KVCacheManager, contexts: Sequence[TextContext]) -> None:
     inputs = manager.inputs(contexts)
     for layer in range(manager.spec.num_layers):
         view = inputs.layer(layer)
-        keys = np.concatenate([_keys(c)[c.start_idx : c.active_idx] for c in contexts])
+        keys = np.concatenate([_keys(manager, c)[c.start_idx : c.active_idx] for c in contexts])
         for half in view.cache:
             half.view(-1)[view.slots] = torch.from_numpy(keys)
     for row, context in enumerate(contexts):
@@ -63,7 +66,7 @@ def assert_readable(manager: KVCacheManager, inputs: KVCacheInputs, row: int, co
         assert blocks.all(), f"the query at {last} sees the null block: {blocks.tolist()}"
         slots = blocks * inputs.block_size + positions % inputs.block_size
         for half in view.cache:
-            np.testing.assert_array_equal(half.view(-1)[slots].numpy(), _keys(context)[positions])
+            np.testing.assert_array_equal(half.view(-1)[slots].numpy(), _keys(manager, context)[positions])
 
 
 def advance(manager: KVCacheManager, context: TextContext, token: int = 0, chunk: int | None = None) -> None:
@@ -83,9 +86,10 @@ def tables(manager: KVCacheManager, context: TextContext) -> list[list[int]]:
     return [group.block_tables[0].tolist() for group in inputs.groups]
 
 
-def _keys(context: TextContext) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """For each position a number below 2**24, which float32 holds exactly."""
-    crc, keys = crc32(repr((context.cache_salt, context.adapter)).encode()), []
+def _keys(manager: KVCacheManager, context: TextContext) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """For each position a number below 2**24, which float32 holds exactly; another in another regime."""
+    regime = manager.spec.regime(context.current_length)
+    crc, keys = crc32(repr((context.cache_salt, context.adapter, regime)).encode()), []
     for index, token in enumerate(context.all_tokens.tolist()):
         crc = crc32(b"%d;" % context.token_hash_overrides.get(index, token), crc)
         keys.append(crc % 2**24)

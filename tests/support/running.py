@@ -12,7 +12,7 @@ import torch
 from penstock.kernels.reference import ReferenceOps
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
-from penstock.pipelines.kv_cache import KVCacheManager
+from penstock.pipelines.kv_cache import KVCacheManager, restart
 
 
 def open_pipeline(
@@ -62,10 +62,15 @@ def random_tokens(count: int, vocabulary: int, seed: int = 0) -> list[int]:
 
 
 def step_logits(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext]) -> list[torch.Tensor]:
-    """Logits of a forward over the active tokens of each context, ``[rows, V]`` each; no context changes."""
+    """Logits of a forward over the active tokens of each context, ``[rows, V]`` each; no context changes.
+
+    But those whose keys are stale become prompts again.
+    """
     kv = pipeline.kv
     assert isinstance(kv, KVCacheManager)
     for context in contexts:
+        if kv.is_stale(context):
+            restart(kv, context)
         kv.claim(context)
         kv.reserve(context)
     counts = [context.active_length for context in contexts]

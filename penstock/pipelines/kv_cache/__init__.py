@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from penstock.pipelines.kv_cache.block_pool import BlockPool
-from penstock.pipelines.kv_cache.interface import KVCache, NullKVCache
+from penstock.pipelines.kv_cache.interface import KVCache, NullKVCache, restart
 from penstock.pipelines.kv_cache.spec import KVCacheSpec, KVGroup
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ __all__ = [
     "KVCacheStorage",
     "KVGroup",
     "NullKVCache",
+    "restart",
 ]
 
 _LAZY = {

@@ -11,9 +11,17 @@ import numpy.typing as npt
 DIGEST_SIZE = 32  # bytes; two contents of one name would show one user's prompt to another
 
 
-def chain_root(adapter_digest: bytes | None, cache_salt: str | None) -> bytes:
-    """The digest before the first block: contexts share blocks only where these are equal."""
+def chain_root(adapter_digest: bytes | None, cache_salt: str | None, regime: int = 0) -> bytes:
+    """The digest before the first block: contexts share blocks only where these are equal.
+
+    Args:
+        adapter_digest: of the adapter's content.
+        cache_salt: of the request.
+        regime: of the sequence's length, see `KVCacheSpec.regime`.
+    """
     parts = [adapter_digest, None if cache_salt is None else cache_salt.encode()]
+    if regime:
+        parts.append(b"%d" % regime)
     return _digest(b"".join(b"-" if part is None else b"%d:%b" % (len(part), part) for part in parts))
 
 

@@ -9,6 +9,8 @@ The life of a context in a cache::
       |         +- blocks for the rows of the next step
       +- a slot, and whatever blocks of its beginning are known already
 
+A context whose keys are stale goes from commit back to claim, through `restart`.
+
 All numbers of blocks leave out the null block.
 """
 
@@ -109,6 +111,14 @@ class KVCache(Protocol):
         """
         ...
 
+    def is_stale(self, context: InputContext) -> bool:
+        """Return whether the keys of a context are of no use for its next token.
+
+        They are where it was claimed, or forked, at a length on the other side of a limit
+        (`KVCacheSpec.key_limits`). Then all of its tokens must be computed again: see `restart`.
+        """
+        ...
+
     def check_integrity(self) -> None:
         """Raises AssertionError, with the numbers, unless free + referenced + cached blocks are all there
         are, and references are those of the block tables."""
@@ -154,5 +164,15 @@ class NullKVCache:
     def waits_for(self, context: InputContext) -> bool:
         return False
 
+    def is_stale(self, context: InputContext) -> bool:
+        return False
+
     def check_integrity(self) -> None:
         return
+
+
+def restart(kv: KVCache, context: InputContext) -> None:
+    """Makes all tokens of a context a prompt to compute again: it was evicted, or its keys are stale."""
+    kv.release(context)
+    context.reset()
+    context.set_token_indices(active_idx=context.end_idx)  # a chunk may have been cut off it

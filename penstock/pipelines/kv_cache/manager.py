@@ -39,6 +39,7 @@ class _Sequence:
     request_id: str
     slot: int
     behind: list[int]  # a group: table entries that are null because a window has passed them
+    regime: int  # whose keys it holds, see `KVCacheSpec.regime`
     root: bytes | None = None  # None: its blocks are not to be known to others
     num_blocks: int = 0  # length of each table
     num_full: int = 0  # of these, the committed ones: read-only from here on
@@ -172,6 +173,7 @@ class KVCacheManager:
         num_full, num_partial = source.num_full, int(start % self.block_size > 0)
         self._require(num_partial)
         sequence = self._open(child)
+        sequence.regime = source.regime
         sequence.root, sequence.digests = source.root, list(source.digests)
         sequence.behind = list(source.behind)
         sequence.num_full, sequence.num_blocks = num_full, num_full + num_partial
@@ -200,6 +202,11 @@ class KVCacheManager:
             return False
         chain = self._prefixes.chain(context)
         return chain is not None and self._prefixes.is_awaited(chain, self._hit_limit(context))
+
+    def is_stale(self, context: InputContext) -> bool:
+        if not (self.spec.key_limits and context.is_assigned_to_cache):
+            return False
+        return self._sequence(context).regime != self.spec.regime(context.current_length)
 
     def inputs(
         self,
@@ -274,7 +281,8 @@ class KVCacheManager:
         context.assign_to_cache(slot)
         if slot >= self._tables.shape[1]:
             self._tables = _grown(self._tables, 1, slot + 1)
-        self._sequences[slot] = _Sequence(context.request_id, slot, [0] * len(self._pools))
+        regime = self.spec.regime(context.current_length)
+        self._sequences[slot] = _Sequence(context.request_id, slot, [0] * len(self._pools), regime)
         return self._sequences[slot]
 
     def _sequence(self, context: InputContext) -> _Sequence:

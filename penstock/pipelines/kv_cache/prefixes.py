@@ -35,6 +35,7 @@ class PrefixIndex:
         block_size: int,
         adapter_digest: Callable[[InputContext], bytes] | None,
     ) -> None:
+        self._spec = spec
         self._block_size = block_size
         self._adapter_digest = adapter_digest
         self._whole = [pool for pool, group in zip(pools, spec.groups, strict=True) if group.window is None]
@@ -50,15 +51,17 @@ class PrefixIndex:
         An adapter changes keys and values, so its content is part of the root: without a way to learn it
         (the name alone may come to mean another adapter) nothing is shared. Nor are images told apart by
         their tokens, which are the same for all: who shares them names them in ``token_hash_overrides``.
+        Keys of one regime are of no use in another.
         """
         has_image = isinstance(context, TextAndVisionContext) and bool(context.pixel_values)
         if has_image and not context.token_hash_overrides:
             return None
+        regime = self._spec.regime(context.current_length)
         if context.adapter is None:
-            return chain_root(None, context.cache_salt)
+            return chain_root(None, context.cache_salt, regime)
         if self._adapter_digest is None:
             return None
-        return chain_root(self._adapter_digest(context), context.cache_salt)
+        return chain_root(self._adapter_digest(context), context.cache_salt, regime)
 
     def chain(self, context: InputContext) -> Chain | None:
         """The digests of a context that is not claimed yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from penstock.dtype import DType
@@ -60,6 +61,12 @@ class KVCacheSpec:
     """The groups of layers of a model (and of its draft model, where it has one)."""
 
     groups: tuple[KVGroup, ...]
+    key_limits: tuple[int, ...] = ()
+    """Sequence lengths, ascending. A sequence that outgrows one of them needs other keys for all its tokens,
+    the computed ones too: LongRoPE changes its factors there. The lengths between two limits are a regime."""
+    shares_prefixes: bool = True
+    """Whether sequences of one regime that begin alike have the same keys there. False for dynamic rope: its
+    keys depend on the length of the prompt."""
 
     def __post_init__(self) -> None:
         layers = sorted(layer for group in self.groups for layer in group.layers)
@@ -67,6 +74,25 @@ class KVCacheSpec:
             raise ConfigError(
                 "groups", f"each of the layers 0..L-1 must be in exactly one group, they hold {layers}"
             )
+        if list(self.key_limits) != sorted(limit for limit in set(self.key_limits) if limit > 0):
+            raise ConfigError("key_limits", f"must ascend from 1 on, were {self.key_limits}")
+
+    def regime(self, length: int) -> int:
+        """Return the number of limits that a sequence of ``length`` tokens has outgrown."""
+        return bisect_left(self.key_limits, length)
+
+    def shortest(self, length: int) -> int:
+        """Return the length of the shortest sequence that has the keys of one of ``length`` tokens."""
+        regime = self.regime(length)
+        return self.key_limits[regime - 1] + 1 if regime else 0
+
+    def steps_left(self, length: int) -> int | None:
+        """Return how many tokens a sequence of ``length`` can generate with its keys; None for any number.
+
+        The last of them makes it outgrow the limit, which the step after it has to heed.
+        """
+        regime = self.regime(length)
+        return self.key_limits[regime] - length + 1 if regime < len(self.key_limits) else None
 
     @property
     def num_layers(self) -> int:

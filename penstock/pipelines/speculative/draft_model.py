@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.errors import ConfigError, InsufficientBlocksError
 from penstock.pipelines.config import LoRAConfig, ModelConfig, PipelineConfig, SpeculativeConfig
 from penstock.pipelines.core import TextContext
-from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec
+from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec, restart
 from penstock.pipelines.memory import estimate_adapters_size, plan_memory
 from penstock.pipelines.model import KVCacheMixin, PipelineModel
 from penstock.pipelines.sampling import Sampler, adjust_logits
@@ -165,6 +165,8 @@ class DraftModelProposer:
         text, end = follower.text, follower.context.active_idx
         if num_left == 0 or end > self._longest(follower):
             return False
+        if self.kv.is_stale(text):
+            restart(self.kv, text)
         self.kv.claim(text)
         if text.start_idx >= end:
             return False  # its cache knows more of this prompt than the target's

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.paged import advance, compute, kv_manager, tables, text_context
+from support.paged import advance, compute, kv_manager, kv_spec, tables, text_context
 
 from penstock.dtype import DType
-from penstock.errors import InputError, InsufficientBlocksError
+from penstock.errors import ConfigError, InputError, InsufficientBlocksError
 from penstock.pipelines.core import InputContext, TextAndVisionContext
-from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec, KVCacheStorage, KVGroup
+from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec, KVCacheStorage, KVGroup, restart
 
 PROMPT = list(range(10))
 
@@ -289,6 +289,74 @@ def test_a_prefix_hit_needs_what_the_window_sees() -> None:
         manager.claim(again)
         assert again.num_cached_tokens == hit, length
         manager.release(again)
+
+
+# -- keys that a sequence outgrows ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "regime", "shortest", "left"),
+    [(1, 0, 0, 7), (7, 0, 0, 1), (8, 1, 8, 5), (12, 1, 8, 1), (13, 2, 13, None), (99, 2, 13, None)],
+)
+def test_regimes(length: int, regime: int, shortest: int, left: int | None) -> None:
+    spec = kv_spec(None, key_limits=(7, 12))
+    assert (spec.regime(length), spec.shortest(length), spec.steps_left(length)) == (regime, shortest, left)
+    assert (kv_spec(None).regime(length), kv_spec(None).steps_left(length)) == (0, None)
+
+
+@pytest.mark.parametrize("limits", [(8, 4), (4, 4), (0,), (-1, 5)])
+def test_limits_ascend(limits: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"key_limits: must ascend from 1 on"):
+        kv_spec(None, key_limits=limits)
+
+
+def test_a_context_that_outgrows_its_keys_is_stale_until_it_is_computed_again() -> None:
+    manager, context = kv_manager(16, key_limits=(11,)), text_context(PROMPT)
+    assert not manager.is_stale(context), "it has no keys yet"
+    advance(manager, context)
+    assert not manager.is_stale(context)
+    advance(manager, context)
+    assert context.current_length == 12
+    assert manager.is_stale(context)
+    restart(manager, context)
+    assert (context.start_idx, context.active_idx, context.committed_idx) == (0, 12, 0)
+    assert not manager.is_stale(context)
+    advance(manager, context)
+    assert not manager.is_stale(context)
+    manager.check_integrity()
+
+
+def test_a_context_that_shrinks_below_the_limit_is_stale() -> None:
+    manager, context = kv_manager(16, key_limits=(9,)), text_context(PROMPT)
+    advance(manager, context)
+    context.rollback(2)
+    assert manager.is_stale(context)
+
+
+def test_a_fork_has_the_keys_of_its_parent() -> None:
+    manager, parent = kv_manager(16, key_limits=(10,)), text_context(PROMPT)
+    advance(manager, parent)
+    child = text_context([*PROMPT, 7])
+    manager.fork(parent, child)
+    assert manager.is_stale(parent)
+    assert manager.is_stale(child)
+
+
+def test_beginnings_are_shared_within_a_regime_alone() -> None:
+    manager = kv_manager(32, key_limits=(10,))
+    advance(manager, text_context(PROMPT))
+    advance(manager, text_context([*PROMPT, 7]))
+    hits = []
+    for prompt in (PROMPT[:9], [*PROMPT, 8], [*PROMPT, 7, 7, 7]):
+        context = text_context(prompt)
+        manager.claim(context)
+        hits.append(context.num_cached_tokens)
+    assert hits == [8, 8, 8]
+    alone = kv_manager(32, key_limits=(10,))
+    advance(alone, text_context(PROMPT))
+    context = text_context([*PROMPT, 7])
+    alone.claim(context)
+    assert context.num_cached_tokens == 0
 
 
 # -- fork ---------------------------------------------------------------------------------------------
