@@ -208,7 +208,10 @@ TABLE = {
     ),
     "serve.watchdog": Row("msgspec .serve.logs", typing=".serve.worker_client"),
     "serve.startup": Row(".serve.logs", lazily="rich"),
-    "serve.http_server": Row("uvicorn fastapi .serve.config .serve.problems"),
+    "serve.http_server": Row("uvicorn fastapi .serve.config .serve.connection"),
+    "serve.connection": Row("h11 uvicorn .serve.problems .serve.transport", lazily=".serve.fast_connection"),
+    "serve.fast_connection": Row("uvicorn .serve.connection"),
+    "serve.transport": Row(""),
     "serve.lifecycle": Row(
         ".loading .serve.config .serve.logs .serve.startup .serve.worker_client",
         typing=".pipelines.config .pipelines.tokenizer .scheduler.worker .serve",
