@@ -87,9 +87,11 @@ class ChatAnswer:
     def events(self, index: int, piece: Piece, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
         """The events for a piece of a choice; before its first, the one that names the role.
 
-        ``usage`` is what has come so far, where every chunk is to tell.
+        ``usage`` is what has come so far, this piece included, where every chunk is to tell; a chunk counts
+        the tokens up to its own.
         """
-        first = b"" if index in self._begun else self._first(index, usage)
+        before = _without(usage, piece.num_tokens)
+        first = b"" if index in self._begun else self._first(index, before)
         text = piece.events[0] if len(piece.events) == 1 else None
         is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
         if is_plain and isinstance(text, Content):  # nearly all there are
@@ -97,10 +99,11 @@ class ChatAnswer:
             return (b"%b%b%b" % (first, self._template(index).with_value(text.text), last),)
         delta = self._delta(piece.events)
         last = b"" if piece.finish_reason is None else self._last(index, piece, usage)
+        so_far = _without(usage, piece.num_tokens - len(piece.token_ids))
         if self._scores is not None and piece.scores:
-            return chain((first,), self._scored_chunk(index, delta, piece, usage), (last,))
+            return chain((first,), self._scored_chunk(index, delta, piece, so_far), (last,))
         has_more = bool(delta or (self._prompt_token_ids is not None and piece.token_ids))
-        middle = self._chunk(index, delta, piece, usage=usage) if has_more else b""
+        middle = self._chunk(index, delta, piece, usage=so_far) if has_more else b""
         return (first + middle + last,)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
@@ -154,7 +157,7 @@ class ChatAnswer:
         }
         if piece is not None and self._prompt_token_ids is not None:
             choice["token_ids"] = piece.token_ids
-        if self._include_usage:
+        if self._include_usage or usage is not None:
             more["usage"] = usage
         return self._envelope.around("chat.completion.chunk", [choice], **more)
 
@@ -198,6 +201,21 @@ class ChatAnswer:
         if calls := _calls(events):
             delta["tool_calls"] = calls
         return delta
+
+
+def _without(usage: dict[str, Any] | None, num_tokens: int) -> dict[str, Any] | None:
+    """A usage before its last tokens."""
+    if usage is None or not num_tokens:
+        return usage
+    completion = usage["completion_tokens"] - num_tokens
+    details = usage["completion_tokens_details"]
+    reasoning = min(completion, details["reasoning_tokens"])
+    return {
+        **usage,
+        "completion_tokens": completion,
+        "total_tokens": usage["total_tokens"] - num_tokens,
+        "completion_tokens_details": {**details, "reasoning_tokens": reasoning},
+    }
 
 
 def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:

@@ -50,6 +50,8 @@ class Piece:
     """One a token, where log probabilities were asked for."""
     finish_reason: str | None = None
     """On the last piece."""
+    num_tokens: int = 0
+    """Tokens that it adds to the usage: its own, and the one that ended the answer."""
 
     @property
     def content(self) -> str:
@@ -165,6 +167,7 @@ class ChoiceText:
         events = self._parse_each(ids) if self._token_by_token else self._parse_together(ids)
         if self._end is not None:
             del ids[self._end - self._num_taken :]
+        before = self.num_tokens
         self._num_taken += len(ids)
         if self._end is not None or status.is_done:
             events += self._finish(status)
@@ -174,7 +177,7 @@ class ChoiceText:
         if self._has_reasoning and not self._answer_begun:
             self.num_reasoning_tokens = self._num_taken
         scores = [one for response in tokens[: len(ids)] for one in self._score(response)]
-        return Piece(events, ids, scores, self.finish_reason)
+        return Piece(events, ids, scores, self.finish_reason, self.num_tokens - before)
 
     def _parse_together(self, ids: Sequence[int]) -> list[Event]:
         events = self._parse(self._text.append(ids))

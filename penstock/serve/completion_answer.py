@@ -104,7 +104,7 @@ class CompletionAnswer:
         return self._templates[index]
 
     def _usage_field(self, usage: dict[str, Any] | None) -> dict[str, Any]:
-        return {"usage": usage} if self._include_usage else {}
+        return {"usage": usage} if self._include_usage or usage is not None else {}
 
     def _choice(self, index: int, piece: Piece, *, is_first: bool) -> dict[str, Any]:
         """Return a choice without its log probabilities."""

@@ -175,7 +175,7 @@ class StreamOptions(RequestBody):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Usage so far on every chunk, and ``include_usage`` with it: our own field."""
+    """Usage so far on every chunk, and ``include_usage`` with it unless that is false: our own field."""
 
 
 class GenerationBody(RequestBody):
@@ -248,7 +248,11 @@ class GenerationBody(RequestBody):
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         options = self.stream_options
-        return options is not None and bool(options.include_usage or options.continuous_usage_stats)
+        if options is None:
+            return False
+        if options.include_usage is None:
+            return bool(options.continuous_usage_stats)
+        return options.include_usage
 
     @property
     def tells_usage_so_far(self) -> bool:

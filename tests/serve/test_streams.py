@@ -140,8 +140,44 @@ async def test_usage_so_far() -> None:
             assert last["choices"] == []
             counts = [chunk["usage"]["completion_tokens"] for chunk in [*chunks, last]]
             assert counts == sorted(counts)
-            assert counts[0] >= 1
             assert counts[-2] == counts[-1] == 7
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_usage_so_far_counts_the_tokens_of_the_chunks_so_far(n: int) -> None:
+    async with chatting(FakePipeline.saying("<think>x</think>Hello!"), template=THINKING) as server:
+        for path, prompt in (
+            ("chat/completions", {"messages": [user("Hi")]}),
+            ("completions", {"prompt": "Hi"}),
+        ):
+            options = {"continuous_usage_stats": True, "include_usage": False}
+            more = {"return_token_ids": True, "max_tokens": 50, "stream": True, "stream_options": options}
+            response = await server.post(f"/v1/{path}", **prompt, n=n, **more)
+            *chunks, _ = events_of(response.text)
+            seen = ends = 0
+            for chunk in chunks:
+                [choice] = chunk["choices"]
+                seen += len(choice.get("token_ids", ()))
+                ends += choice["finish_reason"] is not None  # by a token that is no part of the text
+                usage = chunk["usage"]
+                assert usage["completion_tokens"] == seen + ends
+                assert usage["total_tokens"] == usage["prompt_tokens"] + seen + ends
+                assert usage["completion_tokens_details"]["reasoning_tokens"] <= seen + ends
+            assert seen > 0
+
+
+@pytest.mark.parametrize("more", [{}, {"continuous_usage_stats": True}, {"continuous_usage_stats": False}])
+async def test_usage_that_is_not_wanted_is_not_sent(more: dict[str, bool]) -> None:
+    async with chatting() as server:
+        for path, prompt in (
+            ("chat/completions", {"messages": [user("Hi")]}),
+            ("completions", {"prompt": "Hi"}),
+        ):
+            options = {"include_usage": False, **more}
+            response = await server.post(f"/v1/{path}", **prompt, stream=True, stream_options=options)
+            *chunks, _ = events_of(response.text)
+            assert all(chunk["choices"] for chunk in chunks)
+            assert all(("usage" in chunk) == more.get("continuous_usage_stats", False) for chunk in chunks)
 
 
 async def test_without_stream_options_no_chunk_has_usage() -> None:
