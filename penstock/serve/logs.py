@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -40,9 +41,25 @@ class LineFormatter(logging.Formatter):
         return " ".join(f"{name}={_logfmt(value)}" for name, value in shown.items())
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes lines to a stream, and drops those that it does not take: a full disk ends no server."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Reports faults of ours, as the standard library does; not those of the stream."""
+        if not isinstance(sys.exception(), OSError | ValueError):  # ValueError: it is closed
+            super().handleError(record)
+
+
+def print_notice(line: str) -> None:
+    """Prints a line to standard error, if that is open and takes it."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(line, file=sys.stderr, flush=True)
+
+
 def configure_logging(config: ServeConfig, stream: TextIO | None = None) -> None:
     """Sends the lines of Penstock and of its HTTP server to a stream, by default standard error."""
-    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler = _Handler(stream if stream is not None else sys.stderr)
     handler.setFormatter(LineFormatter(config.log_format))
     for name in ("penstock", "uvicorn.error"):
         log = logging.getLogger(name)

@@ -7,12 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
-from penstock.serve.logs import log_event
+from penstock.serve.logs import log_event, print_notice
 
 _log = logging.getLogger(__name__)
 
@@ -67,12 +66,13 @@ def announce(startup: Startup, url: str, model: str, log_format: str) -> None:
         phases = {f"{one.process}: {one.name}": round(one.seconds, 3) for one in startup.phases}
         log_event(_log, logging.INFO, "ready", url=url, model=model, seconds=round(total, 3), phases=phases)
         return
-    if sys.stderr.isatty():
-        _print_table(startup)
+    if sys.stderr is not None and sys.stderr.isatty():
+        with suppress(OSError):
+            _print_table(startup)
     else:
         for phase in startup.phases:
-            print(f"penstock: {phase.process} {phase.name}: {phase.seconds:.2f} s", file=sys.stderr)
-    _say(sys.stderr, f"penstock: serving {model} at {url} (ready after {total:.2f} s)")
+            print_notice(f"penstock: {phase.process} {phase.name}: {phase.seconds:.2f} s")
+    print_notice(f"penstock: serving {model} at {url} (ready after {total:.2f} s)")
 
 
 def _print_table(startup: Startup) -> None:
@@ -86,7 +86,3 @@ def _print_table(startup: Startup) -> None:
     for phase in startup.phases:
         table.add_row(phase.name, phase.process, f"{phase.seconds:.2f}")
     Console(stderr=True).print(table)
-
-
-def _say(stream: TextIO, line: str) -> None:
-    print(line, file=stream, flush=True)

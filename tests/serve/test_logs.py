@@ -65,3 +65,13 @@ def test_levels() -> None:
     log_event(log, logging.ERROR, "loud")
     assert "quiet" not in stream.getvalue()
     assert "loud" in stream.getvalue()
+
+
+def test_a_stream_that_takes_nothing_stops_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w") as full:
+        configure_logging(ServeConfig(), full)
+        log_event(logging.getLogger("penstock.serve.test"), logging.INFO, "lost")
+        with pytest.raises(OSError, match="No space left"):
+            full.flush()
+    log_event(logging.getLogger("penstock.serve.test"), logging.INFO, "closed")
+    assert capfd.readouterr() == ("", "")

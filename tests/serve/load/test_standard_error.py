@@ -1,0 +1,37 @@
+"""A server whose standard error takes nothing serves all the same."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import httpx
+import pytest
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "2> >(head -c 10 >/dev/null)"])
+def test_it_serves_without_a_log(redirection: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = f"exec {sys.executable} -m penstock serve --model demo --port {port} {redirection}"
+    with subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                with suppress(httpx.TransportError):
+                    if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
+                        break
+                time.sleep(0.1)
+            body = {"model": "demo", "prompt": "Once", "max_tokens": 3}
+            for _ in range(3):
+                assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body).status_code == 200
+            process.terminate()
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (0, b"")
