@@ -7,7 +7,6 @@ can connect; ``--lora-dir`` narrows the directories to those below one.
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -20,6 +19,7 @@ from penstock.serve.openapi import OF_BODIES, body_of, responses
 from penstock.serve.problems import RequestProblem
 from penstock.serve.schemas import LoadAdapterBody, UnloadAdapterBody
 from penstock.serve.services import Services
+from penstock.serve.sources import is_loopback
 
 router = APIRouter(route_class=JsonRoute, tags=["adapters"], default_response_class=PlainTextResponse)
 
@@ -27,7 +27,7 @@ router = APIRouter(route_class=JsonRoute, tags=["adapters"], default_response_cl
 @router.post(
     "/v1/load_lora_adapter",
     openapi_extra=body_of(LoadAdapterBody),
-    responses=responses(*OF_BODIES, 403, 409),
+    responses=responses(*OF_BODIES, 409),
 )
 async def load_adapter(request: Request) -> str:
     """Loads a PEFT directory under a name, or another one in its place.
@@ -57,7 +57,7 @@ async def load_adapter(request: Request) -> str:
 @router.post(
     "/v1/unload_lora_adapter",
     openapi_extra=body_of(UnloadAdapterBody),
-    responses=responses(*OF_BODIES, 403),
+    responses=responses(*OF_BODIES),
 )
 async def unload_adapter(request: Request) -> str:
     """Forgets an adapter; requests that use it go on to their end."""
@@ -77,19 +77,12 @@ def _check_that_it_is_allowed(services: Services) -> None:
             code="lora_disabled",
         )
     config = services.config
-    if not config.api_key and not _is_this_machine(config.host):
+    if not config.api_key and not is_loopback(config.host):
         raise RequestProblem(
             403,
             "anybody could load adapters here: start the server with --api-key, or with --host 127.0.0.1",
             code="lora_disabled",
         )
-
-
-def _is_this_machine(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _allowed_path(services: Services, given: str) -> str:

@@ -13,6 +13,7 @@ from penstock.errors import PenstockError
 from penstock.serve import adapters, chat, completions, models, operations, playground, problems, tokenization
 from penstock.serve.middleware import Admit, Observe
 from penstock.serve.services import Services
+from penstock.serve.sources import CheckSource
 
 
 def create_app(services: Services, *more: APIRouter) -> FastAPI:
@@ -54,7 +55,11 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
 
 def _middleware(services: Services) -> list[Middleware]:
     """From the outermost inwards."""
-    layers = [Middleware(Observe, services=services), Middleware(Admit, services=services)]
+    layers = [
+        Middleware(Observe, services=services),
+        Middleware(CheckSource, config=services.config),
+        Middleware(Admit, services=services),
+    ]
     origins = services.config.cors_origins
     if origins:
         cors = Middleware(

@@ -66,7 +66,11 @@ class JsonRequest(Request):
         return await asyncio.get_running_loop().run_in_executor(pool, decode_json, body)
 
     def _check_media_type(self) -> None:
-        given = self.headers.get("content-type", "application/json")
+        given = self.headers.get("content-type")
+        if given is None:  # pages of other sites may send such a request without a preflight
+            raise RequestProblem(
+                415, "the body must be JSON: send 'Content-Type: application/json', which is missing"
+            )
         kind, _, charset = given.partition(";")
         kind = kind.strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):

@@ -63,6 +63,14 @@ class ServeConfig:
         "An origin whose pages may call the server, * any; may be given several times. By default none may.",
         parse=_split,
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        _WORDS,
+        "A name that requests may give as their Host besides localhost and the address, as example.org or "
+        "*.example.org, * any; may be given several times. By default any, but for a server at a loopback "
+        "address without a key.",
+        parse=_split,
+    )
     max_body_size: int = setting(8 * 2**20, NUM_BYTES, "Longest body of a request, in bytes.")
     body_timeout: float = setting(60.0, _SECONDS, "Seconds in which the body of a request must arrive.")
     max_queue_size: int | None = setting(

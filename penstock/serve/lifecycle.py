@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import signal
 import socket
@@ -178,6 +177,8 @@ class Server:
         services.metrics.report_startup((one.name, one.seconds) for one in self._startup.phases)
         url = url_of(listener)
         announce(self._startup, url, services.model_name, self._config.log_format)
+        from penstock.serve.sources import is_loopback
+
         if not self._config.api_key and not is_loopback(self._config.host):
             log_event(
                 _log, logging.WARNING, "whoever reaches this address may use it: set --api-key", url=url
@@ -236,14 +237,6 @@ def url_of(listener: socket.socket) -> str:
     """The address of a listening socket, as a client writes it."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _loop_factory() -> Callable[[], Any] | None:

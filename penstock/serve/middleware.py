@@ -52,6 +52,8 @@ class Observe:
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(scope, receive, send)
+        if scope["method"] == "HEAD":  # as GET; the HTTP server leaves the body out
+            scope = {**scope, "method": "GET"}
         record = exchange.record
         is_probe = scope["path"] in PROBES
         metrics = None if is_probe else self._services.metrics.request_received()

@@ -41,13 +41,13 @@ class ModelList(BaseModel):
     data: list[Model] = Field(default_factory=list)
 
 
-@router.get("/v1/models", responses=responses(401, 503))
+@router.get("/v1/models", responses=responses(401, 421, 503))
 async def list_models(request: Request) -> ModelList:
     """The model that is served, and its adapters."""
     return ModelList(data=list(_models(Services.of(request)).values()))
 
 
-@router.get("/v1/models/{model:path}", responses=responses(401, 404, 503))
+@router.get("/v1/models/{model:path}", responses=responses(401, 404, 421, 503))
 async def retrieve_model(model: str, request: Request) -> Model:
     """One of them; a name may have slashes."""
     models = _models(Services.of(request))

@@ -28,18 +28,19 @@ _ERROR: dict[str, Any] = {
 _REASONS = {
     400: "The request cannot be served as asked; `param` names the field.",
     401: "The API key is missing or wrong.",
-    403: "The server was not started so that this is allowed.",
+    403: "The server was not started so that this is allowed, or a page of another site asks.",
     404: "There is no such model.",
     408: "The body did not arrive in time.",
     409: "The name is in use.",
     413: "The body is too long.",
     415: "The body is not said to be JSON.",
+    421: "The Host is unknown.",
     429: "Too many requests wait already; see Retry-After.",
     500: "A fault of the server ended the request.",
     503: "The model is not ready, or the request took too long; see Retry-After.",
 }
 
-OF_BODIES = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+OF_BODIES = (400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503)
 """What a route that takes a body may answer besides 200."""
 
 

@@ -59,11 +59,13 @@ TABLE: Mapping[type[PenstockError], tuple[int, str, str | None]] = {
 
 _OF_STATUS: Mapping[int, tuple[str, str | None]] = {
     401: ("authentication_error", "invalid_api_key"),
+    403: (INVALID, "forbidden"),
     404: (INVALID, "not_found"),
     405: (INVALID, "method_not_allowed"),
     408: (INVALID, "request_timeout"),
     413: (INVALID, "request_too_large"),
     415: (INVALID, "unsupported_media_type"),
+    421: (INVALID, "unknown_host"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     503: ("service_unavailable_error", "service_unavailable"),
 }

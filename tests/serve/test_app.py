@@ -273,10 +273,13 @@ async def test_pages_of_other_origins() -> None:
 
 
 async def test_no_answer_sends_the_client_to_the_host_that_it_named() -> None:
-    async with client_of(make_services(StubWorker())) as client:
+    async with client_of(make_services(StubWorker(), allowed_hosts=["*"])) as client:
         answer = await client.get("/health/", headers={"host": "elsewhere.example"})
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "not_found"
+
+
+JSON = {"content-type": "application/json"}
 
 
 async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
@@ -289,7 +292,17 @@ async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
             as_text = await client.post(path, content=b"{}", headers={"content-type": "text/plain"})
             assert as_text.status_code == 415, path
             assert (await client.post(path, json="a" * 10)).status_code == 413, path
-            assert (await client.post(path, content=b'{"a": NaN}')).status_code == 400, path
+            assert (await client.post(path, content=b'{"a": NaN}', headers=JSON)).status_code == 400, path
+
+
+async def test_head_is_get_without_the_body() -> None:
+    async with client_of(make_services()) as client:
+        for path in ("/health", "/v1/models", "/", "/metrics"):
+            assert (await client.head(path)).status_code == 200
+        assert (await client.head("/v1/completions")).status_code == 405
+        assert (await client.head("/nothing")).status_code == 404
+        metrics = (await client.get("/metrics")).text
+    assert 'method="HEAD",route="/v1/models",status="200"' in metrics
 
 
 async def test_the_document_is_served_and_no_page_that_fetches_from_elsewhere() -> None:
@@ -330,7 +343,7 @@ async def call(app: Any, path: str) -> list[Any]:
         "root_path": "",
         "scheme": "http",
         "query_string": b"",
-        "headers": [],
+        "headers": [(b"host", b"localhost")],
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 2),
     }

@@ -50,7 +50,9 @@ async def test_a_short_body_is_read_before_its_request_is_refused(length: int, i
     services = make_services()
     services.gate.close()
     async with client_of(services) as client:
-        response = await client.post("/v1/completions", content=chunks())
+        response = await client.post(
+            "/v1/completions", content=chunks(), headers={"content-type": "application/json"}
+        )
     assert (response.status_code, response.headers["connection"]) == (503, "close")
     assert (sent == length) is is_taken_in
     assert sent <= 70_000

@@ -25,7 +25,8 @@ from penstock.scheduler.messages import WorkerInfo
 from penstock.scheduler.worker import Work
 from penstock.serve import lifecycle
 from penstock.serve.config import ServeConfig
-from penstock.serve.lifecycle import Server, is_loopback, listening_socket, url_of
+from penstock.serve.lifecycle import Server, listening_socket, url_of
+from penstock.serve.sources import is_loopback
 from penstock.serve.startup import Startup, process_age
 from penstock.serve.worker_client import WorkerClient
 from penstock.testing import FakePipeline, FakeTokenizer
@@ -345,7 +346,7 @@ def test_who_never_begins_is_not_waited_for(running: Running, sent: bytes) -> No
 
 
 def test_who_begins_again_and_never_ends_is_not_waited_for(running: Running) -> None:
-    whole = b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n"
+    whole = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
     def answer_to(raw: socket.socket, *parts: bytes) -> bytes:
         for part in parts:
@@ -371,7 +372,7 @@ def test_who_begins_again_and_never_ends_is_not_waited_for(running: Running) -> 
 
 def test_a_body_that_is_too_long_is_answered_and_not_read_to_its_end(running: Running) -> None:
     def act(http: httpx.Client) -> httpx.Response:
-        answer = http.post("/v1/completions", content=b"[" + b"1," * 2_000_000 + b"1]")
+        answer = http.post("/v1/completions", json=[1] * 2_000_000)
         send(signal.SIGTERM)
         return answer
 

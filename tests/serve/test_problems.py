@@ -158,7 +158,7 @@ async def test_what_the_framework_finds() -> None:
         unknown = error_of(await client.get("/v1/nothing"), 404)
         wrong = await client.get("/form")
         path = error_of(await client.get("/items/one"), 400)
-        missing = error_of(await client.post("/form"), 400)
+        missing = error_of(await client.post("/form", headers={"content-type": "application/json"}), 400)
     assert unknown["code"] == "not_found"
     assert error_of(wrong, 405)["code"] == "method_not_allowed"
     assert wrong.headers["allow"] == "POST"

@@ -31,7 +31,7 @@ class Exchange:
             "raw_path": path.encode(),
             "root_path": "",
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
             "server": ("server", 80),
             "client": ("client", 1),
             "state": {},

@@ -127,8 +127,10 @@ async def chatting(
     )
     transport = httpx.ASGITransport(create_app(services))
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://server/") as http:
-            client = AsyncOpenAI(base_url="http://server/v1", api_key="none", http_client=http, max_retries=0)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost/") as http:
+            client = AsyncOpenAI(
+                base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
+            )
             yield Chatting(http, client, services, chosen)
     finally:
         await worker.stop(0)

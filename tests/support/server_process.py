@@ -146,7 +146,7 @@ class RawExchange:
 
 def post_head(path: str, length: int | None, **headers: str) -> bytes:
     """The head of a request."""
-    lines = {"host": "server", "content-type": "application/json", **headers}
+    lines = {"host": "localhost", "content-type": "application/json", **headers}
     if length is not None:
         lines["content-length"] = str(length)
     rows = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in lines.items())]

@@ -68,6 +68,6 @@ def make_services(
 async def client_of(services: Services, *routers: APIRouter) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the application with these services, and with more routes."""
     transport = httpx.ASGITransport(create_app(services, *routers))
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
     services.pool.shutdown()
