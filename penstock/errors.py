@@ -40,9 +40,10 @@ class InputError(PenstockError, ValueError):
 class PromptTooLongError(InputError):
     """The prompt leaves no room for a new token under the maximum length."""
 
-    def __init__(self, num_tokens: int, max_length: int) -> None:
+    def __init__(self, num_tokens: int, max_length: int, *, is_exact: bool = True) -> None:
+        count = str(num_tokens) if is_exact else f"more than {num_tokens}"
         super().__init__(
-            f"the prompt has {num_tokens} tokens, but the maximum length is {max_length} tokens, "
+            f"the prompt has {count} tokens, but the maximum length is {max_length} tokens, "
             "prompt and output together: shorten the prompt or raise --max-length"
         )
         self.num_tokens = num_tokens

@@ -198,6 +198,8 @@ TABLE = {
     "serve.request_record": Row("fastapi"),
     "serve.access_log": Row(".serve.logs .serve.request_record"),
     "serve.auth": Row(".serve.problems"),
+    "serve.json_process": Row(""),
+    "serve.json_decoder": Row(".serve.json_process"),
     "serve.sources": Row("starlette .serve.config .serve.problems .serve.request_record"),
     "serve.problems": Row("fastapi starlette pydantic msgspec .serve.request_record"),
     "serve.time_limits": Row(".serve.config .serve.problems .serve.request_record"),

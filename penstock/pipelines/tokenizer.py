@@ -24,6 +24,9 @@ from penstock.pipelines.tokenizer_files import TokenizerFiles, read_tokenizer_fi
 T = TypeVar("T")
 TokenIds = npt.NDArray[np.int64]
 
+_LIKELY_CHARACTERS = 8
+"""Of a token, at most, in nearly all texts: longer ones are looked at before they are encoded as a whole."""
+
 _NUM_THREADS = 2  # each keeps a tokenizer of its own, up to 100 MB; one encodes some 200,000 tokens a second
 
 
@@ -146,7 +149,7 @@ class TextTokenizer:
             UnsupportedFeatureError: the request has images or other content that is not text.
             InputError: it cannot be served for another reason, which the message says.
         """
-        text, tokens = self._prompt(request)
+        text, tokens = self._prompt(request, is_limited=True)
         if not len(tokens):
             raise InputError("the prompt is empty: it has no tokens to go on from")
         params = _with_stops_of(request)
@@ -174,7 +177,7 @@ class TextTokenizer:
     def encode_text(self, text: str, add_special_tokens: bool = True, *, limited: bool = True) -> TokenIds:
         """Tokens of a text; lone surrogates become U+FFFD. PromptTooLongError above the maximum length, if
         ``limited``."""
-        tokens = self._tokens_of(text, add_special_tokens)
+        tokens = self._tokens_of(text, add_special_tokens, is_limited=limited)
         if limited and self.max_length is not None and len(tokens) > self.max_length:
             raise PromptTooLongError(len(tokens), self.max_length)
         return tokens
@@ -260,7 +263,9 @@ class TextTokenizer:
             return bytes(BYTE_LEVEL[character] for character in piece)
         return text.encode()
 
-    def _prompt(self, request: TokenGeneratorRequest) -> tuple[str | None, TokenIds]:
+    def _prompt(
+        self, request: TokenGeneratorRequest, *, is_limited: bool = False
+    ) -> tuple[str | None, TokenIds]:
         if request.images:
             raise UnsupportedFeatureError("images", "this model reads text only")
         if (request.prompt is None) == (request.messages is None):
@@ -269,13 +274,14 @@ class TextTokenizer:
             text = self._template().render_request(
                 request.messages, request.tools, request.chat_template_options
             )
-            return text, self._tokens_of(text, add_special_tokens=False)
+            return text, self._tokens_of(text, add_special_tokens=False, is_limited=is_limited)
         if request.tools or request.chat_template_options:
             raise InputError(
                 "tools and chat_template_options need messages: a prompt does not go through the template"
             )
         if isinstance(request.prompt, str):
-            return request.prompt, self._tokens_of(request.prompt, add_special_tokens=True)
+            text = request.prompt
+            return text, self._tokens_of(text, add_special_tokens=True, is_limited=is_limited)
         assert request.prompt is not None
         return None, self._checked_ids(request.prompt)
 
@@ -286,12 +292,34 @@ class TextTokenizer:
             )
         return self._chat_template
 
-    def _tokens_of(self, text: str, add_special_tokens: bool) -> TokenIds:
+    def _tokens_of(self, text: str, add_special_tokens: bool, *, is_limited: bool = False) -> TokenIds:
+        if is_limited:
+            self._check_length(text)
         # A batch of one lets other threads run meanwhile, which `encode` does not; it is faster, too.
         [encoding] = self._local.tokenizer.encode_batch_fast(
             [_valid_unicode(text)], add_special_tokens=add_special_tokens
         )
         return self._checked_ids(encoding.ids)
+
+    def _check_length(self, text: str) -> None:
+        """Refuses a text that is certainly too long before all of it is encoded.
+
+        Beginnings of the text are encoded, each twice as long as the last. Only the tokens at the end of a
+        beginning depend on what follows it; a quarter of the maximum is far more than those.
+
+        Raises:
+            PromptTooLongError: a beginning has too many tokens already.
+        """
+        limit = self.max_length
+        if limit is None:
+            return
+        size = _LIKELY_CHARACTERS * limit
+        while size < len(text):
+            beginning = [_valid_unicode(text[:size])]
+            [encoding] = self._local.tokenizer.encode_batch_fast(beginning, add_special_tokens=False)
+            if len(encoding) > limit + max(16, limit // 4):
+                raise PromptTooLongError(len(encoding), limit, is_exact=False)
+            size *= 2
 
     def _checked_ids(self, ids: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
         """InputError names the first id that the model has no embedding for."""

@@ -6,24 +6,20 @@ A router whose handlers take JSON is made with ``APIRouter(route_class=JsonRoute
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-import re
-from collections.abc import Callable, Coroutine
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
+from penstock.serve.json_process import InvalidJsonError, TooManyValuesError, decode
 from penstock.serve.problems import RequestProblem
 from penstock.serve.services import LONG_BODY, Services
 
-MAX_DEPTH = 64
-"""Objects and arrays inside each other; deeper ones exhaust the stack of whoever walks over them."""
-
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_LARGE = 64 * 1024  # bytes; longer bodies are decoded in the pool
+_LARGE = 64 * 1024  # bytes; longer bodies are decoded in another process
 
 
 class JsonRequest(Request):
@@ -57,13 +53,16 @@ class JsonRequest(Request):
         """The decoded body.
 
         Raises:
-            RequestProblem: 400 it is no JSON, or JSON that nobody could mean.
+            RequestProblem: 400 it is no JSON, or JSON that no client means, or has too many values.
+            UnavailableError: the process that decodes long bodies has ended.
         """
         body = await self.body()
+        services = Services.of(self)
+        limits = services.json_limits
         if len(body) <= _LARGE:
-            return decode_json(body)
-        pool = Services.of(self).pool_for(len(body))
-        return await asyncio.get_running_loop().run_in_executor(pool, decode_json, body)
+            return decode_json(body, *limits)
+        with _json_problems():
+            return await services.decoder_for(len(body)).decode(body, *limits)
 
     def _check_media_type(self) -> None:
         given = self.headers.get("content-type")
@@ -125,69 +124,28 @@ class JsonRoute(APIRoute):
         return handle
 
 
-def decode_json(body: bytes) -> Any:
-    """Decodes JSON strictly: UTF-8, numbers that floats can hold, no key twice, no half surrogate pairs.
+def decode_json(body: bytes, max_values: int = sys.maxsize, max_items: int = sys.maxsize) -> Any:
+    """Decodes JSON under the rules of `penstock.serve.json_process.decode`.
 
     Raises:
-        RequestProblem: 400, which says what is wrong and where.
+        RequestProblem: 400, which says what is wrong and where, or how many values there are.
     """
+    with _json_problems():
+        return decode(body, max_values, max_items)
+
+
+@contextmanager
+def _json_problems() -> Iterator[None]:
     try:
-        text = body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        _invalid(f"it is not UTF-8, at byte {error.start}")
-    try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
-    except json.JSONDecodeError as error:
-        _invalid(f"{error.msg}, at line {error.lineno}, column {error.colno}")
-    except RecursionError:
-        _invalid(f"it is nested deeper than {MAX_DEPTH} levels")
-    except ValueError:  # a whole number of more digits than Python reads
-        _invalid("it has a number that is too long")
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
-        _invalid(f"it is nested deeper than {MAX_DEPTH} levels")
-    if _SURROGATE.search(body) and not _is_unicode(value):
-        _invalid("it has half of a surrogate pair, which is no character")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                _invalid(f"the key {name[:100]!r} stands twice in one object")
-            seen.add(name)
-    return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    _invalid(f"{name} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        _invalid(f"the number {text[:40]} is too large")
-    return value
-
-
-def _is_unicode(value: Any) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _is_deeper(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit + 1):
-        level = [one for one in level if isinstance(one, dict | list)]
-        if not level:
-            return False
-        level = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
-    return True
+        yield
+    except InvalidJsonError as error:
+        raise RequestProblem(400, str(error), code="invalid_json") from None
+    except TooManyValuesError as error:
+        raise RequestProblem(
+            400,
+            f"{error} (--max-json-values): send less, or send texts in place of token ids",
+            code="too_many_values",
+        ) from None
 
 
 def _too_long(limit: int) -> NoReturn:
@@ -196,7 +154,3 @@ def _too_long(limit: int) -> NoReturn:
         f"the body is longer than {limit} bytes, the limit of this server",
         headers={"connection": "close"},
     )
-
-
-def _invalid(problem: str) -> NoReturn:
-    raise RequestProblem(400, f"the body is not valid JSON: {problem}", code="invalid_json")

@@ -72,6 +72,12 @@ class ServeConfig:
         parse=_split,
     )
     max_body_size: int = setting(8 * 2**20, NUM_BYTES, "Longest body of a request, in bytes.")
+    max_json_values: int = setting(
+        50_000,
+        COUNT,
+        "Most objects, arrays and keys in the body of a request; of numbers and texts as many, or four "
+        "prompts of token ids if those are more.",
+    )
     body_timeout: float = setting(60.0, _SECONDS, "Seconds in which the body of a request must arrive.")
     max_queue_size: int | None = setting(
         None, COUNT, "Most requests that wait for a place in the batch; by default 4 batches, at least 64."

@@ -15,6 +15,7 @@ from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.serve.config import ServeConfig
 from penstock.serve.gate import Gate
+from penstock.serve.json_decoder import JsonDecoder
 from penstock.serve.json_parts import Turns
 from penstock.serve.metrics import Metrics
 from penstock.serve.token_fragments import TokenFragments
@@ -31,6 +32,8 @@ LONG_BODY = 512 * 1024
 
 
 _MOST_LONG_BODIES = 8
+
+_PROMPTS_OF_IDS = 4
 
 
 class LongBodies:
@@ -75,6 +78,10 @@ class Services:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
     """Where they run for long bodies, which take many seconds: the others do not wait behind those."""
+    decoder: JsonDecoder = field(default_factory=JsonDecoder)
+    """Decodes bodies that would hold up the event loop."""
+    long_decoder: JsonDecoder = field(default_factory=JsonDecoder)
+    """Decodes long bodies: the others do not wait behind those."""
     long_bodies: LongBodies = field(default_factory=LongBodies)
     parsers: OutputParsers
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("penstock.serve"))
@@ -101,6 +108,19 @@ class Services:
     def pool_for(self, num_bytes: int) -> ThreadPoolExecutor:
         """Where the work on a body of some length belongs."""
         return self.long_pool if num_bytes > LONG_BODY else self.pool
+
+    def decoder_for(self, num_bytes: int) -> JsonDecoder:
+        """Returns where a body of some length is decoded."""
+        return self.long_decoder if num_bytes > LONG_BODY else self.decoder
+
+    @property
+    def json_limits(self) -> tuple[int, int]:
+        """Most objects, arrays and keys of a body, and most elements and members.
+
+        Token ids cost less than the others, and there is room for some prompts of them.
+        """
+        most, max_length = self.config.max_json_values, self.tokenizer.max_length
+        return most, max(most, _PROMPTS_OF_IDS * (max_length or 0))
 
     @classmethod
     def of(cls, request: Request) -> Services:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from penstock.serve.problems import RequestProblem
-from penstock.serve.schemas import RequestBody
+from penstock.serve.schemas import ChatMessage, RequestBody, Tool
 
 Body = TypeVar("Body", bound=RequestBody)
 
@@ -24,9 +24,36 @@ def validated(kind: type[Body], body: Any) -> Body:
     if not isinstance(body, dict):
         raise RequestProblem(400, f"the body must be a JSON object, not {json.dumps(body)[:40]}")
     try:
-        return kind.model_validate(body)
+        return kind.model_validate(_with_lists_validated(kind, body))
     except ValidationError as error:
         raise _problem_of(error, body) from None
+
+
+def _with_lists_validated(kind: type[RequestBody], body: dict[str, Any]) -> dict[str, Any]:
+    """A body whose long lists of objects are validated one by one: a call of pydantic holds the GIL.
+
+    Where an element is wrong the list ends with it, as it came, for the error of the whole to name it.
+    """
+    done = {}
+    for name, element in _LISTS.items():
+        given = body.get(name)
+        if name in kind.model_fields and isinstance(given, list) and len(given) > _LONG_LIST:
+            done[name] = _validated_elements(element, given)
+    return {**body, **done} if done else body
+
+
+def _validated_elements(kind: type[RequestBody], given: list[Any]) -> list[Any]:
+    elements: list[Any] = []
+    for one in given:
+        try:
+            elements.append(kind.model_validate(one))
+        except ValidationError:
+            return [*elements, one]
+    return elements
+
+
+_LISTS: Mapping[str, type[RequestBody]] = {"messages": ChatMessage, "tools": Tool}
+_LONG_LIST = 64
 
 
 def _problem_of(error: ValidationError, body: Mapping[str, Any]) -> RequestProblem:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_draws import examples
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from penstock.errors import CheckpointError, InputError, PromptTooLongError, UnsupportedFeatureError
 from penstock.pipelines.core import (
@@ -26,6 +31,7 @@ from penstock.pipelines.core import (
     TokenGeneratorRequest,
 )
 from penstock.pipelines.tokenizer import TextTokenizer
+from penstock.pipelines.tokenizer_files import TokenizerFiles
 from penstock.testing import FakeTokenizer
 
 TOKENIZERS = ["tokenizers/bert-base-uncased", "tokenizers/gpt2", "tokenizers/qwen3", "tokenizers/tinyllama"]
@@ -244,6 +250,64 @@ class TestLengths:
         assert len(FAKE.encode_text("x" * 40)) == 40
         with pytest.raises(PromptTooLongError, match="has 41 tokens, but the maximum length is 40"):
             FAKE.encode_text("x" * 41)
+
+    @pytest.mark.parametrize("form", ["prompt", "messages", "encode"])
+    def test_what_is_certainly_too_long_is_not_encoded_as_a_whole(
+        self, form: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokenizer, text = FakeTokenizer(max_length=40), "x" * 100_000
+        encoded: list[int] = []
+        encode = tokenizer.backend.encode_batch_fast
+
+        def counting(texts: list[str], **options: Any) -> Any:
+            encoded.append(len(texts[0]))
+            return encode(texts, **options)
+
+        counted = SimpleNamespace(tokenizer=SimpleNamespace(encode_batch_fast=counting))
+        monkeypatch.setattr(tokenizer, "_local", counted)
+        refused: dict[str, Callable[[], object]] = {
+            "prompt": lambda: tokenizer.build_context(request(text)),
+            "messages": lambda: tokenizer.build_context(request(messages=[{**USER, "content": text}])),
+            "encode": lambda: tokenizer.encode_text(text),
+        }
+        with pytest.raises(PromptTooLongError, match="more than 320 tokens, but the maximum length is 40"):
+            refused[form]()
+        assert encoded == [320]
+
+    def test_a_long_text_of_few_tokens_is_encoded(self, tmp_path: Path) -> None:
+        """Its beginnings are looked at: they grow until the text is known to be short enough."""
+        backend = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+        backend.pre_tokenizer = WhitespaceSplit()
+        files = TokenizerFiles(
+            origin="words",
+            tokenizer=backend,
+            special_tokens={},
+            templates={},
+            eos_token_ids=(),
+            vocab_size=2,
+            max_length=None,
+        )
+        tokenizer = TextTokenizer(files, max_length=40)
+        assert len(tokenizer.encode_text((" " * 999 + "a") * 40)) == 40
+        with pytest.raises(PromptTooLongError, match="has 41 tokens"):
+            tokenizer.encode_text((" " * 999 + "a") * 41)
+        with pytest.raises(PromptTooLongError, match="more than 81 tokens"):
+            tokenizer.encode_text((" " * 999 + "a") * 5000)
+
+    @pytest.mark.parametrize("name", TOKENIZERS)
+    def test_only_what_is_too_long_is_refused(self, name: str, shared_data: Path) -> None:
+        limit = 64
+        tokenizer = TextTokenizer(shared_data / name, max_length=limit)
+        for piece in (*PIECES, " " * 80, "=" * 70, "a b", "ab" * 40):
+            for count in (limit // 4, limit, 3 * limit, 40 * limit):
+                is_too_long = len(tokenizer.encode_text(piece * count, limited=False)) > limit
+                with pytest.raises(PromptTooLongError) if is_too_long else nullcontext():
+                    tokenizer.encode_text(piece * count)
+
+    def test_the_tokens_of_any_text_can_be_counted(self) -> None:
+        tokenizer = FakeTokenizer(max_length=40)
+        assert len(tokenizer.prompt_of(request("x" * 100_000))[1]) == 100_000
+        assert len(tokenizer.encode_text("x" * 100_000, limited=False)) == 100_000
 
     def test_without_any_limit_the_request_must_have_one(self) -> None:
         tokenizer = FakeTokenizer(max_length=None)

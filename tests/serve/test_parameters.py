@@ -12,7 +12,9 @@ from openai.types.chat import completion_create_params as chat_params
 from support.chatting import Chatting, chatting, user
 
 from penstock.serve.parameters import LOGGED, UNSUPPORTED
+from penstock.serve.problems import RequestProblem
 from penstock.serve.schemas import ChatBody, CompletionBody, RequestBody, StreamOptions
+from penstock.serve.validation import validated
 
 PATHS: dict[type[RequestBody], tuple[str, dict[str, Any]]] = {
     ChatBody: ("/v1/chat/completions", {"messages": [user("Hi")]}),
@@ -348,3 +350,20 @@ async def test_refused_requests_leave_nothing_behind() -> None:
 async def refuse_some(server: Chatting) -> None:
     for given in ({"n": 0}, {"store": True}, {"stop": 1}):
         await server.refusal("/v1/chat/completions", messages=[user("Hi")], **given)
+
+
+@pytest.mark.parametrize("place", [0, 1, 70, 199])
+def test_the_wrong_one_of_many_messages_is_named(place: int) -> None:
+    messages: list[Any] = [{"role": "user", "content": "a"} for _ in range(200)]
+    messages[place] = {"role": "user", "content": 5}
+    messages[150] = messages[150] | ({"role": "emperor"} if place <= 150 else {})
+    with pytest.raises(RequestProblem) as caught:
+        validated(ChatBody, {"model": "demo", "messages": messages})
+    assert caught.value.param == f"messages[{place}].content"
+
+
+def test_many_messages_are_what_they_are_together() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}], "x": 1} for _ in range(200)]
+    body = {"model": "demo", "messages": messages}
+    assert validated(ChatBody, body) == ChatBody.model_validate(body)
+    assert validated(ChatBody, body).messages[7].model_extra == {"x": 1}

@@ -136,3 +136,5 @@ async def chatting(
         await worker.stop(0)
         services.pool.shutdown()
         services.long_pool.shutdown()
+        for decoder in (services.decoder, services.long_decoder):
+            await decoder.close()

@@ -35,7 +35,8 @@ class ServerProcess:
     def worker(self) -> int | None:
         """The process that runs the model; None between two of them."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0]) if children else None
+        commands = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in children}
+        return next((child for child, line in commands.items() if "json_process" not in line), None)
 
     def kill_worker(self) -> int:
         """At once; the process that it was."""
