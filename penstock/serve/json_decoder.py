@@ -29,9 +29,13 @@ class JsonDecoder:
     """Decodes one body at a time, in a process that starts with the first of them.
 
     A process that ends, as by the kernel's lack of memory, is started again for the next body.
+
+    Args:
+        niceness: of the process, beside the server's own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, niceness: int = 0) -> None:
+        self._niceness = niceness
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
@@ -74,7 +78,7 @@ class JsonDecoder:
 
     async def _exchange(self, head: bytes, body: bytes) -> tuple[int, bytes]:
         if self._process is None or self._process.returncode is not None:
-            self._process = await _start()
+            self._process = await _start(self._niceness)
         requests, replies = self._process.stdin, self._process.stdout
         assert requests is not None
         assert replies is not None
@@ -85,9 +89,9 @@ class JsonDecoder:
         return kind, await replies.readexactly(size)
 
 
-async def _start() -> asyncio.subprocess.Process:
+async def _start(niceness: int) -> asyncio.subprocess.Process:
     # Not -m: the script needs nothing but the standard library, and starts in some 20 ms.
-    command = [sys.executable, "-I", "-S", json_process.__file__]
+    command = [sys.executable, "-I", "-S", json_process.__file__, str(niceness)]
     return await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,

@@ -12,6 +12,7 @@ import gc
 import json
 import marshal
 import math
+import os
 import re
 import struct
 import sys
@@ -164,4 +165,5 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 if __name__ == "__main__":
     gc.disable()  # JSON has no cycles
+    os.nice(int(sys.argv[1]))
     serve(sys.stdin.buffer, sys.stdout.buffer)

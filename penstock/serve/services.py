@@ -80,8 +80,8 @@ class Services:
     """Where they run for long bodies, which take many seconds: the others do not wait behind those."""
     decoder: JsonDecoder = field(default_factory=JsonDecoder)
     """Decodes bodies that would hold up the event loop."""
-    long_decoder: JsonDecoder = field(default_factory=JsonDecoder)
-    """Decodes long bodies: the others do not wait behind those."""
+    long_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))
+    """Decodes long bodies: the others do not wait behind those, and the model does not share its cores."""
     long_bodies: LongBodies = field(default_factory=LongBodies)
     parsers: OutputParsers
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("penstock.serve"))

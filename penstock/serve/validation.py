@@ -22,7 +22,9 @@ def validated(kind: type[Body], body: Any) -> Body:
         RequestProblem: 400 that names the first field that is wrong.
     """
     if not isinstance(body, dict):
-        raise RequestProblem(400, f"the body must be a JSON object, not {json.dumps(body)[:40]}")
+        raise RequestProblem(400, f"the body must be a JSON object, not {_beginning(body)}")
+    if len(body) > _MOST_FIELDS:  # pydantic would look at all of them in one call, which holds the GIL
+        raise RequestProblem(400, f"the body has {len(body)} fields, there can be {_MOST_FIELDS}")
     try:
         return kind.model_validate(_with_lists_validated(kind, body))
     except ValidationError as error:
@@ -52,6 +54,11 @@ def _validated_elements(kind: type[RequestBody], given: list[Any]) -> list[Any]:
     return elements
 
 
+def _beginning(body: Any) -> str:
+    return json.dumps(body[:10] if isinstance(body, list | str) else body)[:40]
+
+
+_MOST_FIELDS = 1000
 _LISTS: Mapping[str, type[RequestBody]] = {"messages": ChatMessage, "tools": Tool}
 _LONG_LIST = 64
 

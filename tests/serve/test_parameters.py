@@ -367,3 +367,8 @@ def test_many_messages_are_what_they_are_together() -> None:
     body = {"model": "demo", "messages": messages}
     assert validated(ChatBody, body) == ChatBody.model_validate(body)
     assert validated(ChatBody, body).messages[7].model_extra == {"x": 1}
+
+
+def test_fields_are_few() -> None:
+    with pytest.raises(RequestProblem, match="the body has 2001 fields, there can be 1000"):
+        validated(ChatBody, {"model": "demo", **{str(number): 1 for number in range(2000)}})
