@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,8 @@ class Measurement:
     started: float = 0.0
     ended: float = 0.0
     is_interrupted: bool = False
+    round_trips: list[float] = field(default_factory=list)
+    """Seconds of small requests, one after another on one connection, before the load."""
 
     @property
     def seconds(self) -> float:
@@ -78,6 +81,21 @@ async def measure(
         sending.result()
     run.measurement.ended = time.perf_counter()
     return run.measurement
+
+
+async def round_trips(client: HttpClient, path: str, count: int) -> list[float]:
+    """Returns the seconds of requests that compute nothing, one after another on one connection.
+
+    They show what the server and the network add to each request. The first one, which may open the
+    connection, does not count. A server that does not answer has fewer; the load will say why.
+    """
+    seconds: list[float] = []
+    with suppress(OSError, BrokenAnswerError):
+        for _ in range(count + 1):
+            before = time.perf_counter()
+            await client.get(path)
+            seconds.append(time.perf_counter() - before)
+    return seconds[1:]
 
 
 class _Run:

@@ -64,6 +64,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     time_per_token: Distribution | None
     """Of each request, the mean time of a token after the first."""
     end_to_end: Distribution | None
+    round_trip: Distribution | None = None
+    """Of small requests on one connection that is kept, before the load."""
 
     @classmethod
     def of(cls, measurement: Measurement) -> Summary:
@@ -94,6 +96,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             inter_token=Distribution.of([gap for one in good for gap in one.gaps]),
             time_per_token=Distribution.of(each),
             end_to_end=Distribution.of([one.seconds for one in good]),
+            round_trip=Distribution.of(measurement.round_trips),
         )
 
     def latencies(self) -> dict[str, Distribution]:
@@ -103,6 +106,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             "inter-token": self.inter_token,
             "time per token": self.time_per_token,
             "end to end": self.end_to_end,
+            "keep-alive": self.round_trip,
         }
         return {name: one for name, one in named.items() if one is not None}
 

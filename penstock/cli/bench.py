@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from penstock.benchmarking.prompts import Prompt
 
 
+_ROUND_TRIPS = 50
+"""Small requests before the load."""
+
+
 @click.group("bench")
 def command() -> None:
     """Measure a model in this process, or a server."""
@@ -114,7 +118,7 @@ async def _serve(options: dict[str, Any]) -> int:
 async def _measure(client: HttpClient, options: dict[str, Any]) -> int:
     from rich.console import Console
 
-    from penstock.benchmarking.load import Load, measure
+    from penstock.benchmarking.load import Load, measure, round_trips
     from penstock.benchmarking.prompts import Asking, fields_of
     from penstock.benchmarking.report import plot, print_summary
     from penstock.benchmarking.summary import Summary, report_of
@@ -143,10 +147,12 @@ async def _measure(client: HttpClient, options: dict[str, Any]) -> int:
             raise InputError(
                 f"every request before the measurement failed: {failed[0].error}: {failed[0].detail}"
             )
+    idle = await round_trips(client, "/v1/models", _ROUND_TRIPS)
     load = Load(
         concurrency=concurrency, rate=options["rate"], timeout=options["timeout"], seed=options["seed"]
     )
     found = await measure(client, asking.path, bodies[:count], load, stop=stop)
+    found.round_trips = idle
     summary = Summary.of(found)
     print_summary(summary, Console())
     settings = {name: value for name, value in options.items() if name not in ("api_key", "extra_body")}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.benchmarking.http_client import Answer, BrokenAnswerError, HttpClient
-from penstock.benchmarking.load import INTERRUPTED, Load, measure
+from penstock.benchmarking.load import INTERRUPTED, Load, Measurement, measure, round_trips
 from penstock.benchmarking.summary import Summary
 
 GOOD = b'{"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
@@ -37,6 +37,13 @@ class Client(HttpClient):
             return Answer(200, {}, [(time.perf_counter(), GOOD)])
         finally:
             self.num_now -= 1
+
+    async def get(self, path: str) -> Answer:
+        self.num_now += 1
+        if self.num_now > 7:
+            raise ConnectionResetError
+        await asyncio.sleep(self.seconds)
+        return Answer(200)
 
 
 def bodies(count: int) -> list[dict[str, Any]]:
@@ -118,3 +125,13 @@ async def test_an_interrupted_run_keeps_what_it_has(load: dict[str, Any]) -> Non
 async def test_a_mistake_of_ours_is_not_an_error_of_the_server() -> None:
     with pytest.raises(ZeroDivisionError):
         await run(Client(), [{"index": 0, "error": ZeroDivisionError()}], concurrency=1)
+
+
+async def test_round_trips_are_those_behind_the_first() -> None:
+    found = await round_trips(Client(), "/v1/models", 5)
+    assert len(found) == 5
+    assert min(found) >= 0.009
+    summary = Summary.of(Measurement(round_trips=found))
+    assert summary.latencies()["keep-alive"].count == 5
+    assert len(await round_trips(Client(), "/v1/models", 50)) == 6, "the server ended its connection"
+    assert "keep-alive" not in Summary.of(Measurement()).latencies()

@@ -42,6 +42,7 @@ def test_a_measurement(server: LiveServer, endpoint: str, how: list[str], tmp_pa
     assert result.exit_code == 0, result.output
     assert "6 of 6 requests" in result.stdout
     assert "end to end" in result.stdout
+    assert "keep-alive" in result.stdout
     report = json.loads(file.read_text())
     summary: dict[str, Any] = report["summary"]
     assert (summary["completed"], summary["completion_tokens"], summary["errors"]) == (6, 54, {})
