@@ -29,12 +29,13 @@ from penstock.serve.logprob_limit import (
     check_num_logprobs,
     num_best,
     num_prompt_logprobs,
+    with_bounded_output,
     without_echo,
 )
 from penstock.serve.models import adapter_named
 from penstock.serve.openapi import body_of, generated
 from penstock.serve.output_format import check_enabled, check_tools, checked_grammar, output_grammar
-from penstock.serve.parameters import blaming, sampling_params
+from penstock.serve.parameters import blaming, output_limit, sampling_params
 from penstock.serve.request_record import RequestRecord
 from penstock.serve.roles import check_roles
 from penstock.serve.schemas import ChatBody
@@ -139,11 +140,15 @@ class _Chat:
         )
         with blaming("messages"):
             context = build_context(tokenizer, request, body.truncate_prompt_tokens)
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        prompt_rows = num_prompt_logprobs(body, [context])
+        if top is not None and output_limit(body) is None:
+            context = with_bounded_output(services, context, body.n or 1, top=top, prompt_rows=prompt_rows)
         check_num_logprobs(
             services,
             [context] * (body.n or 1),
-            top=(body.top_logprobs or 0) if body.logprobs else None,
-            prompt_rows=num_prompt_logprobs(body, [context]),
+            top=top,
+            prompt_rows=prompt_rows,
             param="top_logprobs" if body.logprobs else "prompt_logprobs",
         )
         opens = parsers.prompt_opens_reasoning(str(context.prompt), _prefill(body))

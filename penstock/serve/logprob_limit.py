@@ -48,6 +48,28 @@ def without_echo(context: TextContext, *, scored: bool) -> TextContext:
     return msgspec.structs.replace(context, log_probabilities_echo=False, log_probabilities=kept)
 
 
+def with_bounded_output(
+    services: Services, context: TextContext, num_choices: int, *, top: int, prompt_rows: int = 0
+) -> TextContext:
+    """Return the context with a maximum length whose log probabilities fit into one answer.
+
+    Used where the request has no output limit of its own. The output then ends with ``length``. A context for
+    which not even one token fits is returned as it is, and `check_num_logprobs` refuses it.
+
+    Args:
+        services: its configuration has the limit.
+        context: the context of each choice.
+        num_choices: choices of the answer.
+        top: best tokens shown beside each generated token.
+        prompt_rows: log probabilities of the prompt that are part of the answer.
+    """
+    room = (services.config.max_logprobs_per_request - prompt_rows) // (num_choices * (top + 1))
+    length = len(context.prompt_tokens) + room
+    if room < 1 or length >= context.max_length:
+        return context
+    return msgspec.structs.replace(context, max_length=length)
+
+
 def check_num_logprobs(
     services: Services,
     contexts: Sequence[TextContext],

@@ -163,7 +163,7 @@ TOO_MANY: list[tuple[str, dict[str, Any], str, list[str]]] = [
         "top_logprobs",
         ["1200", "4 x 60 tokens x 5"],
     ),
-    (CHAT, {"logprobs": True}, "top_logprobs", ["2029", "1 x 2029 tokens x 1"]),
+    (CHAT, {"logprobs": True, "max_tokens": 1500}, "top_logprobs", ["1500", "1 x 1500 tokens x 1"]),
     (COMPLETIONS, {"n": 4, "max_tokens": 60, "logprobs": 4}, "logprobs", ["1200"]),
     (
         COMPLETIONS,
@@ -189,3 +189,15 @@ async def test_an_answer_that_would_be_too_long_is_refused_before_it_runs(
     async with chatting(max_logprobs_per_request=2500) as server:
         response = await server.post(path, **{**body, **given, "stream": stream})
         assert response.status_code == 200, response.text
+
+
+async def test_without_an_output_limit_the_answer_ends_where_its_log_probabilities_are_full() -> None:
+    body = {"messages": [user("Hi")], "logprobs": True, "top_logprobs": 4, "n": 2}
+    async with chatting(FakePipeline.saying("Hello! " * 9), max_logprobs_per_request=100) as server:
+        response = await server.post(CHAT, **body)
+        assert response.status_code == 200, response.text
+        for choice in response.json()["choices"]:
+            assert choice["finish_reason"] == "length"
+            assert len(choice["logprobs"]["content"]) == 10  # 100 / (2 choices x 5)
+        error = await server.refusal(CHAT, **{**body, "max_tokens": 11})
+        assert "110" in error["message"]
