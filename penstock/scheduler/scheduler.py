@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -13,28 +12,17 @@ from penstock.errors import ConfigError, InputError, InsufficientBlocksError, Pe
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
 from penstock.pipelines.kv_cache.interface import KVCache, restart
-from penstock.scheduler.budget import decode_rows, prompt_rows, smallest_chunk
+from penstock.scheduler.batch import Batch, Entry
+from penstock.scheduler.budget import decode_rows, prompt_rows, refuse_what_never_fits, smallest_chunk
 from penstock.scheduler.isolation import Isolation, as_failure, take_failures
+from penstock.scheduler.shares import Shares
 from penstock.scheduler.waiting import WaitingQueue
 
 ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
 
-
-@dataclass(slots=True, eq=False)
-class _Entry(Generic[ContextT]):
-    context: ContextT
-    key: tuple[int, int]  # -priority, arrival: the smallest is served first, the largest preempted first
-    is_decoding: bool = False  # all it had to begin with is computed; now it generates
-    was_admitted: bool = False
-
-    @property
-    def request_id(self) -> str:
-        return self.context.request_id
-
-    @property
-    def num_remaining(self) -> int:
-        return self.context.end_idx - self.context.start_idx
+_STEPS_KEPT_FREE = 64
+"""Steps for which a place stays free for others after they have come while one client held the rest."""
 
 
 class Scheduler(Generic[ContextT, OutputT]):
@@ -45,6 +33,13 @@ class Scheduler(Generic[ContextT, OutputT]):
     blocks run out the context of lowest priority, of these the youngest, goes back to waiting, where it keeps
     its arrival; what it generated is computed again as part of its prompt, so it goes on as if nothing had
     happened.
+
+    Contexts of several clients (``client_id``) share the batch. Within a priority, the client that holds the
+    fewest places is admitted first, and clients take turns at prompts; the contexts of one client stay in
+    order. Where places or blocks lack for a waiting context, the youngest context of the client that holds
+    the most places is preempted, if that client holds at least two more than the waiting one's. Such an
+    exchange is never undone by another, so contexts do not take each other's places in turn. When one client
+    would hold all places again, one of them stays free for a while (``_STEPS_KEPT_FREE``).
 
     Everything here is called by one thread, but `cancel`, which any may call. An exception that
     ``pipeline.execute`` raises leaves the contexts as they were: the batch is run again by halves until the
@@ -92,9 +87,13 @@ class Scheduler(Generic[ContextT, OutputT]):
         self._ready = ready
         self._isolation = Isolation(pipeline) if isolates_faults else None
         self._arrivals = count()
-        self._waiting: WaitingQueue[_Entry[ContextT]] = WaitingQueue(look_limit=2 * self._max_batch_size)
-        self._running: dict[str, _Entry[ContextT]] = {}
+        self._shares = Shares()
+        self._waiting: WaitingQueue[Entry[ContextT]] = WaitingQueue(
+            2 * self._max_batch_size, self._shares.rank
+        )
+        self._running: dict[str, Entry[ContextT]] = {}
         self._cancelled: deque[str] = deque()
+        self._steps_kept_free = 0  # steps left in which no client may hold all places
         self.num_preemptions = 0
         """How often a context was sent back to waiting, since the beginning."""
         self.failures: dict[str, PenstockError] = {}
@@ -132,10 +131,12 @@ class Scheduler(Generic[ContextT, OutputT]):
         Raises:
             InputError: it could never run, even alone, or its ``request_id`` is in use.
         """
-        self._refuse_what_never_fits(context)
+        chunk_size = self._min_chunk if self._may_cut else None
+        refuse_what_never_fits(context, self._kv, max_tokens=self._max_tokens, chunk_size=chunk_size)
         if context.request_id in self._running or context.request_id in self._waiting:
             raise InputError(f"request {context.request_id} is here already: give each request its own id")
-        self._waiting.push(_Entry(context, (-context.priority, next(self._arrivals))))
+        self._shares.enter(context.client_id)
+        self._waiting.push(Entry(context, (-context.priority, next(self._arrivals))))
 
     def cancel(self, request_id: str) -> None:
         """Ends a request before the next step runs: there will be no output. A no-op where it has ended."""
@@ -153,19 +154,24 @@ class Scheduler(Generic[ContextT, OutputT]):
         self._take_cancels()
         self._requeue_stale()
         self.admitted.clear()
-        batch: dict[str, _Entry[ContextT]] = {}
-        num_left = self._add_decoding(batch, self._max_tokens)
-        self._add_prompts(batch, num_left)
-        contexts = {request_id: entry.context for request_id, entry in batch.items()}
-        self.last_batch = (len(batch), sum([_num_rows(context) for context in contexts.values()]))
+        self._shares.begin_step()
+        self._steps_kept_free = max(self._steps_kept_free - 1, 0)
+        batch: Batch[ContextT] = Batch(self._max_tokens)
+        self._add_decoding(batch)
+        self._add_prompts(batch)
+        entries = batch.entries
+        contexts = {request_id: entry.context for request_id, entry in entries.items()}
+        self.last_batch = (len(entries), sum([_num_rows(context) for context in contexts.values()]))
         outputs: dict[str, OutputT] = {}
-        if batch:
-            whole = [entry for entry in batch.values() if not entry.is_decoding and _is_whole(entry.context)]
-            outputs, failures = self._execute(contexts, self._clamp(num_steps, batch))
+        if entries:
+            whole = [
+                entry for entry in entries.values() if not entry.is_decoding and _is_whole(entry.context)
+            ]
+            outputs, failures = self._execute(contexts, self._clamp(num_steps, entries))
             for entry in whole:
                 entry.is_decoding = True
             for request_id, error in failures.items():
-                self._fail(batch[request_id], error)
+                self._fail(entries[request_id], error)
         self._retire(outputs)
         return outputs
 
@@ -179,57 +185,57 @@ class Scheduler(Generic[ContextT, OutputT]):
 
     # -- The batch --------------------------------------------------------------------------------------
 
-    def _add_decoding(self, batch: dict[str, _Entry[ContextT]], num_left: int) -> int:
+    def _add_decoding(self, batch: Batch[ContextT]) -> None:
         """All that generate. Blocks they lack are taken from the last in order."""
         decoding = sorted([e for e in self._running.values() if e.is_decoding], key=_key)
         for place, entry in enumerate(decoding):
-            request_id = entry.request_id
-            if request_id not in self._running:
-                break  # preempted by one before it, as are all behind it
-            rows = decode_rows(entry.num_remaining, num_left, len(decoding) - place - 1)
-            if self._reserve(entry, rows, rows, may_preempt=True):
-                batch[request_id] = entry
-                num_left -= rows
-        return num_left
+            if entry.request_id not in self._running:
+                continue  # preempted by one before it
+            rows = decode_rows(entry.num_remaining, batch.num_left, len(decoding) - place - 1)
+            if self._reserve(entry, rows, rows, batch, may_preempt=True):
+                batch.add(entry, rows)
 
-    def _add_prompts(self, batch: dict[str, _Entry[ContextT]], num_left: int) -> None:
+    def _add_prompts(self, batch: Batch[ContextT]) -> None:
         """Prompts in order, running and waiting alike, as long as tokens, places and blocks last."""
-        prompts = deque(sorted([e for e in self._running.values() if not e.is_decoding], key=_key))
-        admits = self._has_place()
+        prompts = [entry for entry in self._running.values() if not entry.is_decoding]
+        admits = self._has_place() or self._shares.is_contended
         if admits:
             self._waiting.look_again(self._is_ready)
-        while num_left:
-            entry = self._waiting.first_ready(self._is_ready) if admits and self._has_place() else None
-            if entry is not None and not (prompts and prompts[0].key < entry.key):
-                admits = self._admit(entry, num_left)
+        while batch.num_left:
+            prompts = [entry for entry in prompts if entry.request_id in self._running]
+            entry = min(prompts, key=self._shares.turn_of, default=None)
+            admits = admits and (self._has_place() or self._shares.is_contended)
+            waiting = self._waiting.first_ready(self._is_ready) if admits else None
+            if waiting is not None and not (
+                entry is not None and self._shares.turn_of(entry) < self._shares.turn_of(waiting)
+            ):
+                admits = self._admit(waiting, batch)
                 if not admits:
                     continue
-            elif prompts:
-                entry = prompts.popleft()
+                entry = waiting
+            elif entry is not None:
+                prompts.remove(entry)
             else:
                 break
-            rows = self._reserve_prompt(entry, num_left, may_preempt=not batch)
+            rows = self._reserve_prompt(entry, batch)
             if not rows:
                 break  # what is left goes to nobody: those behind would overtake
-            batch[entry.request_id] = entry
-            num_left -= rows
+            batch.add(entry, rows)
+            self._shares.serve(entry.client_id)
 
-    def _admit(self, entry: _Entry[ContextT], num_left: int) -> bool:
-        """Moves a waiting context to the running ones, if tokens and blocks for all of its prompt are there.
-
-        Besides those a block must be left for each that runs, or it would soon be preempted again. Where
-        nobody runs there is nothing to wait for: it is let in, and fails if it does not fit.
-        """
-        context = entry.context
-        may_cut = self._may_be_cut(entry)
-        if not prompt_rows(context.end_idx, num_left, self._min_chunk, may_cut=may_cut):
+    def _admit(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> bool:
+        """Moves a waiting context to the running ones, if tokens, a place and blocks for all of its prompt
+        are there, or can be had of a client that holds more than its share."""
+        context, may_cut = entry.context, self._may_be_cut(entry)
+        if not prompt_rows(context.end_idx, batch.num_left, self._min_chunk, may_cut=may_cut):
             return False
-        chunk = self._min_chunk if may_cut else None
-        headroom = len(self._running)
-        if self._running and not self._kv.admits(context, chunk_size=chunk, headroom=headroom):
+        if not self._find_room(entry, batch):
             return False
         self._waiting.remove(entry.request_id)
         self._running[entry.request_id] = entry
+        self._shares.start(entry.client_id)
+        if self._shares.is_contended and self._shares.most_running >= self._max_batch_size - 1 > 0:
+            self._steps_kept_free = _STEPS_KEPT_FREE
         num_cached = context.num_cached_tokens
         self._kv.claim(context)
         if entry.was_admitted:  # it may have found its own blocks: the first count is the user's
@@ -239,13 +245,46 @@ class Scheduler(Generic[ContextT, OutputT]):
             self.admitted.append(context)
         return True
 
-    def _reserve_prompt(self, entry: _Entry[ContextT], num_left: int, *, may_preempt: bool) -> int:
-        may_cut = self._may_be_cut(entry)
-        rows = prompt_rows(entry.num_remaining, num_left, self._min_chunk, may_cut=may_cut)
-        smallest = min(rows, self._min_chunk) if may_cut else rows
-        return self._reserve(entry, rows, smallest, may_preempt=may_preempt) if rows else 0
+    def _find_room(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> bool:
+        """Whether there are a place and blocks for a waiting context, after up to two preemptions."""
+        if (
+            self._steps_kept_free
+            and self._shares.num_running(entry.client_id) == self._max_batch_size - 1 > 0
+        ):
+            return False
+        for has_room in (self._has_place, lambda: self._has_blocks(entry)):
+            if not has_room():
+                last = self._shares.last_in_excess(entry, self._running.values())
+                if last is None:
+                    return False
+                self._preempt(last, batch)
+        return self._has_blocks(entry)
 
-    def _reserve(self, entry: _Entry[ContextT], rows: int, smallest: int, *, may_preempt: bool) -> int:
+    def _has_blocks(self, entry: Entry[ContextT]) -> bool:
+        """Whether there are blocks for all tokens of a waiting context.
+
+        Besides those a block must be left for each that runs, or it would soon be preempted again. Where
+        nobody runs there is nothing to wait for: it is let in, and fails if it does not fit.
+        """
+        chunk = self._min_chunk if self._may_be_cut(entry) else None
+        headroom = len(self._running)
+        return not headroom or self._kv.admits(entry.context, chunk_size=chunk, headroom=headroom)
+
+    def _reserve_prompt(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> int:
+        may_cut = self._may_be_cut(entry)
+        rows = prompt_rows(entry.num_remaining, batch.num_left, self._min_chunk, may_cut=may_cut)
+        smallest = min(rows, self._min_chunk) if may_cut else rows
+        return self._reserve(entry, rows, smallest, batch, may_preempt=not batch.entries) if rows else 0
+
+    def _reserve(
+        self,
+        entry: Entry[ContextT],
+        rows: int,
+        smallest: int,
+        batch: Batch[ContextT],
+        *,
+        may_preempt: bool,
+    ) -> int:
         """Gets blocks for the next rows of a running context, or for fewer rows; 0 if not even for those."""
         context = entry.context
         while True:
@@ -261,21 +300,21 @@ class Scheduler(Generic[ContextT, OutputT]):
                     continue
                 if not may_preempt:
                     return 0
-                last = max(self._running.values(), key=_key)
+                last = max(self._running.values(), key=self._shares.expendability)
                 if last is not entry:
-                    self._preempt(last)
+                    self._preempt(last, batch)
                     continue
                 if len(self._running) == 1:
                     self._fail(entry, error)
                 else:
-                    self._preempt(entry)
+                    self._preempt(entry, batch)
                 return 0
 
-    def _clamp(self, num_steps: int, batch: dict[str, _Entry[ContextT]]) -> int:
+    def _clamp(self, num_steps: int, entries: dict[str, Entry[ContextT]]) -> int:
         """How many steps all of a batch can do at once, with blocks for them reserved."""
         if num_steps <= 1:
             return 1
-        contexts = [entry.context for entry in batch.values()]
+        contexts = [entry.context for entry in entries.values()]
         if not all(map(_is_whole, contexts)):
             return 1
         for context in contexts:
@@ -290,28 +329,13 @@ class Scheduler(Generic[ContextT, OutputT]):
 
     # -- Coming and going -------------------------------------------------------------------------------
 
-    def _refuse_what_never_fits(self, context: ContextT) -> None:
-        length = context.current_length
-        if not self._may_cut and length > self._max_tokens:
-            raise InputError(
-                f"the prompt has {length} tokens, but a step computes at most {self._max_tokens} and prompts "
-                "are not cut: shorten the prompt, raise --max-batch-input-tokens, or allow chunked prefill"
-            )
-        longest = max(length, context.max_length or 0)
-        if not self._kv.fits(longest, self._min_chunk if self._may_cut else None):
-            raise InputError(
-                f"prompt and output together may take {longest} tokens ({length} of them the prompt), which "
-                f"do not fit the {self._kv.num_blocks} blocks of the KV cache: ask for fewer new tokens, "
-                "or give the KV cache more memory"
-            )
-
     def _has_place(self) -> bool:
         return len(self._running) < self._max_batch_size
 
-    def _may_be_cut(self, entry: _Entry[ContextT]) -> bool:
+    def _may_be_cut(self, entry: Entry[ContextT]) -> bool:
         return self._may_cut or entry.context.end_idx > self._max_tokens
 
-    def _is_ready(self, entry: _Entry[ContextT]) -> bool:
+    def _is_ready(self, entry: Entry[ContextT]) -> bool:
         try:
             is_ready = self._ready is None or self._ready(entry.context)
             return is_ready and not self._kv.waits_for(entry.context)
@@ -319,7 +343,8 @@ class Scheduler(Generic[ContextT, OutputT]):
             self._fail(entry, as_failure(error))
             return False
 
-    def _preempt(self, entry: _Entry[ContextT]) -> None:
+    def _preempt(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> None:
+        batch.drop(entry.request_id)
         self._requeue(entry)
         self.num_preemptions += 1
 
@@ -329,13 +354,14 @@ class Scheduler(Generic[ContextT, OutputT]):
             if self._kv.is_stale(entry.context):
                 self._requeue(entry)
 
-    def _requeue(self, entry: _Entry[ContextT]) -> None:
+    def _requeue(self, entry: Entry[ContextT]) -> None:
         del self._running[entry.request_id]
+        self._shares.stop(entry.client_id)
         restart(self._kv, entry.context)
         entry.is_decoding = False
         self._waiting.push(entry)
 
-    def _fail(self, entry: _Entry[ContextT], error: PenstockError) -> None:
+    def _fail(self, entry: Entry[ContextT], error: PenstockError) -> None:
         self._leave(entry.request_id)
         self.failures[entry.request_id] = error
 
@@ -351,8 +377,14 @@ class Scheduler(Generic[ContextT, OutputT]):
             self._kv.check_integrity()
 
     def _leave(self, request_id: str) -> None:
-        entry = self._running.pop(request_id, None) or self._waiting.remove(request_id)
+        entry = self._running.pop(request_id, None)
         if entry is not None:
+            self._shares.stop(entry.client_id)
+            self._waiting.refresh(entry.client_id)
+        else:
+            entry = self._waiting.remove(request_id)
+        if entry is not None:
+            self._shares.leave(entry.client_id)
             self._pipeline.release(entry.context)
 
 

@@ -20,17 +20,21 @@ class ApiKeys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
-    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
         """Refuses a request without a right key.
 
         Args:
             headers: raw ones, their names in lower case, as ASGI has them.
 
+        Returns:
+            The number of the key, in the order of configuration. None where one key or none is configured:
+            then the key tells no client from another.
+
         Raises:
             RequestProblem: 401.
         """
         if not self._digests:
-            return
+            return None
         given = [value for name, value in headers if name == b"authorization"]
         if not given:
             raise RequestProblem(
@@ -44,3 +48,4 @@ class ApiKeys:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if len(given) > 1 or scheme.lower() != b"bearer" or not any(matches):
             raise RequestProblem(401, "the API key is not one of this server's", headers=_CHALLENGE)
+        return matches.index(True) if len(matches) > 1 else None

@@ -23,7 +23,7 @@ from penstock.serve.chat_prompt import (
     tool_use,
 )
 from penstock.serve.choice_text import ChoiceText
-from penstock.serve.generation import Work, in_pool
+from penstock.serve.generation import Work, check_choices, in_pool
 from penstock.serve.json_parts import Parts
 from penstock.serve.logprob_limit import (
     check_num_logprobs,
@@ -115,6 +115,7 @@ class _Chat:
             UnknownModelError: it names no model that is served here.
         """
         body = checked_body(services, ChatBody, raw)
+        check_choices(services, 1, body.n or 1)
         use = tool_use(body, raw)
         check_template_shows(use.tools, services.tokenizer)
         parsers, tokenizer = services.parsers, services.tokenizer

@@ -16,7 +16,7 @@ from penstock.serve.answering import answer_request, checked_body, envelope_of, 
 from penstock.serve.bodies import JsonRoute
 from penstock.serve.choice_text import ChoiceText
 from penstock.serve.completion_answer import CompletionAnswer, Echo, PromptScores
-from penstock.serve.generation import Work, in_pool
+from penstock.serve.generation import Work, check_choices, in_pool
 from penstock.serve.logprob_limit import (
     check_num_logprobs,
     num_best,
@@ -102,13 +102,7 @@ class _Completion:
             check_enabled(services, body, asked[1])
         prompts, name = _prompts(body.prompt), f"cmpl-{uuid4().hex}"
         n = body.n or 1
-        room = services.worker.max_outstanding
-        if len(prompts) * n > room:
-            raise RequestProblem(
-                400,
-                f"{len(prompts)} prompts with {n} answers each are too many: this server takes {room}",
-                param="prompt",
-            )
+        check_choices(services, len(prompts), n)
         contexts: list[TextContext] = []
         for index, prompt in enumerate(prompts):
             request = TokenGeneratorRequest(

@@ -82,6 +82,9 @@ class ServeConfig:
     max_queue_size: int | None = setting(
         None, COUNT, "Most requests that wait for a place in the batch; by default 4 batches, at least 64."
     )
+    max_choices_per_request: int | None = setting(
+        None, COUNT, "Most choices of a request, n for each prompt; by default what the queue takes."
+    )
     request_timeout: float | None = setting(
         None, _SECONDS, "Seconds in which a request must be answered to its end; by default any time."
     )

@@ -46,6 +46,28 @@ class Work:
         return sum(len(context.prompt_tokens) for context in self.contexts[:: self.n])
 
 
+def check_choices(services: Services, num_prompts: int, n: int) -> None:
+    """Refuses a request for more choices than one may have, before their contexts take memory.
+
+    Raises:
+        RequestProblem: 400 that names the limit.
+    """
+    room, limit = services.worker.max_outstanding, services.config.max_choices_per_request
+    count = num_prompts * n
+    if limit is not None and count > limit:
+        reason = f"a request may have {limit} (--max-choices-per-request)"
+    elif count > room:
+        reason = f"this server takes {room}"
+    else:
+        return
+    each = f"{n} answers" if num_prompts == 1 else f"{num_prompts} prompts with {n} answers each"
+    raise RequestProblem(
+        400,
+        f"the request asks for {each}, but {reason}: send fewer prompts, or a smaller n",
+        param="n" if n > 1 else "prompt",
+    )
+
+
 class Run:
     """The choices of one request, at the worker. Leaving it (``async with``) cancels what still runs.
 
@@ -61,17 +83,11 @@ class Run:
         self._num_prompt_tokens = work.num_prompt_tokens
         self._record = record
         self._generations: list[Generation] = []
-        room = services.worker.max_outstanding
-        if len(work.contexts) > room:
-            raise RequestProblem(
-                400,
-                f"the request asks for {len(work.contexts)} answers at once, this server takes {room}: "
-                "send fewer prompts, or a smaller n",
-                param="n" if work.n > 1 else "prompt",
-            )
+        check_choices(services, len(work.contexts) // work.n, work.n)
         record.prompt_tokens = self._num_prompt_tokens
         try:
             for context in work.contexts:
+                context.client_id = record.client_id
                 self._generations.append(services.worker.submit(context))
         except BaseException:
             self.cancel()

@@ -140,7 +140,8 @@ class Admit:
             await self._app(scope, receive, send)
             return
         try:
-            self._keys.check(scope["headers"])
+            key = self._keys.check(scope["headers"])
+            scope["state"]["record"].client_id = _client_id(key, scope)
             if self._gate.reason:
                 headers = {"connection": "close", "retry-after": "1"}
                 raise RequestProblem(503, f"{self._gate.reason}: try again", headers=headers)
@@ -153,6 +154,14 @@ class Admit:
             return
         with self._gate.inside():
             await self._app(scope, receive, send)
+
+
+def _client_id(key: int | None, scope: Scope) -> str:
+    """Who shares the batch with others: the owner of a key, or a connection where keys do not tell."""
+    if key is not None:
+        return f"key {key}"
+    host, port = scope.get("client") or ("", 0)
+    return f"{host}:{port}"
 
 
 async def send_problem(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:

@@ -36,6 +36,8 @@ class RequestRecord:
     route: str = ""
     """The route's template, such as ``/v1/models/{id}``; the same for every request that it serves."""
     received: float = field(default_factory=time.perf_counter)
+    client_id: str = ""
+    """Who sent it: the number of an API key, or a connection. Clients share the batch evenly."""
 
     model: str | None = None
     stream: bool = False

@@ -73,6 +73,7 @@ class WorkerClient:
         factory: makes the worker's work in the worker's process; picklable, unless ``in_thread``.
         in_thread: runs the worker in a thread of this process, for tests.
         max_queue_size: requests that may wait for a place in the batch; by default 4 batches, at least 64.
+            Clients that have less than a batch of their own outstanding may exceed it, by one batch together.
         hang_limit: seconds without a word between two steps after which the worker is taken for dead. One
             step may take long: make it generous.
     """
@@ -93,6 +94,7 @@ class WorkerClient:
         self._calls: dict[int, asyncio.Future[PenstockError | None]] = {}
         self._generations: dict[str, Generation] = {}
         self._cancelled: set[str] = set()  # the worker has not said yet that they ended
+        self._clients: dict[str, str] = {}  # of each request that is outstanding
         self._adapters: dict[str, str | None] = {}  # changed while serving: name -> path, None: unloaded
         self._state: State = "stopped"
         self._link: WorkerLink | None = None
@@ -158,7 +160,7 @@ class WorkerClient:
             InputError: its id is in use.
         """
         link = self._ready_link()
-        if self.num_outstanding >= self.max_outstanding:
+        if not self._has_room(context.client_id):
             raise OverloadedError(
                 f"{self.num_outstanding} requests are being served or wait, and no more are let in: try again"
             )
@@ -166,6 +168,7 @@ class WorkerClient:
         if request_id in self._generations or request_id in self._cancelled:
             raise InputError(f"request {request_id} is here already: give each request its own id")
         link.send(Submit(context))
+        self._clients[request_id] = context.client_id
         generation = self._generations[request_id] = Generation(request_id, self._cancel)
         return generation
 
@@ -388,11 +391,21 @@ class WorkerClient:
             if generation is not None:
                 generation.fail(failure.error.error())
             self._forget(failure.request_id)
-        self._cancelled.difference_update(report.cancelled)
+        for request_id in report.cancelled:
+            self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
         self._generations.pop(request_id, None)
         self._cancelled.discard(request_id)
+        self._clients.pop(request_id, None)
+
+    def _has_room(self, client_id: str) -> bool:
+        """Whether a client may have another request. One client that fills the queue keeps no other out."""
+        if self.num_outstanding < self.max_outstanding:
+            return True
+        batch = self.info.max_batch_size
+        own = sum(one == client_id for one in self._clients.values())
+        return own < batch and self.num_outstanding < self.max_outstanding + batch
 
     # -- What it is told ---------------------------------------------------------------------------------
 
@@ -439,6 +452,7 @@ class WorkerClient:
     def _end_all(self, why: str) -> None:
         generations, self._generations = self._generations, {}
         self._cancelled.clear()
+        self._clients.clear()
         for generation in generations.values():
             generation.fail(UnavailableError(why, retry_after=self._retry_after()))
         for answer in self._calls.values():

@@ -43,6 +43,7 @@ class Request:
     echo: bool
     fails_after: int | None  # steps: then its forward fails
     stops: bool  # at an end-of-sequence token
+    client: str
 
     @property
     def prompt(self) -> list[int]:
@@ -72,6 +73,7 @@ requests = st.builds(
     echo=st.sampled_from([False, False, False, True]),
     fails_after=st.sampled_from([None, None, None, 1, 4, 8]),
     stops=st.booleans(),
+    client=st.sampled_from("xxyz"),
 )
 
 
@@ -99,6 +101,7 @@ class Workload:
         self.contexts: dict[str, TextContext] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: list[tuple[str, str]] = []
+        self.admitted: list[str] = []
 
     def run(self) -> None:
         while self.now <= 12 or self.scheduler.has_work:
@@ -119,6 +122,7 @@ class Workload:
             eos_token_ids={EOS} if request.stops else set(),
             priority=request.priority,
             log_probabilities_echo=request.echo,
+            client_id=request.client,
         )
         try:
             self.scheduler.submit(context)
@@ -160,6 +164,7 @@ class Workload:
             assert self.contexts[name].active_idx == self.contexts[name].end_idx
         assert not held & ended, "an ended request holds blocks"
         assert len(held) == self.scheduler.num_running
+        self.admitted += [context.request_id for context in self.scheduler.admitted]
 
     def _fails(self, name: str) -> bool:
         return self.requests[name].fails_after == self.now - self.requests[name].arrival
@@ -230,6 +235,32 @@ def test_those_who_generate_are_in_every_step(machine: Machine, requests: list[R
         if first is not None:
             present = [name in rows for rows in work.pipeline.trace[first:]]
             assert present == sorted(present, reverse=True), "it paused"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    machines,
+    st.lists(requests.map(lambda one: replace(one, ready_after=0, shared=0)), min_size=2, max_size=14),
+)
+def test_requests_of_a_client_are_admitted_in_order(machine: Machine, requests: list[Request]) -> None:
+    work = Workload(machine, requests)
+    work.run()
+    for client in "xyz":
+        own = [name for name in work.admitted if work.requests[name].client == client]
+        ranks = [(-work.requests[name].priority, work.requests[name].arrival, int(name)) for name in own]
+        for earlier, later in pairwise(ranks):
+            # One that comes later may pass only by a higher priority, or where it was not there yet.
+            assert earlier < later or earlier[1] < later[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(machines, st.lists(requests, min_size=2, max_size=14))
+def test_places_are_exchanged_a_bounded_number_of_times(machine: Machine, requests: list[Request]) -> None:
+    """Each preemption makes the shares more even; only arrivals and ends undo that."""
+    work = Workload(replace(machine, num_blocks=400), requests)
+    work.run()
+    assert work.scheduler.num_preemptions <= len(requests) * machine.max_batch_size
+    assert not work.scheduler._shares.is_contended
 
 
 def text_context_like(context: TextContext) -> TextContext:

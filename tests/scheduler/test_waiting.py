@@ -9,6 +9,7 @@ from penstock.scheduler.waiting import WaitingQueue
 class Waiter:
     request_id: str
     key: tuple[int, int]
+    client_id: str = ""
 
 
 def queue_of(names: str, look_limit: int = 4) -> WaitingQueue[Waiter]:
@@ -89,3 +90,47 @@ def test_a_step_looks_at_few_in_vain_and_all_get_their_turn() -> None:
         queue.look_again(is_ready)
     assert entry.request_id == "h"
     assert steps == 3
+
+
+def test_clients_are_served_by_rank_and_each_in_its_own_order() -> None:
+    ranks = {"x": (1,), "y": (0,)}
+    queue: WaitingQueue[Waiter] = WaitingQueue(4, ranks.__getitem__)
+    for place, name in enumerate("abcd"):
+        queue.push(Waiter(name, (0, place), "x" if name in "ab" else "y"))
+    order = ""
+    while (entry := queue.first_ready(lambda entry: True)) is not None:
+        order += entry.request_id
+        queue.remove(entry.request_id)
+        ranks[entry.client_id] = (ranks[entry.client_id][0] + 1,)
+    assert order == "cadb"
+
+
+def test_a_client_whose_rank_falls_moves_forward() -> None:
+    ranks = {"x": (2,), "y": (1,)}
+    queue: WaitingQueue[Waiter] = WaitingQueue(4, ranks.__getitem__)
+    queue.push(Waiter("a", (0, 0), "x"))
+    queue.push(Waiter("b", (0, 1), "y"))
+    ranks["x"] = (0,)
+    queue.refresh("x")
+    entry = queue.first_ready(lambda entry: True)
+    assert entry is not None
+    assert entry.request_id == "a"
+
+
+def test_priority_comes_before_rank() -> None:
+    ranks = {"x": (0,), "y": (9,)}
+    queue: WaitingQueue[Waiter] = WaitingQueue(4, ranks.__getitem__)
+    queue.push(Waiter("a", (0, 0), "x"))
+    queue.push(Waiter("b", (-1, 1), "y"))
+    assert queue.first_ready(lambda entry: True) == Waiter("b", (-1, 1), "y")
+
+
+def test_the_heap_of_clients_stays_small() -> None:
+    queue: WaitingQueue[Waiter] = WaitingQueue(4, lambda client_id: (0,))
+    for place in range(5000):
+        queue.push(Waiter(f"{place}", (0, place), f"client {place % 10}"))
+    assert len(queue._heap) <= 2 * 10 + 64 + 1
+    for place in range(5000):
+        queue.remove(f"{place}")
+    assert queue.first_ready(lambda entry: True) is None
+    assert not queue._lanes

@@ -187,7 +187,7 @@ async def test_who_wants_the_whole_is_woken_at_its_end() -> None:
 async def test_too_many_at_once() -> None:
     async with chatting(endless(), max_batch_size=1, max_queue_size=1) as server:
         error = await server.refusal("/v1/completions", prompt="Hi", n=3)
-        assert error["param"] == "prompt"
+        assert error["param"] == "n"
         error = await server.refusal("/v1/chat/completions", messages=[user("Hi")], n=3)
         assert error["param"] == "n"
         exchanges = [open_exchange(server, COMPLETION, stream=True) for _ in range(2)]

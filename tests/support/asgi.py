@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -14,7 +15,15 @@ PATIENCE = 60  # seconds: the machine may be busy
 class Exchange:
     """One request to an application."""
 
-    def __init__(self, app: ASGIApp, path: str, body: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        path: str,
+        body: dict[str, Any],
+        *,
+        headers: Mapping[str, str] | None = None,
+        client: tuple[str, int] = ("127.0.0.1", 123),  # as of httpx
+    ) -> None:
         self.messages: list[Message] = []
         self.may_send = asyncio.Event()
         self.may_send.set()
@@ -31,9 +40,13 @@ class Exchange:
             "raw_path": path.encode(),
             "root_path": "",
             "query_string": b"",
-            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+            "headers": [
+                (b"host", b"localhost"),
+                (b"content-type", b"application/json"),
+                *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
+            ],
             "server": ("server", 80),
-            "client": ("client", 1),
+            "client": client,
             "state": {},
         }
         self.task = asyncio.ensure_future(app(scope, self._receive, self._send))

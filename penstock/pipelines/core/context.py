@@ -69,6 +69,8 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     """Token index to the id that stands for it in block hashes."""
     priority: int = 0
     """A higher number is served first."""
+    client_id: str = ""
+    """Whose request it is. Contexts of different clients share the batch evenly, within a priority."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set by the KV cache."""
 

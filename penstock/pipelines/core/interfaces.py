@@ -49,6 +49,10 @@ class InputContext(Protocol):
     def priority(self) -> int:
         """A higher number is served first."""
 
+    @property
+    def client_id(self) -> str:
+        """Whose request it is: an opaque id. Clients share the batch evenly, within a priority."""
+
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache; the KV cache writes it."""
 

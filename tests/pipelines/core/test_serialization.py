@@ -136,6 +136,7 @@ def contexts() -> list[TextContext]:
         "cache_salt": "salt",
         "token_hash_overrides": {3: -99},
         "priority": -1,
+        "client_id": "key 1",
         "num_cached_tokens": 64,
     }
     made = [

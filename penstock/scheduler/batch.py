@@ -1,0 +1,58 @@
+"""What the scheduler keeps of a context, and the batch of a step while it is put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from penstock.pipelines.core import InputContext
+
+ContextT = TypeVar("ContextT", bound=InputContext)
+
+
+@dataclass(slots=True, eq=False)
+class Entry(Generic[ContextT]):
+    """A context in the scheduler, waiting or running."""
+
+    context: ContextT
+    key: tuple[int, int]
+    """Negative priority, arrival: the smallest is served first, the largest preempted first."""
+    is_decoding: bool = False
+    """Whether all that it had to begin with is computed: now it generates."""
+    was_admitted: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """The id of the context."""
+        return self.context.request_id
+
+    @property
+    def client_id(self) -> str:
+        """The client of the context."""
+        return self.context.client_id
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that have yet to be computed."""
+        return self.context.end_idx - self.context.start_idx
+
+
+@dataclass(slots=True, eq=False)
+class Batch(Generic[ContextT]):
+    """The entries of a step, in the order in which they were added."""
+
+    num_left: int
+    """Tokens that are left of the budget."""
+    entries: dict[str, Entry[ContextT]] = field(default_factory=dict)
+    _rows: dict[str, int] = field(default_factory=dict)
+
+    def add(self, entry: Entry[ContextT], rows: int) -> None:
+        """Adds an entry that computes ``rows`` tokens."""
+        self.entries[entry.request_id] = entry
+        self._rows[entry.request_id] = rows
+        self.num_left -= rows
+
+    def drop(self, request_id: str) -> None:
+        """Takes an entry out again, if it is in the batch."""
+        if self.entries.pop(request_id, None) is not None:
+            self.num_left += self._rows.pop(request_id)

@@ -1,0 +1,97 @@
+"""How much of the batch each client holds, and which client is served next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from penstock.scheduler.batch import Entry
+
+EntryT = TypeVar("EntryT", bound=Entry[Any])
+
+
+class Shares:
+    """Counts the contexts of each client. A client is an opaque id; it is forgotten with its last context.
+
+    Clients take turns: a client that was served longer ago comes before one that was served later. A client
+    that arrives comes before all clients that the last step has served, and after those that have waited
+    since before that step, so that no client starves.
+    """
+
+    def __init__(self) -> None:
+        self._num_present: dict[str, int] = {}
+        self._num_running: dict[str, int] = {}
+        self._turns: dict[str, int] = {}
+        self._num_served = 0
+        self._num_served_before = 0  # the last step
+
+    @property
+    def is_contended(self) -> bool:
+        """Whether contexts of two or more clients are present."""
+        return len(self._num_present) > 1
+
+    def num_running(self, client_id: str) -> int:
+        """Return the number of slots that a client holds."""
+        return self._num_running.get(client_id, 0)
+
+    def rank(self, client_id: str) -> tuple[int, int]:
+        """Return the place of a client among those that wait. The smallest is admitted first."""
+        return self.num_running(client_id), self._turns[client_id]
+
+    def turn_of(self, entry: Entry[Any]) -> tuple[int, int, int]:
+        """Return the place of an entry among prompts. The smallest is computed first."""
+        priority, arrival = entry.key
+        return priority, self._turns[entry.client_id], arrival
+
+    def expendability(self, entry: Entry[Any]) -> tuple[int, int, int]:
+        """Return the place of a running entry in the order of preemption. The largest goes first."""
+        priority, arrival = entry.key
+        return priority, self.num_running(entry.client_id), arrival
+
+    def last_in_excess(self, waiting: Entry[Any], running: Iterable[EntryT]) -> EntryT | None:
+        """Return the running entry that gives way to a waiting one, None if there is none.
+
+        Its client holds at least two slots more than that of the waiting one, and its priority is no higher.
+        Then an exchange makes the shares more even, and no exchange is undone by another.
+        """
+        least = self.num_running(waiting.client_id) + 2
+        if self.most_running < least:
+            return None
+        inferior = (one for one in running if one.key[0] >= waiting.key[0])
+        excess = (one for one in inferior if self.num_running(one.client_id) >= least)
+        return max(excess, key=self.expendability, default=None)
+
+    @property
+    def most_running(self) -> int:
+        """The number of slots of the client that holds the most."""
+        return max(self._num_running.values(), default=0)
+
+    def begin_step(self) -> None:
+        """Mark the start of a step."""
+        self._num_served_before = self._num_served
+
+    def enter(self, client_id: str) -> None:
+        """Count a new context."""
+        self._num_present[client_id] = self._num_present.get(client_id, 0) + 1
+        self._turns.setdefault(client_id, self._num_served_before)
+
+    def leave(self, client_id: str) -> None:
+        """Count a context that has left. It holds no slot any more."""
+        self._num_present[client_id] -= 1
+        if not self._num_present[client_id]:
+            del self._num_present[client_id], self._turns[client_id]
+
+    def start(self, client_id: str) -> None:
+        """Count a slot that a context was given."""
+        self._num_running[client_id] = self._num_running.get(client_id, 0) + 1
+
+    def stop(self, client_id: str) -> None:
+        """Count a slot that a context gave back."""
+        self._num_running[client_id] -= 1
+        if not self._num_running[client_id]:
+            del self._num_running[client_id]
+
+    def serve(self, client_id: str) -> None:
+        """Move a client to the end of the turns: a prompt of it is computed."""
+        self._num_served += 1
+        self._turns[client_id] = self._num_served

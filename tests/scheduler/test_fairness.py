@@ -1,0 +1,223 @@
+"""Several clients share a batch: who gets a place, who gives way, and what that costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from support.fake_pipeline import FakePipeline, alone
+from support.paged import kv_manager, text_context
+
+from penstock.pipelines.core import TextContext, TextGenerationResponse
+from penstock.scheduler import Scheduler
+
+
+class Run:
+    """A scheduler over a fake pipeline. The first letter of a request's name is its client."""
+
+    def __init__(self, num_blocks: int = 1000, **options: Any) -> None:
+        self.pipeline = FakePipeline(kv_manager(num_blocks))
+        settings = {"max_batch_size": 4, "max_batch_input_tokens": 16, "min_chunk_size": 4}
+        self.scheduler: Scheduler[TextContext, TextGenerationResponse] = Scheduler(
+            self.pipeline, **(settings | options)
+        )
+        self.contexts: dict[str, TextContext] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.admitted: list[str] = []
+
+    def submit(self, name: str, prompt: int, new: int, **fields: Any) -> None:
+        tokens = [sum(map(ord, name))] * prompt
+        context = text_context(tokens, max_length=prompt + new, request_id=name, client_id=name[0], **fields)
+        self.contexts[name], self.tokens[name] = context, []
+        self.scheduler.submit(context)
+
+    def step(self) -> dict[str, int]:
+        before = len(self.pipeline.trace)
+        for name, output in self.scheduler.step().items():
+            self.tokens[name] += [int(token.next_token) for token in output.tokens]
+        self.admitted += [context.request_id for context in self.scheduler.admitted]
+        return dict(*self.pipeline.trace[before:])
+
+    def steps_until(self, name: str) -> int:
+        """Steps until a request has a token."""
+        for count in range(1, 2000):
+            self.step()
+            if self.tokens[name]:
+                return count
+        raise AssertionError(f"{name} starves")
+
+    def finish(self) -> int:
+        count = 0
+        while self.scheduler.has_work:
+            self.step()
+            count += 1
+            assert count < 20_000
+        for name, context in self.contexts.items():
+            fresh = text_context(context.prompt_tokens.tolist(), max_length=context.max_length)
+            assert self.tokens[name] == alone(fresh), name
+        return count
+
+    def running(self) -> Counter[str]:
+        return Counter(name[0] for name, context in self.contexts.items() if context.is_assigned_to_cache)
+
+
+def test_clients_are_admitted_in_turn_and_each_in_its_own_order() -> None:
+    run = Run(max_batch_size=1)
+    for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
+        run.submit(name, 3, new=2)
+    run.finish()
+    assert run.admitted == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+
+
+def test_free_places_are_shared_evenly() -> None:
+    run = Run()
+    for number in range(9):
+        run.submit(f"a{number}", 1, new=20)
+    for number in range(9):
+        run.submit(f"b{number}", 1, new=20)
+    run.step()
+    assert run.running() == {"a": 2, "b": 2}
+    assert run.scheduler.num_preemptions == 0
+    run.finish()
+    assert run.scheduler.num_preemptions == 0
+
+
+def test_a_client_that_holds_all_places_gives_way_at_once() -> None:
+    run = Run()
+    for number in range(128):
+        run.submit(f"a{number}", 4, new=200)
+    for _ in range(20):
+        run.step()
+    assert run.running() == {"a": 4}
+    run.submit("b", 4, new=3)
+    assert run.steps_until("b") == 1
+    assert run.running() == {"a": 3, "b": 1}
+    assert run.scheduler.num_preemptions == 1
+    assert not run.contexts["a3"].is_assigned_to_cache, "the youngest"
+    run.finish()
+
+
+def test_a_waiting_client_gets_its_share_and_no_more() -> None:
+    run = Run(max_batch_size=8, max_batch_input_tokens=64)
+    for number in range(16):
+        run.submit(f"a{number}", 4, new=100)
+    run.step()
+    for number in range(16):
+        run.submit(f"b{number}", 4, new=100)
+    run.step()
+    assert run.running() == {"a": 4, "b": 4}
+    assert run.scheduler.num_preemptions == 4
+    for _ in range(50):
+        run.step()
+    assert run.scheduler.num_preemptions == 4, "no place changes hands again"
+    run.finish()
+
+
+def test_a_client_that_holds_the_blocks_gives_way_too() -> None:
+    run = Run(24, max_batch_size=8)
+    for number in range(3):
+        run.submit(f"a{number}", 4, new=28)
+    for _ in range(27):
+        run.step()
+    assert run.scheduler.kv.num_free_blocks < 4
+    run.submit("b", 12, new=2)
+    assert run.steps_until("b") == 1
+    run.finish()
+
+
+def test_one_client_alone_is_never_preempted_for_its_own() -> None:
+    run = Run()
+    for number in range(20):
+        run.submit(f"a{number}", 4, new=30)
+    run.finish()
+    assert run.scheduler.num_preemptions == 0
+    assert run.admitted == [f"a{number}" for number in range(20)]
+
+
+def test_requests_one_after_the_other_preempt_once() -> None:
+    """After the first one a place is kept free for a while."""
+    run = Run()
+    for number in range(40):
+        run.submit(f"a{number}", 4, new=400)
+    for _ in range(5):
+        run.step()
+    for number in range(10):
+        run.submit(f"b{number}", 4, new=2)
+        assert run.steps_until(f"b{number}") == 1
+        for _ in range(8):
+            run.step()
+    assert run.scheduler.num_preemptions == 1
+    for _ in range(64):
+        run.step()
+    assert run.running() == {"a": 4}, "at last the place is taken again"
+    run.finish()
+
+
+def test_a_long_prompt_lets_a_short_one_of_another_client_pass() -> None:
+    run = Run()
+    run.submit("a", 160, new=1)
+    run.step()
+    run.submit("b", 6, new=1)
+    assert run.step() == {"b": 6, "a": 10}
+    run.finish()
+
+
+def test_two_long_prompts_take_turns() -> None:
+    run = Run()
+    run.submit("a", 64, new=1)
+    run.submit("b", 64, new=1)
+    rows = [run.step() for _ in range(8)]
+    assert rows == [{"a": 16}, {"b": 16}] * 4
+    run.finish()
+
+
+def test_a_long_prompt_does_not_starve_behind_ever_new_clients() -> None:
+    run = Run()
+    run.submit("a", 64, new=1)
+    names = iter("bcdefghijklmnopqrstuvwxyzBCDEFGHIJKLMNOPQRSTUVWXYZ")
+    steps = 0
+    while not run.tokens["a"]:
+        run.submit(next(names), 16, new=1)  # takes a whole step
+        run.step()
+        steps += 1
+    assert steps <= 16
+    run.finish()
+
+
+def test_a_low_priority_does_not_take_the_place_of_a_higher_one() -> None:
+    run = Run(max_batch_size=2)
+    run.submit("a1", 4, new=20, priority=1)
+    run.submit("a2", 4, new=20, priority=1)
+    run.step()
+    run.submit("b", 4, new=2)
+    assert run.steps_until("b") == 20
+    assert run.scheduler.num_preemptions == 0
+    run.finish()
+
+
+def test_blocks_are_taken_from_the_client_that_holds_the_most() -> None:
+    run = Run(10, max_batch_size=4)
+    run.submit("a1", 4, new=16)
+    run.submit("a2", 4, new=16)
+    run.submit("b", 4, new=16)  # the youngest
+    while not run.scheduler.num_preemptions:
+        run.step()
+    assert run.running() == {"a": 1, "b": 1}
+    run.finish()
+
+
+@pytest.mark.parametrize("num_clients", [1, 3])
+def test_clients_are_forgotten(num_clients: int) -> None:
+    run = Run()
+    for number in range(12):
+        run.submit("abc"[number % num_clients] + str(number), 4, new=5)
+    run.step()
+    run.scheduler.cancel("a0")
+    run.scheduler.cancel("a9")
+    while run.scheduler.has_work:
+        run.step()
+    shares = run.scheduler._shares
+    assert not shares._num_present
+    assert not shares._num_running
+    assert not shares._turns
