@@ -50,9 +50,10 @@ TABLE = {
     "errors": Row(""),
     "dtype": Row("numpy", typing="torch", lazily="torch"),
     "limits": Row(""),
+    "heartbeat": Row(""),
     "host_memory": Row("", typing="numpy", lazily="numpy"),
     "driver": Row("numpy .limits .host_memory", typing="torch", lazily="torch"),
-    "kernels": Row("torch numpy .dtype .driver .host_memory"),
+    "kernels": Row("torch numpy .dtype .driver .heartbeat .host_memory"),
     "engine": Row("torch numpy .kernels .driver .dtype .limits"),
     "answers": Row(".beams .pipelines.core .pipelines.detokenizer"),
     "beams": Row("numpy .interrupts .pipelines.core .pipelines.kv_cache.interface"),
@@ -60,7 +61,7 @@ TABLE = {
     "interrupts": Row(""),
     "loading": Row(""),
     "progress": Row("rich"),
-    "nn": Row("torch .kernels .dtype"),
+    "nn": Row("torch .heartbeat .kernels .dtype"),
     "pipelines.core": Row("numpy msgspec", typing="torch xgrammar"),
     "pipelines.config": Row(
         "msgspec .driver .dtype .pipelines.core .pipelines.weights.hub .pipelines.weights.json_files"
@@ -68,7 +69,7 @@ TABLE = {
         lazily=".kernels",
     ),
     "pipelines.weights": Row(
-        "torch numpy safetensors .kernels .dtype .host_memory", lazily="huggingface_hub"
+        "torch numpy safetensors .heartbeat .kernels .dtype .host_memory", lazily="huggingface_hub"
     ),
     "pipelines.weights.hub": Row(
         ".pipelines.weights.gguf .pipelines.weights.json_files .pipelines.weights.safetensors",
@@ -100,8 +101,8 @@ TABLE = {
     ),
     "pipelines.registry": Row(".dtype .pipelines.core", typing=".pipelines.config"),
     "pipelines.architectures": Row(
-        "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.decoder"
-        " .pipelines.kv_cache .pipelines.model .pipelines.pipeline .pipelines.registry"
+        "torch numpy .heartbeat .nn .kernels .driver .dtype .pipelines.config .pipelines.core"
+        " .pipelines.decoder .pipelines.kv_cache .pipelines.model .pipelines.pipeline .pipelines.registry"
         " .pipelines.transformer .pipelines.weights",
         typing=".engine",
     ),
@@ -150,8 +151,8 @@ TABLE = {
     "pipelines.step_tensors": Row("torch .kernels .pipelines.model"),
     "pipelines.transformer": Row(".nn .pipelines.config .pipelines.decoder .pipelines.kv_cache"),
     "pipelines.step": Row(
-        "torch numpy .engine .pipelines.core .pipelines.kv_cache .pipelines.model .pipelines.sampling"
-        " .pipelines.speculative .pipelines.structured_output"
+        "torch numpy .engine .heartbeat .pipelines.core .pipelines.kv_cache .pipelines.model"
+        " .pipelines.sampling .pipelines.speculative .pipelines.structured_output"
     ),
     "pipelines.pipeline": Row(
         "torch numpy .nn .kernels .engine .driver .dtype .pipelines.config .pipelines.core"
@@ -171,7 +172,9 @@ TABLE = {
     "pipelines.detokenizer": Row("numpy .pipelines.core .pipelines.tokenizer"),
     "scheduler": Row("numpy .pipelines.core .pipelines.kv_cache.interface"),
     "scheduler.messages": Row("msgspec .pipelines.core .scheduler.isolation"),
-    "scheduler.worker": Row("msgspec zmq .loading .pipelines.core .scheduler.messages .scheduler.scheduler"),
+    "scheduler.worker": Row(
+        "msgspec zmq .heartbeat .loading .pipelines.core .scheduler.messages .scheduler.scheduler"
+    ),
     "benchmarking": Row("msgspec numpy rich", lazily="matplotlib"),
     "benchmarking.http_client": Row("msgspec"),
     "benchmarking.outcome": Row("msgspec .benchmarking.http_client"),
@@ -221,9 +224,11 @@ TABLE = {
         lazily="uvloop .serve",
     ),
     "serve.worker_client": Row(
-        "zmq .pipelines.core .scheduler.messages .scheduler.worker .serve.worker_link .serve.worker_results"
+        "zmq .pipelines.core .scheduler.messages .scheduler.worker .serve.liveness .serve.worker_link"
+        " .serve.worker_results"
     ),
-    "serve.worker_link": Row("zmq .scheduler.messages .scheduler.worker"),
+    "serve.liveness": Row(""),
+    "serve.worker_link": Row("zmq .heartbeat .scheduler.messages .scheduler.worker"),
     "serve.worker_results": Row(".pipelines.core .scheduler.messages"),
     "serve.output_format": Row(
         ".pipelines.core .pipelines.schema_keywords .serve.parameters .serve.problems .serve.schemas"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from penstock.heartbeat import beat
 from penstock.host_memory import PromisedMemory
 
 
@@ -45,6 +46,7 @@ class Deferred(Mapping[str, Tensor]):
         """The tensors, made now if they are not there; ``importance [in]`` as of `LinearEncoding.pack`."""
         if self._tensors is None:
             self._tensors = self._pack(importance)
+            beat()
             self._promise.keep()
             self._parts = ()
             self._pack = lambda _: {}

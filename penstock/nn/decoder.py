@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.heartbeat import beat
 from penstock.kernels import StepInputs
 from penstock.nn.attention import Attention
 from penstock.nn.blueprint import Blueprint
@@ -169,6 +170,7 @@ class DecoderNetwork:
         rows = [rotary.rows(step) for rotary in self.rotaries]
         for block in self.blocks:
             x, residual = block(x, residual, rows, step)
+            beat()
         normed, hidden = self.norm.add(x, residual, step)
         return hidden, normed
 

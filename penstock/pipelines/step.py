@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.engine import InferenceSession
 from penstock.errors import UnsupportedFeatureError
+from penstock.heartbeat import beat
 from penstock.pipelines.core import LogProbabilities, SamplingParams, TextContext
 from penstock.pipelines.kv_cache import KVCache, KVCacheManager
 from penstock.pipelines.model import ModelOutputs, PipelineModel
@@ -91,6 +92,7 @@ class Forwards:
                 return results
         for step in range(num_steps):
             outputs = self._model.execute(inputs)
+            beat()
             logits = _last_rows(outputs, rows.counts)
             self.vocabulary = logits.shape[-1]
             tokens = self._sample(sampler, contexts, drafts, rows.after(step), logits)

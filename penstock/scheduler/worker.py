@@ -22,6 +22,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from penstock import heartbeat
 from penstock.errors import PenstockError, RequestFailedError, UnavailableError, UnsupportedFeatureError
 from penstock.loading import resting_collector
 from penstock.pipelines.core import LogProbabilities, TextContext, TextGenerationResponse
@@ -114,6 +115,11 @@ class Endpoint:
         """Bound by the serving side."""
         return f"ipc://{self.folder}/reports-{self.number}"
 
+    @property
+    def progress(self) -> str:
+        """The file in which the worker counts its progress."""
+        return f"{self.folder}/progress-{self.number}"
+
 
 def run_worker(factory: Callable[[], Work], endpoint: Endpoint) -> None:
     """Makes the work, says so, and does it until a `Stop` comes.
@@ -170,7 +176,7 @@ class _Loop:
         if wait:
             has_work = self._scheduler.has_work
             while not self._commands.poll(0) and self._work.settle() and not has_work:
-                pass
+                heartbeat.beat()
             self._commands.poll(_RETRY if has_work else None)
         while True:
             try:
@@ -224,6 +230,7 @@ class _Loop:
         outputs: dict[str, TextGenerationResponse] = {}
         has_run = False
         if self._scheduler.has_work:
+            heartbeat.beat()
             begin = time.perf_counter()
             outputs = self._scheduler.step(self._work.num_steps())
             has_run = self._scheduler.last_batch[0] > 0
@@ -330,6 +337,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # both go to whole groups of processes; the parent decides
     launch: Launch = pickle.load(sys.stdin.buffer)
     begun = time.time()
+    heartbeat.publish(launch.endpoint.progress)
     threading.Thread(target=_outlive_nobody, args=(launch.endpoint.folder,), daemon=True).start()
 
     def load() -> Work:

@@ -130,7 +130,9 @@ class ServeConfig:
         30.0, _SECONDS, "Seconds without a finished step, while there is work, that the log reports."
     )
     worker_timeout: float = setting(
-        600.0, _SECONDS, "Seconds that one step may take; after that the worker is ended and started again."
+        20.0,
+        _SECONDS,
+        "Seconds without progress after which the worker is ended and started again; long steps make it.",
     )
     otlp_endpoint: str | None = setting(
         None, TEXT, "Where to send OpenTelemetry spans, by OTLP over HTTP; by default there are none."

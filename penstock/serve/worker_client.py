@@ -41,6 +41,7 @@ from penstock.scheduler.messages import (
     WorkerStats,
 )
 from penstock.scheduler.worker import Endpoint, Work
+from penstock.serve.liveness import LONGEST_LOAD_PAUSE, Liveness
 from penstock.serve.worker_link import WorkerLink
 from penstock.serve.worker_results import Delta, Generation
 
@@ -50,7 +51,7 @@ State: TypeAlias = Literal["starting", "ready", "restarting", "stopping", "stopp
 
 _LOG = logging.getLogger("penstock.worker")
 
-_HAS_DIED = "the worker that runs the model has died and is being started again: try again"
+_HAS_DIED = "the worker that runs the model has died{} and is being started again: try again"
 
 _MOST_STARTS = 5
 """Starts in a row that fail until the worker stays down."""
@@ -74,8 +75,8 @@ class WorkerClient:
         in_thread: runs the worker in a thread of this process, for tests.
         max_queue_size: requests that may wait for a place in the batch; by default 4 batches, at least 64.
             Clients that have less than a batch of their own outstanding may exceed it, by one batch together.
-        hang_limit: seconds without a word between two steps after which the worker is taken for dead. One
-            step may take long: make it generous.
+        hang_limit: seconds without an answer and without progress after which the worker is ended and
+            started again. A long step makes progress; in a thread it does not: make the limit generous there.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class WorkerClient:
         *,
         in_thread: bool = False,
         max_queue_size: int | None = None,
-        hang_limit: float = 600.0,
+        hang_limit: float = 20.0,
     ) -> None:
         self._factory = factory
         self._in_thread = in_thread
@@ -102,7 +103,8 @@ class WorkerClient:
         self._folder = ""
         self._start: asyncio.Future[WorkerInfo | PenstockError] | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._pinged_at: float | None = None  # and no word since
+        self._liveness: Liveness | None = None  # of this worker
+        self._why_ended = ""  # by us
         self._has_answered = False  # this worker, since it was ready
         self._info: WorkerInfo | None = None
         self.stats = WorkerStats()
@@ -262,7 +264,7 @@ class WorkerClient:
                 self._shut()
                 first.set_exception(error)
                 return
-            self._end_all(_HAS_DIED)
+            self._end_all(_HAS_DIED.format(f" ({how})" if how else ""))
             self.stats = WorkerStats()
             if self._state == "stopping":
                 return
@@ -298,22 +300,17 @@ class WorkerClient:
         """Returns when the worker has ended, or says nothing for too long: whether it has ever answered."""
         link, self._has_answered = self._link, False
         assert link is not None
-        was_suspended = False
+        liveness = self._liveness = Liveness(link, self._interval)
         while not link.ended.is_set():
             link.drain()
-            is_suspended = link.is_suspended
-            if is_suspended and was_suspended:  # a server that was suspended with it sees that once
-                _LOG.error("the worker was suspended by a signal, and nobody wakes it")
+            self._why_ended = liveness.look(self._hang_limit)
+            if self._why_ended:
                 break
-            was_suspended = is_suspended
-            if self._pinged_at is None:
-                self._pinged_at = self._now()
+            if not liveness.is_asked:
+                liveness.ask()
                 link.send(Ping())
-            elif self._silence() >= self._hang_limit:
-                _LOG.error("the worker has not answered for %.0f s", self._silence())
-                break
             with suppress(TimeoutError):
-                await asyncio.wait_for(link.ended.wait(), min(_PING, self._hang_limit / 4))
+                await asyncio.wait_for(link.ended.wait(), self._interval)
         await asyncio.sleep(_LAST_WORDS)
         link.drain()
         return self._has_answered
@@ -334,25 +331,35 @@ class WorkerClient:
                 self._adapters[name] = None
 
     async def _unless_it_ends(self, what: Coroutine[None, None, None]) -> bool:
-        """Whether something comes to its end before the worker does."""
+        """Whether something comes to its end before the worker does, and before the worker hangs."""
         assert self._link is not None
         link = self._link
         task, ended = asyncio.create_task(what), asyncio.create_task(link.ended.wait())
+        hangs = asyncio.create_task(self._until_it_hangs(link))
         try:
-            await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, ended, hangs}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 await asyncio.sleep(_LAST_WORDS)
                 link.drain()
                 await asyncio.sleep(0)
             return task.done()
         finally:
-            task.cancel()
-            ended.cancel()
+            for one in (task, ended, hangs):
+                one.cancel()
+
+    async def _until_it_hangs(self, link: WorkerLink) -> None:
+        """Returns when a worker that starts makes no progress any more, or is suspended."""
+        liveness = Liveness(link, self._interval)
+        liveness.ask()
+        while not (why := liveness.look(max(LONGEST_LOAD_PAUSE, self._hang_limit))):
+            await asyncio.sleep(self._interval)
+        self._why_ended = why
 
     # -- What it says ------------------------------------------------------------------------------------
 
     def _hear(self, report: Report) -> None:
-        self._pinged_at = None
+        if self._liveness is not None:
+            self._liveness.hear()
         match report:
             case StepResults():
                 self._has_answered = True
@@ -441,7 +448,7 @@ class WorkerClient:
             return f"the model could not be started again: {self.failure}"
         return {
             "starting": "the model is being loaded: try again",
-            "restarting": _HAS_DIED,
+            "restarting": _HAS_DIED.format(""),
         }.get(self._state, "the server is shutting down")
 
     def _retry_after(self) -> int:
@@ -464,13 +471,15 @@ class WorkerClient:
     def _open_link(self) -> WorkerLink:
         assert self._context is not None
         endpoint = Endpoint(self._folder, next(self._numbers))
-        self._pinged_at = None
+        self._liveness, self._why_ended = None, ""
         self._link = WorkerLink(self._context, self._factory, endpoint, in_thread=self._in_thread)
         return self._link
 
     def _close_link(self) -> str:
+        """Ends the worker, and says how it ended."""
         link, self._link = self._link, None
-        return link.close() if link is not None else ""
+        how = link.close() if link is not None else ""
+        return self._why_ended or how
 
     def _shut(self) -> None:
         """Leaves nothing behind."""
@@ -482,8 +491,13 @@ class WorkerClient:
         self._state = "stopped"
 
     def _silence(self) -> float:
-        """Seconds since the worker was asked for a word, if it has not said one since."""
-        return 0.0 if self._pinged_at is None else self._now() - self._pinged_at
+        """Seconds for which the worker has shown no sign of life."""
+        return 0.0 if self._liveness is None else self._liveness.silence
+
+    @property
+    def _interval(self) -> float:
+        """Seconds between two looks at the worker."""
+        return min(_PING, self._hang_limit / 4)
 
     def _now(self) -> float:
         return time.monotonic()

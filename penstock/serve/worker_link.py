@@ -22,6 +22,7 @@ from typing import Protocol
 
 import zmq
 
+from penstock.heartbeat import ProgressFile
 from penstock.scheduler.messages import Command, Report, Started, command_encoder, report_decoder
 from penstock.scheduler.worker import Endpoint, Launch, Work, run_worker
 
@@ -132,6 +133,7 @@ class WorkerLink:
         in_thread: bool,
     ) -> None:
         self._endpoint = endpoint
+        self._progress = ProgressFile(endpoint.progress)
         self._reports = context.socket(zmq.PULL)
         self._reports.bind(endpoint.reports)
         self._commands = context.socket(zmq.PUSH)
@@ -173,6 +175,11 @@ class WorkerLink:
         """Whether the worker's process stands still, by a signal."""
         return self._body.is_suspended()
 
+    @property
+    def progress(self) -> int:
+        """How much progress the worker has counted. One in a thread counts none."""
+        return self._progress.count
+
     def close(self) -> str:
         """Ends the worker, by force where it has not ended, and says how it did."""
         if self._loop is not None:
@@ -182,6 +189,7 @@ class WorkerLink:
         self._commands.close(linger=0)
         words = self._body.end()
         os.close(self._body.sentinel)
+        self._progress.close()
         return words
 
     def _on_end(self) -> None:

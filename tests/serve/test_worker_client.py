@@ -719,7 +719,7 @@ async def test_nothing_is_left_behind() -> None:
             await kill(client)
             await until(lambda client=client: client.state == "ready")
             folder = Path(client._folder)
-            assert len(list(folder.iterdir())) <= 4
+            assert len(list(folder.iterdir())) <= 5  # two sockets for each worker, the progress of one
         assert not folder.exists()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert threading.active_count() <= threads

@@ -20,6 +20,7 @@ from penstock.assembly import load_tokenizer, load_work
 from penstock.errors import CheckpointNotFoundError, UnavailableError
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
+from penstock.scheduler.worker import Work
 from penstock.serve import worker_client
 from penstock.serve.worker_client import WorkerClient
 
@@ -134,6 +135,60 @@ async def test_a_process_that_is_stopped_is_taken_for_hung() -> None:
         assert text(await read(client.submit(request("a")))) == "Hello!"
     finally:
         await client.stop(1)
+
+
+@pytest.mark.parametrize("factory", [workers.hanging_in_a_forward, workers.holding_the_interpreter])
+async def test_a_step_that_hangs_is_given_up(factory: Callable[[], Work]) -> None:
+    client = WorkerClient(factory, hang_limit=2.0)
+    await client.start()
+    try:
+        first = client.info.pid
+        generations = [client.submit(request(name)) for name in ("hang", "other")]
+        outcomes = await asyncio.gather(*map(read, generations), return_exceptions=True)
+        hung = outcomes[0]
+        assert isinstance(hung, UnavailableError)
+        assert "has died (no progress for 2 s) and is being started again" in str(hung)
+        await until(lambda: client.state == "ready")
+        assert (client.info.pid != first, client.num_restarts) == (True, 1)
+        assert await read(client.submit(request("a")))
+    finally:
+        await client.stop(0)
+
+
+async def test_a_slow_step_that_makes_progress_is_waited_for() -> None:
+    client = WorkerClient(workers.slow_in_a_forward, hang_limit=2.0)
+    await client.start()
+    try:
+        begin = time.monotonic()
+        deltas = await read(client.submit(request("slow")))
+        assert deltas[-1].status.is_done
+        assert time.monotonic() - begin >= 5
+        assert (client.is_alive, client.num_restarts) == (True, 0)
+    finally:
+        await client.stop(0)
+
+
+async def test_a_slow_load_that_makes_progress_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "LONGEST_LOAD_PAUSE", 8.0)  # imports make none
+    client = WorkerClient(workers.slow_to_load, hang_limit=2.0)
+    await client.start()
+    await client.stop(0)
+
+
+async def test_a_load_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "LONGEST_LOAD_PAUSE", 2.0)
+    with pytest.raises(UnavailableError, match="ended while it started: no progress for"):
+        await WorkerClient(workers.hanging_at_the_start, hang_limit=2.0).start()
+
+
+async def test_a_load_that_is_suspended_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "_PING", 0.2)
+    client = WorkerClient(workers.hanging_at_the_start)
+    starting = asyncio.create_task(client.start())
+    await until(lambda: client._link is not None)
+    os.kill(client._link._body._process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    with pytest.raises(UnavailableError, match="ended while it started: suspended by a signal"):
+        await starting
 
 
 async def test_a_process_that_is_suspended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from penstock import heartbeat
 from penstock.errors import CheckpointNotFoundError, InputError
 from penstock.pipelines.core import TextContext, TokenGeneratorRequest
 from penstock.scheduler import Scheduler
@@ -166,3 +168,53 @@ def raise_lookup_error(message: str) -> None:
 
 def exiting_at_the_start() -> Work:
     os._exit(7)
+
+
+def hanging_in_a_forward() -> Work:
+    """The first letter comes; then a step never ends, and makes no progress."""
+
+    def choose(context: TextContext) -> int:
+        if len(context.generated_tokens) and context.request_id == "hang":
+            threading.Event().wait()
+        return 97 if len(context.generated_tokens) < 3 else FakeTokenizer.EOS
+
+    return fake_work(FakePipeline(choose))
+
+
+def holding_the_interpreter() -> Work:
+    """As `hanging_in_a_forward`, in native code that keeps Python's lock."""
+    import ctypes
+
+    def choose(context: TextContext) -> int:
+        if context.request_id == "hang":
+            ctypes.PyDLL(None).sleep(600)
+        return FakeTokenizer.EOS
+
+    return fake_work(FakePipeline(choose))
+
+
+def slow_in_a_forward() -> Work:
+    """A step takes 5 s and makes progress all the time."""
+
+    def choose(context: TextContext) -> int:
+        if context.request_id == "slow":
+            for _ in range(50):
+                time.sleep(0.1)
+                heartbeat.beat()
+        return FakeTokenizer.EOS
+
+    return fake_work(FakePipeline(choose))
+
+
+def slow_to_load() -> Work:
+    """A load that takes 10 s and makes progress all the time."""
+    for _ in range(100):
+        time.sleep(0.1)
+        heartbeat.beat()
+    return saying_hello()
+
+
+def hanging_at_the_start() -> Work:
+    """A load that never ends, and makes no progress."""
+    threading.Event().wait()
+    raise AssertionError

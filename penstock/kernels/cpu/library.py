@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -13,7 +14,10 @@ from typing import Any
 
 import torch  # noqa: F401  # first: the library shares the copy of libgomp.so.1 that torch brings
 
+from penstock import heartbeat
 from penstock.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
 
 ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
 """The instruction sets there are kernels for, ascending."""
@@ -99,6 +103,7 @@ def open_kernels(isa: str) -> Kernels:
     functions = {name: _function(held, name, isa) for name in _ARGUMENTS}
     for name in _LONG_ONES:
         functions[f"long_{name}"] = _function(released, name, isa)
+    _count_progress(held)
     return Kernels(isa, **functions)
 
 
@@ -239,6 +244,20 @@ class _Laid:
         ]
         self._steps = (ctypes.c_void_p * len(steps))(*steps)
         self.address = ctypes.addressof(self._steps)
+
+
+def _count_progress(library: ctypes.CDLL) -> None:
+    """Has the kernels count the pieces of their work as the progress of this process."""
+    try:
+        function = library.penstock_count_progress_in
+    except AttributeError:
+        _LOG.warning(
+            "%s is older than this package: build it again, or long kernels may be taken for a hang",
+            PATH.name,
+        )
+        return
+    function.argtypes, function.restype = [ctypes.c_void_p], None
+    function(heartbeat.counter_address())
 
 
 def is_usable() -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.dtype import DType
 from penstock.errors import WeightsError
+from penstock.heartbeat import beat
 from penstock.pipelines.weights.checkpoint import read_tensor_headers
 from penstock.pipelines.weights.gguf_names import GGUFTensor
 from penstock.pipelines.weights.gguf_tensors import gguf_rows, gguf_tensor
@@ -227,6 +228,7 @@ class Weights:
             self._faults.missing.append(name)
             return None
         self._read.add(name)
+        beat()
         if self.on_read is not None:
             self.on_read(header.num_bytes)
         return header

@@ -47,6 +47,12 @@ extern "C" VISIBLE const char* penstock_cpu_features() {
 #endif
 }
 
+static int64_t progress;
+int64_t* penstock_progress = &progress;  // C linkage, as declared
+
+// The counter must outlive all calls of kernels. To be called while none runs.
+extern "C" VISIBLE void penstock_count_progress_in(int64_t* counter) { penstock_progress = counter; }
+
 extern "C" void* penstock_scratch(enum Scratch which, size_t bytes) {
   static thread_local void* blocks[SCRATCHES];
   static thread_local size_t sizes[SCRATCHES];

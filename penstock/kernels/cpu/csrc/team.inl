@@ -108,17 +108,28 @@ struct Team {
   }
 };
 
+// Counts a piece of work as done. One thread of a team does, so that no two write to the same cache line.
+INLINE void count_progress(const Team& team) {
+  if (team.rank) return;
+  __atomic_store_n(penstock_progress, __atomic_load_n(penstock_progress, __ATOMIC_RELAXED) + 1, __ATOMIC_RELAXED);
+}
+
 // Hands out pieces 0:count, each to the thread that asks next: body(piece). A thread's first is that of its rank,
 // which it may have fetched something for. No barrier at the end. At most once between two barriers, which start the
 // count anew.
 template <class Body> INLINE void over_pieces(const Team& team, int64_t count, Body body) {
   if (team.size == 1) {
-    for (int64_t piece = 0; piece < count; piece++) body(piece);
+    for (int64_t piece = 0; piece < count; piece++) {
+      body(piece);
+      count_progress(team);
+    }
     return;
   }
   for (int64_t piece = team.rank; piece < count;
-       piece = team.size + __atomic_fetch_add(&team.state->next, 1, __ATOMIC_RELAXED))
+       piece = team.size + __atomic_fetch_add(&team.state->next, 1, __ATOMIC_RELAXED)) {
     body(piece);
+    count_progress(team);
+  }
 }
 
 // Calls body(begin, end) on ranges that cover 0:rows, one for each thread. No barrier at the end.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from penstock.heartbeat import beat
 from penstock.kernels import Activation, StepInputs
 from penstock.nn import Attention, Embedding, Head, LayerNorm, Linear, Loader
 from penstock.pipelines.architectures.gpt2.config import GPT2Config
@@ -104,6 +105,7 @@ class GPT2Network:
         x = step.ops.add(x, self.positions(step.positions, step))
         for block in self.blocks:
             x = block(x, step)
+            beat()
         return x, self.norm(x, step)
 
 
