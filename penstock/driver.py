@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock import limits
+from penstock import limits, private_memory
 from penstock.errors import ConfigError
 from penstock.host_memory import CACHE_LINE, num_ahead, num_promised
 
@@ -193,4 +193,7 @@ def _host_memory() -> tuple[int, int]:
     limit = limits.memory()
     if limit is not None:
         total, free = min(total, limit[0]), min(free, limit[1])
+    private, left = private_memory.limit(), private_memory.free()
+    if private is not None and left is not None:
+        total, free = min(total, private), min(free, left)
     return total, max(free + ahead - num_promised(), 0)

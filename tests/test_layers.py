@@ -51,8 +51,9 @@ TABLE = {
     "dtype": Row("numpy", typing="torch", lazily="torch"),
     "limits": Row(""),
     "heartbeat": Row(""),
+    "private_memory": Row(""),
     "host_memory": Row("", typing="numpy", lazily="numpy"),
-    "driver": Row("numpy .limits .host_memory", typing="torch", lazily="torch"),
+    "driver": Row("numpy .limits .host_memory .private_memory", typing="torch", lazily="torch"),
     "kernels": Row("torch numpy .dtype .driver .heartbeat .host_memory"),
     "engine": Row("torch numpy .kernels .driver .dtype .limits"),
     "answers": Row(".beams .pipelines.core .pipelines.detokenizer"),
@@ -69,7 +70,8 @@ TABLE = {
         lazily=".kernels",
     ),
     "pipelines.weights": Row(
-        "torch numpy safetensors .heartbeat .kernels .dtype .host_memory", lazily="huggingface_hub"
+        "torch numpy safetensors .heartbeat .kernels .dtype .host_memory .private_memory",
+        lazily="huggingface_hub",
     ),
     "pipelines.weights.hub": Row(
         ".pipelines.weights.gguf .pipelines.weights.json_files .pipelines.weights.safetensors",
@@ -134,8 +136,8 @@ TABLE = {
         typing=".engine",
     ),
     "pipelines.model": Row(
-        "torch numpy .nn .kernels .driver .dtype .pipelines.config .pipelines.core .pipelines.kv_cache"
-        " .pipelines.memory .pipelines.weights",
+        "torch numpy .nn .kernels .driver .dtype .private_memory .pipelines.config .pipelines.core"
+        " .pipelines.kv_cache .pipelines.memory .pipelines.packed_file .pipelines.weights",
         typing=".engine .pipelines.lora",
     ),
     "pipelines.log_probabilities": Row("torch numpy .kernels .pipelines.core .pipelines.model"),
@@ -170,10 +172,11 @@ TABLE = {
         "numpy tokenizers .pipelines.core .pipelines.chat_template .pipelines.tokenizer_files"
     ),
     "pipelines.detokenizer": Row("numpy .pipelines.core .pipelines.tokenizer"),
-    "scheduler": Row("numpy .pipelines.core .pipelines.kv_cache.interface"),
+    "scheduler": Row("numpy .private_memory .pipelines.core .pipelines.kv_cache.interface"),
     "scheduler.messages": Row("msgspec .pipelines.core .scheduler.isolation"),
     "scheduler.worker": Row(
-        "msgspec zmq .heartbeat .loading .pipelines.core .scheduler.messages .scheduler.scheduler"
+        "msgspec zmq .heartbeat .loading .private_memory .pipelines.core .scheduler.messages"
+        " .scheduler.scheduler"
     ),
     "benchmarking": Row("msgspec numpy rich", lazily="matplotlib"),
     "benchmarking.http_client": Row("msgspec"),

@@ -49,6 +49,7 @@ def command(print_config: bool, **flags: Any) -> int:
         partial(load_served_work, pipeline_config, config),
         max_queue_size=config.max_queue_size,
         hang_limit=config.worker_timeout,
+        memory_limit=config.worker_memory_limit,
     )
     server = Server(config, pipeline_config, worker, partial(load_tokenizer, pipeline_config), Startup())
     return server.run()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_check
 
 from torch import Tensor
 
+from penstock import private_memory
 from penstock.dtype import DType
 from penstock.kernels import KVCacheInputs, LoRAInputs, SamplingInputs, encoding_named
 from penstock.nn import ReturnHiddenStates, ReturnLogits
@@ -26,6 +27,7 @@ from penstock.pipelines.memory import (
     estimate_weights_size,
     plan_memory,
 )
+from penstock.pipelines.packed_file import packed_file
 from penstock.pipelines.weights import Weights
 
 if TYPE_CHECKING:
@@ -295,15 +297,24 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """
         raise NotImplementedError(f"Log probabilities not implemented for {type(self).__name__}.")
 
+    def _free_memory(self, weights_size: int) -> int:
+        """What weights, activations and KV cache may share, before anything is loaded."""
+        free = sum(device.stats["free_memory"] for device in self.devices)
+        private = private_memory.free()
+        if private is not None and free >= private and packed_file(self.pipeline_config.model).is_file():
+            free += weights_size  # they are mapped from that file: the limit does not count them
+        return free
+
     def _plan_memory(self) -> MemoryPlan:
         config, huggingface_config = self.pipeline_config, self.huggingface_config
+        weights_size = self.estimate_weights_size(config)
         plan = plan_memory(
             config,
             self.kv_cache_spec,
             model_max_length=self.calculate_max_seq_len(config, huggingface_config),
-            weights_size=self.estimate_weights_size(config),
+            weights_size=weights_size,
             activation_size=self.estimate_activation_memory(config, huggingface_config),
-            free_memory=sum(device.stats["free_memory"] for device in self.devices),
+            free_memory=self._free_memory(weights_size),
             adapters_size=estimate_adapters_size(config),
         )
         if plan.is_shortened:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Generic, TypeVar
 
+from penstock import private_memory
 from penstock.errors import PenstockError, RequestFailedError
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
@@ -55,7 +56,8 @@ class Isolation(Generic[ContextT, OutputT]):
 
         Raises:
             Exception: no part of the batch runs, and two or more contexts have failed in a row, in this step
-                or since the last one that ran: the fault is not theirs. No context has changed.
+                or since the last one that ran: the fault is not theirs. Or this process has reached its
+                limit of private memory. No context has changed.
         """
         outputs: dict[str, OutputT] = {}
         failures: dict[str, PenstockError] = {}
@@ -67,6 +69,8 @@ class Isolation(Generic[ContextT, OutputT]):
                 outputs |= self._pipeline.execute(part, num_steps)
             except Exception as error:
                 self._pipeline.failures.clear()
+                if private_memory.is_exceeded(error):
+                    raise  # smaller parts might run, but little would be left for what comes after them
                 if len(part) > 1:
                     parts += _halves(part)[::-1]
                     continue

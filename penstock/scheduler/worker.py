@@ -22,8 +22,15 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from penstock import heartbeat
-from penstock.errors import PenstockError, RequestFailedError, UnavailableError, UnsupportedFeatureError
+from penstock import heartbeat, private_memory
+from penstock.errors import (
+    ConfigError,
+    InsufficientMemoryError,
+    PenstockError,
+    RequestFailedError,
+    UnavailableError,
+    UnsupportedFeatureError,
+)
 from penstock.loading import resting_collector
 from penstock.pipelines.core import LogProbabilities, TextContext, TextGenerationResponse
 from penstock.scheduler.messages import (
@@ -56,6 +63,8 @@ _LOG = logging.getLogger("penstock.worker")
 
 _RETRY = 4
 """Milliseconds until contexts that are not ready are asked again, while nothing else runs."""
+OUT_OF_MEMORY = 12
+"""The exit status of a worker that has reached its limit of private memory (the number of ``ENOMEM``)."""
 _LINGER = 2000
 """Milliseconds that the last messages have to leave a worker which ends."""
 
@@ -196,6 +205,7 @@ class _Loop:
             case LoadAdapter() | UnloadAdapter():
                 self._send(CallResult(command.call_id, self._change_adapters(command)))
             case Ping():
+                private_memory.follow_mapped_files()
                 self._send(Pong(self._current_stats()))
             case Stop():
                 self._is_stopping = True
@@ -232,7 +242,12 @@ class _Loop:
         if self._scheduler.has_work:
             heartbeat.beat()
             begin = time.perf_counter()
-            outputs = self._scheduler.step(self._work.num_steps())
+            try:
+                outputs = self._scheduler.step(self._work.num_steps())
+            except Exception as error:
+                if private_memory.is_exceeded(error):
+                    self._send(StepResults(self._current_stats(), failures=self._out_of_memory()))
+                raise
             has_run = self._scheduler.last_batch[0] > 0
             if has_run:
                 self._count_step(time.perf_counter() - begin)
@@ -276,6 +291,18 @@ class _Loop:
             failures.append(_failure(request_id, error))
         return failures
 
+    def _out_of_memory(self) -> list[Failure]:
+        """The ends of the requests that run: one of them is the reason, and it should not be sent again."""
+        limit = private_memory.limit() or 0
+        error = InsufficientMemoryError(
+            f"the worker has reached its limit of {limit:,} bytes of private memory (--worker-memory-limit) "
+            "and is started again: send a shorter request, or one with fewer choices, or raise the limit",
+            needed=limit,
+            available=limit,
+        )
+        running = [name for name, context in self._contexts.items() if context.is_assigned_to_cache]
+        return [Failure(name, ErrorRecord.of(error)) for name in running]
+
     def _forget(self, request_id: str) -> bool:
         self._lengths.pop(request_id, None)
         return self._contexts.pop(request_id, None) is not None
@@ -306,6 +333,8 @@ def _packed(rows: LogProbabilities | None) -> PackedLogProbabilities | None:
 
 
 def _failure(request_id: str, error: Exception) -> Failure:
+    if private_memory.is_exceeded(error):
+        raise error
     if isinstance(error, RequestFailedError) or not isinstance(error, PenstockError):
         _LOG.error("request %s failed", request_id, exc_info=error.__cause__ or error)
     return Failure(request_id, ErrorRecord.of(error))
@@ -313,6 +342,13 @@ def _failure(request_id: str, error: Exception) -> Failure:
 
 def _start_failure(error: Exception) -> ErrorRecord:
     """Whoever starts a server is told all."""
+    if private_memory.is_exceeded(error):
+        size = f"{private_memory.limit() or 0:,} bytes"
+        return ErrorRecord.of(
+            ConfigError(
+                "worker_memory_limit", f"the model cannot be loaded within {size} of private memory: raise it"
+            )
+        )
     if isinstance(error, PenstockError):
         return ErrorRecord.of(error)
     return ErrorRecord.of(UnavailableError(f"the worker could not start: {type(error).__name__}: {error}"))
@@ -329,6 +365,8 @@ class Launch:
     endpoint: Endpoint
     launched_at: float
     """``time.time()`` when it was started."""
+    memory_limit: int | None = None
+    """Bytes of private memory that it may take."""
 
 
 def main() -> None:
@@ -341,6 +379,8 @@ def main() -> None:
     threading.Thread(target=_outlive_nobody, args=(launch.endpoint.folder,), daemon=True).start()
 
     def load() -> Work:
+        if launch.memory_limit is not None:
+            private_memory.bound(launch.memory_limit)
         with resting_collector():
             work = launch.factory()
         gc.collect()
@@ -351,9 +391,14 @@ def main() -> None:
     try:
         run_worker(load, launch.endpoint)
         status = 0
-    except BaseException:
-        _LOG.critical("the worker gives up", exc_info=True)
-        status = 1
+    except BaseException as error:
+        if private_memory.is_exceeded(error):
+            reason = f"{type(error).__name__}: {error}"
+            _LOG.critical("the worker has reached its limit of private memory and ends (%s)", reason)
+            status = OUT_OF_MEMORY
+        else:
+            _LOG.critical("the worker gives up", exc_info=True)
+            status = 1
     logging.shutdown()
     os._exit(status)  # whatever threads libraries have: nobody waits for them
 

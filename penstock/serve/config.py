@@ -134,6 +134,11 @@ class ServeConfig:
         _SECONDS,
         "Seconds without progress after which the worker is ended and started again; long steps make it.",
     )
+    worker_memory_limit: int | None = setting(
+        None,
+        NUM_BYTES,
+        "Most private memory of the worker, mapped files aside; beyond it the worker is started again.",
+    )
     otlp_endpoint: str | None = setting(
         None, TEXT, "Where to send OpenTelemetry spans, by OTLP over HTTP; by default there are none."
     )

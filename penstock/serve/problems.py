@@ -22,6 +22,7 @@ from penstock.errors import (
     ConfigError,
     ForkedProcessError,
     InputError,
+    InsufficientBlocksError,
     InsufficientMemoryError,
     MissingDependencyError,
     OverloadedError,
@@ -205,6 +206,8 @@ def _problem_of_table(error: PenstockError) -> Problem:
     headers = {}
     if status in (429, 503):
         headers["retry-after"] = str(error.retry_after if isinstance(error, UnavailableError) else 1)
+    if isinstance(error, InsufficientMemoryError) and not isinstance(error, InsufficientBlocksError):
+        headers = {"x-should-retry": "false"}  # OpenAI's clients repeat other 503s
     return Problem(status, str(error), type_, code, param, headers)
 
 

@@ -77,6 +77,7 @@ class WorkerClient:
             Clients that have less than a batch of their own outstanding may exceed it, by one batch together.
         hang_limit: seconds without an answer and without progress after which the worker is ended and
             started again. A long step makes progress; in a thread it does not: make the limit generous there.
+        memory_limit: bytes of private memory that the worker's process may take.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class WorkerClient:
         in_thread: bool = False,
         max_queue_size: int | None = None,
         hang_limit: float = 20.0,
+        memory_limit: int | None = None,
     ) -> None:
         self._factory = factory
         self._in_thread = in_thread
         self._max_queue_size = max_queue_size
         self._hang_limit = hang_limit
+        self._memory_limit = memory_limit
         self._numbers = count()
         self._calls: dict[int, asyncio.Future[PenstockError | None]] = {}
         self._generations: dict[str, Generation] = {}
@@ -472,7 +475,13 @@ class WorkerClient:
         assert self._context is not None
         endpoint = Endpoint(self._folder, next(self._numbers))
         self._liveness, self._why_ended = None, ""
-        self._link = WorkerLink(self._context, self._factory, endpoint, in_thread=self._in_thread)
+        self._link = WorkerLink(
+            self._context,
+            self._factory,
+            endpoint,
+            in_thread=self._in_thread,
+            memory_limit=self._memory_limit,
+        )
         return self._link
 
     def _close_link(self) -> str:

@@ -24,7 +24,7 @@ import zmq
 
 from penstock.heartbeat import ProgressFile
 from penstock.scheduler.messages import Command, Report, Started, command_encoder, report_decoder
-from penstock.scheduler.worker import Endpoint, Launch, Work, run_worker
+from penstock.scheduler.worker import OUT_OF_MEMORY, Endpoint, Launch, Work, run_worker
 
 _LOG = logging.getLogger("penstock.worker")
 
@@ -53,9 +53,11 @@ class _Body(Protocol):
 
 
 class _Process:
-    def __init__(self, factory: Callable[[], Work], endpoint: Endpoint) -> None:
+    def __init__(self, factory: Callable[[], Work], endpoint: Endpoint, memory_limit: int | None) -> None:
         self.sentinel, held = os.pipe()
-        launch = pickle.dumps(sys.path) + pickle.dumps(Launch(factory, endpoint, time.time()))
+        self._is_limited = memory_limit is not None
+        told = Launch(factory, endpoint, time.time(), memory_limit)
+        launch = pickle.dumps(sys.path) + pickle.dumps(told)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT],
@@ -84,13 +86,20 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin is not None
             self._process.stdin.close()
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        if status == OUT_OF_MEMORY:
+            return "out of memory: its private memory has reached --worker-memory-limit"
+        if status >= 0:
+            return f"exit status {status}"
+        # Native code aborts where it cannot report that an allocation failed.
+        hint = ", perhaps at --worker-memory-limit" if self._is_limited and -status == signal.SIGABRT else ""
+        return f"killed by {signal.Signals(-status).name}{hint}"
 
 
 class _Thread:
-    """For tests and notebooks: as a process, but it cannot be killed."""
+    """For tests and notebooks: as a process, but it cannot be killed, and its memory is not its own."""
 
-    def __init__(self, factory: Callable[[], Work], endpoint: Endpoint) -> None:
+    def __init__(self, factory: Callable[[], Work], endpoint: Endpoint, memory_limit: int | None) -> None:
+        assert memory_limit is None
         self.sentinel, self._held = os.pipe()
         self._end = "still running"
         self._thread = threading.Thread(target=self._run, args=(factory, endpoint), daemon=True)
@@ -122,6 +131,7 @@ class WorkerLink:
         factory: makes the worker's work; picklable, unless ``in_thread``.
         endpoint: where the two meet; used by no other link.
         in_thread: a thread of this process instead of a process.
+        memory_limit: bytes of private memory that the process may take.
     """
 
     def __init__(
@@ -131,6 +141,7 @@ class WorkerLink:
         endpoint: Endpoint,
         *,
         in_thread: bool,
+        memory_limit: int | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._progress = ProgressFile(endpoint.progress)
@@ -140,7 +151,7 @@ class WorkerLink:
         self._commands.linger = 0
         self._commands.sndhwm = 0  # bounded by whoever sends: by the requests that are let in
         self._encode, self._decode = command_encoder(), report_decoder()
-        self._body: _Body = (_Thread if in_thread else _Process)(factory, endpoint)
+        self._body: _Body = (_Thread if in_thread else _Process)(factory, endpoint, memory_limit)
         self._reports_fd = int(self._reports.getsockopt(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None
         self.ended = asyncio.Event()

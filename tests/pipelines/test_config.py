@@ -348,3 +348,20 @@ def test_upper_bounded_default() -> None:
     assert upper_bounded_default(10, 10) == 10
     with pytest.raises(ConfigError, match=r"max_length: .*\(11\) exceeds .*\(10\)"):
         upper_bounded_default(upper_bound=10, default=11)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GiB", 4 << 30), ("1.5 mib", 3 << 19), ("500MB", 500_000_000), ("2kB", 2000), ("1TiB", 1 << 40)],
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert PipelineConfig.from_flat({"kv_cache_memory": text}).kv_cache.memory == size
+    assert KVCacheConfig(memory=text).memory == size  # type: ignore[arg-type]
+    environment = {"PENSTOCK_KV_CACHE_MEMORY": text}
+    assert PipelineConfig.from_flat({}, environment=environment).kv_cache.memory == size
+
+
+@pytest.mark.parametrize("text", ["4", "4 G", "GiB", "-1GiB", "4GiBs", "1,5GiB", "0.0001KiB"])
+def test_other_texts_are_no_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_memory: must be a number of bytes.* such as 4GiB"):
+        PipelineConfig.from_flat({"kv_cache_memory": text})

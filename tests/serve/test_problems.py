@@ -17,6 +17,7 @@ from penstock.errors import (
     ConfigError,
     InputError,
     InsufficientBlocksError,
+    InsufficientMemoryError,
     MissingDependencyError,
     OverloadedError,
     PenstockError,
@@ -45,6 +46,14 @@ CASES: list[tuple[Exception, int, str, str | None, str | None, str | None]] = [
     (OverloadedError("full", retry_after=3), 429, "rate_limit_error", "rate_limit_exceeded", None, "3"),
     (UnavailableError("gone", retry_after=7), 503, UNAVAILABLE, "service_unavailable", None, "7"),
     (InsufficientBlocksError(3, 1, 2), 503, UNAVAILABLE, "insufficient_memory", None, "1"),
+    (
+        InsufficientMemoryError("m", needed=1, available=0),
+        503,
+        UNAVAILABLE,
+        "insufficient_memory",
+        None,
+        None,
+    ),
     (RequestFailedError("oops"), 500, "server_error", "internal_error", None, None),
     (PenstockError("oops"), 500, "server_error", "internal_error", None, None),
     (RequestProblem(400, "m", param="p", code="c"), 400, INVALID, "c", "p", None),
@@ -71,6 +80,12 @@ def test_the_table(case: tuple[Exception, int, str, str | None, str | None, str 
     assert body == {"error": {"message": problem.message, "type": type_, "param": param, "code": code}}
     assert problem.headers.get("retry-after") == retry_after
     assert "secret" not in problem.message
+
+
+def test_a_request_that_reached_the_memory_limit_is_not_to_be_repeated() -> None:
+    assert problem_of(InsufficientMemoryError("m", needed=1, available=0)).headers == {
+        "x-should-retry": "false"
+    }
 
 
 def test_every_error_of_ours_is_in_the_table_or_below_one_that_is() -> None:

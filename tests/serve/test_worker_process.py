@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,12 @@ from support import workers
 from support.workers import ids, read, request, text
 
 from penstock.assembly import load_tokenizer, load_work
-from penstock.errors import CheckpointNotFoundError, UnavailableError
+from penstock.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    InsufficientMemoryError,
+    UnavailableError,
+)
 from penstock.pipelines.config import PipelineConfig
 from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
 from penstock.scheduler.worker import Work
@@ -255,3 +261,55 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
+
+
+# -- A limit on private memory -----------------------------------------------------------------------------
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("name", ["hog", "torch"])
+async def test_a_worker_that_reaches_its_memory_limit_is_started_again(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = WorkerClient(workers.hogging, memory_limit=2 * GIB)
+    await client.start()
+    try:
+        reason = client.submit(request(name))
+        with pytest.raises(InsufficientMemoryError, match=r"limit of 2,147,483,648 bytes .*--worker-memory"):
+            await read(reason)
+        await until(lambda: client.num_restarts == 1 and client.state == "ready")
+        assert "reached its limit of private memory and ends" in capfd.readouterr().err
+        assert text(await read(client.submit(request("a")))) == "a" * 40
+    finally:
+        await client.stop(0)
+
+
+async def test_requests_that_wait_at_the_memory_limit_may_be_sent_again() -> None:
+    client = WorkerClient(workers.hogging, memory_limit=2 * GIB)
+    await client.start()
+    try:
+        generations = [client.submit(request(name)) for name in ("hog", "b", "c", "d")]
+        outcomes = await asyncio.gather(*map(read, generations), return_exceptions=True)
+        kinds = [type(one) for one in outcomes]
+        assert kinds[0] is InsufficientMemoryError
+        assert kinds[-1] is UnavailableError
+        assert "out of memory: its private memory has reached --worker-memory-limit" in str(outcomes[-1])
+    finally:
+        await client.stop(0)
+
+
+async def test_a_load_beyond_the_memory_limit_says_so() -> None:
+    with pytest.raises(ConfigError, match="worker_memory_limit: the model cannot be loaded within 2,147,483"):
+        await WorkerClient(workers.too_large, memory_limit=2 * GIB).start()
+
+
+async def test_a_model_is_planned_into_the_memory_limit() -> None:
+    config = PipelineConfig.from_flat({"model_path": "demo", "max_length": 512})
+    client = WorkerClient(partial(load_work, config), memory_limit=2 * GIB)
+    await client.start()
+    try:
+        rows = dict(client.info.memory)
+        assert re.search(r"of 1\.\d+ GiB|of \d+\.?\d* MiB", rows["free"]), rows
+    finally:
+        await client.stop(0)

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from support.paged import kv_manager
+
 from penstock import heartbeat
 from penstock.errors import CheckpointNotFoundError, InputError
 from penstock.pipelines.core import TextContext, TokenGeneratorRequest
@@ -218,3 +220,26 @@ def hanging_at_the_start() -> Work:
     """A load that never ends, and makes no progress."""
     threading.Event().wait()
     raise AssertionError
+
+
+def hogging() -> Work:
+    """A request called ``hog`` allocates more and more in its first step; one called ``torch`` in torch."""
+
+    def choose(context: TextContext) -> int:
+        if context.request_id == "hog":
+            kept = []
+            for _ in range(1000):
+                kept.append(bytearray(64 << 20))
+        if context.request_id == "torch":
+            import torch
+
+            return len([torch.empty(64 << 20, dtype=torch.uint8) for _ in range(1000)])
+        return 97 if len(context.generated_tokens) < 40 else FakeTokenizer.EOS
+
+    return fake_work(FakePipeline(choose, kv=kv_manager(60)), max_batch_size=2)
+
+
+def too_large() -> Work:
+    """A load that needs more memory than it may have."""
+    kept = [bytearray(64 << 20) for _ in range(1000)]
+    return fake_work(FakePipeline.saying(str(len(kept))))

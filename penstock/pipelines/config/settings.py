@@ -6,8 +6,10 @@ Flags, files, environment variables and documents are all made from these.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from math import isfinite
 from typing import Any, get_type_hints
 
@@ -23,6 +25,8 @@ class Rule:
     legal: str
     holds: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
+    read: Callable[[str], Any] | None = None
+    """Turns a text that stands for a value into the value, and leaves any other text as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class ConfigField:
         Raises:
             ConfigError: wrong type or an impossible value.
         """
+        if self.rule.read is not None and isinstance(value, str):
+            value = self.rule.read(value)
         try:
             if self.parse is not None:
                 converted = self.parse(value) if isinstance(value, str) else value
@@ -113,20 +119,39 @@ def fields_of(cls: type, section: str = "") -> tuple[ConfigField, ...]:
 
 
 def check_fields(config: object) -> None:
-    """Refuses a configuration object with a field of the wrong type or an impossible value.
+    """Refuses a configuration object with a field of the wrong type or an impossible value, and replaces
+    values of similar types, such as numpy's scalars, by those of the fields' own.
 
     Raises:
         ConfigError: names the field.
     """
     for field in fields_of(type(config)):
-        field.convert(getattr(config, field.attribute))
+        value = getattr(config, field.attribute)
+        converted = field.convert(value)
+        if converted is not value:
+            object.__setattr__(config, field.attribute, converted)
 
 
 FLAG = Rule("true or false", lambda value: True)
 TEXT = Rule("text that is not empty", lambda value: bool(value.strip()))
 COUNT = Rule("a whole number of at least 1", lambda value: value >= 1)
 THREADS = Rule("a whole number from 1 to 1024", lambda value: 1 <= value <= 1024)
-NUM_BYTES = Rule("a number of bytes, at least 1", lambda value: value >= 1)
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]i?b)", re.IGNORECASE)
+
+
+def read_size(text: str) -> int | str:
+    """Return the bytes that a size such as ``4GiB`` or ``500MB`` stands for, or any other text as it is."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return text
+    number, unit = match.group(1), match.group(2).lower()
+    return int(Decimal(number) * (1024 if "i" in unit else 1000) ** ("kmgt".index(unit[0]) + 1))
+
+
+NUM_BYTES = Rule(
+    "a number of bytes, at least 1, or a size such as 4GiB or 500MB", lambda value: value >= 1, read=read_size
+)
 FRACTION = Rule("a number above 0 and at most 1", lambda value: isfinite(value) and 0 < value <= 1)
 
 

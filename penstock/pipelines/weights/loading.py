@@ -24,6 +24,7 @@ from penstock.pipelines.weights.gguf_names import GGUFTensor
 from penstock.pipelines.weights.gguf_tensors import gguf_rows, gguf_tensor
 from penstock.pipelines.weights.mapping import drop_pages, map_file
 from penstock.pipelines.weights.safetensors import TensorHeader
+from penstock.private_memory import mapping
 
 NUM_NAMES_SHOWN = 8
 """How many tensors of a kind an error lists before it only counts."""
@@ -281,7 +282,8 @@ class _Files:
             return gguf_tensor(self._map(name, header), header)
         try:
             if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt")
+                with mapping(file.stat().st_size):
+                    self._open[file] = safe_open(file, framework="pt")
             tensor = self._open[file].get_tensor(header.stored_name)
         except (SafetensorError, OSError) as problem:
             raise WeightsError(file, f"{name} cannot be read: {problem}") from problem

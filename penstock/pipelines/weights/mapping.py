@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.errors import WeightsError
 from penstock.host_memory import advise_huge_pages
+from penstock.private_memory import mapping
 
 
 def map_file(file: Path) -> Tensor:
@@ -22,7 +23,9 @@ def map_file(file: Path) -> Tensor:
         WeightsError: it cannot be mapped.
     """
     try:
-        return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+        size = file.stat().st_size
+        with mapping(size):
+            return torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     except (OSError, RuntimeError) as problem:
         raise WeightsError(file, f"cannot be mapped: {problem}") from problem
 
@@ -35,7 +38,7 @@ def map_in_huge_pages(file: Path) -> Tensor:
         WeightsError: it cannot be mapped.
     """
     try:
-        with file.open("rb") as stream:
+        with file.open("rb") as stream, mapping(file.stat().st_size):
             content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as problem:
         raise WeightsError(file, f"cannot be mapped: {problem}") from problem

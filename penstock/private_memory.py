@@ -1,0 +1,95 @@
+"""A limit on the private memory of this process, beyond which allocations fail.
+
+The limit is that of Linux on data (``RLIMIT_DATA``): private pages that may be written. Linux also counts
+files that are mapped privately, as weights are, although nothing writes to them. So the limit of the system
+is kept above ours by the size of what is mapped.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.errors import ConfigError
+
+_limit: int | None = None
+
+_WORDS = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "can't start new thread")
+"""What errors of other types say where memory lacks: torch's, the dynamic linker's, Python's of threads."""
+
+
+def limit() -> int | None:
+    """Return the limit in bytes, None without one."""
+    return _limit
+
+
+def bound(num_bytes: int) -> None:
+    """Limit the private memory of this process from now on.
+
+    Raises:
+        ConfigError: the system has no such limit.
+    """
+    global _limit
+    if not sys.platform.startswith("linux"):
+        raise ConfigError("worker_memory_limit", "needs Linux: leave it out")
+    _limit = num_bytes
+    follow_mapped_files()
+
+
+def free() -> int | None:
+    """Return the bytes that are left below the limit, None without one."""
+    if _limit is None:
+        return None
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return max(_limit - int(fields["VmData"].split()[0]) * 1024 + _num_mapped(), 0)
+
+
+@contextmanager
+def mapping(num_bytes: int) -> Iterator[None]:
+    """Leave room for a file of so many bytes that is mapped meanwhile: it is not counted."""
+    if _limit is None:
+        yield
+        return
+    _set(_limit + _num_mapped() + num_bytes)
+    try:
+        yield
+    finally:
+        follow_mapped_files()
+
+
+def follow_mapped_files() -> None:
+    """Adapt the system's limit to the files that are mapped now. Does nothing without a limit."""
+    if _limit is not None:
+        _set(_limit + _num_mapped())
+
+
+def is_exceeded(error: BaseException) -> bool:
+    """Return whether an error, or its cause, says that an allocation failed while there is a limit."""
+    cause: BaseException | None = error if _limit is not None else None
+    while cause is not None:
+        lacks = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
+        if lacks or any(words in str(cause) for words in _WORDS):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _set(num_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def _num_mapped() -> int:
+    """Bytes of files that are mapped privately and writable."""
+    size = 0
+    for line in (
+        Path("/proc/self/maps").read_text().splitlines()
+    ):  # "7f00-7f10 rw-p 00000000 08:01 1234 /path"
+        addresses, access, _, _, inode, *_ = line.split(maxsplit=5)
+        if access[1] == "w" and access[3] == "p" and inode != "0":
+            first, last = addresses.split("-")
+            size += int(last, 16) - int(first, 16)
+    return size
