@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InsufficientMemoryError
 
 _limit: int | None = None
 
@@ -76,6 +76,25 @@ def is_exceeded(error: BaseException) -> bool:
             return True
         cause = cause.__cause__
     return False
+
+
+def error_of_requests() -> InsufficientMemoryError:
+    """Return what requests end with that ran when the limit was reached."""
+    size = _limit or 0
+    return InsufficientMemoryError(
+        f"the worker has reached its limit of {size:,} bytes of private memory (--worker-memory-limit) "
+        "and is started again: send a shorter request, or one with fewer choices, or raise the limit",
+        needed=size,
+        available=size,
+    )
+
+
+def error_of_load() -> ConfigError:
+    """Return what a load ends with that has reached the limit."""
+    size = f"{_limit or 0:,} bytes"
+    return ConfigError(
+        "worker_memory_limit", f"the model cannot be loaded within {size} of private memory: raise it"
+    )
 
 
 def _set(num_bytes: int) -> None:

@@ -23,14 +23,7 @@ import msgspec
 import zmq
 
 from penstock import heartbeat, private_memory
-from penstock.errors import (
-    ConfigError,
-    InsufficientMemoryError,
-    PenstockError,
-    RequestFailedError,
-    UnavailableError,
-    UnsupportedFeatureError,
-)
+from penstock.errors import PenstockError, RequestFailedError, UnavailableError, UnsupportedFeatureError
 from penstock.loading import resting_collector
 from penstock.pipelines.core import LogProbabilities, TextContext, TextGenerationResponse
 from penstock.scheduler.messages import (
@@ -214,7 +207,7 @@ class _Loop:
         try:
             self._scheduler.submit(context)
         except Exception as error:
-            self._refused.append(_failure(context.request_id, error))
+            self._refused.append(self._fail(context.request_id, error))
         else:
             self._contexts[context.request_id] = context
             self._lengths[context.request_id] = context.current_length
@@ -245,8 +238,7 @@ class _Loop:
             try:
                 outputs = self._scheduler.step(self._work.num_steps())
             except Exception as error:
-                if private_memory.is_exceeded(error):
-                    self._send(StepResults(self._current_stats(), failures=self._out_of_memory()))
+                self._tell_of_memory(error)
                 raise
             has_run = self._scheduler.last_batch[0] > 0
             if has_run:
@@ -288,20 +280,30 @@ class _Loop:
         while self._scheduler.failures:
             request_id, error = self._scheduler.failures.popitem()
             self._forget(request_id)
-            failures.append(_failure(request_id, error))
+            failures.append(self._fail(request_id, error))
         return failures
 
-    def _out_of_memory(self) -> list[Failure]:
-        """The ends of the requests that run: one of them is the reason, and it should not be sent again."""
-        limit = private_memory.limit() or 0
-        error = InsufficientMemoryError(
-            f"the worker has reached its limit of {limit:,} bytes of private memory (--worker-memory-limit) "
-            "and is started again: send a shorter request, or one with fewer choices, or raise the limit",
-            needed=limit,
-            available=limit,
-        )
+    def _tell_of_memory(self, error: Exception, *request_ids: str) -> None:
+        """Ends the requests that run, and those named, if an error says that private memory is used up."""
+        if not private_memory.is_exceeded(error):
+            return
+        reason = ErrorRecord.of(private_memory.error_of_requests())
         running = [name for name, context in self._contexts.items() if context.is_assigned_to_cache]
-        return [Failure(name, ErrorRecord.of(error)) for name in running]
+        failures = [Failure(name, reason) for name in {*running, *request_ids}]
+        self._send(StepResults(self._current_stats(), failures=failures))
+
+    def _fail(self, request_id: str, error: Exception) -> Failure:
+        """The end of a request, which goes to the log if it is our fault.
+
+        Raises:
+            Exception: it is the error, and says that the limit of private memory is reached.
+        """
+        if private_memory.is_exceeded(error):
+            self._tell_of_memory(error, request_id)
+            raise error
+        if isinstance(error, RequestFailedError) or not isinstance(error, PenstockError):
+            _LOG.error("request %s failed", request_id, exc_info=error.__cause__ or error)
+        return Failure(request_id, ErrorRecord.of(error))
 
     def _forget(self, request_id: str) -> bool:
         self._lengths.pop(request_id, None)
@@ -332,23 +334,10 @@ def _packed(rows: LogProbabilities | None) -> PackedLogProbabilities | None:
     return None if rows is None else PackedLogProbabilities.of(rows)
 
 
-def _failure(request_id: str, error: Exception) -> Failure:
-    if private_memory.is_exceeded(error):
-        raise error
-    if isinstance(error, RequestFailedError) or not isinstance(error, PenstockError):
-        _LOG.error("request %s failed", request_id, exc_info=error.__cause__ or error)
-    return Failure(request_id, ErrorRecord.of(error))
-
-
 def _start_failure(error: Exception) -> ErrorRecord:
     """Whoever starts a server is told all."""
     if private_memory.is_exceeded(error):
-        size = f"{private_memory.limit() or 0:,} bytes"
-        return ErrorRecord.of(
-            ConfigError(
-                "worker_memory_limit", f"the model cannot be loaded within {size} of private memory: raise it"
-            )
-        )
+        return ErrorRecord.of(private_memory.error_of_load())
     if isinstance(error, PenstockError):
         return ErrorRecord.of(error)
     return ErrorRecord.of(UnavailableError(f"the worker could not start: {type(error).__name__}: {error}"))

@@ -268,7 +268,7 @@ def is_running(pid: int) -> bool:
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("name", ["hog", "torch"])
+@pytest.mark.parametrize("name", ["hog", "torch", "grammar"])
 async def test_a_worker_that_reaches_its_memory_limit_is_started_again(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

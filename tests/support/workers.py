@@ -223,20 +223,25 @@ def hanging_at_the_start() -> Work:
 
 
 def hogging() -> Work:
-    """A request called ``hog`` allocates more and more in its first step; one called ``torch`` in torch."""
+    """A request called ``hog`` allocates more and more in its first step; one called ``torch`` in torch, one
+    called ``grammar`` before its first step."""
+
+    def hog() -> int:
+        return len([bytearray(64 << 20) for _ in range(1000)])
+
+    def ready(context: TextContext) -> bool:
+        return context.request_id != "grammar" or hog() > 0
 
     def choose(context: TextContext) -> int:
         if context.request_id == "hog":
-            kept = []
-            for _ in range(1000):
-                kept.append(bytearray(64 << 20))
+            return hog()
         if context.request_id == "torch":
             import torch
 
             return len([torch.empty(64 << 20, dtype=torch.uint8) for _ in range(1000)])
         return 97 if len(context.generated_tokens) < 40 else FakeTokenizer.EOS
 
-    return fake_work(FakePipeline(choose, kv=kv_manager(60)), max_batch_size=2)
+    return fake_work(FakePipeline(choose, kv=kv_manager(60)), max_batch_size=2, ready=ready)
 
 
 def too_large() -> Work:
