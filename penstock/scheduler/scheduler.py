@@ -37,9 +37,8 @@ class Scheduler(Generic[ContextT, OutputT]):
     Contexts of several clients (``client_id``) share the batch. Within a priority, the client that holds the
     fewest places is admitted first, and clients take turns at prompts; the contexts of one client stay in
     order. Where places or blocks lack for a waiting context, the youngest context of the client that holds
-    the most places is preempted, if that client holds at least two more than the waiting one's. Such an
-    exchange is never undone by another, so contexts do not take each other's places in turn. When one client
-    would hold all places again, one of them stays free for a while (``_STEPS_KEPT_FREE``).
+    the most places is preempted, if that client holds at least two more than the waiting one's. When one
+    client would hold all places again, one of them stays free for a while (``_STEPS_KEPT_FREE``).
 
     Everything here is called by one thread, but `cancel`, which any may call. An exception that
     ``pipeline.execute`` raises leaves the contexts as they were: the batch is run again by halves until the
@@ -164,9 +163,8 @@ class Scheduler(Generic[ContextT, OutputT]):
         self.last_batch = (len(entries), sum([_num_rows(context) for context in contexts.values()]))
         outputs: dict[str, OutputT] = {}
         if entries:
-            whole = [
-                entry for entry in entries.values() if not entry.is_decoding and _is_whole(entry.context)
-            ]
+            prompts = [entry for entry in entries.values() if not entry.is_decoding]
+            whole = [entry for entry in prompts if _is_whole(entry.context)]
             outputs, failures = self._execute(contexts, self._clamp(num_steps, entries))
             for entry in whole:
                 entry.is_decoding = True
