@@ -15,6 +15,7 @@ from penstock.pipelines.core import (
     TextGenerationResponse,
     TextGenerationStatus,
 )
+from penstock.pipelines.core.plain_numbers import checked_integer
 from penstock.pipelines.detokenizer import Detokenizer, TokenDecoder, text_behind
 
 
@@ -81,14 +82,13 @@ class Report:
         Raises:
             InputError: a number is out of range.
         """
-        for name, value, least in (
-            ("n", n, 1),
-            ("best_of", n if best_of is None else best_of, 1),
-            ("logprobs", 0 if logprobs is None else logprobs, 0),
-            ("prompt_logprobs", 0 if prompt_logprobs is None else prompt_logprobs, 0),
-        ):
-            if type(value) is not int or value < least:
-                raise InputError(f"{name} must be an integer of at least {least}, was {value!r}")
+        n = checked_integer("n", n, minimum=1)
+        if best_of is not None:
+            best_of = checked_integer("best_of", best_of, minimum=1)
+        if logprobs is not None:
+            logprobs = checked_integer("logprobs", logprobs)
+        if prompt_logprobs is not None:
+            prompt_logprobs = checked_integer("prompt_logprobs", prompt_logprobs)
         if best_of is not None and best_of < n:
             raise InputError(f"best_of is {best_of}, less than the n={n} outputs that are wanted of them")
         return cls(n, best_of, logprobs, prompt_logprobs)

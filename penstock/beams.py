@@ -20,6 +20,7 @@ import numpy as np
 from penstock.errors import InputError, InsufficientBlocksError, UnsupportedFeatureError
 from penstock.interrupts import deferred_interrupts
 from penstock.pipelines.core import Pipeline, TextContext, TextGenerationResponse
+from penstock.pipelines.core.plain_numbers import checked_integer, checked_number, plain
 from penstock.pipelines.kv_cache.interface import restart
 
 EarlyStopping: TypeAlias = bool | Literal["never"]
@@ -45,16 +46,15 @@ class BeamOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_beams", "num_return_sequences"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InputError(f"{name} must be an integer of at least 1, was {value!r}")
+            object.__setattr__(self, name, checked_integer(name, getattr(self, name), minimum=1))
         if self.num_return_sequences > self.num_beams:
             raise InputError(
                 f"num_return_sequences is {self.num_return_sequences}, but only {self.num_beams} beams "
                 "run: raise num_beams"
             )
-        if type(self.length_penalty) not in (int, float) or not abs(self.length_penalty) <= 100:
-            raise InputError(f"length_penalty must be in [-100, 100], was {self.length_penalty!r}")
+        penalty = checked_number("length_penalty", self.length_penalty, -100, 100)
+        object.__setattr__(self, "length_penalty", penalty)
+        object.__setattr__(self, "early_stopping", plain(self.early_stopping))
         if self.early_stopping not in (True, False, "never"):
             raise InputError(f"early_stopping must be True, False or 'never', was {self.early_stopping!r}")
 

@@ -4,6 +4,7 @@
     ├── InputError (ValueError)               one request cannot be served as asked
     │   ├── PromptTooLongError                num_tokens, max_length
     │   ├── UnknownModelError                 model, known
+    │   ├── UnknownParameterError (TypeError)  parameter
     │   └── UnsupportedFeatureError           feature
     │       └── UnsupportedSchemaError        keyword, where
     ├── RequestFailedError                    one request hit a fault of ours
@@ -75,6 +76,14 @@ class UnknownModelError(InputError):
         super().__init__(f"the model {model!r} is not served here; served are: {', '.join(names)}")
         self.model = model
         self.known = names
+
+
+class UnknownParameterError(InputError, TypeError):
+    """A call has a keyword argument that the function does not take; a ``TypeError`` too, as Python's own."""
+
+    def __init__(self, owner: str, parameter: str, hint: str) -> None:
+        super().__init__(f"{owner}: unknown parameter {parameter}; {hint}")
+        self.parameter = parameter
 
 
 class RequestFailedError(PenstockError):

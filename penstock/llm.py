@@ -27,6 +27,7 @@ from penstock.pipelines.core import (
     TokenGeneratorRequestTool,
     TokenGeneratorResponseFormat,
 )
+from penstock.pipelines.core.parameter_hints import hinting
 from penstock.pipelines.detokenizer import Detokenizer
 from penstock.progress import GenerationProgress
 from penstock.prompts import (
@@ -88,6 +89,7 @@ class LLM:
         self._scheduler = load_scheduler(config, self.pipeline)
         self._driven = threading.Lock()
 
+    @hinting
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -139,6 +141,7 @@ class LLM:
             priority=priority,
         )
 
+    @hinting
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -191,6 +194,7 @@ class LLM:
             priority=priority,
         )
 
+    @hinting
     def stream(
         self,
         prompt: Prompt | None = None,
@@ -231,6 +235,7 @@ class LLM:
         (answer,) = self._answers(request, report)
         return TextStream(answer, self._pieces(answer), report)
 
+    @hinting
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],

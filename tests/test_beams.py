@@ -208,6 +208,17 @@ def test_impossible_options(options: dict[str, Any], message: str) -> None:
         BeamOptions(**options)
 
 
+def test_options_of_other_types_of_numbers() -> None:
+    given: dict[str, Any] = {
+        "num_beams": np.int64(3),
+        "length_penalty": np.float32(0.5),
+        "early_stopping": np.True_,
+    }
+    assert repr(BeamOptions(**given)) == repr(
+        BeamOptions(num_beams=3, length_penalty=0.5, early_stopping=True)
+    )
+
+
 def test_a_prompt_that_cannot_be_served_is_named(llm: LLM) -> None:
     with pytest.raises(InputError, match="the prompt is empty") as caught:
         llm.beam_search(["Hello", ""])

@@ -14,7 +14,7 @@ from support.checkpoints import oracle, oracle_logits
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM, GenerationOutput, SamplingParams
-from penstock.errors import InputError, UnsupportedFeatureError
+from penstock.errors import InputError, UnknownParameterError, UnsupportedFeatureError
 from penstock.pipelines.core import Grammar, LogProbabilities, TextContext
 from penstock.pipelines.randomness import splitmix64
 
@@ -138,6 +138,24 @@ def test_chat_gives_several_answers_too(llm: LLM) -> None:
 def test_impossible_options(options: dict[str, Any], message: str, llm: LLM) -> None:
     with pytest.raises(InputError, match=message):
         llm.generate("Hello", SAMPLED, **options)
+
+
+def test_options_of_other_types_of_numbers(llm: LLM) -> None:
+    options: dict[str, Any] = {"n": np.int64(2), "best_of": np.int32(3), "logprobs": np.uint8(1)}
+    plain = llm.generate("Hello", SAMPLED, n=2, best_of=3, logprobs=1)
+    assert ids(llm.generate("Hello", SAMPLED, **options, priority=np.int64(4))) == ids(plain)
+
+
+@pytest.mark.parametrize("call", ["generate", "chat", "stream", "beam_search"])
+def test_unknown_options_get_a_hint(call: str, llm: LLM) -> None:
+    with pytest.raises(
+        UnknownParameterError, match=rf"^LLM.{call}: unknown parameter max_tokens; "
+    ) as caught:
+        getattr(llm, call)("Hello", max_tokens=3)
+    meant = (
+        "max_new_tokens" if call == "beam_search" else "sampling_params=SamplingParams(max_new_tokens=...)"
+    )
+    assert str(caught.value).endswith(f"did you mean {meant}?")
 
 
 # Log probabilities.

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import msgspec
 
-from penstock.errors import InputError
 from penstock.pipelines.core import TextContext
+from penstock.pipelines.core.plain_numbers import checked_integer
 from penstock.pipelines.randomness import splitmix64
 
 
@@ -22,8 +22,7 @@ def choice_contexts(context: TextContext, n: int) -> list[TextContext]:
     Raises:
         InputError: ``n`` is less than 1.
     """
-    if type(n) is not int or n < 1:
-        raise InputError(f"n must be an integer of at least 1, was {n!r}")
+    n = checked_integer("n", n, minimum=1)
     assert not context.is_assigned_to_cache, f"{context.request_id} has begun"
     assert not len(context.generated_tokens), f"{context.request_id} has begun"
     return [context] if n == 1 else [_choice(context, i) for i in range(n)]

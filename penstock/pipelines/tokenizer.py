@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from penstock.errors import CheckpointError, InputError, PromptTooLongError, UnsupportedFeatureError
 from penstock.pipelines.chat_template import ChatTemplate, Message
 from penstock.pipelines.core import Grammar, SamplingParams, TextContext, TokenGeneratorRequest
+from penstock.pipelines.core.plain_numbers import checked_flag, checked_integer
 from penstock.pipelines.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 T = TypeVar("T")
@@ -161,8 +162,8 @@ class TextTokenizer:
             tokens=tokens,
             eos_token_ids=self._ends(params),
             eos_sequences=self._stop_sequences(params),
-            log_probabilities=_checked_logprobs(request) or None,
-            log_probabilities_echo=request.echo,
+            log_probabilities=checked_integer("logprobs", request.logprobs) or None,
+            log_probabilities_echo=checked_flag("echo", request.echo),
             ignore_eos=params.ignore_eos,
             json_schema=schema,
             sampling_params=params,
@@ -171,7 +172,9 @@ class TextTokenizer:
             grammar=grammar,
             adapter=request.adapter,
             cache_salt=request.cache_salt,
-            priority=_checked_priority(request),
+            priority=checked_integer(
+                "priority", request.priority, minimum=-(2**63), rule="an integer of 64 bits"
+            ),
         )
 
     def encode_text(self, text: str, add_special_tokens: bool = True, *, limited: bool = True) -> TokenIds:
@@ -476,15 +479,3 @@ def _output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar 
         return json.dumps(schema), None
     except (TypeError, ValueError) as error:
         raise InputError(f"response_format has a json_schema that is not JSON: {error}") from None
-
-
-def _checked_priority(request: TokenGeneratorRequest) -> int:
-    if type(request.priority) is not int:
-        raise InputError(f"priority must be an integer, was {request.priority!r}")
-    return request.priority
-
-
-def _checked_logprobs(request: TokenGeneratorRequest) -> int:
-    if type(request.logprobs) is not int or request.logprobs < 0:
-        raise InputError(f"logprobs must be an integer of at least 0, was {request.logprobs!r}")
-    return request.logprobs

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,6 +161,27 @@ def test_a_class_built_directly_is_checked_too(make: Any, field: str) -> None:
     with pytest.raises(ConfigError) as error:
         make()
     assert error.value.field == field
+
+
+def test_settings_of_other_types_of_numbers() -> None:
+    values: dict[str, Any] = {
+        "max_length": np.int64(64),
+        "device_memory_utilization": np.float32(0.5),
+        "deterministic": np.True_,
+    }
+    config = PipelineConfig.from_flat(values)
+    assert (config.model.max_length, config.deterministic) == (64, True)
+    assert repr(KVCacheConfig(**{"block_size": np.int16(64)})) == repr(KVCacheConfig(block_size=64))
+    plain = PipelineConfig(max_batch_size=4, deterministic=False)
+    assert repr(PipelineConfig(max_batch_size=np.int8(4), deterministic=np.False_)) == repr(plain)
+
+
+@pytest.mark.parametrize("value", [np.float64("nan"), np.float32("inf"), np.int64(0), np.True_], ids=repr)
+def test_impossible_numbers_of_other_types(value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="device_memory_utilization: must be a number above 0 and at most 1"
+    ):
+        PipelineConfig.from_flat({"device_memory_utilization": value})
 
 
 @pytest.mark.parametrize("text", ["yes", "on", "2", "x"])

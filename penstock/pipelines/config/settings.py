@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from penstock.errors import ConfigError
+from penstock.pipelines.core.plain_numbers import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class ConfigField:
         if self.rule.read is not None and isinstance(value, str):
             value = self.rule.read(value)
         try:
+            value = plain(value)
             if self.parse is not None:
                 converted = self.parse(value) if isinstance(value, str) else value
                 converted = tuple(converted) if isinstance(converted, list) else converted  # a file's

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.pipelines.core.interfaces import InputContext
 from penstock.pipelines.core.logit_rules import LogitRules, TokenCounts
+from penstock.pipelines.core.plain_numbers import plain
 from penstock.pipelines.core.requests import Grammar
 from penstock.pipelines.core.responses import LogProbabilities
 from penstock.pipelines.core.sampling_params import SamplingParams
@@ -84,6 +85,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._take_plain_numbers()
         if self.min_tokens + self._prompt_len > self.max_length:
             raise InputError(
                 f"min_tokens ({self.min_tokens}) + prompt_len ({self._prompt_len}) must be less than or "
@@ -93,8 +95,6 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             raise InputError(f"log_probabilities must be at least 0, was {self.log_probabilities}")
         if not isinstance(self.prompt, str):
             self.prompt = [int(token) for token in self.prompt]
-        self.eos_token_ids = set(self.eos_token_ids)  # the tokenizer's own set stays its own
-        self.eos_sequences = [list(sequence) for sequence in self.eos_sequences if len(sequence) > 0]
         self._agree_on_grammar()
         self._check_that_it_may_begin()
 
@@ -309,6 +309,16 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def unassign_from_cache(self) -> None:
         """Takes the slot away, if it has one."""
         self._cache_seq_id = None
+
+    def _take_plain_numbers(self) -> None:
+        """Numpy's scalars cannot be encoded for the worker; sets and lists of the caller stay unshared."""
+        self.max_length = plain(self.max_length)
+        self.log_probabilities = plain(self.log_probabilities)
+        self.log_probabilities_echo = plain(self.log_probabilities_echo)
+        self.ignore_eos = plain(self.ignore_eos)
+        self.priority = plain(self.priority)
+        self.eos_token_ids = {plain(token_id) for token_id in self.eos_token_ids}
+        self.eos_sequences = [[plain(one) for one in ids] for ids in self.eos_sequences if len(ids) > 0]
 
     def _agree_on_grammar(self) -> None:
         if self.json_schema is not None and self.grammar is None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 import msgspec
 
 from penstock.errors import InputError
+from penstock.pipelines.core.parameter_hints import hinting_class
 from penstock.pipelines.core.sampling_params import SamplingParams
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag"]
@@ -66,6 +67,7 @@ class TokenGeneratorRequestMessage(TypedDict):
     tool_call_id: NotRequired[str]
 
 
+@hinting_class
 @dataclass(frozen=True)
 class TokenGeneratorRequest:
     """A request for text: a prompt or messages, and how to answer them."""

@@ -7,16 +7,28 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from penstock.errors import InputError
+from penstock.pipelines.core.parameter_hints import hinting_class
+from penstock.pipelines.core.plain_numbers import (
+    checked_flag,
+    checked_ids,
+    checked_integer,
+    checked_number,
+    plain,
+)
 
 
+@hinting_class
 @dataclass(frozen=True)
 class SamplingParams:
     """The sampling of one request; the defaults are greedy.
 
     Every field is checked on construction: an impossible value (NaN, an infinity, a bool where a number
     belongs, a number out of range) raises :class:`~penstock.errors.InputError`, which is a ``ValueError``,
-    with the field and the value in the message.
+    with the field and the value in the message. Numbers of other types, such as numpy's scalars, become
+    plain Python ones.
     """
 
     top_k: int = 1
@@ -61,25 +73,9 @@ class SamplingParams:
     the tokens before it. Where a grammar allows nothing else, the grammar comes first."""
 
     def __post_init__(self) -> None:
-        _check_integer("top_k", self.top_k, minimum=-1, rule="-1 or 0 (all tokens) or at least 1")
-        _check_integer("max_new_tokens", 0 if self.max_new_tokens is None else self.max_new_tokens)
-        _check_integer("min_new_tokens", self.min_new_tokens)
-        _check_integer("seed", self.seed, minimum=-(2**63), maximum=2**64 - 1, rule="a 64-bit integer")
-        _check_number("top_p", self.top_p, 0.0, 1.0)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("temperature", self.temperature, 0.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        penalty = self.repetition_penalty
-        if not _is_number(penalty) or not 0.0 < penalty <= sys.float_info.max:
-            raise InputError(f"repetition_penalty must be greater than 0 and finite, was {penalty!r}")
-        if self.stop is not None and not _is_list_of(str, self.stop):
-            raise InputError(f"stop must be a list of strings, was {self.stop!r}")
-        _check_ids("stop_token_ids", self.stop_token_ids)
-        _check_ids("allowed_token_ids", self.allowed_token_ids)
-        _check_ids("banned_token_ids", self.banned_token_ids)
-        _check_sequences("banned_sequences", self.banned_sequences)
-        _check_bias(self.logit_bias)
+        for name, value in self._checked().items():
+            if value is not getattr(self, name):
+                object.__setattr__(self, name, value)
         self._check_that_a_token_is_left()
 
     @cached_property
@@ -98,6 +94,32 @@ class SamplingParams:
         """True when a step adjusts logits before it samples: rules, penalties, or a least length."""
         return self.min_new_tokens > 0 or self.has_logit_rules or self.needs_penalties
 
+    def _checked(self) -> dict[str, Any]:
+        """Each field as a plain Python value; InputError names the first that is impossible."""
+        numbers = {name: checked_number(name, getattr(self, name), *_RANGES[name]) for name in _RANGES}
+        return {
+            **numbers,
+            "top_k": checked_integer(
+                "top_k", self.top_k, minimum=-1, rule="-1 or 0 (all tokens) or at least 1"
+            ),
+            "max_new_tokens": None
+            if self.max_new_tokens is None
+            else checked_integer("max_new_tokens", self.max_new_tokens),
+            "min_new_tokens": checked_integer("min_new_tokens", self.min_new_tokens),
+            "seed": checked_integer(
+                "seed", self.seed, minimum=-(2**63), maximum=2**64 - 1, rule="a 64-bit integer"
+            ),
+            "repetition_penalty": _checked_penalty(self.repetition_penalty),
+            "ignore_eos": checked_flag("ignore_eos", self.ignore_eos),
+            "detokenize": checked_flag("detokenize", self.detokenize),
+            "stop": _checked_stop(self.stop),
+            "stop_token_ids": checked_ids("stop_token_ids", self.stop_token_ids),
+            "allowed_token_ids": checked_ids("allowed_token_ids", self.allowed_token_ids),
+            "banned_token_ids": checked_ids("banned_token_ids", self.banned_token_ids),
+            "banned_sequences": _checked_sequences("banned_sequences", self.banned_sequences),
+            "logit_bias": _checked_bias(self.logit_bias),
+        }
+
     def _check_that_a_token_is_left(self) -> None:
         allowed = self.allowed_token_ids
         if allowed is None:
@@ -113,59 +135,50 @@ class SamplingParams:
             )
 
 
-# Numbers are plain Python ones: bool is a subclass of int, and numpy's scalars cannot cross to the worker.
+_RANGES = {
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "temperature": (0.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+}
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
+def _checked_penalty(penalty: Any) -> float:
+    number = plain(penalty)
+    if type(number) not in (int, float) or not 0.0 < number <= sys.float_info.max:
+        raise InputError(f"repetition_penalty must be greater than 0 and finite, was {penalty!r}")
+    return number  # type: ignore[no-any-return]
 
 
-def _is_list_of(kind: type, value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is kind for item in value)
+def _checked_stop(stop: Any) -> list[str] | None:
+    if stop is None:
+        return None
+    if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
+        raise InputError(f"stop must be a list of strings, was {stop!r}")
+    return [str(text) for text in stop]
 
 
-def _check_ids(name: str, ids: Any) -> None:
-    if ids is None:
-        return
-    if not _is_list_of(int, ids):
-        raise InputError(f"{name} must be a list of token ids, was {ids!r}")
-    if ids and not 0 <= min(ids) <= max(ids) < 2**63:
-        _check_integer(name, min(ids) if min(ids) < 0 else max(ids))
-
-
-def _check_sequences(name: str, sequences: Any) -> None:
+def _checked_sequences(name: str, sequences: Any) -> list[list[int]] | None:
     if sequences is None:
-        return
-    if not _is_list_of(list, sequences) or not all(sequences):
+        return None
+    if not isinstance(sequences, list) or not all(
+        isinstance(ids, list | tuple | np.ndarray) and len(ids) for ids in sequences
+    ):
         raise InputError(
             f"{name} must be a list of lists of token ids, none of them empty, was {sequences!r}"
         )
-    for ids in sequences:
-        _check_ids(name, ids)
+    return [checked_ids(name, ids) or [] for ids in sequences]
 
 
-def _check_bias(bias: Any) -> None:
+def _checked_bias(bias: Any) -> dict[int, float] | None:
     if bias is None:
-        return
+        return None
     if not isinstance(bias, dict):
         raise InputError(f"logit_bias must be a dict of token ids to numbers, was {bias!r}")
-    for token, value in bias.items():
-        _check_integer("logit_bias", token, rule="of token ids, integers of at least 0")
-        _check_number(f"logit_bias of token {token}", value, -100.0, 100.0)
-
-
-def _check_number(name: str, value: float, low: float, high: float) -> None:
-    if not _is_number(value) or not low <= value <= high:  # NaN fails the comparison too
-        raise InputError(f"{name} must be in [{low}, {high}], was {value!r}")
-
-
-def _check_integer(
-    name: str,
-    value: int,
-    *,
-    minimum: int = 0,
-    maximum: int = 2**63 - 1,
-    rule: str = "an integer of at least 0",
-) -> None:
-    if type(value) is not int or not minimum <= value <= maximum:
-        raise InputError(f"{name} must be {rule}, was {value!r}")
+    return {
+        checked_integer("logit_bias", token, rule="of token ids, integers of at least 0"): checked_number(
+            f"logit_bias of token {token}", value, -100.0, 100.0
+        )
+        for token, value in bias.items()
+    }

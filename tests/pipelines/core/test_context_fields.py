@@ -109,6 +109,20 @@ def test_two_grammars_are_refused(grammar: Grammar) -> None:
         context_of(grammar=grammar, json_schema="true")
 
 
+def test_numbers_of_other_types_can_cross_to_the_worker() -> None:
+    made = context_of(
+        max_length=np.int64(30),
+        log_probabilities=np.int32(2),
+        log_probabilities_echo=np.True_,
+        ignore_eos=np.False_,
+        priority=np.int8(-3),
+        eos_token_ids={np.int64(1)},
+        eos_sequences=[[np.int64(2), 3]],
+    )
+    assert msgpack_numpy_decoder(TextContext)(msgpack_numpy_encoder()(made)) == made
+    assert (made.max_length, made.priority, made.eos_sequences) == (30, -3, [[2, 3]])
+
+
 # Whose data it is.
 
 

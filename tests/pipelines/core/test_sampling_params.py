@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import InputError
+from penstock.errors import InputError, UnknownParameterError
 from penstock.pipelines.core import SamplingParams, msgpack_numpy_decoder, msgpack_numpy_encoder
 
 RANGES = {
@@ -54,13 +56,82 @@ def test_possible_values_are_kept(given_: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [*RANGES, "repetition_penalty"])
 @pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -math.inf, True, None, "1", 10**400, np.float64(0.5), np.int64(1)]
+    "value",
+    [
+        *(math.nan, math.inf, -math.inf, True, np.True_, None, "1", 10**400, Fraction(10**400), 1j),
+        *(np.float32("nan"), np.float64("inf"), np.float16("-inf"), np.array([0.5]), Decimal("0.5")),
+    ],
+    ids=repr,
 )
 def test_what_is_no_number_is_refused(name: str, value: Any) -> None:
     with pytest.raises(InputError) as caught:
         SamplingParams(**{name: value})
     assert str(caught.value).startswith(f"{name} must be ")
     assert str(caught.value).endswith(f", was {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("given_", "plain"),
+    [
+        *(
+            ({name: kind(0.5)}, {name: 0.5})
+            for name in RANGES
+            for kind in (np.float16, np.float32, np.float64)
+        ),
+        ({"temperature": np.int8(1), "top_p": np.uint64(1)}, {"temperature": 1, "top_p": 1}),
+        ({"temperature": Fraction(1, 2)}, {"temperature": 0.5}),
+        ({"repetition_penalty": np.longdouble(1.5)}, {"repetition_penalty": 1.5}),
+        ({"top_k": np.int64(5), "seed": np.uint64(2**64 - 1)}, {"top_k": 5, "seed": 2**64 - 1}),
+        (
+            {"max_new_tokens": np.int32(3), "min_new_tokens": np.uint8(2)},
+            {"max_new_tokens": 3, "min_new_tokens": 2},
+        ),
+        ({"ignore_eos": np.True_, "detokenize": np.False_}, {"ignore_eos": True, "detokenize": False}),
+        ({"stop": [np.str_("a")]}, {"stop": ["a"]}),
+        ({"stop_token_ids": np.array([1, 2])}, {"stop_token_ids": [1, 2]}),
+        ({"allowed_token_ids": (np.int64(1), 2)}, {"allowed_token_ids": [1, 2]}),
+        ({"banned_token_ids": [np.uint16(7)]}, {"banned_token_ids": [7]}),
+        ({"banned_sequences": [[np.int64(1), 2], (3,)]}, {"banned_sequences": [[1, 2], [3]]}),
+        ({"logit_bias": {np.int64(3): np.float32(-1)}}, {"logit_bias": {3: -1.0}}),
+    ],
+    ids=repr,
+)
+def test_numbers_of_other_types_become_plain(given_: dict[str, Any], plain: dict[str, Any]) -> None:
+    params = SamplingParams(**given_)
+    for name, value in plain.items():
+        kept = getattr(params, name)
+        assert repr(kept) == repr(value)  # type and value, of elements too
+    assert msgpack_numpy_decoder(SamplingParams)(msgpack_numpy_encoder()(params)) == SamplingParams(**plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_tokens", "did you mean max_new_tokens?"),
+        ("max_completion_tokens", "did you mean max_new_tokens?"),
+        ("min_tokens", "did you mean min_new_tokens?"),
+        ("repeat_penalty", "did you mean repetition_penalty?"),
+        ("stop_strings", "did you mean stop?"),
+        ("temperatur", "did you mean temperature?"),
+        ("n", "LLM.generate and LLM.chat have the parameter n"),
+        ("num_beams", "LLM.beam_search has the parameter num_beams"),
+        ("do_sample", "temperature=0 chooses the most probable token, a higher one samples"),
+        ("zzz", "the parameters are allowed_token_ids, banned_token_ids, "),
+    ],
+)
+def test_unknown_names_get_a_hint(name: str, hint: str) -> None:
+    unknown: dict[str, Any] = {name: 1}
+    with pytest.raises(UnknownParameterError) as caught:
+        SamplingParams(**unknown)
+    assert str(caught.value).startswith(f"SamplingParams: unknown parameter {name}; {hint}")
+    assert isinstance(caught.value, TypeError | InputError)
+    assert caught.value.parameter == name
+
+
+def test_other_mistakes_in_a_call_stay_pythons() -> None:
+    with pytest.raises(TypeError, match="multiple values") as caught:
+        SamplingParams(1, top_k=2)  # type: ignore[misc]
+    assert not isinstance(caught.value, InputError)
 
 
 @pytest.mark.parametrize(("name", "bounds"), RANGES.items())
@@ -93,7 +164,14 @@ def test_numbers_out_of_range_are_refused(name: str, bounds: tuple[float, float]
         ({"stop_token_ids": [True]}, r"stop_token_ids must be a list of token ids, was \[True\]"),
         ({"stop_token_ids": [-4]}, r"stop_token_ids must be an integer of at least 0, was -4"),
         ({"stop_token_ids": [2**63]}, r"stop_token_ids must be .*, was 9223372036854775808"),
-        ({"allowed_token_ids": (1, 2)}, r"allowed_token_ids must be a list of token ids, was \(1, 2\)"),
+        ({"allowed_token_ids": {1, 2}}, r"allowed_token_ids must be a list of token ids, was {1, 2}"),
+        ({"stop_token_ids": np.array([[1]])}, r"stop_token_ids must be a list of token ids, was array"),
+        ({"stop_token_ids": [np.float64(1)]}, r"stop_token_ids must be a list of token ids, was \["),
+        ({"top_k": np.float64(1)}, r"top_k must be .*, was np.float64\(1.0\)"),
+        ({"top_k": np.int64(-2)}, r"top_k must be .*, was np.int64\(-2\)"),
+        ({"seed": np.True_}, r"seed must be .*, was np.True_"),
+        ({"ignore_eos": "no"}, r"ignore_eos must be True or False, was 'no'"),
+        ({"detokenize": None}, r"detokenize must be True or False, was None"),
         ({"allowed_token_ids": [3, -1]}, r"allowed_token_ids must be an integer of at least 0, was -1"),
         ({"allowed_token_ids": []}, r"allowed_token_ids is empty"),
         ({"allowed_token_ids": [5, 6, 5], "banned_token_ids": [6, 5, 1]}, r"has all of the 2 tokens"),

@@ -1,0 +1,99 @@
+"""Numbers of any type, such as numpy's scalars, as plain Python ones: only those cross to the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import InputError
+
+
+def plain(value: Any) -> Any:
+    """A number or truth value as the plain ``int``, ``float`` or ``bool``; anything else as it is.
+
+    >>> plain(np.int64(5)), plain(np.float32(0.5)), plain(np.True_), plain("5")
+    (5, 0.5, True, '5')
+    """
+    if type(value) in (int, float, bool):
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        try:
+            return float(value)
+        except OverflowError:  # a fraction beyond the range of floats
+            return float("inf") if value > 0 else float("-inf")
+    return value
+
+
+def checked_integer(
+    name: str,
+    value: Any,
+    *,
+    minimum: int = 0,
+    maximum: int = 2**63 - 1,
+    rule: str | None = None,
+) -> int:
+    """An integer of any type, but not a bool, as a plain ``int``.
+
+    Raises:
+        InputError: it is something else, or not in ``[minimum, maximum]``. The message contains ``rule``.
+    """
+    number = plain(value)
+    if type(number) is not int or not minimum <= number <= maximum:
+        rule = f"an integer of at least {minimum}" if rule is None else rule
+        raise InputError(f"{name} must be {rule}, was {value!r}")
+    return number
+
+
+def checked_number(name: str, value: Any, low: float, high: float) -> float:
+    """A real number of any type, but not a bool, as a plain ``int`` or ``float``.
+
+    Raises:
+        InputError: it is something else, NaN, or not in ``[low, high]``.
+    """
+    number = plain(value)
+    if type(number) not in (int, float) or not low <= number <= high:  # false for NaN
+        raise InputError(f"{name} must be in [{low}, {high}], was {value!r}")
+    return number  # type: ignore[no-any-return]
+
+
+def checked_flag(name: str, value: Any) -> bool:
+    """True or False, also numpy's, as a plain ``bool``.
+
+    Raises:
+        InputError: it is something else.
+    """
+    flag = plain(value)
+    if type(flag) is not bool:
+        raise InputError(f"{name} must be True or False, was {value!r}")
+    return flag
+
+
+def checked_ids(name: str, ids: Any) -> list[int] | None:
+    """Token ids in a list, a tuple or an array as a list of plain ``int``; None as it is.
+
+    Raises:
+        InputError: they are something else, or one is out of range.
+    """
+    if ids is None:
+        return None
+    numbers = _elements(ids)
+    if numbers is None or not all(type(number) is int for number in numbers):
+        raise InputError(f"{name} must be a list of token ids, was {ids!r}")
+    if numbers and not 0 <= min(numbers) <= max(numbers) < 2**63:
+        checked_integer(name, min(numbers) if min(numbers) < 0 else max(numbers))
+    return numbers
+
+
+def _elements(values: Any) -> list[Any] | None:
+    is_array = isinstance(values, np.ndarray) and values.ndim == 1
+    if not is_array and not isinstance(values, list | tuple):
+        return None
+    items: Iterable[Any] = values
+    return [plain(item) for item in items]
