@@ -419,7 +419,7 @@ class LLM:
             raise InputError("this LLM is closed: make a new one")
         self.pipeline.session.check_process()
         try:
-            return self.tokenizer.build_context(request)
+            return self.tokenizer.build_context(request, stops_as_tokens=False)
         except InputError as error:
             if num_requests > 1:
                 error.add_note(f"in prompt {request.index + 1} of {num_requests}")

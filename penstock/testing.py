@@ -47,7 +47,6 @@ class FakeTokenizer(TextTokenizer):
     Args:
         max_length: the most tokens of prompt and output together.
         template: the Jinja text of its chat template; None has none.
-        stop_sequences_as_tokens: as in `TextTokenizer`.
     """
 
     EOS: ClassVar[int] = 256
@@ -57,13 +56,7 @@ class FakeTokenizer(TextTokenizer):
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
 
-    def __init__(
-        self,
-        *,
-        max_length: int | None = 2048,
-        template: str | None = TEMPLATE,
-        stop_sequences_as_tokens: bool = False,
-    ) -> None:
+    def __init__(self, *, max_length: int | None = 2048, template: str | None = TEMPLATE) -> None:
         files = TokenizerFiles(
             origin="FakeTokenizer",
             tokenizer=_byte_tokenizer("<|end|>"),
@@ -73,7 +66,7 @@ class FakeTokenizer(TextTokenizer):
             vocab_size=self.EOS + 1,
             max_length=max_length,
         )
-        super().__init__(files, stop_sequences_as_tokens=stop_sequences_as_tokens)
+        super().__init__(files)
 
 
 class FakePipeline:

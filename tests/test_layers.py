@@ -168,8 +168,11 @@ TABLE = {
         " .pipelines.weights.gguf_config .pipelines.weights.gguf_tokenizer",
         lazily="transformers",
     ),
+    "pipelines.stop_sequences": Row(""),
+    "pipelines.context_decoding": Row(".pipelines.core .pipelines.detokenizer"),
     "pipelines.tokenizer": Row(
         "numpy tokenizers .pipelines.core .pipelines.chat_template .pipelines.tokenizer_files"
+        " .pipelines.stop_sequences .pipelines.context_decoding"
     ),
     "pipelines.detokenizer": Row("numpy .pipelines.core .pipelines.tokenizer"),
     "scheduler": Row("numpy .private_memory .pipelines.core .pipelines.kv_cache.interface"),

@@ -216,18 +216,45 @@ def text_behind(
     return tokenizer.decode_ids([*context, *ids], skip_special_tokens)[start:]
 
 
-def prompt_text(tokenizer: TokenDecoder, prompt: TokenIds) -> str:
+def text_of_piece(
+    tokenizer: TokenDecoder,
+    prompt: TokenIds,
+    before: Sequence[int],
+    ids: Sequence[int],
+    *,
+    skip_special_tokens: bool = True,
+    is_last: bool = False,
+) -> str:
+    """What ``ids`` add to the text of ``before``, which follows a prompt.
+
+    The pieces of a text, joined, are its `text_behind` the prompt, however it is cut. An unfinished character
+    at the end is left out unless ``is_last``; the next piece begins with it. Only where bytes turn out to be
+    no UTF-8 after a whole character of their run was returned, later pieces have fewer U+FFFD.
+    """
+    visible = [one for one in before if tokenizer.is_visible(one, skip_special_tokens)][-_PROMPT_WINDOW:]
+    if len(visible) < _PROMPT_WINDOW:
+        visible = [*_context(tokenizer, prompt), *visible]
+    context = _from_whole_character(tokenizer, visible)
+    start = len(prompt_text(tokenizer, context, skip_special_tokens)) if context else 0
+    together = [*context, *(one for one in ids if tokenizer.is_visible(one, skip_special_tokens))]
+    if is_last:
+        return tokenizer.decode_ids(together, skip_special_tokens)[start:]
+    return prompt_text(tokenizer, together, skip_special_tokens)[start:]
+
+
+def prompt_text(tokenizer: TokenDecoder, prompt: TokenIds, skip_special_tokens: bool = True) -> str:
     """The text of a prompt's tokens, but for an unfinished character at the end: that is the answer's."""
     ids = [int(token_id) for token_id in prompt]
     if not tokenizer.byte_tokens:
-        return tokenizer.decode_ids(ids).removesuffix("\N{REPLACEMENT CHARACTER}")
+        text = tokenizer.decode_ids(ids, skip_special_tokens)
+        return text.removesuffix("\N{REPLACEMENT CHARACTER}")
     utf8 = _UTF8()
     try:
         for token_id in ids[len(ids) - _num_bytes_at_end(tokenizer, ids) :]:
             utf8.decode(bytes([tokenizer.byte_tokens[token_id]]))
     except UnicodeDecodeError:
-        return tokenizer.decode_ids(ids)
-    return tokenizer.decode_ids(ids[: len(ids) - len(utf8.getstate()[0])])
+        return tokenizer.decode_ids(ids, skip_special_tokens)
+    return tokenizer.decode_ids(ids[: len(ids) - len(utf8.getstate()[0])], skip_special_tokens)
 
 
 def _context(tokenizer: TokenDecoder, prompt: TokenIds) -> list[int]:
@@ -237,6 +264,10 @@ def _context(tokenizer: TokenDecoder, prompt: TokenIds) -> list[int]:
         if not tokenizer.is_visible(int(token_id)):
             break
         ids.insert(0, int(token_id))
+    return _from_whole_character(tokenizer, ids)
+
+
+def _from_whole_character(tokenizer: TokenDecoder, ids: list[int]) -> list[int]:
     start = 0
     while start < len(ids) and tokenizer.byte_tokens.get(ids[start], 0) & 0xC0 == 0x80:
         start += 1  # the end of a character whose beginning is cut off

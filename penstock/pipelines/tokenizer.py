@@ -16,10 +16,18 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from penstock.errors import CheckpointError, InputError, PromptTooLongError, UnsupportedFeatureError
+from penstock.errors import (
+    CheckpointError,
+    InputError,
+    PromptTooLongError,
+    UnknownParameterError,
+    UnsupportedFeatureError,
+)
 from penstock.pipelines.chat_template import ChatTemplate, Message
+from penstock.pipelines.context_decoding import next_piece
 from penstock.pipelines.core import Grammar, SamplingParams, TextContext, TokenGeneratorRequest
 from penstock.pipelines.core.plain_numbers import checked_flag, checked_integer
+from penstock.pipelines.stop_sequences import stop_sequences
 from penstock.pipelines.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 T = TypeVar("T")
@@ -28,6 +36,7 @@ TokenIds = npt.NDArray[np.int64]
 _LIKELY_CHARACTERS = 8
 """Of a token, at most, in nearly all texts: longer ones are looked at before they are encoded as a whole."""
 
+_MOST_KNOWN_STOPS = 1024
 _NUM_THREADS = 2  # each keeps a tokenizer of its own, up to 100 MB; one encodes some 200,000 tokens a second
 
 
@@ -43,9 +52,6 @@ class TextTokenizer:
         max_length: the most tokens of prompt and output together; None takes the checkpoint's own limit.
         chat_template: a file that replaces the checkpoint's template, Jinja or JSON with ``chat_template``.
         eos_token_ids: more ids that end an output, besides those that the checkpoint's files name.
-        stop_sequences_as_tokens: also put stop strings into the ``eos_sequences`` of contexts, as tokens, for
-            callers of ``next_token`` who detokenize nothing. The same text can be written in other tokens,
-            which this misses and a `Detokenizer` does not.
 
     Raises:
         CheckpointError: the tokenizer is missing or damaged.
@@ -60,7 +66,6 @@ class TextTokenizer:
         max_length: int | None = None,
         chat_template: str | None = None,
         eos_token_ids: Iterable[int] = (),
-        stop_sequences_as_tokens: bool = False,
     ) -> None:
         files = (
             checkpoint if isinstance(checkpoint, TokenizerFiles) else read_tokenizer_files(Path(checkpoint))
@@ -72,7 +77,6 @@ class TextTokenizer:
         """Name to text: ``{"eos_token": "</s>", ...}``."""
         self._origin = files.origin
         self._eos_token_ids = _unique_below(self.vocab_size, files.eos_token_ids, eos_token_ids)
-        self._stop_sequences_as_tokens = stop_sequences_as_tokens
         self._chat_template: ChatTemplate | None = None
         if chat_template is not None:
             self._chat_template = ChatTemplate.from_file(Path(chat_template), files.special_tokens)
@@ -88,6 +92,8 @@ class TextTokenizer:
         self.special_token_texts = frozenset(special.values())
         """The texts of all tokens that decoding leaves out by default."""
         self._token_bytes: dict[int, bytes] = {}
+        self._known_stops: dict[str, list[list[int]]] = {}
+        self._bos = files.tokenizer.token_to_id(files.special_tokens.get("bos_token", ""))
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-tokenizer")
 
     @property
@@ -124,9 +130,11 @@ class TextTokenizer:
         """The text of the chat template, of several in a row; None where there is none."""
         return "\n".join(self._chat_template.sources.values()) if self._chat_template is not None else None
 
-    async def new_context(self, request: TokenGeneratorRequest) -> TextContext:
+    async def new_context(
+        self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True
+    ) -> TextContext:
         """`build_context` in a thread."""
-        return await self._in_thread(lambda: self.build_context(request))
+        return await self._in_thread(lambda: self.build_context(request, stops_as_tokens=stops_as_tokens))
 
     async def encode(self, prompt: str, add_special_tokens: bool = True) -> TokenIds:
         """`encode_text` in a thread."""
@@ -135,15 +143,36 @@ class TextTokenizer:
     async def decode(
         self, context: TextContext, encoded: Sequence[int] | npt.NDArray[np.integer[Any]] | int, **kwargs: Any
     ) -> str:
-        """`decode_ids` in a thread; ``skip_special_tokens`` is the one keyword."""
-        ids = [encoded] if isinstance(encoded, SupportsIndex) and np.ndim(encoded) == 0 else encoded
-        return await self._in_thread(lambda: self.decode_ids(ids, **kwargs))  # type: ignore[arg-type]
+        """Text of tokens, as they go on from the last call with this context; computed in a thread.
 
-    def build_context(self, request: TokenGeneratorRequest) -> TextContext:
+        Tokens that the context has generated may be given one by one or several at a time, in their order:
+        the texts, joined, are the text that follows the prompt, spaces between words included. All of them
+        together give it whole, again and again. An unfinished character at the end comes with the tokens
+        that finish it, or at the end of the output. Tokens that are not the context's (`context_decoding`)
+        are a text of their own in the same way.
+
+        The one keyword is ``skip_special_tokens`` (True). `decode_ids` decodes without a context.
+        """
+        skip_special_tokens = kwargs.pop("skip_special_tokens", True)
+        if kwargs:
+            raise UnknownParameterError("decode", next(iter(kwargs)), "the keyword is skip_special_tokens")
+        given = [encoded] if isinstance(encoded, SupportsIndex) and np.ndim(encoded) == 0 else encoded
+        piece = next_piece(context, _checked_for_text(cast("Iterable[Any]", given)), self._bos)
+        return await self._in_thread(lambda: piece.text(self, skip_special_tokens))
+
+    def build_context(self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True) -> TextContext:
         """The context of a request, without a slot in any cache.
 
         Text is encoded with the special tokens that the tokenizer puts around it, a rendered chat without:
         its template has them.
+
+        Args:
+            request: the request.
+            stops_as_tokens: put stop strings into the context's ``eos_sequences``, as the tokens that
+                usually spell them, so that ``next_token`` ends the output there. The last of the tokens is
+                not returned, the others were returned before. A model can spell the same text in other
+                tokens (`stop_sequences`); callers that match the text, with a `Detokenizer`, find all and
+                turn this off.
 
         Raises:
             PromptTooLongError: the prompt leaves no room for a token.
@@ -161,7 +190,7 @@ class TextTokenizer:
             max_length=self._max_length_of(len(tokens), params),
             tokens=tokens,
             eos_token_ids=self._ends(params),
-            eos_sequences=self._stop_sequences(params),
+            eos_sequences=self._stop_sequences(params.stop or ()) if stops_as_tokens else [],
             log_probabilities=checked_integer("logprobs", request.logprobs) or None,
             log_probabilities_echo=checked_flag("echo", request.echo),
             ignore_eos=params.ignore_eos,
@@ -191,9 +220,9 @@ class TextTokenizer:
         """Text of tokens; ids that the tokenizer has no token for (a padded vocabulary) have no text."""
         try:
             return self._local.tokenizer.decode(cast("Sequence[int]", ids), skip_special_tokens)
-        except (OverflowError, TypeError) as error:
-            wrong = next(token_id for token_id in ids if not _is_id(token_id, 2**32))
-            raise InputError(f"{wrong!r} is not a token id: ids are integers from 0") from error
+        except (OverflowError, TypeError):
+            _checked_for_text(ids)
+            raise
 
     def prompt_of(self, request: TokenGeneratorRequest) -> tuple[str | None, TokenIds]:
         """The prompt of a request, however long: its text, None where it came as tokens, and its tokens.
@@ -381,11 +410,21 @@ class TextTokenizer:
     def _ends(self, params: SamplingParams) -> set[int]:
         return {*(() if params.ignore_eos else self._eos_token_ids), *(params.stop_token_ids or ())}
 
-    def _stop_sequences(self, params: SamplingParams) -> list[list[int]]:
-        if not self._stop_sequences_as_tokens:
-            return []
-        sequences = [self._tokens_of(stop, add_special_tokens=False).tolist() for stop in params.stop or ()]
-        return [sequence for sequence in sequences if sequence]
+    def _stop_sequences(self, stops: Iterable[str]) -> list[list[int]]:
+        return [list(run) for stop in stops for run in self._sequences_of(stop)]
+
+    def _sequences_of(self, stop: str) -> list[list[int]]:
+        known = self._known_stops.get(stop)
+        if known is None:
+            if len(self._known_stops) >= _MOST_KNOWN_STOPS:
+                self._known_stops.clear()
+            known = stop_sequences(_valid_unicode(stop), self._encode, self.token_bytes)
+            self._known_stops[stop] = known
+        return known
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        encodings = self._local.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
@@ -437,6 +476,15 @@ def _unique_below(vocab_size: int, *sources: Iterable[int]) -> tuple[int, ...]:
 
 def _is_id(value: object, vocab_size: int) -> bool:
     return isinstance(value, int | np.integer) and type(value) is not bool and 0 <= int(value) < vocab_size
+
+
+def _checked_for_text(ids: Iterable[Any]) -> list[int]:
+    """Token ids, of which the tokenizer need not know all, as plain integers."""
+    given = list(ids)
+    for token_id in given:
+        if not _is_id(token_id, 2**32):
+            raise InputError(f"{token_id!r} is not a token id: ids are integers from 0")
+    return [int(token_id) for token_id in given]
 
 
 def _valid_unicode(text: str) -> str:

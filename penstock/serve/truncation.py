@@ -13,7 +13,7 @@ from penstock.pipelines.tokenizer import TextTokenizer
 def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, most: int | None) -> TextContext:
     """Return the context of a request whose prompt has at most so many tokens.
 
-    A token that begins every text (BOS) stays at the beginning.
+    A token that begins every text (BOS) stays at the beginning. Stop strings are left to the text.
 
     Args:
         tokenizer: of the model.
@@ -24,7 +24,7 @@ def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, most
         InputError: as `TextTokenizer.build_context`.
     """
     if most is None:
-        return tokenizer.build_context(request)
+        return tokenizer.build_context(request, stops_as_tokens=False)
     text, encoded = tokenizer.prompt_of(request)
     tokens: list[int] = encoded.tolist()
     if most == -1:
@@ -37,7 +37,7 @@ def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, most
         is_chat = request.messages is not None
         text = tokenizer.decode_ids(tokens, skip_special_tokens=False) if is_chat else None
     as_tokens = replace(request, prompt=tokens, messages=None, tools=None, chat_template_options=None)
-    context = tokenizer.build_context(as_tokens)
+    context = tokenizer.build_context(as_tokens, stops_as_tokens=False)
     return context if text is None else msgspec.structs.replace(context, prompt=text)
 
 

@@ -208,15 +208,17 @@ class TestEnds:
     def test_stop_strings_of_both_places(self, stop: Any, of_params: Any, united: list[str] | None) -> None:
         context = FAKE.build_context(request("x", stop=stop, sampling_params=SamplingParams(stop=of_params)))
         assert context.sampling_params.stop == united
-        assert context.eos_sequences == []
+        assert len(context.eos_sequences) == len(united or [])
 
-    def test_stop_strings_as_tokens_when_asked_for(self) -> None:
-        tokenizer = FakeTokenizer(stop_sequences_as_tokens=True)
-        context = tokenizer.build_context(
-            request("x", stop=["END", ""], sampling_params=SamplingParams(stop=["é"]))
-        )
+    async def test_stop_strings_as_tokens_unless_the_text_is_matched(self) -> None:
+        asked = request("x", stop=["END", ""], sampling_params=SamplingParams(stop=["é"]))
+        context = await FAKE.new_context(asked)
         assert context.eos_sequences == [list(b"END"), list("é".encode())]
         assert context.sampling_params.stop == ["END", "é"]
+        context.eos_sequences[0].clear()
+        assert FAKE.build_context(asked).eos_sequences[0] == list(b"END")
+        assert FAKE.build_context(asked, stops_as_tokens=False).eos_sequences == []
+        assert (await FAKE.new_context(asked, stops_as_tokens=False)).eos_sequences == []
 
     def test_a_stop_that_is_no_string(self) -> None:
         with pytest.raises(InputError, match=r"stop must be a string or a list of strings, was \[3\]"):

@@ -208,9 +208,9 @@ async def test_too_many_at_once() -> None:
 async def test_short_prompts_do_not_wait_behind_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     build, go_on = FakeTokenizer.build_context, threading.Event()
 
-    def slowly(self: FakeTokenizer, request: TokenGeneratorRequest) -> TextContext:
+    def slowly(self: FakeTokenizer, request: TokenGeneratorRequest, **options: Any) -> TextContext:
         assert len(request.prompt or "") < 1000 or go_on.wait(60)
-        return build(self, request)
+        return build(self, request, **options)
 
     monkeypatch.setattr(FakeTokenizer, "build_context", slowly)
     async with chatting() as server:

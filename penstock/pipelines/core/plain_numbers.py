@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from numbers import Integral, Real
 from typing import Any
 
@@ -27,7 +28,7 @@ def plain(value: Any) -> Any:
         try:
             return float(value)
         except OverflowError:  # a fraction beyond the range of floats
-            return float("inf") if value > 0 else float("-inf")
+            return inf
     return value
 
 
