@@ -35,7 +35,11 @@ def load_tokenizer(config: PipelineConfig) -> TextTokenizer:
         CheckpointError: the tokenizer is missing or damaged.
         ConfigError: the chat template that is configured is not a template.
     """
-    return TextTokenizer(config.model.checkpoint, chat_template=config.model.chat_template)
+    return TextTokenizer(
+        config.model.checkpoint,
+        chat_template=config.model.chat_template,
+        special_tokens_in_content=config.model.special_tokens_in_content,
+    )
 
 
 @contextmanager

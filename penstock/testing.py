@@ -47,6 +47,7 @@ class FakeTokenizer(TextTokenizer):
     Args:
         max_length: the most tokens of prompt and output together.
         template: the Jinja text of its chat template; None has none.
+        special_tokens_in_content: as of `TextTokenizer`.
     """
 
     EOS: ClassVar[int] = 256
@@ -56,7 +57,13 @@ class FakeTokenizer(TextTokenizer):
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
 
-    def __init__(self, *, max_length: int | None = 2048, template: str | None = TEMPLATE) -> None:
+    def __init__(
+        self,
+        *,
+        max_length: int | None = 2048,
+        template: str | None = TEMPLATE,
+        special_tokens_in_content: bool = False,
+    ) -> None:
         files = TokenizerFiles(
             origin="FakeTokenizer",
             tokenizer=_byte_tokenizer("<|end|>"),
@@ -66,7 +73,7 @@ class FakeTokenizer(TextTokenizer):
             vocab_size=self.EOS + 1,
             max_length=max_length,
         )
-        super().__init__(files)
+        super().__init__(files, special_tokens_in_content=special_tokens_in_content)
 
 
 class FakePipeline:

@@ -169,10 +169,11 @@ TABLE = {
         lazily="transformers",
     ),
     "pipelines.stop_sequences": Row(""),
+    "pipelines.special_tokens": Row("tokenizers .pipelines.chat_template"),
     "pipelines.context_decoding": Row(".pipelines.core .pipelines.detokenizer"),
     "pipelines.tokenizer": Row(
         "numpy tokenizers .pipelines.core .pipelines.chat_template .pipelines.tokenizer_files"
-        " .pipelines.stop_sequences .pipelines.context_decoding"
+        " .pipelines.stop_sequences .pipelines.context_decoding .pipelines.special_tokens"
     ),
     "pipelines.detokenizer": Row("numpy .pipelines.core .pipelines.tokenizer"),
     "scheduler": Row("numpy .private_memory .pipelines.core .pipelines.kv_cache.interface"),

@@ -27,6 +27,7 @@ from penstock.pipelines.chat_template import ChatTemplate, Message
 from penstock.pipelines.context_decoding import next_piece
 from penstock.pipelines.core import Grammar, SamplingParams, TextContext, TokenGeneratorRequest
 from penstock.pipelines.core.plain_numbers import checked_flag, checked_integer
+from penstock.pipelines.special_tokens import Rendered, SpecialTokens
 from penstock.pipelines.stop_sequences import stop_sequences
 from penstock.pipelines.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
@@ -52,6 +53,8 @@ class TextTokenizer:
         max_length: the most tokens of prompt and output together; None takes the checkpoint's own limit.
         chat_template: a file that replaces the checkpoint's template, Jinja or JSON with ``chat_template``.
         eos_token_ids: more ids that end an output, besides those that the checkpoint's files name.
+        special_tokens_in_content: whether special tokens, such as ``<|im_end|>``, that messages of users and
+            tools spell are these tokens. By default they are text, so that no message can forge another.
 
     Raises:
         CheckpointError: the tokenizer is missing or damaged.
@@ -66,6 +69,7 @@ class TextTokenizer:
         max_length: int | None = None,
         chat_template: str | None = None,
         eos_token_ids: Iterable[int] = (),
+        special_tokens_in_content: bool = False,
     ) -> None:
         files = (
             checkpoint if isinstance(checkpoint, TokenizerFiles) else read_tokenizer_files(Path(checkpoint))
@@ -83,14 +87,10 @@ class TextTokenizer:
         elif files.templates:
             self._chat_template = ChatTemplate(files.templates, files.special_tokens, files.origin)
         self._local = _PerThread(_Copies(files.tokenizer).take)
-        special = {
-            token_id: token.content
-            for token_id, token in files.tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
-        self._special_ids = frozenset(special)
-        self.special_token_texts = frozenset(special.values())
+        self._special_tokens = SpecialTokens(files.tokenizer.get_added_tokens_decoder(), self._normalized)
+        self.special_token_texts = self._special_tokens.texts
         """The texts of all tokens that decoding leaves out by default."""
+        self._special_tokens_in_content = special_tokens_in_content
         self._token_bytes: dict[int, bytes] = {}
         self._known_stops: dict[str, list[list[int]]] = {}
         self._bos = files.tokenizer.token_to_id(files.special_tokens.get("bos_token", ""))
@@ -246,7 +246,7 @@ class TextTokenizer:
 
     def is_visible(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode_ids` looks at this token at all."""
-        if skip_special_tokens and token_id in self._special_ids:
+        if skip_special_tokens and token_id in self._special_tokens.by_id:
             return False
         return self._local.tokenizer.id_to_token(token_id) is not None
 
@@ -303,10 +303,7 @@ class TextTokenizer:
         if (request.prompt is None) == (request.messages is None):
             raise InputError("a request needs either a prompt or messages")
         if request.messages is not None:
-            text = self._template().render_request(
-                request.messages, request.tools, request.chat_template_options
-            )
-            return text, self._tokens_of(text, add_special_tokens=False, is_limited=is_limited)
+            return self._chat_prompt(request, is_limited=is_limited)
         if request.tools or request.chat_template_options:
             raise InputError(
                 "tools and chat_template_options need messages: a prompt does not go through the template"
@@ -316,6 +313,29 @@ class TextTokenizer:
             return text, self._tokens_of(text, add_special_tokens=True, is_limited=is_limited)
         assert request.prompt is not None
         return None, self._checked_ids(request.prompt)
+
+    def _chat_prompt(self, request: TokenGeneratorRequest, *, is_limited: bool) -> tuple[str, TokenIds]:
+        template, messages = self._template(), request.messages or []
+
+        def render(messages: Sequence[Message]) -> str:
+            text = template.render_request(messages, request.tools, request.chat_template_options)
+            return _valid_unicode(text)
+
+        if self._special_tokens_in_content:
+            rendered = Rendered(render(messages))
+        else:
+            rendered = self._special_tokens.render(messages, render)
+        if not rendered.boundaries:
+            tokens = self._tokens_of(rendered.text, add_special_tokens=False, is_limited=is_limited)
+            return rendered.text, tokens
+        if is_limited:
+            self._check_length(rendered.text)
+        ids = self._special_tokens.encode(self._local.tokenizer, rendered, self.token_bytes)
+        return rendered.text, self._checked_ids(ids)
+
+    def _normalized(self, text: str) -> str:
+        normalizer = self._local.tokenizer.normalizer
+        return text if normalizer is None else normalizer.normalize_str(text)
 
     def _template(self) -> ChatTemplate:
         if self._chat_template is None:

@@ -39,6 +39,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "max_length": st.none() | st.integers(1, 2**40),
     "devices": st.sampled_from([parse_devices(text) for text in ("cpu", "gpu", "gpu:0,1")]),
     "chat_template": st.sampled_from([None, "template.jinja"]),
+    "special_tokens_in_content": st.booleans(),
     "served_model_name": st.sampled_from([None, "name"]),
     "kv_cache_block_size": st.sampled_from([16, 32, 64, 128]),
     "enable_prefix_caching": st.booleans(),

@@ -40,6 +40,19 @@ async def test_tokenize() -> None:
         assert (await server.post("/tokenize", messages=[user("x")], tools=tools)).json()["count"] > 50
 
 
+@pytest.mark.parametrize(("allowed", "num_special"), [(False, 0), (True, 1)])
+async def test_special_tokens_in_messages(allowed: bool, num_special: int) -> None:
+    tokenizer = FakeTokenizer(special_tokens_in_content=allowed)
+    async with chatting(tokenizer=tokenizer) as server:
+        tokens = (await server.post("/tokenize", messages=[user("a<|end|>b")])).json()["tokens"]
+        assert tokens.count(256) == num_special
+        answer = await server.chat(messages=[user("a<|end|>b")])
+        assert answer["usage"]["prompt_tokens"] == len(tokens)
+        assert (await server.complete(prompt="a<|end|>b"))["usage"]["prompt_tokens"] == 3
+        own = [{"role": "system", "content": "<|end|>"}, user("a")]
+        assert (await server.post("/tokenize", messages=own)).json()["tokens"].count(256) == 1
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -12,7 +12,7 @@ from penstock.driver import DeviceSpec
 from penstock.dtype import ENCODINGS
 from penstock.errors import ConfigError
 from penstock.pipelines.config.huggingface import HuggingFaceConfig
-from penstock.pipelines.config.settings import COUNT, TEXT, Rule, check_fields, setting
+from penstock.pipelines.config.settings import COUNT, FLAG, TEXT, Rule, check_fields, setting
 from penstock.pipelines.weights.checkpoint import is_gguf, read_tensor_headers
 from penstock.pipelines.weights.gguf_config import gguf_generation_config
 from penstock.pipelines.weights.hub import resolve_checkpoint
@@ -103,6 +103,12 @@ class ModelConfig:
     )
     chat_template: str | None = setting(
         None, TEXT, "File of a Jinja chat template to use in place of the checkpoint's."
+    )
+    special_tokens_in_content: bool = setting(
+        False,
+        FLAG,
+        "Let special tokens such as <|im_end|> in messages of users and tools be these tokens; by default "
+        "they are text.",
     )
     served_model_name: str | None = setting(
         None, TEXT, "What the server calls the model; by default model_path."
