@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from os import PathLike
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 from uuid import uuid4
 
 from penstock.answers import Answer, GenerationOutput, Report, TextStream, best_first
@@ -18,14 +19,12 @@ from penstock.errors import ConfigError, InputError, UnsupportedFeatureError
 from penstock.interrupts import deferred_interrupts
 from penstock.loading import resting_collector
 from penstock.pipelines.choices import choice_contexts
-from penstock.pipelines.config import PipelineConfig
+from penstock.pipelines.config import PipelineConfig, PipelineOptions
 from penstock.pipelines.core import (
     Grammar,
     SamplingParams,
     TextContext,
     TokenGeneratorRequest,
-    TokenGeneratorRequestTool,
-    TokenGeneratorResponseFormat,
 )
 from penstock.pipelines.core.parameter_hints import hinting
 from penstock.pipelines.detokenizer import Detokenizer
@@ -33,6 +32,7 @@ from penstock.progress import GenerationProgress
 from penstock.prompts import (
     Conversation,
     Prompt,
+    Tools,
     as_batch,
     as_conversations,
     one_for_each,
@@ -58,8 +58,9 @@ class LLM:
 
     Args:
         model: ``demo``, the folder of a checkpoint, or a model's id on the Hugging Face hub.
-        **config: fields of the configuration by their flat names, as ``penstock generate --print-config``
-            lists them: ``max_length=2048``, ``devices="gpu"``, ``quantization_encoding="bfloat16"``.
+        **config: fields of the configuration by their flat names (`PipelineOptions`), as
+            ``penstock generate --print-config`` lists them, such as ``max_length=2048``,
+            ``devices="gpu"``, ``quantization_encoding="bfloat16"``.
 
     Raises:
         ConfigError: unknown field, wrong type or impossible value.
@@ -68,10 +69,11 @@ class LLM:
         ForkedProcessError: this process was forked from one that had loaded a model.
     """
 
-    def __init__(self, model: str = "demo", **config: Any) -> None:
-        if "model_path" in config:
+    def __init__(self, model: str | PathLike[str] = "demo", **config: Unpack[PipelineOptions]) -> None:
+        given: dict[str, Any] = {**config}
+        if "model_path" in given:
             raise ConfigError("model_path", "is the first argument of LLM: give it there alone")
-        self._begin(PipelineConfig.from_flat({"model_path": model, **config}, "LLM"))
+        self._begin(PipelineConfig.from_flat({"model_path": model, **given}, "LLM"))
 
     @classmethod
     def from_config(cls, config: PipelineConfig) -> Self:
@@ -101,7 +103,7 @@ class LLM:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
-        response_format: TokenGeneratorResponseFormat | None = None,
+        response_format: Mapping[str, Any] | None = None,
         adapter: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
     ) -> list[GenerationOutput]:
@@ -146,7 +148,7 @@ class LLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        tools: list[TokenGeneratorRequestTool] | None = None,
+        tools: Tools | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         use_tqdm: bool = True,
         *,
@@ -155,7 +157,7 @@ class LLM:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
-        response_format: TokenGeneratorResponseFormat | None = None,
+        response_format: Mapping[str, Any] | None = None,
         adapter: str | Sequence[str | None] | None = None,
         priority: int | Sequence[int] = 0,
     ) -> list[GenerationOutput]:
@@ -201,12 +203,12 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         messages: Conversation | None = None,
-        tools: list[TokenGeneratorRequestTool] | None = None,
+        tools: Tools | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         grammar: Grammar | None = None,
-        response_format: TokenGeneratorResponseFormat | None = None,
+        response_format: Mapping[str, Any] | None = None,
         adapter: str | None = None,
     ) -> TextStream:
         """The text of one prompt, or of one conversation, piece by piece as it is generated.
@@ -326,7 +328,7 @@ class LLM:
         report: Report,
         use_tqdm: bool,
         *,
-        response_format: TokenGeneratorResponseFormat | None,
+        response_format: Mapping[str, Any] | None,
         **options: Any,
     ) -> list[GenerationOutput]:
         """``options`` are fields of the requests, each one value for all prompts or a list of them."""

@@ -7,11 +7,14 @@ from typing import Any, TypeAlias, TypeVar
 
 from penstock.errors import InputError
 from penstock.pipelines.config import PipelineConfig
-from penstock.pipelines.core import SamplingParams, TokenGeneratorRequestMessage
+from penstock.pipelines.core import SamplingParams
 
 T = TypeVar("T")
 Prompt: TypeAlias = str | Sequence[int]
-Conversation: TypeAlias = Sequence[TokenGeneratorRequestMessage]
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages, such as ``{"role": "user", "content": "Hello"}`` (`TokenGeneratorRequestMessage`)."""
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""Descriptions of functions, as OpenAI's ``tools`` (`TokenGeneratorRequestTool`)."""
 
 _NO_BATCH = (str, bytes, bytearray, memoryview, Mapping, Set)
 """What can be iterated over, and yet is one prompt: a text, or one that the tokenizer refuses."""

@@ -78,8 +78,9 @@ def next_piece(context: TextContext, ids: list[int], bos: int | None) -> Piece:
 
 def _place_in_generated(context: TextContext, state: _Decoded, ids: list[int]) -> int | None:
     generated = context.generated_tokens
-    elsewhere = [len(generated) - len(ids), 0]
-    for start in (state.num_generated, *(reversed(elsewhere) if state.gave_all_generated else elsewhere)):
+    at_end = len(generated) - len(ids)
+    elsewhere = [0, at_end] if state.gave_all_generated else [at_end, 0]
+    for start in [state.num_generated, *elsewhere]:
         if start >= 0 and ids and generated[start : start + len(ids)].tolist() == ids:
             return start
     return None

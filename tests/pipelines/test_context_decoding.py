@@ -166,6 +166,16 @@ async def test_a_decode_after_tokens_that_were_not_decoded(opened: Callable[[str
     assert await tokenizer.decode(context, []) == ""
 
 
+async def test_more_tokens_after_the_whole_was_given(opened: Callable[[str], TextTokenizer]) -> None:
+    tokenizer = opened("tinyllama")
+    the = ids_of(tokenizer, "the")
+    context = context_with([1], [*the, *ids_of(tokenizer, "cat")])
+    assert await tokenizer.decode(context, context.generated_tokens) == "the cat"
+    context.update(the[0])
+    assert await tokenizer.decode(context, the[0]) == " the"
+    assert await tokenizer.decode(context, context.generated_tokens) == "the cat the"
+
+
 async def test_a_refused_call_changes_nothing(opened: Callable[[str], TextTokenizer]) -> None:
     tokenizer = opened("tinyllama")
     ids = ids_of(tokenizer, "one two")

@@ -7,13 +7,21 @@ import shutil
 import subprocess
 import sys
 from importlib import import_module
+from os import PathLike
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
+from support.documents import Block, blocks
 
 import penstock
+from penstock.driver import DeviceSpec
+from penstock.pipelines.config import ConfigField, PipelineOptions, config_fields
 
 PACKAGE = Path(penstock.__file__).parent
+CHECKED_PAGES = ("README.md", "features.md")
+PATHS = ("gguf_file", "chat_template", "lora_dir", "draft_model_path")
+"""Settings that may be given as a path object."""
 LAZY = sorted(
     file.relative_to(PACKAGE.parent)
     for file in PACKAGE.rglob("*.py")
@@ -46,17 +54,52 @@ def test_each_lazy_name_is_typed_and_there(file: Path) -> None:
     assert [ast.unparse(one.test) for one in hidden] == ["not TYPE_CHECKING"], "any name would do"
 
 
+def blocks_of_pages() -> list[Block]:
+    return [block for block in blocks("python") if block.page.name in CHECKED_PAGES]
+
+
+def test_the_pages_have_code_to_check() -> None:
+    pages = [block.page.name for block in blocks_of_pages()]
+    assert {*pages} == {*CHECKED_PAGES}
+    assert len(pages) >= 18
+
+
+def test_the_options_of_llm_are_the_settings() -> None:
+    options = get_type_hints(PipelineOptions)
+    expected = {field.name: type_of_option(field) for field in config_fields() if field.name != "model_path"}
+    assert options == {"config_file": str | PathLike[str] | None, **expected}, (
+        "change PipelineOptions in penstock/pipelines/config/options.py"
+    )
+    assert [*options] == ["config_file", *expected], "keep the order of the settings"
+    assert PipelineOptions.__required_keys__ == frozenset()
+
+
+def type_of_option(field: ConfigField) -> Any:
+    if field.type == tuple[DeviceSpec, ...]:
+        return str | tuple[DeviceSpec, ...] | list[DeviceSpec] | None
+    if field.type == tuple[str, ...]:
+        return str | tuple[str, ...] | list[str] | None
+    if field.name in PATHS:
+        return str | PathLike[str] | None
+    return field.type | None
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_users_code_is_checked(tmp_path: Path) -> None:
-    """As from outside: without this project's settings."""
-    shutil.copy(Path(__file__).with_name("user.py"), tmp_path)
-    command = [sys.executable, "-m", "mypy", "--strict", "user.py"]
+    """As from outside, without this project's settings: files of a user, and what the pages show."""
+    names = ["user.py", "mistakes.py"]
+    for name in names:
+        shutil.copy(Path(__file__).with_name(name), tmp_path)
+    for block in blocks_of_pages():
+        names.append(f"{block.page.stem.lower()}_{block.line}.py")
+        (tmp_path / names[-1]).write_text(block.code)
     child = subprocess.run(
-        command,
+        [sys.executable, "-m", "mypy", "--strict", *names],
         cwd=tmp_path,
         env={"MYPYPATH": str(PACKAGE.parent), "PATH": ""},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert child.returncode == 0, child.stdout
+    assert child.returncode == 0, child.stdout + child.stderr

@@ -9,6 +9,7 @@ from penstock.errors import ConfigError
 from penstock.pipelines.config.huggingface import HuggingFaceConfig
 from penstock.pipelines.config.lora import LoRAConfig
 from penstock.pipelines.config.model import FLOAT_ENCODINGS, ModelConfig, parse_devices
+from penstock.pipelines.config.options import PipelineOptions
 from penstock.pipelines.config.pipeline import (
     KVCacheConfig,
     PipelineConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "LoRAConfig",
     "ModelConfig",
     "PipelineConfig",
+    "PipelineOptions",
     "Rule",
     "SamplingConfig",
     "SpeculativeConfig",

@@ -1,0 +1,57 @@
+"""The settings of `PipelineConfig` as keyword arguments, for type checkers."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TypeAlias, TypedDict
+
+from penstock.driver import DeviceSpec
+
+Path: TypeAlias = str | PathLike[str]
+
+
+class PipelineOptions(TypedDict, total=False):
+    """What `LLM` takes beside the model: the flat names of `config_fields`, each with its type.
+
+    None counts as not given. What each setting means is in ``docs/configuration.md``.
+    """
+
+    config_file: Path | None
+    revision: str | None
+    gguf_file: Path | None
+    quantization_encoding: str | None
+    max_length: int | None
+    devices: str | tuple[DeviceSpec, ...] | list[DeviceSpec] | None
+    chat_template: Path | None
+    special_tokens_in_content: bool | None
+    served_model_name: str | None
+    kv_cache_block_size: int | None
+    enable_prefix_caching: bool | None
+    device_memory_utilization: float | None
+    kv_cache_dtype: str | None
+    kv_cache_memory: int | None
+    use_generation_config: bool | None
+    lora: str | tuple[str, ...] | list[str] | None
+    enable_lora: bool | None
+    lora_dir: Path | None
+    max_loras: int | None
+    max_loaded_loras: int | None
+    max_lora_rank: int | None
+    speculative_method: str | None
+    draft_model_path: Path | None
+    draft_quantization_encoding: str | None
+    num_speculative_tokens: int | None
+    adaptive_speculation: bool | None
+    ngram_min: int | None
+    ngram_max: int | None
+    enable_structured_output: bool | None
+    grammar_compile_timeout: float | None
+    max_grammar_size: int | None
+    grammar_cache_size: int | None
+    json_whitespace: str | None
+    max_batch_size: int | None
+    max_batch_input_tokens: int | None
+    enable_chunked_prefill: bool | None
+    max_num_steps: int | None
+    deterministic: bool | None
+    num_threads: int | None
