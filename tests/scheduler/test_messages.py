@@ -40,6 +40,7 @@ ERRORS = [
     errors.InputError("temperature must be at least 0, was -1"),
     errors.PromptTooLongError(200, 128),
     errors.UnknownModelError("gpt", ["demo", "other"]),
+    errors.UnknownParameterError("SamplingParams", "max_tokens", "did you mean max_new_tokens?"),
     errors.UnsupportedFeatureError("images", "this model reads text"),
     errors.UnsupportedSchemaError("$ref", "#/properties/a", "is recursive"),
     errors.RequestFailedError("the request ended"),
