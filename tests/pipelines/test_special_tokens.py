@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from penstock.assembly import load_tokenizer
-from penstock.errors import InputError
+from penstock.errors import InputError, PromptTooLongError
 from penstock.pipelines import PipelineConfig, TextTokenizer
 from penstock.pipelines.core import TokenGeneratorRequest
+from penstock.pipelines.special_tokens import SpecialTokens
 from penstock.pipelines.tokenizer_files import TokenizerFiles
 from penstock.testing import FakeTokenizer
 
@@ -381,3 +382,15 @@ def test_the_setting_reaches_the_tokenizer(allowed: bool) -> None:
         num_special(tokenizer, prompt(tokenizer, message("user", content))[1]) for content in ("", spelled)
     ]
     assert counts[1] - counts[0] == allowed
+
+
+def test_a_chat_that_is_certainly_too_long_is_not_encoded_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def encode(*_: Any) -> list[int]:
+        raise AssertionError("all of it was encoded")
+
+    monkeypatch.setattr(SpecialTokens, "encode", encode)
+    asked = TokenGeneratorRequest("1", 0, "m", messages=[{"role": "user", "content": "<|end|>" + "x" * 9000}])
+    with pytest.raises(PromptTooLongError, match=r"more than 3\d\d tokens, but the maximum length is 40"):
+        FakeTokenizer(max_length=40).build_context(asked)
