@@ -16,6 +16,7 @@ def options(settings: dict[str, Any]) -> list[LLM]:
     return [
         LLM(Path("model"), max_length=2048, devices="cpu", lora=["tone=adapters/tone"]),
         LLM("demo", config_file=Path("settings.toml"), chat_template=None),
+        LLM("demo", kv_cache_memory="4GiB"),
         LLM("demo", **settings),
     ]
 

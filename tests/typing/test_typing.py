@@ -17,6 +17,7 @@ from support.documents import Block, blocks
 import penstock
 from penstock.driver import DeviceSpec
 from penstock.pipelines.config import ConfigField, PipelineOptions, config_fields
+from penstock.pipelines.config.settings import NUM_BYTES
 
 PACKAGE = Path(penstock.__file__).parent
 CHECKED_PAGES = ("README.md", "features.md")
@@ -81,6 +82,8 @@ def type_of_option(field: ConfigField) -> Any:
         return str | tuple[str, ...] | list[str] | None
     if field.name in PATHS:
         return str | PathLike[str] | None
+    if field.rule is NUM_BYTES:
+        return int | str | None  # such as "4GiB"
     return field.type | None
 
 

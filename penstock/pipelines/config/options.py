@@ -29,7 +29,7 @@ class PipelineOptions(TypedDict, total=False):
     enable_prefix_caching: bool | None
     device_memory_utilization: float | None
     kv_cache_dtype: str | None
-    kv_cache_memory: int | None
+    kv_cache_memory: int | str | None
     use_generation_config: bool | None
     lora: str | tuple[str, ...] | list[str] | None
     enable_lora: bool | None
