@@ -24,7 +24,7 @@ FOREIGN = re.compile(r"^(tests|docs|benchmarks|examples|tools|scripts)/|\.(cpp|i
 def main() -> None:
     """Raises AssertionError at the first thing that is not as it should be."""
     wheel, isas = Path(sys.argv[1]), sys.argv[2].split()
-    version, tag = re.fullmatch(r"penstock-([^-]+)-(.+)\.whl", wheel.name).groups()  # type: ignore[union-attr]
+    version, tag = re.fullmatch(r"penstock_llm-([^-]+)-(.+)\.whl", wheel.name).groups()  # type: ignore[union-attr]
     assert tag.startswith("py3-none-"), f"{tag} is not for every Python"
     names = zipfile.ZipFile(wheel).namelist()
     missing = [part for part in PARTS if part not in names]

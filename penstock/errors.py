@@ -183,6 +183,6 @@ class MissingDependencyError(PenstockError, ImportError):
     """An optional package is needed; the message says which extra installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {package}: pip install 'penstock[{extra}]'")
+        super().__init__(f"{purpose} needs {package}: pip install 'penstock-llm[{extra}]'")
         self.package = package
         self.extra = extra

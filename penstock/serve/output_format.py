@@ -44,7 +44,7 @@ def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
     if not services.worker.info.grammars_enabled:
         raise RequestProblem(
             400,
-            f"{param} needs grammars, which this server has not: pip install 'penstock[grammar]'",
+            f"{param} needs grammars, which this server has not: pip install 'penstock-llm[grammar]'",
             param=param,
             code="unsupported_parameter",
         )

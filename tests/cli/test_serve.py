@@ -188,7 +188,7 @@ def test_mistakes(flags: list[str], words: str) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
-    assert "penstock serve needs uvicorn: pip install 'penstock[serve]'" in refusal("--port", "0")
+    assert "penstock serve needs uvicorn: pip install 'penstock-llm[serve]'" in refusal("--port", "0")
 
 
 def refusal(*flags: str) -> str:

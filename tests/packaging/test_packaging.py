@@ -24,6 +24,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 UNIT = (ROOT / "packaging" / "penstock.service").read_text()
+DISTRIBUTION = PROJECT["name"]
+TEXTS = [
+    path
+    for place in ("", "docs", "examples", "packaging", "penstock", "benchmarks", "scripts", "tools")
+    for path in sorted((ROOT / place).rglob("*") if place else ROOT.iterdir())
+    if path.is_file() and path.suffix in {"", ".md", ".py", ".toml", ".txt", ".yml", ".sh", ".service"}
+]
+"""Files in which a user can find a command that installs something."""
 SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix == "")
 
 
@@ -57,12 +65,53 @@ def test_missing_packages_are_of_an_extra_that_has_them() -> None:
         assert package.lower().replace("_", "-") in names_of(EXTRAS[extra]), (package, extra)
 
 
+def requirements_in(text: str) -> list[tuple[str, str]]:
+    """Return every requirement on this project in a text: its name, or a dot, and its extras."""
+    with_extras = re.findall(r"(?<![\w/.])(penstock[\w-]*|(?<=['\"])\.)\[([\w{},-]+)\]", text)
+    commands = re.findall(r"pip install ([^\n#`]*)", text)
+    words = [word.strip("'\".,;:)") for command in commands for word in command.split()]
+    return with_extras + [(word, "") for word in words if re.fullmatch(r"penstock[\w-]*", word)]
+
+
+def test_every_command_that_installs_names_this_project() -> None:
+    """The name `penstock` alone belongs to another distribution on the package index."""
+    found = [(path, one) for path in TEXTS for one in requirements_in(path.read_text("utf-8"))]
+    assert {"errors.py", "README.md", "server.md", "features.md", "about_penstock.txt"} <= {
+        path.name for path, _ in found
+    }
+    for path, (name, extras) in found:
+        assert name in (DISTRIBUTION, "."), (path, name)
+        unknown = {*filter(None, extras.split(","))} - {*EXTRAS}
+        assert unknown <= ({"{extra}"} if path.name == "errors.py" else set()), (path, extras)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("pip install 'penstock[serve]'", [("penstock", "serve")]),
+        ("Run `pip install penstock`.", [("penstock", "")]),
+        ("pip install -c constraints.txt -e '.[dev]'", [(".", "dev")]),
+        ('"pip install --no-deps penstock",', [("penstock", "")]),
+        ("pip install /opt/penstock\npip install torch # penstock", []),
+    ],
+)
+def test_requirements_are_found_in_texts(text: str, found: list[tuple[str, str]]) -> None:
+    assert requirements_in(text) == found
+
+
+def test_the_wheel_has_the_name_of_the_distribution() -> None:
+    prefix = f"{DISTRIBUTION.replace('-', '_')}-"
+    for path in ("scripts/wheel", "packaging/try_wheel.py"):
+        names = re.findall(r"\bpenstock[\w]*-(?=\*|\()", (ROOT / path).read_text())
+        assert {*names} == {prefix}, path
+
+
 def test_what_tests_need_is_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = names_of([line for line in lines if line and not line.startswith("#")])
     wanted = names_of([one for extra in EXTRAS.values() for one in extra] + PROJECT["dependencies"])
     others = names_of(EXTRAS["fast-http"] + EXTRAS["slow-tokenizers"]) - {"transformers"}
-    assert wanted - others - pinned == {"penstock"}
+    assert wanted - others - pinned == {PROJECT["name"]}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

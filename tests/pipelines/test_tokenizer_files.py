@@ -147,7 +147,7 @@ class TestDamage:
     ) -> None:
         monkeypatch.setitem(sys.modules, "transformers", None)
         (tmp_path / "vocab.json").write_text("{}")
-        with pytest.raises(MissingDependencyError, match=r"pip install 'penstock\[slow-tokenizers\]'"):
+        with pytest.raises(MissingDependencyError, match=r"pip install 'penstock-llm\[slow-tokenizers\]'"):
             read_tokenizer_files(tmp_path)
 
 

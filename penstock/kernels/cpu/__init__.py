@@ -59,6 +59,6 @@ def _say_missing() -> None:
     logging.getLogger(__name__).warning(
         "the C++ kernels are not built (%s is missing, or of another version): the reference kernels are "
         "used, many times slower. Install a C++ compiler and CMake, then: "
-        "pip install --force-reinstall --no-deps penstock",
+        "pip install --force-reinstall --no-deps penstock-llm",
         PATH,
     )
