@@ -405,7 +405,7 @@ class LLM:
     def _request(
         self, index: int, params: SamplingParams, report: Report, **what: Any
     ) -> TokenGeneratorRequest:
-        name = self.config.model.served_model_name or self.config.model.model_path
+        name = self.config.model.name
         return TokenGeneratorRequest(
             uuid4().hex,
             index,

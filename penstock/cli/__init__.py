@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import click
 
 import penstock
+from penstock.cli.formatting import unknown_command
 from penstock.errors import PenstockError
 
 _COMMANDS = {
@@ -45,6 +46,13 @@ class _Commands(click.Group):
         command = import_module(f"penstock.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            raise unknown_command(args[0], _COMMANDS, ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.formatting import GroupedCommand
 from penstock.cli.options import config_from_flags, config_options, print_settings
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _WORKS = ("decode", "prefill", "batch", "start", "memory", "step")
 
 
-@click.command("run")
+@click.command("run", cls=GroupedCommand)
 @click.option(
     "--work",
     "works",

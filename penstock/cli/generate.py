@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.formatting import GroupedCommand, GroupedOption
 from penstock.cli.options import config_from_flags, config_options, print_settings
 from penstock.errors import InputError
 
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
+sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
 
-@click.command("generate")
+
+@click.command("generate", cls=GroupedCommand)
 @click.option("--prompt", metavar="TEXT", help="The text to go on from; standard input if not given.")
 @click.option("--chat", is_flag=True, help="The prompt is a user's message, for the model's chat template.")
 @click.option("--system", metavar="TEXT", help="A system message before it; needs --chat.")
@@ -35,15 +38,15 @@ DEFAULT_MAX_NEW_TOKENS = 256
     show_default=True,
     help="Generate at most this many tokens.",
 )
-@click.option("--temperature", type=float, help="Above 1 more varied, below 1 less; 0 is greedy.")
-@click.option("--top-k", type=int, help="Choose among the K most probable tokens; -1 is all, 1 greedy.")
-@click.option("--top-p", type=float, help="Keep the most probable tokens that reach this probability.")
-@click.option("--min-p", type=float, help="Keep tokens this probable, relative to the most probable one.")
-@click.option("--seed", type=int, help="Makes a random choice repeatable.")
-@click.option(
+@sampling_option("--temperature", type=float, help="Above 1 more varied, below 1 less; 0 is greedy.")
+@sampling_option("--top-k", type=int, help="Choose among the K most probable tokens; -1 is all, 1 greedy.")
+@sampling_option("--top-p", type=float, help="Keep the most probable tokens that reach this probability.")
+@sampling_option("--min-p", type=float, help="Keep tokens this probable, relative to the most probable one.")
+@sampling_option("--seed", type=int, help="Makes a random choice repeatable.")
+@sampling_option(
     "--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."
 )
-@click.option("--ignore-eos", is_flag=True, help="Go on where the model would end the text.")
+@sampling_option("--ignore-eos", is_flag=True, help="Go on where the model would end the text.")
 @click.option("--n", type=click.IntRange(min=1), default=1, help="This many answers, printed at the end.")
 @click.option(
     "--num-beams",
@@ -90,6 +93,7 @@ def command(
     defaults: temperature 1, all tokens, a fresh seed.
     """
     start = time.perf_counter()
+    _check_model(flags["model"])
     config = config_from_flags(flags)
     if print_config:
         print_settings(config.describe())
@@ -274,6 +278,12 @@ def _usage(outputs: list[GenerationOutput]) -> dict[str, int]:
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
     }
+
+
+def _check_model(name: str | None) -> None:
+    """Refuses a prompt in the place of the model."""
+    if name is not None and any(map(str.isspace, name)) and not Path(name).expanduser().exists():
+        raise click.UsageError(f"the argument {name!r} names the model: give the prompt as --prompt TEXT")
 
 
 def _checked_prompt(given: str | None) -> str:

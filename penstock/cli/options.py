@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import click
 
+from penstock.cli.formatting import GroupedOption
 from penstock.pipelines.config import ConfigField, PipelineConfig, config_fields
 from penstock.pipelines.config.sources import collect_values
 from penstock.serve.config import ServeConfig, serve_fields
@@ -17,21 +19,42 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _SHORTER = {"model_path": "--model"}
 """A field's flag where that is not its name."""
 
+_GROUPS = {
+    "model": "Model",
+    "kv_cache": "KV cache",
+    "sampling": "Sampling",
+    "lora": "LoRA adapters",
+    "speculative": "Speculation",
+    "structured_output": "Structured output",
+    "": "Execution",
+}
+"""Section of `PipelineConfig` -> the heading of its flags in ``--help``."""
+
+_LIMITS = re.compile(r"max_.*|.*_(timeout|limit|ping|grace|alive)")
+_SERVE_GROUPS = {
+    "Server": ("host", "port", "playground"),
+    "Access": ("api_key", "cors_origins", "allowed_hosts"),
+    "Log and traces": ("access_log", "log_format", "log_level", "otlp_endpoint"),
+}
+"""Heading -> the flags of `ServeConfig` under it; limits and the fields of requests have headings too."""
+
 
 def config_options(function: Decorated) -> Decorated:
-    """Adds a flag for every field of `PipelineConfig`, ``--config-file`` and ``--print-config``."""
+    """Adds the argument MODEL, a flag for every field of `PipelineConfig`, ``--config-file`` and
+    ``--print-config``."""
+    function = click.argument("model", required=False, metavar="[MODEL]")(function)
     function = click.option(
         "--config-file", metavar="FILE", help="JSON or TOML file of these settings; flags come before it."
     )(function)
     function = click.option(
         "--print-config", is_flag=True, help="Print every setting and where it came from; do nothing."
     )(function)
-    return _with_options(function, config_fields())
+    return _with_options(function, config_fields(), lambda field: _GROUPS[field.section])
 
 
 def serve_options(function: Decorated) -> Decorated:
     """Adds a flag for every field of `ServeConfig`."""
-    return _with_options(function, serve_fields())
+    return _with_options(function, serve_fields(), _serve_group)
 
 
 def config_from_flags(flags: Mapping[str, Any]) -> PipelineConfig:
@@ -50,7 +73,9 @@ def configs_from_flags(flags: Mapping[str, Any]) -> tuple[PipelineConfig, ServeC
 
     Raises:
         ConfigError: unknown name, wrong type or impossible value.
+        click.UsageError: MODEL and --model name different models.
     """
+    flags = _with_model(flags)
     given = {name: value for name, value in flags.items() if value != ()}  # a flag that may be repeated
     values = collect_values([*config_fields(), *serve_fields()], given, "flag", os.environ)
     return PipelineConfig.from_given(values), ServeConfig.from_given(values)
@@ -64,24 +89,52 @@ def print_settings(rows: Iterable[tuple[str, Any, str]]) -> None:
         click.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {source}")
 
 
-def _with_options(function: Decorated, fields: Iterable[ConfigField]) -> Decorated:
+def _with_model(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags with the argument MODEL as the flag --model."""
+    given = dict(flags)
+    model, flag = given.pop("model", None), given.get("model_path")
+    if model is None:
+        return given
+    if flag is not None and flag != model:
+        raise click.UsageError(f"the model is given twice, as {model!r} and as --model {flag!r}: give one")
+    return given | {"model_path": model}
+
+
+def _serve_group(field: ConfigField) -> str:
+    for group, names in _SERVE_GROUPS.items():
+        if field.name in names:
+            return group
+    return "Limits and time-outs" if _LIMITS.fullmatch(field.name) else "Requests and answers"
+
+
+def _with_options(
+    function: Decorated, fields: Iterable[ConfigField], group: Callable[[ConfigField], str]
+) -> Decorated:
     for field in reversed(list(fields)):
-        function = _option(field)(function)
+        function = _option(field, group(field))(function)
     return function
 
 
-def _option(field: ConfigField) -> Callable[[Decorated], Decorated]:
+def _option(field: ConfigField, group: str) -> Callable[[Decorated], Decorated]:
     # Values stay text, and absent ones None: `from_flat` converts and refuses, as for every other source.
     name = field.name.replace("_", "-")
     has_default = field.default not in (None, False, ())
     help = f"{field.help}  [default: {_shown(field.default)}]" if has_default else field.help
     if isinstance(field.default, bool):
-        return click.option(f"--{name}/--no-{name}", field.name, default=None, help=help)
+        flag = f"--{name}/--no-{name}"
+        return click.option(flag, field.name, default=None, help=help, cls=GroupedOption, group=group)
     flags = [_SHORTER[field.name]] if field.name in _SHORTER else []
     is_text = field.parse is not None or isinstance("", field.type)
     metavar = "|".join(field.rule.choices) or ("TEXT" if is_text else "N")
     return click.option(
-        *flags, f"--{name}", field.name, metavar=metavar, help=help, multiple=field.type == tuple[str, ...]
+        *flags,
+        f"--{name}",
+        field.name,
+        metavar=metavar,
+        help=help,
+        multiple=field.type == tuple[str, ...],
+        cls=GroupedOption,
+        group=group,
     )
 
 

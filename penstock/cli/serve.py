@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.formatting import GroupedCommand
 from penstock.cli.options import config_options, configs_from_flags, print_settings, serve_options
 from penstock.errors import MissingDependencyError
 
@@ -25,7 +26,7 @@ _PACKAGES = {
 """Module -> the package of the extra ``serve`` that has it."""
 
 
-@click.command("serve")
+@click.command("serve", cls=GroupedCommand)
 @serve_options
 @config_options
 def command(print_config: bool, **flags: Any) -> int:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.formatting import GroupedCommand
 from penstock.cli.options import config_from_flags, config_options, print_settings
 
 if TYPE_CHECKING:
     from penstock.pipelines.config import PipelineConfig
 
 
-@click.command("warm-cache")
+@click.command("warm-cache", cls=GroupedCommand)
 @click.option(
     "--checksums", is_flag=True, help="Read every file of a model from the hub, and compare its checksum."
 )

@@ -141,17 +141,20 @@ _KINDS: tuple[LinearEncoding, ...] = (
 ENCODINGS: dict[str, LinearEncoding] = {kind.name: kind for kind in _KINDS}
 """All encodings by name."""
 
+INTERNAL_ENCODINGS = frozenset({"int5"})
+"""Encodings of single layers in a model of another encoding, which no model has as a whole."""
+
 
 def encoding_named(name: str) -> LinearEncoding:
     """The encoding called ``name``.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: there is none; the message lists those that a user can choose.
     """
     try:
         return ENCODINGS[name]
     except KeyError:
-        known = ", ".join(ENCODINGS)
+        known = ", ".join(name for name in ENCODINGS if name not in INTERNAL_ENCODINGS)
         raise ConfigError("quantization_encoding", f"unknown encoding {name!r}: use one of {known}") from None
 
 

@@ -359,12 +359,11 @@ class DecoderModel(PipelineModel[TextContext]):
         config = self.pipeline_config
         if not config.lora.is_enabled:
             return None
-        names = (config.model.model_path, config.model.served_model_name)
         return LoRAManager(
             config.lora,
             loader.linears,
             self.weights,
-            [name for name in names if name is not None],
+            [config.model.model_path, config.model.name],
             dtype=loader.dtype,
             device=self.torch_device,
         )

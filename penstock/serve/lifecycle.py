@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import signal
@@ -223,20 +224,34 @@ class Server:
         return 0 if is_clean else 1
 
 
+_FAULTS_OF_PORTS = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
+"""Errors of a socket that another port would not have."""
+
+
 def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that takes connections; they wait until somebody serves them.
 
     Raises:
-        ConfigError: the address is in use, or not ours.
+        ConfigError: names the port where it is in use or reserved, else the host.
     """
+    if not _is_host_name(host):  # create_server leaves a socket open where the name is malformed
+        raise ConfigError("host", f"cannot listen at {host!r}: that is not an address or the name of a host")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (")[0]  # behind it, the address once more
-        names_nothing = error.errno is not None and error.errno < 0  # the resolver's numbers
-        field = "host" if names_nothing else "port"
+        field = "port" if error.errno in _FAULTS_OF_PORTS else "host"
         raise ConfigError(field, f"cannot listen at {host}:{port}: {reason}") from error
+
+
+def _is_host_name(host: str) -> bool:
+    """Whether the resolver takes a name: its labels are neither empty nor too long."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return "\0" not in host
 
 
 def url_of(listener: socket.socket) -> str:

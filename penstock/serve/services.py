@@ -132,5 +132,4 @@ class Services:
     @property
     def model_name(self) -> str:
         """What the model is called in requests and answers."""
-        model = self.pipeline_config.model
-        return model.served_model_name or model.model_path
+        return self.pipeline_config.model.name

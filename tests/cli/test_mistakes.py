@@ -23,11 +23,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FLAGS = {
     # the command line itself
-    "unknown command": (["generat"], "No such command 'generat'"),
-    "unknown flag": (["generate", "--promt", "Hello"], "No such option '--promt'"),
+    "misspelt command": (["generat"], "No such command 'generat'. Did you mean 'generate'?"),
+    "misspelt command with flags": (["warmcache", "--json"], "Did you mean 'warm-cache'?"),
+    "unknown command": (["turbine"], "Use one of generate, serve, bench, list, warm-cache, env."),
+    "unknown flag": (["generate", "--promt", "Hello"], "No such option '--promt'. Did you mean '--prompt'?"),
+    "misspelt setting": (["generate", *PROMPT, "--maxlength", "9"], "Did you mean '--max-length'?"),
     "unknown group flag": (["--verbos"], "No such option '--verbos'"),
     "flag without its value": (["generate", "--prompt"], "'--prompt' requires an argument"),
-    "stray argument": (["generate", "Hello"], "unexpected extra argument (Hello)"),
+    "stray argument": (["generate", "demo", "Hello"], "unexpected extra argument (Hello)"),
+    "prompt as the model": (["generate", "Hello there"], "names the model: give the prompt as --prompt TEXT"),
+    "two models": (
+        ["generate", "demo", *PROMPT, "--model", "b"],
+        "given twice, as 'demo' and as --model 'b'",
+    ),
     "stray argument of env": (["env", "more"], "unexpected extra argument (more)"),
     "unknown flag of env": (["env", "--yaml"], "No such option '--yaml'"),
     "system without chat": (["generate", *PROMPT, "--system", "Be brief"], "--system needs --chat"),
@@ -64,7 +72,10 @@ FLAGS = {
     "device twice": (["generate", *PROMPT, "--devices", "gpu:0,0"], "names a device twice"),
     "device unfinished": (["generate", *PROMPT, "--devices", "gpu:"], "devices: must be"),
     "no device": (["generate", *PROMPT, "--devices", ""], "devices: must be"),
-    "unknown encoding": (["generate", *PROMPT, "--quantization-encoding", "q9_z"], "unknown encoding 'q9_z'"),
+    "unknown encoding": (
+        ["generate", *PROMPT, "--quantization-encoding", "q9_z"],
+        "unknown encoding 'q9_z': use one of float32, bfloat16, float16, int8, int4\n",
+    ),
     "empty encoding": (["generate", *PROMPT, "--quantization-encoding", ""], "quantization_encoding: "),
     "odd block size": (["generate", *PROMPT, "--kv-cache-block-size", "17"], "a power of two from 16 to 128"),
     "negative block size": (["generate", *PROMPT, "--kv-cache-block-size", "-16"], "kv_cache_block_size"),

@@ -177,7 +177,9 @@ def test_a_port_in_use_is_one_line() -> None:
         (["--model", "./nothing"], "no such folder"),
         (["--max-length", "0"], "max_length: must be"),
         (["--no-such-flag"], "No such option"),
-        (["stray"], "unexpected extra argument"),
+        (["demo", "stray"], "unexpected extra argument"),
+        (["demo", "--model", "other"], "the model is given twice"),
+        (["--host", "192.0.2.1"], "host: cannot listen at 192.0.2.1:0"),
     ],
 )
 def test_mistakes(flags: list[str], words: str) -> None:

@@ -366,6 +366,28 @@ def test_generation_config_is_empty_where_there_is_none(tmp_path: Path) -> None:
     assert checkpoint(tmp_path, {}).generation_config == {}
 
 
+def test_a_local_model_is_called_as_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "mine-1.5b"
+    folder.mkdir()
+    file = tmp_path / "small.Q4_K_M.gguf"
+    file.touch()
+    monkeypatch.chdir(folder)
+    names = {
+        str(folder): "mine-1.5b",
+        f"{folder}/": "mine-1.5b",
+        ".": "mine-1.5b",
+        "../mine-1.5b": "mine-1.5b",
+        "/models/not-there": "not-there",
+        str(file): "small.Q4_K_M",
+        "demo": "demo",
+        "owner/model-0.6B": "owner/model-0.6B",
+        "/": "/",
+    }
+    for path, name in names.items():
+        assert ModelConfig(model_path=path).name == name
+        assert ModelConfig(model_path=path, served_model_name="other").name == "other"
+
+
 def test_upper_bounded_default() -> None:
     assert upper_bounded_default(10, None) == 10
     assert upper_bounded_default(10, 10) == 10

@@ -389,6 +389,18 @@ def test_addresses() -> None:
         assert str(caught.value) == f"port: cannot listen at 127.0.0.1:{port}: Address already in use"
     with pytest.raises(ConfigError, match=r"host: cannot listen at no\.such\.host\.invalid:0: Name"):
         listening_socket("no.such.host.invalid", 0)
+    for host in (
+        "192.0.2.1",
+        "a..b",
+        "x" * 70,
+        "a\0b",
+        "1.2.3.4.5",
+        "2001:db8::1",
+        "::1%nothing",
+        "café..de",
+    ):
+        with pytest.raises(ConfigError, match=r"^host: cannot listen at"):
+            listening_socket(host, 0)
     if socket.has_ipv6:
         with listening_socket("::1", 0) as listener:
             assert url_of(listener).startswith("http://[::1]:")

@@ -15,7 +15,7 @@ from penstock.pipelines.config.huggingface import HuggingFaceConfig
 from penstock.pipelines.config.settings import COUNT, FLAG, TEXT, Rule, check_fields, setting
 from penstock.pipelines.weights.checkpoint import is_gguf, read_tensor_headers
 from penstock.pipelines.weights.gguf_config import gguf_generation_config
-from penstock.pipelines.weights.hub import resolve_checkpoint
+from penstock.pipelines.weights.hub import local_name, resolve_checkpoint
 from penstock.pipelines.weights.json_files import read_json_object
 from penstock.pipelines.weights.safetensors import TensorHeader
 
@@ -111,11 +111,16 @@ class ModelConfig:
         "they are text.",
     )
     served_model_name: str | None = setting(
-        None, TEXT, "What the server calls the model; by default model_path."
+        None, TEXT, "What the server calls the model; by default its folder's name, or its id on the hub."
     )
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def name(self) -> str:
+        """What the model is called in requests and answers."""
+        return self.served_model_name or local_name(self.model_path)
 
     @cached_property
     def checkpoint(self) -> Path:

@@ -45,6 +45,15 @@ def resolve_checkpoint(model_path: str, revision: str = "main", gguf_file: str |
     return _checked(_download(model_path, revision, gguf_file), None)
 
 
+def local_name(model_path: str) -> str:
+    """Return what a model is called: the name of its folder or GGUF file, or its id on the hub."""
+    if model_path == DEMO or not _is_local(model_path):
+        return model_path
+    path = Path(os.path.abspath(os.path.expanduser(model_path)))
+    name = path.stem if path.suffix.lower() == gguf.SUFFIX and not path.is_dir() else path.name
+    return name or model_path
+
+
 def _is_local(model_path: str) -> bool:
     return (
         model_path.startswith((".", "~", "/"))

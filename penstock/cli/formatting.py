@@ -1,0 +1,44 @@
+"""Commands whose ``--help`` lists options under headings, and suggestions for misspelt names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import click
+
+UNGROUPED = "Options"
+"""The heading of options without a group."""
+
+
+class GroupedOption(click.Option):
+    """An option that ``--help`` lists under a heading of its own."""
+
+    def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+class GroupedCommand(click.Command):
+    """A command whose ``--help`` lists its options by group, those without a group first."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {UNGROUPED: []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if isinstance(parameter, click.Option) and record is not None:
+                groups.setdefault(getattr(parameter, "group", UNGROUPED), []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def unknown_command(name: str, commands: Iterable[str], ctx: click.Context) -> click.UsageError:
+    """Return the error for a command that does not exist, with the nearest ones that do."""
+    known = [*commands]
+    nearest = get_close_matches(name, known, n=2, cutoff=0.5)
+    hint = (
+        f"Did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"Use one of {', '.join(known)}."
+    )
+    return click.UsageError(f"No such command {name!r}. {hint}", ctx)
