@@ -1,15 +1,16 @@
 """Several LoRA adapters beside one model, all of them in one batch.
 
-An adapter is a directory as PEFT writes it. Here two are made up, of random numbers: they stand for trained
-ones, and change what the model writes, not for the better.
+An adapter is a directory as PEFT writes it. This script writes two adapters of random numbers for the
+embedded model. They stand for trained adapters; the text that they produce makes no sense.
 
-    python examples/lora.py
+    python examples/lora.py                 # writes adapters/tone and adapters/accent
+    penstock serve --lora tone=adapters/tone --enable-lora
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -43,20 +44,21 @@ def write_adapter(folder: Path, *, seed: int, size: float = 0.1) -> Path:
 
 
 def main() -> None:
-    """One prompt three times, in one batch: without an adapter, and with each of the two."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {
-            name: write_adapter(Path(folder, name), seed=seed) for seed, name in enumerate(("one", "two"))
-        }
-        adapters: list[str | None] = [None, *paths]
-        with LLM("demo", lora=[f"{name}={path}" for name, path in paths.items()]) as llm:
-            outputs = llm.generate(
-                ["Once upon a time"] * len(adapters),
-                SamplingParams(max_new_tokens=25),
-                adapter=adapters,
-            )
-        for adapter, output in zip(adapters, outputs, strict=True):
-            print(f"{adapter or 'the model itself'}: {output.text!r}")
+    """Writes two adapters and completes a prompt three times in one batch: without adapter, with each."""
+    parser = argparse.ArgumentParser(description="Write two LoRA adapters and generate with them.")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("adapters"), help="where to write them")
+    folder = parser.parse_args().folder
+    paths = {name: write_adapter(folder / name, seed=seed) for seed, name in enumerate(("tone", "accent"))}
+    adapters: list[str | None] = [None, *paths]
+    with LLM("demo", lora=[f"{name}={path}" for name, path in paths.items()]) as llm:
+        outputs = llm.generate(
+            ["Once upon a time"] * len(adapters),
+            SamplingParams(max_new_tokens=25),
+            adapter=adapters,
+        )
+    for adapter, output in zip(adapters, outputs, strict=True):
+        print(f"{adapter or 'the model itself'}: {output.text!r}")
+    print(f"adapters: {', '.join(map(str, paths.values()))}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from penstock.benchmarking.report import wrap_title
 from penstock.benchmarking.works import WORKS, Figure
 from penstock.errors import MissingDependencyError
 
@@ -40,7 +41,7 @@ def plot_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
     works = list(dict.fromkeys(figure.work for figure in figures))
     picture = Picture(figsize=(3.2 * len(works) + 1, 4), layout="constrained")
     FigureCanvasAgg(picture)  # draws without a screen
-    picture.suptitle(title)
+    wrap_title(picture, title)
     for place, work in enumerate(works, 1):
         axes = picture.add_subplot(1, len(works), place)
         shown = [figure for figure in figures if figure.work == work]

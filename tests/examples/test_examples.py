@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.documents import EXAMPLES, running_server
+from support.documents import EXAMPLES, ROOT, running_server
+
+from penstock import LLM, SamplingParams
 
 CLIENTS = ("openai_client", "structured_output")
 ALONE = ("lora", "score_batch", "speculation")
@@ -42,10 +45,21 @@ def test_structured_output(url: str) -> None:
     assert said.splitlines()[-1].endswith(("-> yes", "-> no", "-> perhaps"))
 
 
-def test_lora(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = run_here("lora", capsys).splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["the model itself", "one", "two"]
+def test_lora(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its adapters are where docs/features.md expects them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lora.py"])
+    *lines, last = run_here("lora", capsys).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["the model itself", "tone", "accent"]
     assert len({line.partition(":")[2] for line in lines}) == 3
+    assert last == "adapters: adapters/tone, adapters/accent"
+    named = set(re.findall(r"adapters/\w+", (ROOT / "docs" / "features.md").read_text()))
+    assert named == {"adapters/tone"}
+    with LLM("demo", lora=["tone=adapters/tone"]) as llm:
+        plain, toned = llm.generate(
+            ["Once upon a time"] * 2, SamplingParams(max_new_tokens=10), adapter=[None, "tone"]
+        )
+    assert plain.text != toned.text
 
 
 def test_score_batch(capsys: pytest.CaptureFixture[str]) -> None:
