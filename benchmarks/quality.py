@@ -2,12 +2,13 @@
 
     python benchmarks/quality.py                                  # the embedded model
     python benchmarks/quality.py demo /models/small --json quality.json
-    python benchmarks/quality.py /models/one-billion --tokens 8192
+    python benchmarks/quality.py /models/one-billion --tokens 8192 --text-file ordinary.txt
 
-On two kinds of text: sampled from the model in float32 at temperature 1 with fixed seeds, through `LLM`; and,
-for the embedded model, documents that its training held out. Each encoding is held against float32 and
-against bfloat16. Beside them stands "4 bits, plain": every linear layer but the head rounded to 4 bits in
-groups of 32 by the group's largest weight, activations left in bfloat16: what int4 must be no worse than.
+On up to three kinds of text: sampled from the model in float32 at temperature 1 with fixed seeds, through
+`LLM`; for the embedded model, documents that its training held out; and the text of a file. Each encoding
+is held against float32 and against bfloat16. Beside them stands "4 bits, plain": every linear
+layer but the head rounded to 4 bits in groups of 32 by the group's largest weight, activations left in
+bfloat16: what int4 must be no worse than.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", default=["demo"])
     parser.add_argument("--tokens", type=int, default=24 * 1024)
+    parser.add_argument("--text-file", type=Path, help="a UTF-8 text to measure too, up to --tokens of it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
@@ -51,12 +53,14 @@ def main() -> None:
         if model != "demo" and not Path(model).is_dir():
             print(f"\n{model}: is not there, skipped")
             continue
-        found += measure(model, options.tokens, options.seed, options.threads)
+        found += measure(model, options.tokens, options.seed, options.threads, options.text_file)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=2) + "\n")
 
 
-def measure(model: str, tokens: int, seed: int, threads: int | None) -> list[dict[str, Any]]:
+def measure(
+    model: str, tokens: int, seed: int, threads: int | None, text_file: Path | None = None
+) -> list[dict[str, Any]]:
     """All encodings of one model on all its texts."""
     exact = open_model(model, "float32", threads)
     length = min(LENGTH, exact.pipeline.memory_plan.max_length)
@@ -67,6 +71,8 @@ def measure(model: str, tokens: int, seed: int, threads: int | None) -> list[dic
     }
     if model == "demo":
         texts["held out"] = held_out_texts(exact, tokens)
+    if text_file is not None:
+        texts[text_file.name] = texts_of_file(exact, text_file, tokens, length)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_rounded(exact.config.model.checkpoint, Path(folder))
@@ -100,6 +106,16 @@ def first_token(llm: LLM) -> int:
         if isinstance(token := config.get(key), int):
             return token
     return 0
+
+
+def texts_of_file(llm: LLM, file: Path, tokens: int, length: int) -> list[list[int]]:
+    """Return up to ``tokens`` tokens of a file, in rows of ``length`` that begin as every text does."""
+    found = llm.tokenizer.backend.encode(file.read_text("utf-8"), add_special_tokens=False).ids[:tokens]
+    start = first_token(llm)
+    rows = [[start, *found[place : place + length - 1]] for place in range(0, len(found), length - 1)]
+    if not rows:
+        raise SystemExit(f"{file} has no text")
+    return rows
 
 
 def held_out_texts(llm: LLM, tokens: int) -> list[list[int]]:
