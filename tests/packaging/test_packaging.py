@@ -223,6 +223,28 @@ def test_without_a_torch_nothing_is_shared(tmp_path: Path) -> None:
     assert child.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("tags", "fails"), [([], False), (["v1.2.3"], False), (["nightly"], False), (["v1.2.4"], True)], ids=str
+)
+def test_a_tag_is_the_version(tmp_path: Path, tags: list[str], fails: bool) -> None:
+    (tmp_path / "penstock").mkdir()
+    (tmp_path / "penstock" / "__init__.py").write_text('__version__ = "1.2.3"\n')
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    for tag in tags:
+        subprocess.run([*git, "tag", tag], check=True)
+    child = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"source {ROOT}/scripts/release.sh; check_tag"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (child.returncode != 0) == fails
+    assert ("the tag v1.2.4 is not v1.2.3" in child.stderr) == fails
+
+
 def in_scripts(commands: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"source scripts/share_torch.sh; {commands}"],

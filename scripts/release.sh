@@ -1,0 +1,13 @@
+# Sourced by wheel, which stands in the project's root.
+
+# check_tag: a commit with a tag vX.Y.Z must have that version in penstock/__init__.py.
+check_tag() {
+  local version tag
+  version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' penstock/__init__.py)
+  for tag in $(git tag --points-at HEAD 2>/dev/null | grep -E '^v[0-9]' || true); do
+    if [ "$tag" != "v$version" ]; then
+      printf 'penstock: error: the tag %s is not v%s, the version in penstock/__init__.py\n' "$tag" "$version" >&2
+      return 1
+    fi
+  done
+}
