@@ -188,7 +188,10 @@ TABLE = {
     "benchmarking.prompts": Row("msgspec .benchmarking.http_client"),
     "benchmarking.load": Row(".benchmarking.http_client .benchmarking.outcome"),
     "benchmarking.summary": Row("msgspec numpy .benchmarking.load"),
-    "benchmarking.report": Row("rich .benchmarking.load .benchmarking.summary", lazily="matplotlib"),
+    "benchmarking.plot_title": Row("", typing="matplotlib"),
+    "benchmarking.report": Row(
+        "rich .benchmarking.load .benchmarking.plot_title .benchmarking.summary", lazily="matplotlib"
+    ),
     "benchmarking.random_weights": Row(
         "torch .dtype .nn .pipelines.config .pipelines.registry .pipelines.weights", lazily="tokenizers"
     ),
@@ -196,7 +199,9 @@ TABLE = {
         "numpy .benchmarking.random_weights .llm .pipelines.config .pipelines.core",
         typing=".answers .kernels",
     ),
-    "benchmarking.works_report": Row("rich .benchmarking.works", lazily="matplotlib"),
+    "benchmarking.works_report": Row(
+        "rich .benchmarking.plot_title .benchmarking.works", lazily="matplotlib"
+    ),
     "benchmarking.quality": Row(
         "numpy safetensors torch .llm .pipelines.core .pipelines.kv_cache .pipelines.weights"
     ),

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from textwrap import wrap
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from penstock.benchmarking.load import Measurement
+from penstock.benchmarking.plot_title import wrap_title
 from penstock.benchmarking.summary import PERCENTILES, Summary
 from penstock.errors import MissingDependencyError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def print_summary(summary: Summary, console: Console) -> None:
@@ -100,16 +96,6 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
     )
     _draw_distribution(gaps, "between two events", {"gap": [gap for one in streamed for gap in one.gaps]})
     figure.savefig(path, format="png", dpi=120)
-
-
-def wrap_title(figure: Figure, title: str) -> None:
-    """Writes a title over a figure, on as many lines as its width needs."""
-    text = figure.suptitle(title)
-    room = 0.96 * figure.bbox.width
-    for width in range(len(title), 7, -1):
-        text.set_text("\n".join(wrap(title, width, break_on_hyphens=False)))
-        if text.get_window_extent().width <= room:
-            return
 
 
 def _draw_distribution(axes: object, title: str, series: dict[str, list[float]]) -> None:

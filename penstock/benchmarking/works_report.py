@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from penstock.benchmarking.report import wrap_title
+from penstock.benchmarking.plot_title import wrap_title
 from penstock.benchmarking.works import WORKS, Figure
 from penstock.errors import MissingDependencyError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.benchmarking.report import wrap_title
+from penstock.benchmarking.plot_title import wrap_title
 
 LONG = (
     "/models/a-model-with-a-rather-long-name, bfloat16, kernels cpu (avx512), "
