@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from penstock.pipelines.config import (
     upper_bounded_default,
 )
 from penstock.pipelines.config.model import _tell_of_another
+from penstock.serve.config import serve_fields
 
 LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "model_path": st.sampled_from(["demo", "./folder", "name/space"]),
@@ -404,6 +406,15 @@ def test_sizes_have_units(text: str, size: int) -> None:
     assert KVCacheConfig(memory=text).memory == size  # type: ignore[arg-type]
     environment = {"PENSTOCK_KV_CACHE_MEMORY": text}
     assert PipelineConfig.from_flat({}, environment=environment).kv_cache.memory == size
+
+
+def test_every_setting_in_bytes_takes_sizes() -> None:
+    sizes = {"kv_cache_memory", "grammar_cache_size", "max_body_size", "worker_memory_limit"}
+    fields = {field.name: field for field in (*config_fields(), *serve_fields())}
+    assert {
+        name for name, field in fields.items() if re.search(r"\bbytes\b", field.help, re.IGNORECASE)
+    } <= sizes
+    assert all(fields[name].convert("3MiB", from_text=True) == 3 << 20 for name in sizes)
 
 
 @pytest.mark.parametrize("text", ["4", "4 G", "GiB", "-1GiB", "4GiBs", "1,5GiB", "0.0001KiB"])

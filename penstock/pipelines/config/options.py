@@ -47,7 +47,7 @@ class PipelineOptions(TypedDict, total=False):
     enable_structured_output: bool | None
     grammar_compile_timeout: float | None
     max_grammar_size: int | None
-    grammar_cache_size: int | None
+    grammar_cache_size: int | str | None
     json_whitespace: str | None
     max_batch_size: int | None
     max_batch_input_tokens: int | None

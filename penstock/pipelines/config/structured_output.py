@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from penstock.pipelines.config.settings import COUNT, FLAG, Rule, check_fields, one_of, setting
+from penstock.pipelines.config.settings import (
+    COUNT,
+    FLAG,
+    NUM_BYTES,
+    Rule,
+    check_fields,
+    one_of,
+    setting,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +41,7 @@ class StructuredOutputConfig:
     )
     cache_size: int = setting(
         256 << 20,
-        COUNT,
+        NUM_BYTES,
         "Bytes for compiled grammars that are kept for later requests.",
         flat="grammar_cache_size",
     )
