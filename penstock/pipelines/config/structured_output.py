@@ -36,6 +36,39 @@ class StructuredOutputConfig:
         "Seconds after which a grammar that is not compiled yet is refused.",
         flat="grammar_compile_timeout",
     )
+    backend: str = setting(
+        "llguidance",
+        one_of("llguidance", "xgrammar"),
+        "Library that compiles and matches grammars. `xgrammar` has no limits on memory and on the time of a "
+        "mask: only for trusted grammars.",
+        flat="grammar_backend",
+    )
+    max_symbols: int = setting(
+        500_000,
+        COUNT,
+        "Most symbols that the rules of a grammar may have once they are compiled.",
+        flat="max_grammar_symbols",
+    )
+    mask_items: int = setting(
+        20_000,
+        COUNT,
+        "Most items that the parser may make for one mask; a request that needs more ends with an error.",
+        flat="grammar_mask_items",
+    )
+    mask_fuel: int = setting(
+        200_000,
+        COUNT,
+        "Most steps that the lexer may spend on one mask, about 14,000 a millisecond; a request that needs "
+        "more ends with an error.",
+        flat="grammar_mask_fuel",
+    )
+    max_states: int = setting(
+        20_000,
+        COUNT,
+        "Most states that the lexer of a grammar may have, 1 to 2 kB each; a request that needs more ends "
+        "with an error.",
+        flat="max_grammar_states",
+    )
     max_size: int = setting(
         1 << 20, COUNT, "Most characters that the text of a grammar may have.", flat="max_grammar_size"
     )

@@ -1,13 +1,15 @@
 """Requests, contexts and responses: what the parts of Penstock say to each other.
 
-These are the names of the ``max.pipelines.core`` page, and ``Grammar``, ``Pipeline`` and ``TokenBuffer`` of
-our own. Importing this package loads numpy and msgspec, but neither torch nor transformers nor xgrammar.
+These are the names of the ``max.pipelines.core`` page, and ``Grammar``, ``GrammarMatcher``, ``Pipeline`` and
+``TokenBuffer`` of our own. Importing this package loads numpy and msgspec, but neither torch nor
+transformers nor a library for grammars.
 """
 
 from penstock.pipelines.core.context import TextAndVisionContext, TextContext
 from penstock.pipelines.core.interfaces import (
     AudioGenerator,
     EmbeddingsGenerator,
+    GrammarMatcher,
     InputContext,
     Pipeline,
     PipelineTokenizer,
@@ -44,6 +46,7 @@ __all__ = [
     "EmbeddingsGenerator",
     "EmbeddingsResponse",
     "Grammar",
+    "GrammarMatcher",
     "InputContext",
     "LogProbabilities",
     "Pipeline",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InputError, UnsupportedFeatureError
-from penstock.pipelines.core.interfaces import InputContext
+from penstock.pipelines.core.interfaces import GrammarMatcher, InputContext
 from penstock.pipelines.core.logit_rules import LogitRules, TokenCounts
 from penstock.pipelines.core.plain_numbers import plain
 from penstock.pipelines.core.requests import Grammar
@@ -19,9 +19,6 @@ from penstock.pipelines.core.responses import LogProbabilities
 from penstock.pipelines.core.sampling_params import SamplingParams
 from penstock.pipelines.core.status import TextGenerationStatus
 from penstock.pipelines.core.tokens import TokenBuffer
-
-if TYPE_CHECKING:
-    import xgrammar as xgr
 
 _ACTIVE = TextGenerationStatus.ACTIVE
 
@@ -266,12 +263,12 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         return counts
 
     @property
-    def matcher(self) -> xgr.GrammarMatcher | None:
+    def matcher(self) -> GrammarMatcher | None:
         """The grammar's matcher, where it stands now."""
         # Not a field: a matcher is neither compared nor encoded.
         return self.__dict__.get("_matcher")
 
-    def set_matcher(self, matcher: xgr.GrammarMatcher) -> None:
+    def set_matcher(self, matcher: GrammarMatcher) -> None:
         """Sets the grammar's matcher; every token from now on advances it."""
         self.__dict__["_matcher"] = matcher
 

@@ -15,7 +15,44 @@ from penstock.pipelines.core.sampling_params import SamplingParams
 from penstock.pipelines.core.status import TextGenerationStatus
 
 if TYPE_CHECKING:
-    import xgrammar as xgr
+    from torch import Tensor
+
+
+class GrammarMatcher(Protocol):
+    """What advances through a grammar token by token; `xgrammar.GrammarMatcher` is one, too."""
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """The tokens that end an output. They are never matched as text."""
+
+    def accept_token(self, token: int, /) -> bool:
+        """Advances by a token; False, and nothing changes, where the grammar does not allow it.
+
+        Raises:
+            InputError: the grammar exceeds a limit.
+        """
+
+    def rollback(self, num_tokens: int, /) -> None:
+        """Takes the last tokens back, one that ended the output among them."""
+
+    def reset(self) -> None:
+        """Goes back to the beginning."""
+
+    def is_terminated(self) -> bool:
+        """Whether a token has ended the output."""
+
+    def is_completed(self) -> bool:
+        """Whether the output may end here, or has ended."""
+
+    def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0, /) -> object:
+        """Writes a row of ``bitmask``, ``[R, ceil(V / 32)]`` int32: the tokens that may come next."""
+
+    def find_jump_forward_string(self) -> str:
+        """The text that must come next; empty where there is a choice.
+
+        Raises:
+            UnicodeDecodeError: the bytes that must come next are no whole characters.
+        """
 
 
 @runtime_checkable
@@ -207,10 +244,10 @@ class InputContext(Protocol):
         """What the output must look like."""
 
     @property
-    def matcher(self) -> xgr.GrammarMatcher | None:
+    def matcher(self) -> GrammarMatcher | None:
         """The grammar's matcher, where it stands now."""
 
-    def set_matcher(self, matcher: xgr.GrammarMatcher) -> None:
+    def set_matcher(self, matcher: GrammarMatcher) -> None:
         """Sets the grammar's matcher."""
 
 

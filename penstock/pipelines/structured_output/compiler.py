@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
-
-import torch
+from typing import Protocol
 
 from penstock.errors import (
     InputError,
@@ -23,26 +22,54 @@ from penstock.errors import (
     UnsupportedFeatureError,
 )
 from penstock.pipelines.config.structured_output import StructuredOutputConfig
-from penstock.pipelines.core import Grammar, TextContext
-from penstock.pipelines.grammars import grammar_source
-from penstock.pipelines.structured_output.vocabulary import token_bytes
+from penstock.pipelines.core import Grammar, GrammarMatcher, TextContext
+from penstock.pipelines.structured_output.llguidance_backend import LLGuidanceBackend
+from penstock.pipelines.structured_output.xgrammar_backend import XGrammarBackend
 from penstock.pipelines.tokenizer import TextTokenizer
 
-if TYPE_CHECKING:
-    import xgrammar as xgr
+_logger = logging.getLogger(__name__)
 
+_EXTRAS = {"llguidance": "grammar", "xgrammar": "xgrammar"}
 _NICENESS = 5  # low, but not so low that a model on all cores starves it
 _TURN = 1.0  # seconds that a grammar keeps the others waiting
-_MOST_THREADS = 3  # those beyond their time, which nothing can stop, counted; each holds a core and memory
+_MOST_THREADS = 4  # those of refused grammars counted: each holds a core and memory
+_STACK_SIZE = 64 << 20  # llguidance recurses over rules that refer to rules (`grammars.lark.writer`)
+
+
+class CompiledGrammar(Protocol):
+    """A compiled grammar."""
+
+    num_bytes: int
+
+    def new_matcher(self, ends: Sequence[int]) -> GrammarMatcher:
+        """A matcher at the beginning; ``ends`` are the tokens that end an output."""
+
+
+class GrammarBackend(Protocol):
+    """A library that compiles grammars for one tokenizer."""
+
+    library: str
+
+    def prepare(self) -> None:
+        """Reads the tokenizer."""
+
+    def compile(self, grammar: Grammar, check_time: Callable[[], None]) -> CompiledGrammar:
+        """The compiled grammar; ``check_time`` raises when it has taken too long."""
+
+
+_BACKENDS: dict[str, Callable[[TextTokenizer, int, StructuredOutputConfig], GrammarBackend]] = {
+    "llguidance": LLGuidanceBackend,
+    "xgrammar": XGrammarBackend,
+}
 
 
 class GrammarCompiler:
-    """Makes the matchers of contexts with a grammar; never in the way of the thread that runs the model.
+    """Makes the matchers of contexts with a grammar, in threads beside the one that runs the model.
 
-    Low-priority threads compile, one grammar after the other as long as each is quick: a slow one goes on
-    beside the next, so that a large schema does not hold up small ones. One that is not done in time is
-    refused, and its thread, which nothing can stop, is left to itself. Compiled grammars, and refusals, are
-    kept, the last used ones longest.
+    Low-priority threads compile one grammar after the other as long as each is quick. A slow one goes on
+    beside the next, so that a large schema does not delay small ones. One that is not done in time is
+    refused; others wait until one of the threads is free. Compiled grammars and refusals are kept within
+    ``grammar_cache_size`` bytes, the last used ones longest.
 
     All methods are called by one thread, the one that runs the model.
 
@@ -56,17 +83,18 @@ class GrammarCompiler:
         self, tokenizer: TextTokenizer, vocab_size: int, *, config: StructuredOutputConfig | None = None
     ) -> None:
         self.config = config if config is not None else StructuredOutputConfig()
-        self._vocabulary = _Vocabulary(tokenizer, vocab_size, self.config.whitespace == "compact")
-        self._kept: OrderedDict[Grammar, xgr.CompiledGrammar | PenstockError] = OrderedDict()
+        self._tokenizer = tokenizer
+        self._backend = _BACKENDS[self.config.backend](tokenizer, vocab_size, self.config)
+        self._kept: OrderedDict[Grammar, CompiledGrammar | PenstockError] = OrderedDict()
         self._kept_bytes = 0
-        self._waiting: OrderedDict[Grammar, None] = OrderedDict()
+        self._waiting: OrderedDict[Grammar, float] = OrderedDict()  # since when
         self._jobs: list[_Job] = []  # in time
         self._stuck: list[_Job] = []  # beyond it
 
     @property
     def is_available(self) -> bool:
-        """Whether xgrammar is installed."""
-        return find_spec("xgrammar") is not None
+        """Whether the library that compiles grammars is installed."""
+        return find_spec(self._backend.library) is not None
 
     def ready(self, context: TextContext) -> bool:
         """Whether the context may run: it has no grammar, or its matcher, which this call gives it.
@@ -78,7 +106,7 @@ class GrammarCompiler:
             UnsupportedSchemaError: a JSON schema uses a keyword that cannot be honoured.
             InputError: the grammar is wrong, too large, took too long, or does not go with the context.
             UnavailableError: too many grammars are taking too long.
-            MissingDependencyError: xgrammar is not installed.
+            MissingDependencyError: the library that compiles grammars is not installed.
         """
         if context.grammar is None or context.matcher is not None:
             return True
@@ -86,7 +114,7 @@ class GrammarCompiler:
         compiled = self._compiled(context.grammar)
         if compiled is None:
             return False
-        context.set_matcher(_new_matcher(compiled, ends, context))
+        context.set_matcher(_matcher_behind(compiled, ends, context))
         return True
 
     def close(self) -> None:
@@ -103,7 +131,7 @@ class GrammarCompiler:
     def _ends_of(self, context: TextContext) -> list[int]:
         ends = context.eos_token_ids
         if not ends and not context.ignore_eos:
-            ends = self._vocabulary.tokenizer.eos_token_ids
+            ends = self._tokenizer.eos_token_ids
         if not ends:
             reason = (
                 "an output ends where its grammar does: leave ignore_eos out, or give stop_token_ids"
@@ -113,10 +141,10 @@ class GrammarCompiler:
             raise UnsupportedFeatureError("a grammar without a token that ends the output", reason)
         return sorted(ends)
 
-    def _compiled(self, grammar: Grammar) -> xgr.CompiledGrammar | None:
+    def _compiled(self, grammar: Grammar) -> CompiledGrammar | None:
         """The compiled grammar; None while it is being made."""
         if not self.is_available:
-            raise MissingDependencyError("xgrammar", "grammar", "structured output")
+            raise MissingDependencyError(self._backend.library, _EXTRAS[self.config.backend], "structured output")
         size = len(grammar.text)
         if size > self.config.max_size:
             raise InputError(
@@ -131,8 +159,15 @@ class GrammarCompiler:
                 raise kept.with_traceback(None)
             return kept
         if all(job.grammar != grammar for job in self._jobs):
-            self._waiting.setdefault(grammar)
-        self._begin_next()
+            since = self._waiting.setdefault(grammar, time.monotonic())
+            self._begin_next()
+            if grammar in self._waiting and time.monotonic() - since > self.config.compile_timeout:
+                del self._waiting[grammar]
+                raise UnavailableError(
+                    f"{len(self._jobs) + len(self._stuck)} other grammars are being compiled since more than "
+                    f"{self.config.compile_timeout:g} s: try again later",
+                    retry_after=30,
+                )
         return None
 
     def _look_at_jobs(self) -> None:
@@ -144,13 +179,7 @@ class GrammarCompiler:
                 self._keep(job.grammar, job.result)
             elif job.seconds > self.config.compile_timeout:
                 self._stuck.append(job)
-                self._keep(
-                    job.grammar,
-                    InputError(
-                        f"the grammar was not compiled within {self.config.compile_timeout:g} s: make it "
-                        "smaller or less nested, or raise --grammar-compile-timeout"
-                    ),
-                )
+                self._keep(job.grammar, _too_slow(job.grammar, self.config.compile_timeout))
             else:
                 self._jobs.append(job)
         self._begin_next()
@@ -158,47 +187,16 @@ class GrammarCompiler:
     def _begin_next(self) -> None:
         if not self._waiting or any(job.seconds <= _TURN for job in self._jobs):
             return
-        if len(self._stuck) >= _MOST_THREADS:
-            self._waiting.clear()  # whose contexts come back for the error
-            raise UnavailableError(
-                f"{len(self._stuck)} grammars are still being compiled beyond their time: try again later",
-                retry_after=30,
-            )
         if len(self._jobs) + len(self._stuck) < _MOST_THREADS:
             grammar, _ = self._waiting.popitem(last=False)
-            self._jobs.append(job := _Job(grammar, self._vocabulary))
-            threading.Thread(target=job.run, name="penstock-grammar", daemon=True).start()
+            self._jobs.append(job := _Job(grammar, self._backend, self.config.compile_timeout))
+            _start_thread(job.run)
 
-    def _keep(self, grammar: Grammar, result: xgr.CompiledGrammar | PenstockError) -> None:
+    def _keep(self, grammar: Grammar, result: CompiledGrammar | PenstockError) -> None:
         self._kept[grammar] = result
         self._kept_bytes += _num_bytes(grammar, result)
         while self._kept_bytes > self.config.cache_size and len(self._kept) > 1:
             self._kept_bytes -= _num_bytes(*self._kept.popitem(last=False))
-
-
-class _Vocabulary:
-    """What xgrammar has to know of the tokenizer: made by the first compilation, in its thread."""
-
-    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, is_compact: bool) -> None:
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.is_compact = is_compact
-
-    def token_id(self, token: str) -> int | None:
-        """The id of a token by its text."""
-        token_id = self.tokenizer.backend.token_to_id(token)
-        return token_id if token_id is not None and token_id < self.vocab_size else None
-
-    @cached_property
-    def compiler(self) -> xgr.GrammarCompiler:
-        import xgrammar as xgr
-
-        tokens = token_bytes(self.tokenizer.backend, self.vocab_size)
-        ends = sorted(self.tokenizer.eos_token_ids)  # each matcher brings its own
-        info = xgr.TokenizerInfo(tokens, xgr.VocabType.RAW, vocab_size=self.vocab_size, stop_token_ids=ends)
-        # Few threads: the cores belong to the model. No cache: ours has a bound and counts refusals too.
-        threads = max((os.cpu_count() or 1) // 4, 1)
-        return xgr.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
 
 
 @dataclass(slots=True)
@@ -206,9 +204,10 @@ class _Job:
     """One compilation."""
 
     grammar: Grammar
-    vocabulary: _Vocabulary
+    backend: GrammarBackend
+    most_seconds: float
     started: float | None = None  # not before the tokenizer is there, which is no fault of the grammar
-    result: xgr.CompiledGrammar | PenstockError | None = None
+    result: CompiledGrammar | PenstockError | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -216,44 +215,33 @@ class _Job:
         """How long the grammar has had."""
         return 0.0 if self.started is None else time.monotonic() - self.started
 
+    def check_time(self) -> None:
+        """Raises when the grammar has had its time."""
+        if self.seconds > self.most_seconds:
+            raise _too_slow(self.grammar, self.most_seconds)
+
     def run(self) -> None:
+        """Compiles the grammar and sets the result."""
         _lower_priority()
         try:
-            assert self.vocabulary.compiler  # made outside of the time that the grammar has
+            self.backend.prepare()  # outside of the time that the grammar has
             self.started = time.monotonic()
-            self.result = _compile(self.vocabulary, self.grammar)
+            self.result = self.backend.compile(self.grammar, self.check_time)
         except PenstockError as error:
             self.result = error
         except RecursionError:
             self.result = InputError("the grammar is nested too deeply: make it flatter")
-        except Exception as error:  # xgrammar says RuntimeError, tvm's errors and ValueError alike
-            self.result = InputError(f"the {self.grammar.kind} grammar is not valid: {_plain(error)}")
+        except Exception as error:
+            _logger.exception("a %s grammar could not be compiled", self.grammar.kind)
+            self.result = InputError(
+                f"the {self.grammar.kind} grammar could not be compiled ({type(error).__name__})"
+            )
         self.is_done.set()
 
 
-def _compile(vocabulary: _Vocabulary, grammar: Grammar) -> xgr.CompiledGrammar:
-    source = grammar_source(grammar, compact=vocabulary.is_compact, token_id=vocabulary.token_id)
-    if source.notation == "structural_tag":
-        compiled = vocabulary.compiler.compile_structural_tag(source.text)
-    else:
-        compiled = vocabulary.compiler.compile_grammar(source.text)
-    _check_start(compiled, vocabulary.vocab_size)
-    return compiled
-
-
-def _check_start(compiled: xgr.CompiledGrammar, vocab_size: int) -> None:
-    import xgrammar as xgr
-
-    mask = torch.empty((1, -(-vocab_size // 32)), dtype=torch.int32)
-    xgr.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
-    if not mask.any():
-        raise InputError("the grammar allows no output at all: no token can begin one")
-
-
-def _new_matcher(compiled: xgr.CompiledGrammar, ends: list[int], context: TextContext) -> xgr.GrammarMatcher:
-    import xgrammar as xgr
-
-    matcher = xgr.GrammarMatcher(compiled, override_stop_tokens=ends)
+def _matcher_behind(compiled: CompiledGrammar, ends: list[int], context: TextContext) -> GrammarMatcher:
+    """A matcher that has accepted the context's generated tokens."""
+    matcher = compiled.new_matcher(ends)
     for place, token in enumerate(context.generated_tokens.tolist()):
         if not matcher.accept_token(token):
             raise InputError(
@@ -263,16 +251,26 @@ def _new_matcher(compiled: xgr.CompiledGrammar, ends: list[int], context: TextCo
     return matcher
 
 
-def _num_bytes(grammar: Grammar, result: xgr.CompiledGrammar | PenstockError) -> int:
+def _num_bytes(grammar: Grammar, result: CompiledGrammar | PenstockError) -> int:
     size = 1024 + 4 * len(grammar.text)
-    return size if isinstance(result, PenstockError) else size + int(result.memory_size_bytes)
+    return size if isinstance(result, PenstockError) else size + result.num_bytes
 
 
-def _plain(error: Exception) -> str:
-    """The library's message without its time stamp, source line and anything after the first line."""
-    text = str(error).strip() or type(error).__name__
-    line = text.splitlines()[0].rpartition("] ")[2]
-    return line.partition(": ")[2] if line.startswith("/") else line
+def _too_slow(grammar: Grammar, seconds: float) -> InputError:
+    text = grammar.text if len(grammar.text) <= 80 else f"{grammar.text[:80]}..."
+    return InputError(
+        f"the {grammar.kind} grammar {text!r} was not compiled within {seconds:g} s: make it smaller or less "
+        "nested, or raise --grammar-compile-timeout"
+    )
+
+
+def _start_thread(run: Callable[[], None]) -> None:
+    """Starts a thread with a large stack, of which only what is used takes memory."""
+    before = threading.stack_size(_STACK_SIZE)
+    try:
+        threading.Thread(target=run, name="penstock-grammar", daemon=True).start()
+    finally:
+        threading.stack_size(before)
 
 
 def _lower_priority() -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.pipelines.core import TextContext
-
-if TYPE_CHECKING:
-    import xgrammar as xgr
+from penstock.errors import InputError
+from penstock.pipelines.core import GrammarMatcher, TextContext
+from penstock.pipelines.structured_output.llguidance_backend import (
+    LLGuidanceMatcher,
+    fill_bitmasks,
+    only_token,
+)
 
 
 def grammar_bitmask(
@@ -27,21 +29,28 @@ def grammar_bitmask(
     The first row of a context is for its next token, each later one for the token after one draft more.
     Ids that the tokenizer has no token for (a padded vocabulary) are not allowed in rows with a grammar.
     Rows behind a draft that the grammar refuses, or behind one that ends the output, are never sampled
-    from: they allow everything.
+    from: they allow everything. So do rows whose grammar exceeds a limit: the matcher raises when it is given
+    the token, which ends that request alone.
     """
     if all(context.matcher is None for context in contexts):
         return None
     bitmask = torch.full((len(sequences), -(-vocabulary // 32)), -1, dtype=torch.int32)
-    firsts = np.flatnonzero(np.diff(sequences, prepend=-1))
-    for first in firsts.tolist():
-        index = int(sequences[first])
-        matcher = contexts[index].matcher
-        if matcher is None or matcher.is_terminated():
-            continue
-        matcher.fill_next_token_bitmask(bitmask, first)
-        if drafts is not None and drafts[index]:
+    firsts = np.flatnonzero(np.diff(sequences, prepend=-1)).tolist()
+    owners = [int(sequences[first]) for first in firsts]
+    matchers = [contexts[owner].matcher for owner in owners]
+    rows = [
+        (matcher, first)
+        for matcher, first in zip(matchers, firsts, strict=True)
+        if matcher is not None and not matcher.is_terminated()
+    ]
+    fill_bitmasks([(one, row) for one, row in rows if isinstance(one, LLGuidanceMatcher)], bitmask)
+    for matcher, row in rows:
+        if not isinstance(matcher, LLGuidanceMatcher):
+            matcher.fill_next_token_bitmask(bitmask, row)
+    for owner, matcher, first in zip(owners, matchers, firsts, strict=True):
+        if matcher is not None and drafts is not None and drafts[owner] and not matcher.is_terminated():
             with _restored(matcher) as walk:
-                for row, token in enumerate(drafts[index], first + 1):
+                for row, token in enumerate(drafts[owner], first + 1):
                     if not walk.accept(token) or matcher.is_terminated():
                         break
                     matcher.fill_next_token_bitmask(bitmask, row)
@@ -63,7 +72,7 @@ def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int
     with _restored(matcher) as walk:
         while len(tokens) < limit and is_certain:
             matcher.fill_next_token_bitmask(mask)
-            token = _only_token(_allowed_words(mask, vocabulary))
+            token = only_token(_allowed_words(mask, vocabulary))
             if token is None or token in ends or not walk.accept(token):
                 break
             tokens.append(token)
@@ -106,7 +115,7 @@ def _new_row(vocabulary: int) -> Tensor:  # [1, ceil(V / 32)] int32
     return torch.empty((1, -(-vocabulary // 32)), dtype=torch.int32)
 
 
-def _is_certain(matcher: xgr.GrammarMatcher) -> bool:
+def _is_certain(matcher: GrammarMatcher) -> bool:
     """Whether the next byte is certain: cheap, and it rules out nearly every position for a certain token."""
     try:
         return bool(matcher.find_jump_forward_string())
@@ -122,30 +131,24 @@ def _allowed_words(row: Tensor, vocabulary: int) -> np.ndarray:  # [ceil(V / 32)
     return words
 
 
-def _only_token(words: np.ndarray) -> int | None:
-    """The one token of a row; None where there are more, or none."""
-    places = np.flatnonzero(words)
-    if len(places) != 1:
-        return None
-    word = int(words[places[0]])
-    return None if word & (word - 1) else int(places[0]) * 32 + word.bit_length() - 1
-
-
 class _Walk:
     """Steps ahead that are taken back at the end."""
 
-    def __init__(self, matcher: xgr.GrammarMatcher) -> None:
+    def __init__(self, matcher: GrammarMatcher) -> None:
         self._matcher = matcher
         self.length = 0
 
     def accept(self, token: int) -> bool:
-        accepted = bool(self._matcher.accept_token(token))
+        try:
+            accepted = bool(self._matcher.accept_token(token))
+        except InputError:  # raised again when the context takes its next token
+            return False
         self.length += accepted
         return accepted
 
 
 @contextmanager
-def _restored(matcher: xgr.GrammarMatcher) -> Iterator[_Walk]:
+def _restored(matcher: GrammarMatcher) -> Iterator[_Walk]:
     walk = _Walk(matcher)
     try:
         yield walk

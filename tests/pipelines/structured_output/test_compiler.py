@@ -13,7 +13,7 @@ from support.grammars import EOS, context_for, new_compiler, wait
 from penstock.errors import InputError, PenstockError, UnavailableError, UnsupportedFeatureError
 from penstock.pipelines.core import Grammar, SamplingParams, TextContext
 from penstock.pipelines.grammars import sources
-from penstock.pipelines.structured_output import compiler
+from penstock.pipelines.structured_output import compiler, llguidance_backend
 
 
 def accepts(context: TextContext, text: str) -> bool:
@@ -90,13 +90,13 @@ def test_no_grammar_is_ready_at_once() -> None:
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Grammar] = []
-    original = compiler.grammar_source
+    original = llguidance_backend.grammar_source
 
     def counting(grammar: Grammar, **options: Any) -> sources.GrammarSource:
         compiled.append(grammar)
         return original(grammar, **options)
 
-    monkeypatch.setattr(compiler, "grammar_source", counting)
+    monkeypatch.setattr(llguidance_backend, "grammar_source", counting)
     grammars = new_compiler(cache_size=12_000)
     for text in ("a", "b", "a", "a"):
         wait(grammars, context_for("regex", text))
@@ -195,14 +195,14 @@ def test_a_schema_of_a_tag_that_wants_another_spelling_is_refused(wish: dict[str
 
 def test_one_that_takes_too_long_is_refused_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     going_on = threading.Event()
-    original = compiler.grammar_source
+    original = llguidance_backend.grammar_source
 
     def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
         if grammar.text.startswith("slow"):
             going_on.wait(60)
         return original(grammar, **options)
 
-    monkeypatch.setattr(compiler, "grammar_source", slow)
+    monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
     grammars = new_compiler(compile_timeout=0.2)
     try:
         assert not grammars.ready(context_for("regex", "slow"))
@@ -230,14 +230,14 @@ def test_one_that_takes_too_long_is_refused_and_holds_nobody_up(monkeypatch: pyt
 
 def test_a_slow_one_goes_on_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     going_on = threading.Event()
-    original = compiler.grammar_source
+    original = llguidance_backend.grammar_source
 
     def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
         if grammar.text == "slow":
             going_on.wait(60)
         return original(grammar, **options)
 
-    monkeypatch.setattr(compiler, "grammar_source", slow)
+    monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
     monkeypatch.setattr(compiler, "_TURN", 0.05)
     grammars = new_compiler(compile_timeout=60)
     try:
