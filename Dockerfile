@@ -15,13 +15,12 @@ RUN python -m venv /opt/penstock
 COPY constraints.txt /source/
 RUN pip install -c /source/constraints.txt $PIP_ARGS torch
 # What Penstock needs comes before its source, so that a change of the source alone installs nothing else anew.
-# xgrammar asks for triton, a compiler for GPUs of 1 GB that nothing here uses; neither does torch's C++ API.
+# Nothing here uses torch's C++ API.
 COPY pyproject.toml /source/
 RUN python -c "import tomllib; project = tomllib.load(open('/source/pyproject.toml', 'rb'))['project']; \
     extras = project['optional-dependencies']; \
     print(*project['dependencies'], *extras['serve'], *extras['grammar'], sep='\n')" > /source/needed.txt \
     && pip install -c /source/constraints.txt -r /source/needed.txt \
-    && pip uninstall -y triton \
     && cd /opt/penstock/lib/python*/site-packages/torch && rm -rf include test bin/test_*
 COPY CMakeLists.txt LICENSE NOTICE README.md /source/
 COPY penstock /source/penstock

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "xgrammar")
+HEAVY = ("torch", "transformers", "xgrammar", "llguidance")
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ TABLE = {
     "interrupts": Row(""),
     "loading": Row(""),
     "progress": Row("rich"),
-    "nn": Row("torch .heartbeat .kernels .dtype"),
-    "pipelines.core": Row("numpy msgspec", typing="torch xgrammar"),
+"nn": Row("torch .heartbeat .kernels .dtype"),
+    "pipelines.core": Row("numpy msgspec", typing="torch"),
     "pipelines.config": Row(
         "msgspec .driver .dtype .pipelines.core .pipelines.weights.hub .pipelines.weights.json_files"
         " .pipelines.weights.safetensors .pipelines.weights.checkpoint .pipelines.weights.gguf_config",
@@ -124,10 +124,9 @@ TABLE = {
     "pipelines.schema_keywords": Row(".pipelines.core .pipelines.grammars"),
     "pipelines.structured_output": Row(
         "torch numpy .pipelines.config .pipelines.core .pipelines.grammars .pipelines.tokenizer",
-        typing="xgrammar",
-        lazily="xgrammar",
+        typing="llguidance xgrammar",
+        lazily="llguidance xgrammar",
     ),
-    "pipelines.structured_output.masks": Row("torch numpy .pipelines.core", typing="xgrammar"),
     "pipelines.structured_output.vocabulary": Row("tokenizers"),
     "pipelines.speculative": Row("numpy .pipelines.core"),
     "pipelines.speculative.draft_model": Row(
@@ -311,7 +310,7 @@ def test_a_wrong_import_is_found(name: str, code: str, fault: str, tmp_path: Pat
     [
         ("scheduler/scheduler.py", "from penstock.pipelines.kv_cache.interface import KVCache\nimport heapq"),
         ("scheduler/scheduler.py", "from penstock.errors import InputError\nfrom . import budget"),
-        ("pipelines/core/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n import xgrammar"),
+        ("pipelines/core/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n import torch"),
         ("pipelines/tokenizer_files.py", "def f():\n from transformers import AutoTokenizer"),
         ("dtype.py", "class A:\n def f(self):\n  import torch"),
         ("cli.py", "import penstock.scheduler, torch"),

@@ -171,9 +171,18 @@ def pack_linear(
         ConfigError: the encoding is unknown.
     """
     with torch.no_grad():
-        weight = weight if isinstance(weight, Tensor) else torch.cat(tuple(weight))
+        weight = weight if isinstance(weight, Tensor) else _stacked(tuple(weight))
         rows = encoding_named(encoding).pack(weight)
     return layer_of(rows, shape_of([weight]), encoding, bias, slices)
+
+
+def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
+    """The parts one below the other."""
+    first = parts[0]
+    if first.is_meta:  # torch.cat of such tensors imports torch._dynamo, and with it triton where installed
+        rows = sum(part.shape[0] for part in parts)
+        return torch.empty((rows, *first.shape[1:]), dtype=first.dtype, device="meta")
+    return torch.cat(parts)
 
 
 def pack_quantized(

@@ -126,7 +126,7 @@ def test_the_server_loads_no_torch() -> None:
         "life.announce = lambda *args: os.kill(os.getpid(), signal.SIGTERM)\n"
         "status = cli.main(['serve', '--port', '0', '--no-access-log'], standalone_mode=False)"
     )
-    ending = "\nprint(status, sorted({'torch', 'transformers', 'xgrammar'} & set(sys.modules)))"
+    ending = "\nprint(status, sorted({'torch', 'transformers', 'xgrammar', 'llguidance'} & set(sys.modules)))"
     program = code.replace("status = ", "try: ") + "\nexcept SystemExit as end: status = end.code" + ending
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.stdout == "0 []\n", run.stderr

@@ -1,4 +1,4 @@
-"""Grammars as requests give them -> EBNF, in plain Python: no xgrammar, no torch.
+"""Grammars as requests give them -> EBNF, in plain Python: no library for grammars, no torch.
 
 So the server can refuse what no grammar can be made of before a request goes anywhere.
 """

@@ -31,6 +31,7 @@ _logger = logging.getLogger(__name__)
 
 _EXTRAS = {"llguidance": "grammar", "xgrammar": "xgrammar"}
 _NICENESS = 5  # low, but not so low that a model on all cores starves it
+_SWITCH_INTERVAL = 0.0005  # seconds
 _TURN = 1.0  # seconds that a grammar keeps the others waiting
 _MOST_THREADS = 4  # those of refused grammars counted: each holds a core and memory
 _STACK_SIZE = 64 << 20  # llguidance recurses over rules that refer to rules (`grammars.lark.writer`)
@@ -40,6 +41,7 @@ class CompiledGrammar(Protocol):
     """A compiled grammar."""
 
     num_bytes: int
+    is_usable: bool  # False where it must be compiled again
 
     def new_matcher(self, ends: Sequence[int]) -> GrammarMatcher:
         """A matcher at the beginning; ``ends`` are the tokens that end an output."""
@@ -144,7 +146,9 @@ class GrammarCompiler:
     def _compiled(self, grammar: Grammar) -> CompiledGrammar | None:
         """The compiled grammar; None while it is being made."""
         if not self.is_available:
-            raise MissingDependencyError(self._backend.library, _EXTRAS[self.config.backend], "structured output")
+            raise MissingDependencyError(
+                self._backend.library, _EXTRAS[self.config.backend], "structured output"
+            )
         size = len(grammar.text)
         if size > self.config.max_size:
             raise InputError(
@@ -153,6 +157,9 @@ class GrammarCompiler:
             )
         self._look_at_jobs()
         kept = self._kept.get(grammar)
+        if kept is not None and not isinstance(kept, PenstockError) and not kept.is_usable:
+            self._kept_bytes -= _num_bytes(grammar, self._kept.pop(grammar))
+            kept = None
         if kept is not None:
             self._kept.move_to_end(grammar)
             if isinstance(kept, PenstockError):
@@ -161,7 +168,12 @@ class GrammarCompiler:
         if all(job.grammar != grammar for job in self._jobs):
             since = self._waiting.setdefault(grammar, time.monotonic())
             self._begin_next()
-            if grammar in self._waiting and time.monotonic() - since > self.config.compile_timeout:
+            is_full = len(self._jobs) + len(self._stuck) >= _MOST_THREADS
+            if (
+                grammar in self._waiting
+                and is_full
+                and time.monotonic() - since > self.config.compile_timeout
+            ):
                 del self._waiting[grammar]
                 raise UnavailableError(
                     f"{len(self._jobs) + len(self._stuck)} other grammars are being compiled since more than "
@@ -223,6 +235,11 @@ class _Job:
     def run(self) -> None:
         """Compiles the grammar and sets the result."""
         _lower_priority()
+        with _QuickSwitches():
+            self._compile()
+        self.is_done.set()
+
+    def _compile(self) -> None:
         try:
             self.backend.prepare()  # outside of the time that the grammar has
             self.started = time.monotonic()
@@ -236,7 +253,6 @@ class _Job:
             self.result = InputError(
                 f"the {self.grammar.kind} grammar could not be compiled ({type(error).__name__})"
             )
-        self.is_done.set()
 
 
 def _matcher_behind(compiled: CompiledGrammar, ends: list[int], context: TextContext) -> GrammarMatcher:
@@ -254,6 +270,30 @@ def _matcher_behind(compiled: CompiledGrammar, ends: list[int], context: TextCon
 def _num_bytes(grammar: Grammar, result: CompiledGrammar | PenstockError) -> int:
     size = 1024 + 4 * len(grammar.text)
     return size if isinstance(result, PenstockError) else size + result.num_bytes
+
+
+class _QuickSwitches:
+    """While Python code compiles a grammar, other threads get the interpreter lock within half a millisecond.
+
+    A step of the model takes the lock many times. With the usual 5 ms each time it would be slow.
+    """
+
+    _lock = threading.Lock()
+    _num_inside = 0
+    _before = 0.0
+
+    def __enter__(self) -> None:
+        with _QuickSwitches._lock:
+            if _QuickSwitches._num_inside == 0:
+                _QuickSwitches._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(_SWITCH_INTERVAL, _QuickSwitches._before))
+            _QuickSwitches._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with _QuickSwitches._lock:
+            _QuickSwitches._num_inside -= 1
+            if _QuickSwitches._num_inside == 0:
+                sys.setswitchinterval(_QuickSwitches._before)
 
 
 def _too_slow(grammar: Grammar, seconds: float) -> InputError:

@@ -56,7 +56,9 @@ class LLGuidanceBackend:
         """
         from llguidance import LLMatcher
 
-        source = grammar_source(grammar, compact=self._config.whitespace == "compact", token_id=self._token_id)
+        source = grammar_source(
+            grammar, compact=self._config.whitespace == "compact", token_id=self._token_id
+        )
         check_time()
         text = self._lark_text(source, check_time)
         # Without forcing: the library would look ahead for the text that must come, however long it is.
@@ -137,7 +139,13 @@ class _Tokens:
 
 
 class CompiledLLGuidance:
-    """A compiled grammar; its matchers share what it computes lazily."""
+    """A compiled grammar; its matchers share what they compute lazily.
+
+    Attributes:
+        num_bytes: an estimate of its memory.
+        is_usable: False once a matcher has met a limit. The states of the lexer are counted for all matchers
+            together, so later ones would meet it, too: the grammar must be compiled again.
+    """
 
     def __init__(
         self, grammar: Grammar, matcher: LLMatcher, backend: LLGuidanceBackend, num_characters: int
@@ -145,6 +153,7 @@ class CompiledLLGuidance:
         self.grammar = grammar
         self.vocab_size = backend.vocab_size
         self.num_bytes = _BYTES_PER_GRAMMAR + _BYTES_PER_CHARACTER * num_characters
+        self.is_usable = True
         self._backend = backend
         self._matcher = matcher
 
@@ -200,6 +209,9 @@ class LLGuidanceMatcher:
             self._row = None
             return True
         self._look_for_failure()
+        if self.failure is None and self._row is not None and self._row[token >> 5] >> (token & 31) & 1:
+            # Its mask allows the token: the lexer, which all matchers of the grammar share, met a limit.
+            self._fail("the lexer met a limit")
         if self.failure is not None:
             raise self.failure
         return False
@@ -241,7 +253,12 @@ class LLGuidanceMatcher:
 
     def _look_for_failure(self) -> None:
         if self.failure is None and self._matcher.is_error():
-            self.failure = limit_error(self._compiled.grammar, self._matcher.get_error())
+            self._fail(self._matcher.get_error())
+
+    def _fail(self, reason: str) -> None:
+        self._row = None
+        self._compiled.is_usable = False
+        self.failure = limit_error(self._compiled.grammar, reason)
 
     def _finish(self, row: np.ndarray, num_words: int) -> None:
         """Keeps a computed row, with the tokens that end the output as the context wants them."""

@@ -47,13 +47,13 @@ def grammar_bitmask(
     for matcher, row in rows:
         if not isinstance(matcher, LLGuidanceMatcher):
             matcher.fill_next_token_bitmask(bitmask, row)
-    for owner, matcher, first in zip(owners, matchers, firsts, strict=True):
-        if matcher is not None and drafts is not None and drafts[owner] and not matcher.is_terminated():
-            with _restored(matcher) as walk:
+    for owner, walked, first in zip(owners, matchers, firsts, strict=True):
+        if walked is not None and drafts is not None and drafts[owner] and not walked.is_terminated():
+            with _restored(walked) as walk:
                 for row, token in enumerate(drafts[owner], first + 1):
-                    if not walk.accept(token) or matcher.is_terminated():
+                    if not walk.accept(token) or walked.is_terminated():
                         break
-                    matcher.fill_next_token_bitmask(bitmask, row)
+                    walked.fill_next_token_bitmask(bitmask, row)
     return bitmask
 
 

@@ -40,7 +40,9 @@ class XGrammarBackend:
         Raises:
             PenstockError: the grammar is not valid.
         """
-        source = grammar_source(grammar, compact=self._config.whitespace == "compact", token_id=self._token_id)
+        source = grammar_source(
+            grammar, compact=self._config.whitespace == "compact", token_id=self._token_id
+        )
         check_time()
         try:
             if source.notation == "structural_tag":
@@ -80,6 +82,8 @@ class XGrammarBackend:
 
 class CompiledXGrammar:
     """A compiled grammar."""
+
+    is_usable = True
 
     def __init__(self, compiled: xgr.CompiledGrammar) -> None:
         self.num_bytes = int(compiled.memory_size_bytes)

@@ -97,13 +97,13 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_dropped(monkeypatch: pytes
         return original(grammar, **options)
 
     monkeypatch.setattr(llguidance_backend, "grammar_source", counting)
-    grammars = new_compiler(cache_size=12_000)
+    grammars = new_compiler(cache_size=600_000)
     for text in ("a", "b", "a", "a"):
         wait(grammars, context_for("regex", text))
     assert [grammar.text for grammar in compiled] == ["a", "b"]
     for number in range(12):
         wait(grammars, context_for("regex", f"x{number}"))
-    assert grammars.num_kept_bytes <= 12_000
+    assert 0 < grammars.num_kept_bytes <= 600_000
     wait(grammars, context_for("regex", "a"))
     assert compiled[-1].text == "a"
 
@@ -128,6 +128,19 @@ for _ in range(300):
         ("ebnf", 'root ::= root "a"'),
         ("ebnf", "root ::= root"),
         ("ebnf", 'root ::= ("" | root)*'),
+        (
+            "ebnf",
+            "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(30)) + 'r30 ::= "c"',
+        ),
+        ("ebnf", "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(6_000)) + 'r6000 ::= "c"'),
+        (
+            "ebnf",
+            "root ::= r0\n"
+            + "".join(f'r{i} ::= "a" r{i + 1} | root\n' for i in range(6_000))
+            + 'r6000 ::= "c"',
+        ),
+        ("regex", "([a-z]{0,100}[0-9]{0,100}){0,100}"),
+        ("json_schema", {"type": "string", "pattern": "^([a-z]{0,1000}[0-9]{0,1000}){0,1000}$"}),
         ("ebnf", 'root ::= "a" root root root | ""'),
         ("ebnf", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
         ("ebnf", ""),
@@ -173,7 +186,7 @@ for _ in range(300):
     ids=lambda value: str(value)[:50],
 )
 def test_every_grammar_gets_an_answer(kind: str, text: Any) -> None:
-    grammars = new_compiler(compile_timeout=5.0)
+    grammars = new_compiler(compile_timeout=2.0)
     try:
         context = wait(grammars, context_for(kind, text))
     except InputError:
@@ -193,7 +206,7 @@ def test_a_schema_of_a_tag_that_wants_another_spelling_is_refused(wish: dict[str
         wait(new_compiler(), context_for("structural_tag", tag))
 
 
-def test_one_that_takes_too_long_is_refused_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_ones_are_refused_and_others_wait_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     going_on = threading.Event()
     original = llguidance_backend.grammar_source
 
@@ -204,28 +217,43 @@ def test_one_that_takes_too_long_is_refused_and_holds_nobody_up(monkeypatch: pyt
 
     monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
     grammars = new_compiler(compile_timeout=0.2)
+    other = context_for("regex", "other")
     try:
-        assert not grammars.ready(context_for("regex", "slow"))
+        assert not grammars.ready(context_for("regex", "slow 1"))
         wait(grammars, context_for("regex", "quick"))
-        with pytest.raises(InputError, match=r"not compiled within 0\.2 s"):
-            grammars.ready(context_for("regex", "slow"))  # remembered
-        with pytest.raises(InputError, match="not compiled"):
-            wait(grammars, context_for("regex", "slow 2"))
-        with pytest.raises(InputError, match="not compiled"):
-            wait(grammars, context_for("regex", "slow 3"))
-        with pytest.raises(UnavailableError, match="3 grammars"):
-            wait(grammars, context_for("regex", "other"))
+        for number in range(1, 5):
+            with pytest.raises(InputError, match=rf"'slow {number}' was not compiled within 0\.2 s"):
+                wait(grammars, context_for("regex", f"slow {number}"))
+        with pytest.raises(InputError, match=r"'slow 1' was not compiled"):
+            grammars.ready(context_for("regex", "slow 1"))  # remembered
+        assert not grammars.ready(other), "it waits for a thread"
+        with pytest.raises(UnavailableError, match="4 other grammars"):  # in the end there is an answer
+            wait(grammars, other)
+        assert not grammars.ready(other)
         wait(grammars, context_for("regex", "quick"))  # was kept
     finally:
         going_on.set()
+    wait(grammars, other)
+
+
+def test_a_thread_ends_when_its_grammar_has_had_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = llguidance_backend.grammar_source
+
+    def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+        time.sleep(0.3)
+        return original(grammar, **options)
+
+    monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
+    translated: list[object] = []
+    monkeypatch.setattr(llguidance_backend, "lark_text", lambda *_, **__: translated.append(1))
+    grammars = new_compiler(compile_timeout=0.2)
+    with pytest.raises(InputError, match="not compiled"):
+        wait(grammars, context_for("regex", "a"))
     end = time.monotonic() + 30
-    while True:
-        try:
-            wait(grammars, context_for("regex", "other"))
-            return
-        except UnavailableError:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+    while any(thread.name == "penstock-grammar" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert translated == []
 
 
 def test_a_slow_one_goes_on_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

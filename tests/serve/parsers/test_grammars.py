@@ -16,6 +16,7 @@ from penstock.serve.parsers import OutputParsers
 from penstock.serve.parsers.formats import TOOL_FORMATS
 
 xgrammar = pytest.importorskip("xgrammar")
+llguidance_bytes = pytest.importorskip("support.llguidance_bytes")
 
 FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
 END = 256
@@ -42,7 +43,10 @@ def accepts(grammar: Grammar | None, text: str) -> bool:
     """Whether a text is what the grammar wants, from its beginning to its end."""
     assert grammar is not None
     matcher = xgrammar.GrammarMatcher(compiled(grammar))
-    return bool(matcher.accept_string(text) and matcher.accept_token(END))
+    verdict = bool(matcher.accept_string(text) and matcher.accept_token(END))
+    other = llguidance_bytes.matcher_of_source(grammar_source(grammar))
+    assert llguidance_bytes.accepts(other, text.encode()) == verdict, "the two libraries disagree"
+    return verdict
 
 
 def forced(name: str, choice: Any = "required", **options: Any) -> Grammar | None:

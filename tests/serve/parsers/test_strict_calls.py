@@ -20,6 +20,7 @@ from penstock.serve.parsers import Content, OutputParsers, Reasoning
 from penstock.serve.parsers.formats import TOOL_FORMATS
 
 xgrammar = pytest.importorskip("xgrammar")
+llguidance_bytes = pytest.importorskip("support.llguidance_bytes")
 
 FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
 END = 256
@@ -97,7 +98,11 @@ def accepts(grammar: Grammar, text: str, special: tuple[str, ...] = ()) -> bool:
         token = next((one for one in special if text.startswith(one)), None)
         ids += [END + 1 + SPECIAL.index(token)] if token else text[0].encode()
         text = text[len(token or "x") :]
-    return all(map(matcher.accept_token, [*ids, END]))
+    verdict = all(map(matcher.accept_token, [*ids, END]))
+    source = grammar_source(grammar, token_id=lambda text: END + 1 + SPECIAL.index(text))
+    other = llguidance_bytes.matcher_of_source(source, tuple(SPECIAL))
+    assert llguidance_bytes.accepts(other, ids) == verdict, "the two libraries disagree"
+    return verdict
 
 
 def written(name: str, *calls: Call) -> str:

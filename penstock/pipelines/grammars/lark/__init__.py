@@ -1,4 +1,4 @@
-"""Grammars in llguidance's notation: reading EBNF and structural tags, and writing them as lexemes and rules."""
+"""Translation of EBNF and structural tags to llguidance's notation: rules over lexemes."""
 
 from __future__ import annotations
 

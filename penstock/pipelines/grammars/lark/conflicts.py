@@ -2,13 +2,14 @@
 
 A lexer that takes the longest match is exact if no text w of a lexeme, followed by a character that the rules
 allow behind that lexeme, is the beginning of a longer text of any lexeme. This module searches for such
-texts. It treats all lexemes as possible everywhere and long repetitions as endless, so it may report a
-conflict where there is none; it never misses one.
+texts among the lexemes that may begin at the same place (`places`). It treats long repetitions as endless and
+forgets what a rule is nested in, so it may report a conflict where there is none; it never misses one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import combinations
 
 from penstock.pipelines.grammars.lark.nodes import (
     ANY_CHARACTER,
@@ -23,12 +24,12 @@ from penstock.pipelines.grammars.lark.nodes import (
     Seq,
     Text,
     TextUntil,
-    children,
     walk,
 )
+from penstock.pipelines.grammars.lark.places import Places
 
 _MOST_COUNTED = 3  # repetitions with higher bounds count as endless
-MOST_WORK = 400_000  # automaton states visited, with repetition; about two seconds
+MOST_WORK = 600_000  # automaton states visited, with repetition; about two seconds
 
 
 def conflicting(
@@ -58,9 +59,25 @@ def conflicting(
         for name, node in lexemes.items():
             nfa.add_lexeme(name, node)
         check_time()
-        follow = _Follow(rules, lexemes, nfa.nullable, nfa.first_of_lexemes()).of_lexemes(root)
+        places = Places(rules, lexemes, nfa.nullable, nfa.first_of_lexemes(), root)
         check_time()
-        return _longer_matches(nfa, follow, check_time), nfa.work
+        found: dict[str, str] = {}
+        known: dict[frozenset[str], set[frozenset[str]]] = {}  # lexemes of a group: which are alike
+        seen, pending = {places.start}, [places.start]
+        while pending:
+            group = pending.pop()
+            names = places.lexemes_at(group)
+            if names not in known:
+                check_time()
+                longer, known[names] = _longer_matches(nfa, names, places.characters_behind)
+                for name, other in longer.items():
+                    found.setdefault(name, other)
+            for following in places.next_groups(group, known[names]):
+                nfa.count(1)
+                if following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+        return found, nfa.work
     except _TooMuchWork:
         return {}, nfa.work
 
@@ -70,18 +87,23 @@ class _TooMuchWork(Exception):
 
 
 def _longer_matches(
-    nfa: _Nfa, follow: dict[str, int], check_time: Callable[[], None]
-) -> dict[str, str]:
-    """A breadth-first search over the deterministic automaton of all lexemes together."""
+    nfa: _Nfa, names: frozenset[str], follow: dict[str, int]
+) -> tuple[dict[str, str], set[frozenset[str]]]:
+    """A search of the deterministic automaton of lexemes that may begin at the same place.
+
+    Returns:
+        The lexemes that may go on where others should have ended, and pairs that have a text in common.
+    """
     found: dict[str, str] = {}
-    start = nfa.closure(nfa.starts.values())
+    alike: set[frozenset[str]] = set()
+    start = nfa.closure([nfa.starts[name] for name in sorted(names)])
     seen, pending = {start}, [start]
     while pending:
         states = pending.pop()
-        if len(seen) % 64 == 0:
-            check_time()
         if states != start:
-            for ended in [nfa.finals[state] for state in states if state in nfa.finals]:
+            ends = sorted(nfa.finals[state] for state in states if state in nfa.finals)
+            alike.update(frozenset(pair) for pair in combinations(ends, 2))
+            for ended in ends:
                 after = follow.get(ended, 0)
                 for state in states:
                     if any(mask & after for mask, _ in nfa.edges[state]):
@@ -91,7 +113,7 @@ def _longer_matches(
             if following not in seen:
                 seen.add(following)
                 pending.append(following)
-    return {name: other for name, other in found.items() if nfa.sizes[name] > 1}
+    return {name: other for name, other in found.items() if nfa.sizes[name] > 1}, alike
 
 
 def _steps(nfa: _Nfa, states: frozenset[int]) -> Iterator[set[int]]:
@@ -208,12 +230,17 @@ class _Nfa:
                     pending += new
                 used = (one for one in found if self.edges[one] or not self._empty[one])
                 self._closures[state] = frozenset(used)
-                self._count(len(found))
+                self.count(len(found))
             result |= self._closures[state]
-        self._count(len(result))
+        self.count(len(result))
         return frozenset(result)
 
-    def _count(self, work: int) -> None:
+    def count(self, work: int) -> None:
+        """Counts work.
+
+        Raises:
+            _TooMuchWork: it is too much.
+        """
         self.work += work
         if self.work > MOST_WORK:
             raise _TooMuchWork
@@ -300,79 +327,3 @@ class _Nfa:
 
 def _ends_with_any(text: str, words: list[str]) -> bool:
     return any(text.endswith(word) for word in words)
-
-
-class _Follow:
-    """The characters that may come behind lexemes."""
-
-    def __init__(
-        self, rules: Rules, lexemes: dict[str, Node], nullable: set[str], firsts: dict[str, int]
-    ) -> None:
-        self._rules = rules
-        self._lexemes = lexemes
-        self._nullable = set(nullable)
-        self._firsts = dict(firsts)
-        self._follow: dict[str, int] = {}
-        self._pending: list[str] = []
-        self._settle_firsts()
-
-    def of_lexemes(self, root: str) -> dict[str, int]:
-        self._follow[root] = 0
-        self._pending = [root]
-        while self._pending:
-            name = self._pending.pop()
-            self._visit(self._rules[name], self._follow[name])
-        return {name: mask for name, mask in self._follow.items() if name in self._lexemes}
-
-    def _settle_firsts(self) -> None:
-        users: dict[str, set[str]] = {}
-        for name, node in self._rules.items():
-            for one in walk(node):
-                if isinstance(one, Ref):
-                    users.setdefault(one.name, set()).add(name)
-        pending = dict.fromkeys(reversed(self._rules))
-        while pending:
-            name, _ = pending.popitem()
-            first, is_nullable = self._first(self._rules[name])
-            if first != self._firsts.get(name, 0) or (is_nullable and name not in self._nullable):
-                self._firsts[name] = first
-                if is_nullable:
-                    self._nullable.add(name)
-                pending.update(dict.fromkeys(users.get(name, ())))
-
-    def _first(self, node: Node) -> tuple[int, bool]:
-        """The characters that a node may begin with, and whether the empty text matches."""
-        if isinstance(node, Ref):
-            return self._firsts.get(node.name, 0), node.name in self._nullable
-        if isinstance(node, Seq):
-            mask = 0
-            for part in node.parts:
-                first, is_nullable = self._first(part)
-                mask |= first
-                if not is_nullable:
-                    return mask, False
-            return mask, True
-        pairs = [self._first(child) for child in children(node)]
-        mask = 0
-        for first, _ in pairs:
-            mask |= first
-        is_nullable = any(one for _, one in pairs)
-        return mask, is_nullable or (isinstance(node, Repeat) and node.least == 0)
-
-    def _visit(self, node: Node, after: int) -> None:
-        if isinstance(node, Ref):
-            known = self._follow.get(node.name)
-            if known is None or after & ~known:
-                self._follow[node.name] = after | (known or 0)
-                if node.name in self._rules:
-                    self._pending.append(node.name)
-        elif isinstance(node, Seq):
-            for part in reversed(node.parts):
-                self._visit(part, after)
-                first, is_nullable = self._first(part)
-                after = first | after if is_nullable else first
-        elif isinstance(node, Repeat):
-            self._visit(node.part, after | (0 if node.most == 1 else self._first(node.part)[0]))
-        else:
-            for child in children(node):
-                self._visit(child, after)

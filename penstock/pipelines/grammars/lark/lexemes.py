@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.errors import UnsupportedFeatureError
 from penstock.pipelines.grammars.lark.conflicts import MOST_WORK, conflicting
 from penstock.pipelines.grammars.lark.nodes import (
     ANY_CHARACTER,
@@ -34,9 +33,10 @@ from penstock.pipelines.grammars.lark.nodes import (
 )
 from penstock.pipelines.grammars.lark.simplify import order
 
-MAX_LEXEME_SIZE = 5_000  # nodes of a lexeme beside others, with its rules expanded
+MAX_LEXEME_SIZE = 1_000  # nodes of a lexeme beside others, with its rules expanded
 MAX_ONLY_LEXEME_SIZE = 50_000  # of a lexeme that is the whole grammar
 MAX_LEXEME_DEPTH = 300  # of rules in a lexeme: the library recurses over them
+ANY_SIZE = 1 << 59
 _TOO_LARGE = 1 << 60
 
 
@@ -57,14 +57,20 @@ class Division:
     root: str
 
 
-def divide(rules: Rules, root: str, check_time: Callable[[], None]) -> Division:
+class FreeTextConflict(Exception):
+    """Free text stands beside something that it may contain, and a lexer cannot tell them apart."""
+
+
+def divide(
+    rules: Rules, root: str, check_time: Callable[[], None], max_only_size: int = MAX_ONLY_LEXEME_SIZE
+) -> Division:
     """A division of simplified rules that matches the same texts as the rules.
 
     Raises:
-        UnsupportedFeatureError: free text stands before something that it may contain.
+        FreeTextConflict: free text, which cannot be divided, stands beside something that it may contain.
     """
     regular = _Regular(rules)
-    if regular.is_lexeme(Ref(root), MAX_ONLY_LEXEME_SIZE):
+    if regular.is_lexeme(Ref(root), max_only_size):
         return Division({"start": Ref("lexeme_0")}, {"lexeme_0": rules[root]}, rules, "start")
     split: dict[Node, list[Node]] = {}
     total = 0
@@ -106,7 +112,7 @@ class _Regular:
         self.most_size = MAX_LEXEME_SIZE
         self._sizes: dict[str, int] = {}
         self._depths: dict[str, int] = {}
-        names, recursive = order(rules)
+        names, recursive, _ = order(rules)
         for name in names:
             node = rules[name]
             self._sizes[name] = _TOO_LARGE if name in recursive else self.size(node)
@@ -186,10 +192,7 @@ class _Divider:
         if node == FreeText():
             return Repeat(self._lexeme(Chars(ANY_CHARACTER)), 0, None)
         if isinstance(node, FreeText | TextUntil):
-            raise UnsupportedFeatureError(
-                "a structural tag with free text before a format that may begin like it",
-                "put the format into a tag, or name its beginning in excludes",
-            )
+            raise FreeTextConflict
         assert isinstance(node, Tokens | Chars)
         return node if isinstance(node, Tokens) else self._lexeme(node)
 
@@ -201,7 +204,13 @@ class _Divider:
         options = node.part.options if isinstance(node.part, Alt) else (node.part,)
         regular = [option for option in options if self._regular.is_lexeme(option)]
         others = [option for option in options if option not in regular]
-        if not regular or not others or node.most is not None or node.least > 1 or self._regular.most_size == 1:
+        if (
+            not regular
+            or not others
+            or node.most is not None
+            or node.least > 1
+            or self._regular.most_size == 1
+        ):
             return Repeat(self._place(node.part), node.least, node.most)
         between = repeated(choice(regular), 0, None)
         part = self._place(sequence([choice(others), between]))

@@ -57,7 +57,9 @@ def _with_counts(rules: Rules) -> Rules:
     return result
 
 
-def _counted(node: Node, counted: dict[str, tuple[Node, int, int, Node]]) -> tuple[Node, int, int, Node] | None:
+def _counted(
+    node: Node, counted: dict[str, tuple[Node, int, int, Node]]
+) -> tuple[Node, int, int, Node] | None:
     if isinstance(node, Seq) and len(node.parts) == 2 and isinstance(node.parts[0], Alt):
         head, end = node.parts
         assert isinstance(head, Alt)
@@ -77,8 +79,43 @@ def _counted(node: Node, counted: dict[str, tuple[Node, int, int, Node]]) -> tup
     return part, 0 if others else least + 1, most + 1, end
 
 
-def order(rules: Rules) -> tuple[list[str], set[str]]:
-    """The names, each behind those that it refers to, and the names of the recursive rules."""
+def unrolled(rules: Rules, root: str, times: int) -> Rules:
+    """The rules without recursion: stricter, as a rule refers to recursive ones ``times`` times at most."""
+    recursive = order(rules)[1]
+    result: Rules = {}
+    pending = [(root, times)]
+    while pending:
+        name, left = pending.pop()
+        copy = name if left == times else f"{name}-{left}"
+        if copy in result:
+            continue
+        result[copy] = _at_level(rules[name], name, recursive, left, times, pending)
+    return result
+
+
+def _at_level(
+    node: Node, user: str, recursive: set[str], left: int, times: int, pending: list[tuple[str, int]]
+) -> Node:
+    """The node of a rule with references to copies of recursive rules; without those that go too deep."""
+
+    def at_level(one: Node) -> Node:
+        if isinstance(one, Ref):
+            level = times if one.name not in recursive else left - (user in recursive)
+            if level < 1:
+                return NOTHING
+            pending.append((one.name, level))
+            return one if level == times else Ref(f"{one.name}-{level}")
+        if isinstance(one, Seq):
+            return sequence(map(at_level, one.parts))
+        if isinstance(one, Alt):
+            return choice(map(at_level, one.options))
+        return repeated(at_level(one.part), one.least, one.most) if isinstance(one, Repeat) else one
+
+    return at_level(node)
+
+
+def order(rules: Rules) -> tuple[list[str], set[str], int]:
+    """The names, each behind those that it refers to; the recursive ones; and the depth of the search."""
     below = {name: sorted(references(node) & rules.keys()) for name, node in rules.items()}
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -86,10 +123,12 @@ def order(rules: Rules) -> tuple[list[str], set[str]]:
     on_stack: set[str] = set()
     done: list[str] = []
     recursive: set[str] = set()
+    deepest = 0
     for start in rules:  # Tarjan's algorithm with a stack of its own
         calls = [] if start in index else [(start, iter(below[start]))]
         while calls:
             name, rest = calls[-1]
+            deepest = max(deepest, len(calls))
             if name not in index:
                 index[name] = low[name] = len(index)
                 stack.append(name)
@@ -111,7 +150,7 @@ def order(rules: Rules) -> tuple[list[str], set[str]]:
                     done += component
                     if len(component) > 1 or name in below[name]:
                         recursive.update(component)
-    return done, recursive
+    return done, recursive, deepest
 
 
 def _productive(rules: Rules) -> set[str]:
@@ -154,7 +193,7 @@ def _only(node: Node, productive: set[str]) -> Node:
 
 
 def _without_recursion(name: str, node: Node) -> Node:
-    """A loop where a rule refers to itself at its end alone, or at its beginning alone: x = a x | b is a* b."""
+    """A loop where a rule refers to itself at its end alone, or its beginning: x = a x | b is a* b."""
     if not _has(node, name):
         return node
     for at_end in (True, False):

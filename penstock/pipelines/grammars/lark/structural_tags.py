@@ -137,7 +137,7 @@ class _Reader:
 
     def _separated(self, part: Any) -> Node:
         tag = choice(map(self.node, _list(part, "tags")))
-        more = EMPTY
+        more: Node = EMPTY
         if not part.get("stop_after_first"):
             more = repeated(sequence([_text(_field(part, "separator", str)), tag]), 0, None)
         tags = sequence([tag, more])
@@ -178,7 +178,7 @@ class _Reader:
             for tag in _list(part, "tags"):
                 begin = tag.get("begin") if isinstance(tag, dict) else None
                 fitting = [one for one in triggers if isinstance(begin, str) and begin.startswith(one)]
-                if len(fitting) != 1:
+                if len(fitting) != 1 or not isinstance(begin, str):
                     raise InputError(
                         f"each tag of triggered_tags must begin with one trigger, {begin!r} begins with "
                         f"{len(fitting)} of them"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.errors import InputError
-from penstock.pipelines.grammars.lark.lexemes import Division, divide
+from penstock.errors import InputError, UnsupportedFeatureError
+from penstock.pipelines.grammars.lark.lexemes import ANY_SIZE, Division, FreeTextConflict, divide
 from penstock.pipelines.grammars.lark.nodes import (
     EMPTY,
     Alt,
@@ -22,8 +22,9 @@ from penstock.pipelines.grammars.lark.nodes import (
     references,
     walk,
 )
-from penstock.pipelines.grammars.lark.simplify import order, simplified
+from penstock.pipelines.grammars.lark.simplify import order, simplified, unrolled
 
+MAX_UNROLLED = 12  # times that rules refer to themselves where they must be one lexeme
 MAX_RULE_DEPTH = 3_000  # of rules that refer to rules: the library recurses over them
 
 
@@ -41,11 +42,28 @@ def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None
 
     Raises:
         InputError: no finite text matches, or rules refer to each other in too long a chain.
-        UnsupportedFeatureError: free text stands before something that it may contain.
+        UnsupportedFeatureError: free text stands beside something that it may contain.
     """
     simple = simplified(rules, root)
     check_time()
-    return _Writer(divide(simple, root, check_time)).text()
+    try:
+        division = divide(simple, root, check_time)
+    except FreeTextConflict:
+        check_time()
+        division = _as_one_lexeme(simple, root, check_time)
+    return _Writer(division).text()
+
+
+def _as_one_lexeme(rules: Rules, root: str, check_time: Callable[[], None]) -> Division:
+    """The grammar as one lexeme, in which rules refer to themselves a limited number of times."""
+    try:
+        bounded = simplified(unrolled(rules, root, MAX_UNROLLED), root)
+        return divide(bounded, root, check_time, ANY_SIZE)
+    except (FreeTextConflict, InputError):
+        raise UnsupportedFeatureError(
+            "a structural tag with free text beside formats that may go on like it",
+            "end the free text with a marker that is no token, or make the formats flatter",
+        ) from None
 
 
 class _Writer:
@@ -143,7 +161,9 @@ def _regex(node: Node) -> str:
         parts = (_code(a) if a == b else f"{_code(a)}-{_code(b)}" for a, b in node.ranges)
         return f"[{''.join(parts)}]"
     if isinstance(node, Seq):
-        return "".join(f"(?:{_regex(part)})" if isinstance(part, Alt) else _regex(part) for part in node.parts)
+        return "".join(
+            f"(?:{_regex(part)})" if isinstance(part, Alt) else _regex(part) for part in node.parts
+        )
     if isinstance(node, Alt):
         return "|".join(map(_regex, node.options))
     assert isinstance(node, Repeat)
@@ -159,11 +179,9 @@ def _code(point: int) -> str:
 
 
 def _check_depth(rules: Rules) -> None:
-    depths: dict[str, int] = {}
-    for name in order(rules)[0]:
-        depths[name] = 1 + max((depths.get(one, 0) for one in references(rules[name])), default=0)
-        if depths[name] > MAX_RULE_DEPTH:
-            raise InputError(
-                f"the grammar has more than {MAX_RULE_DEPTH} rules that refer to each other in one chain: "
-                "make it flatter"
-            )
+    depth = order(rules)[2]
+    if depth > MAX_RULE_DEPTH:
+        raise InputError(
+            f"the grammar has {depth} rules that refer to each other in one chain, {MAX_RULE_DEPTH} are the "
+            "most: make it flatter"
+        )

@@ -1,0 +1,53 @@
+"""llguidance over an alphabet of single bytes and special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import llguidance
+
+from penstock.pipelines.grammars import GrammarSource
+from penstock.pipelines.grammars.lark import lark_text, read_ebnf, read_structural_tag
+
+END = 256
+
+
+class _Bytes:
+    """A tokenizer whose tokens are bytes, the end, and special tokens from 257 on."""
+
+    bos_token_id = None
+
+    def __init__(self, special: Sequence[str]) -> None:
+        self.tokens = [bytes([byte]) for byte in range(256)]
+        self.tokens += [b"\xff" + name.encode() for name in ("<end>", *special)]
+        self.eos_token_id = END
+        self.special_token_ids = list(range(END, len(self.tokens)))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@cache
+def tokenizer_of(special: tuple[str, ...] = ()) -> Any:
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(special)))
+
+
+def matcher_of(lark: str, special: tuple[str, ...] = ()) -> Any:
+    text = '%llguidance {"no_forcing": true}\n' + lark
+    matcher = llguidance.LLMatcher(tokenizer_of(special), text, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+@cache
+def matcher_of_source(source: GrammarSource, special: tuple[str, ...] = ()) -> Any:
+    read = read_structural_tag if source.notation == "structural_tag" else read_ebnf
+    return matcher_of(lark_text(read(source.text)), special)
+
+
+def accepts(matcher: Any, tokens: Sequence[int]) -> bool:
+    """Whether the tokens are a whole output."""
+    matcher = matcher.deep_copy()
+    return matcher.try_consume_tokens(list(tokens)) == len(tokens) and bool(matcher.is_accepting())
