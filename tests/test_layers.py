@@ -62,7 +62,7 @@ TABLE = {
     "interrupts": Row(""),
     "loading": Row(""),
     "progress": Row("rich"),
-"nn": Row("torch .heartbeat .kernels .dtype"),
+    "nn": Row("torch .heartbeat .kernels .dtype"),
     "pipelines.core": Row("numpy msgspec", typing="torch"),
     "pipelines.config": Row(
         "msgspec .driver .dtype .pipelines.core .pipelines.weights.hub .pipelines.weights.json_files"

@@ -134,3 +134,11 @@ def test_a_process_with_a_grammar_ends_without_a_word() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (run.stdout, run.stderr) == ("[]\n", "")
+
+
+def test_a_check_of_a_checkpoint_prints_nothing_after_success() -> None:
+    """Where triton is installed, importing torch._dynamo would make it report leaks at exit."""
+    command = [sys.executable, "-m", "penstock", "warm-cache", "--model-path", "demo"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stderr == ""
+    assert "tokenizer" in run.stdout
