@@ -26,6 +26,10 @@ ROW_TILE = 16
 """Every torch product has a multiple of this many rows: BLAS uses other kernels for few rows than for many.
 MKL on Intel processors needs 16; 8 rows give other bits there."""
 
+INPUT_BLOCK = 256
+"""Inputs that one float32 product sums. MKL splits longer sums over its threads on Intel processors, so that
+their bits depend on the number of threads."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinearSlice:
@@ -124,8 +128,15 @@ class FloatEncoding:
 
 def multiply_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x [T, in]`` times ``weight [out, in]`` of the same type, plus ``bias [out]``, row by row."""
-    padding = -x.shape[0] % ROW_TILE
-    y = F.linear(F.pad(x, (0, 0, 0, padding)) if padding else x, weight)[: x.shape[0]]
+    num_rows, in_features = x.shape
+    padding = -num_rows % ROW_TILE
+    padded = F.pad(x, (0, 0, 0, padding)) if padding else x
+    block = INPUT_BLOCK if x.dtype == torch.float32 else in_features
+    y = F.linear(padded[:, :block], weight[:, :block])
+    for start in range(block, in_features, block):
+        stop = start + block
+        y += F.linear(padded[:, start:stop], weight[:, start:stop])
+    y = y[:num_rows]
     return y if bias is None else y + bias.to(x.dtype)
 
 
