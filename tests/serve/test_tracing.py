@@ -114,5 +114,5 @@ def test_an_endpoint() -> None:
 
 def test_without_the_extra_it_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(MissingDependencyError, match=r"penstock\[otel\]"):
+    with pytest.raises(MissingDependencyError, match=r"penstock-llm\[otel\]"):
         Tracing.to_endpoint("http://127.0.0.1:4318/v1/traces")
