@@ -31,7 +31,7 @@ import torch
 
 import penstock
 from penstock import LLM, SamplingParams
-from penstock.benchmarking.random_weights import SHAPES, write_random_checkpoint
+from penstock.bench.random_weights import SHAPES, write_random_checkpoint
 from penstock.kernels import cpu
 
 VOCABULARY = SHAPES["l110m"]["vocab_size"]
@@ -55,7 +55,7 @@ class Work:
         return self.prompts * self.new / whole
 
 
-WORKS = [Work("decode", 1, 128, 64), Work("prefill", 1, 1024, 1), Work("batch", 32, 256, 64)]
+WORKLOADS = [Work("decode", 1, 128, 64), Work("prefill", 1, 1024, 1), Work("batch", 32, 256, 64)]
 Engine = Callable[[Work, int], float]
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=SHAPES, default="l110m")
     parser.add_argument(
-        "--works", nargs="+", choices=[work.name for work in WORKS], default=["decode", "prefill"]
+        "--works", nargs="+", choices=[work.name for work in WORKLOADS], default=["decode", "prefill"]
     )
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--json", type=Path)
@@ -74,7 +74,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_random_checkpoint(Path(folder), SHAPES[options.shape])
         ours, theirs = open_penstock(folder), open_transformers(folder)
-        rows = [compare(work, ours, theirs, options.pairs) for work in WORKS if work.name in options.works]
+        rows = [
+            compare(work, ours, theirs, options.pairs) for work in WORKLOADS if work.name in options.works
+        ]
     report = {"machine": machine(), "shape": options.shape, "pairs": options.pairs, "rows": rows}
     print(f"{report['machine']}\n{options.shape}, bfloat16, {options.pairs} pairs")
     for row in rows:

@@ -28,7 +28,7 @@ from penstock.kernels.cpu import CpuOps, cpu_features, isa, load
 from penstock.kernels.reference import ReferenceOps
 
 SECONDS_A_CASE = 0.5
-LEAST_PAIRS = 7
+MIN_PAIRS = 7
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _report(case: Case) -> None:
     calls = (case.ours, case.theirs)
     repeats = [max(1, int(0.002 / _once(call, 3))) for call in calls]
     end = time.perf_counter() + SECONDS_A_CASE
-    while len(times[0]) < LEAST_PAIRS or time.perf_counter() < end:
+    while len(times[0]) < MIN_PAIRS or time.perf_counter() < end:
         for side, call in enumerate(calls):
             times[side].append(_once(call, repeats[side]))
     ours, theirs = (statistics.median(side) for side in times)

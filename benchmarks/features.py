@@ -36,7 +36,7 @@ from against_transformers import VOCABULARY, machine, timed
 from safetensors.numpy import save_file
 
 from penstock import LLM, SamplingParams
-from penstock.benchmarking.random_weights import SHAPES, write_random_checkpoint
+from penstock.bench.random_weights import SHAPES, write_random_checkpoint
 from penstock.pipelines.core import Grammar
 
 LENGTH, NEW, RANK, COPIES = 128, 32, 16, 4

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from against_transformers import machine
 
+from penstock.config import StructuredOutputConfig
+from penstock.grammar import GrammarCompiler, forced_tokens, grammar_bitmask
 from penstock.pipelines import TextTokenizer
-from penstock.pipelines.config import StructuredOutputConfig
 from penstock.pipelines.core import Grammar, TextContext
-from penstock.pipelines.structured_output import GrammarCompiler, forced_tokens, grammar_bitmask
 
 TEXT, COUNT = {"type": "string"}, {"type": "integer"}
-WORKS: list[tuple[dict[str, Any], Any]] = [
+WORKLOADS: list[tuple[dict[str, Any], Any]] = [
     (
         {
             "properties": {"name": TEXT, "age": COUNT, "tags": {"type": "array", "items": TEXT}},
@@ -91,7 +91,7 @@ def _timed(tokenizer: TextTokenizer, backend: str, batch: int, steps: int) -> di
     for place in range(batch):
         start = time.perf_counter()
         rows.append(_Row(tokenizer, grammars, place))
-        if 0 < place < len(WORKS):  # the first one reads the tokenizer
+        if 0 < place < len(WORKLOADS):  # the first one reads the tokenizer
             seconds["compile"].append(time.perf_counter() - start)
     contexts, sequences = [row.context for row in rows], np.arange(batch)
     for _ in range(steps):
@@ -111,7 +111,7 @@ class _Row:
     """A context that walks through a document again and again."""
 
     def __init__(self, tokenizer: TextTokenizer, grammars: GrammarCompiler, place: int) -> None:
-        schema, document = WORKS[place % len(WORKS)]
+        schema, document = WORKLOADS[place % len(WORKLOADS)]
         text = json.dumps({"type": "object"} | schema)
         self.context = TextContext(
             prompt=[1],
@@ -124,7 +124,7 @@ class _Row:
             time.sleep(0.001)
         self._tokens = tokenizer.encode_text(json.dumps(document), add_special_tokens=False).tolist()
         self._next = 0
-        for _ in range(3 * (place // len(WORKS))):
+        for _ in range(3 * (place // len(WORKLOADS))):
             self.step()
 
     def step(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from against_transformers import machine
 
 from penstock import LLM
-from penstock.benchmarking.quality import Quality, compare_all, sample_texts, write_rounded
+from penstock.bench.quality import Quality, compare_all, sample_texts, write_rounded
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))  # where the demo's text is made
 

@@ -35,10 +35,10 @@ import numpy as np
 from against_transformers import VOCABULARY, machine
 
 from penstock import LLM, SamplingParams
-from penstock.benchmarking.http_client import HttpClient
-from penstock.benchmarking.load import Load, measure
-from penstock.benchmarking.prompts import Asking
-from penstock.benchmarking.random_weights import SHAPES, write_random_checkpoint
+from penstock.bench.http_client import HttpClient
+from penstock.bench.load import Load, measure
+from penstock.bench.prompts import RequestTemplate
+from penstock.bench.random_weights import SHAPES, write_random_checkpoint
 
 CONCURRENCY = 32
 
@@ -107,7 +107,9 @@ def compare(options: argparse.Namespace, model: str, vocabulary: int) -> list[di
             return sum(len(output.token_ids) for output in outputs)
 
         def through_http(prompts: list[list[int]], *, stream: bool) -> int:
-            asking = Asking(endpoint=options.endpoint, model="demo", output_length=options.new, stream=stream)
+            asking = RequestTemplate(
+                endpoint=options.endpoint, model="demo", output_length=options.new, stream=stream
+            )
             given = prompts if options.endpoint == "completions" else [f"{one}" for one in prompts]
             bodies = [asking.body(index, prompt) for index, prompt in enumerate(given)]
             found = loop.run_until_complete(

@@ -32,13 +32,18 @@ import torch
 from against_transformers import machine, timed
 
 from penstock import LLM, SamplingParams
-from penstock.benchmarking.random_weights import SHAPES, write_random_checkpoint
+from penstock.bench.random_weights import SHAPES, write_random_checkpoint
 from penstock.pipelines import TextTokenizer
-from penstock.pipelines.speculative import AdaptiveWidth, FixedWidth, NGramProposer, SpeculationStats
-from penstock.pipelines.weights.hub import resolve_checkpoint
+from penstock.pipelines.speculative import (
+    AdaptiveDraftLength,
+    FixedDraftLength,
+    NGramProposer,
+    SpeculationStats,
+)
+from penstock.weights.hub import resolve_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
-LONGEST_PROMPT, LONGEST_ANSWER = 800, 400
+MAX_PROMPT, MAX_ANSWER = 800, 400
 WAYS = ("plain", "adaptive", "fixed")
 
 
@@ -125,7 +130,7 @@ def dictating(
         return replace(outputs, logits=logits, next_token_logits=logits if is_single else None)
 
     def run(way: str) -> tuple[float, SpeculationStats]:
-        widths = {"plain": None, "adaptive": AdaptiveWidth(8), "fixed": FixedWidth(8)}
+        widths = {"plain": None, "adaptive": AdaptiveDraftLength(8), "fixed": FixedDraftLength(8)}
         pipeline.proposer = None if way == "plain" else NGramProposer()
         pipeline.widths = widths[way]
         pipeline.speculation_stats = SpeculationStats()
@@ -157,7 +162,7 @@ def tokens_of(work: str) -> tuple[list[int], list[int]]:
     tokenizer = TextTokenizer(resolve_checkpoint("demo", "main"))
     tokenizer.max_length = 10**6
     prompt, answer = (tokenizer.encode_text(text).tolist() for text in texts()[work])
-    return prompt[-LONGEST_PROMPT:] if work != "edit" else prompt[:LONGEST_PROMPT], answer[:LONGEST_ANSWER]
+    return prompt[-MAX_PROMPT:] if work != "edit" else prompt[:MAX_PROMPT], answer[:MAX_ANSWER]
 
 
 if __name__ == "__main__":

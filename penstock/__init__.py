@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.answers import GenerationOutput
-    from penstock.llm import LLM
+    from penstock.llm.llm import LLM
+    from penstock.llm.outputs import GenerationOutput
     from penstock.pipelines.core import SamplingParams
 
 __version__ = "0.2.0"
@@ -24,8 +24,8 @@ __version__ = "0.2.0"
 __all__ = ["LLM", "GenerationOutput", "SamplingParams", "__version__"]
 
 _HOMES = {
-    "LLM": "penstock.llm",
-    "GenerationOutput": "penstock.answers",
+    "LLM": "penstock.llm.llm",
+    "GenerationOutput": "penstock.llm.outputs",
     "SamplingParams": "penstock.pipelines.core",
 }
 
@@ -35,9 +35,9 @@ if not TYPE_CHECKING:  # who checks types is to notice names that are not there
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from penstock.loading import resting_collector
+        from penstock.host.garbage_collection import gc_disabled
 
-        with resting_collector():
+        with gc_disabled():
             return getattr(import_module(_HOMES[name]), name)
 
 

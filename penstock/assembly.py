@@ -12,19 +12,19 @@ from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from penstock.config import PipelineConfig
 from penstock.driver import CPU
 from penstock.errors import ConfigError, PenstockError
-from penstock.host_memory import memory_ahead
-from penstock.pipelines.config import PipelineConfig
+from penstock.host.memory import prefaulted_memory
 from penstock.pipelines.core import TextContext, TextGenerationResponse
-from penstock.pipelines.tokenizer import TextTokenizer
 from penstock.scheduler import Scheduler
+from penstock.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.pipelines.pipeline import PipelineModel, TextGenerationPipeline
-    from penstock.scheduler.worker import Work
+    from penstock.pipelines.text_generation import PipelineModel, TextGenerationPipeline
+    from penstock.worker.process import WorkerRuntime
 
 
 def load_tokenizer(config: PipelineConfig) -> TextTokenizer:
@@ -46,21 +46,21 @@ def load_tokenizer(config: PipelineConfig) -> TextTokenizer:
 def memory_of_weights(config: PipelineConfig) -> Iterator[None]:
     """For the time of a load: has memory found for the weights that are going to be packed, which goes on
     while libraries are imported. Begin with it."""
-    from penstock.pipelines.memory import estimate_packed_size
-    from penstock.pipelines.packed_file import packed_file
+    from penstock.memory import estimate_packed_size
+    from penstock.weights.packed_file import packed_file
 
     size, device = 0, config.model.devices[0]
     with suppress(PenstockError):  # of a model that cannot be loaded, which the load tells
         if device.device_type == "cpu" and not packed_file(config.model).is_file():
             size = estimate_packed_size(config)
-    has_room = size < CPU().stats["free_memory"] * _SHARE_AHEAD
-    with memory_ahead(size if size > _LEAST_AHEAD and has_room else 0):
+    has_room = size < CPU().stats["free_memory"] * _PREFAULT_SHARE
+    with prefaulted_memory(size if size > _MIN_PREFAULTED and has_room else 0):
         yield
 
 
-_LEAST_AHEAD = 64 << 20
+_MIN_PREFAULTED = 64 << 20
 """Bytes. Less is found in no time."""
-_SHARE_AHEAD = 0.7
+_PREFAULT_SHARE = 0.7
 """Of the memory that is free. What takes more is left to the planner, which may have to refuse it."""
 
 
@@ -71,8 +71,8 @@ def load_pipeline(config: PipelineConfig, tokenizer: TextTokenizer) -> TextGener
         CheckpointError: the model cannot be loaded.
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
-    from penstock.pipelines.pipeline import TextGenerationPipeline
-    from penstock.pipelines.structured_output import GrammarCompiler
+    from penstock.grammar import GrammarCompiler
+    from penstock.pipelines.text_generation import TextGenerationPipeline
 
     model = _load_model(config)
     eos = tokenizer.eos if tokenizer.eos_token_ids else None
@@ -98,10 +98,10 @@ def check_checkpoint(config: PipelineConfig) -> TextTokenizer:
     """
     import torch
 
+    from penstock.architectures.decoder import DecoderModel
     from penstock.kernels import encoding_named
     from penstock.nn import Loader
-    from penstock.pipelines.decoder import DecoderModel
-    from penstock.pipelines.weights import Weights
+    from penstock.weights import Weights
 
     tokenizer = load_tokenizer(config)
     model = _load_model(config)
@@ -127,13 +127,13 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
         ConfigError: its device has no packed form that could be kept.
         OSError: the file cannot be written.
     """
+    from penstock.architectures.decoder import DecoderModel
+    from penstock.calibration import CALIBRATED
     from penstock.driver import load_devices
     from penstock.engine import InferenceSession
     from penstock.nn import Loader
-    from penstock.pipelines.calibration import CALIBRATED
-    from penstock.pipelines.decoder import DecoderModel
-    from penstock.pipelines.packed_weights import write_packed
-    from penstock.pipelines.weights import Weights
+    from penstock.weights import Weights
+    from penstock.weights.packed_weights import write_packed
 
     model = _load_model(config)
     assert issubclass(model, DecoderModel)
@@ -151,7 +151,7 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
 
 def _load_model(config: PipelineConfig) -> type[PipelineModel[Any]]:
     """The class of the configured model."""
-    from penstock.pipelines.registry import PIPELINE_REGISTRY
+    from penstock.architectures.registry import PIPELINE_REGISTRY
 
     architecture = PIPELINE_REGISTRY.retrieve_architecture(
         config.model.huggingface_config, config.model.checkpoint, encoding=config.model.encoding
@@ -164,12 +164,12 @@ def _load_speculating(
 ) -> TextGenerationPipeline:
     """A pipeline that drafts tokens, by a draft model or from the text itself."""
     from penstock.driver import load_devices
-    from penstock.pipelines.pipeline import TextGenerationPipeline
-    from penstock.pipelines.speculative import AdaptiveWidth, FixedWidth, NGramProposer
+    from penstock.pipelines.speculative import AdaptiveDraftLength, FixedDraftLength, NGramProposer
     from penstock.pipelines.speculative.draft_model import DraftModelProposer, draft_config, share_memory
+    from penstock.pipelines.text_generation import TextGenerationPipeline
 
     speculative = config.speculative
-    width = AdaptiveWidth if speculative.adaptive_speculation else FixedWidth
+    width = AdaptiveDraftLength if speculative.adaptive_speculation else FixedDraftLength
     widths = width(speculative.num_speculative_tokens)
     if speculative.method == "ngram":
         proposer = NGramProposer(speculative.ngram_min, speculative.ngram_max)
@@ -204,7 +204,7 @@ def load_scheduler(
     )
 
 
-def load_work(config: PipelineConfig) -> Work:
+def load_work(config: PipelineConfig) -> WorkerRuntime:
     """What the server's worker works with. Called in the worker's process, as
     ``functools.partial(load_work, config)``, and timed phase by phase.
 
@@ -217,7 +217,7 @@ def load_work(config: PipelineConfig) -> Work:
     with memory_of_weights(config):
         tokenizer = load_tokenizer(config)  # first: a model that is not there is noticed at once
         times.append(perf_counter())
-        import penstock.pipelines.pipeline  # noqa: F401  # torch and its like, which take longest
+        import penstock.pipelines.text_generation  # noqa: F401  # torch and its like, which take longest
 
         times.append(perf_counter())
         pipeline = load_pipeline(config, tokenizer)
@@ -228,7 +228,7 @@ def load_work(config: PipelineConfig) -> Work:
 
 
 _PHASES = ("tokenizer", "libraries", "model")
-MOMENT = 0.02
+STREAMING_LATENCY_BUDGET = 0.02
 """Seconds that a step of the scheduler may take where nobody says how many tokens a request is to gain: so
 long those who come have to wait, and so long tokens that are streamed may stand together."""
 
@@ -238,9 +238,9 @@ def _as_work(
     pipeline: TextGenerationPipeline,
     scheduler: Scheduler[TextContext, TextGenerationResponse],
     startup: list[tuple[str, float]],
-) -> Work:
-    from penstock.scheduler.messages import WorkerInfo
-    from penstock.scheduler.worker import DraftCounts, Work
+) -> WorkerRuntime:
+    from penstock.worker.messages import WorkerInfo
+    from penstock.worker.process import DraftCounts, WorkerRuntime
 
     plan, adapters, drafts = pipeline.memory_plan, pipeline.model.lora_manager, pipeline.speculation_stats
     info = WorkerInfo(
@@ -258,11 +258,11 @@ def _as_work(
         lora_enabled=adapters is not None,
         grammars_enabled=pipeline.grammars is not None and pipeline.grammars.is_available,
     )
-    return Work(
+    return WorkerRuntime(
         scheduler,
         info,
         adapters,
-        lambda: config.max_num_steps or pipeline.steps_within(MOMENT),
+        lambda: config.max_num_steps or pipeline.num_steps_for(STREAMING_LATENCY_BUDGET),
         lambda: DraftCounts(drafts.num_proposed, drafts.num_accepted, drafts.num_verified_steps),
-        pipeline.settle,
+        pipeline.pack_pending,
     )

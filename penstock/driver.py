@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock import limits, private_memory
 from penstock.errors import ConfigError
-from penstock.host_memory import CACHE_LINE, num_ahead, num_promised
+from penstock.host import limits, private_memory
+from penstock.host.memory import CACHE_LINE, num_prefaulted, num_reserved
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +180,7 @@ def _gpus(count: int) -> str:
 def _host_memory() -> tuple[int, int]:
     """Total and available bytes of host memory, a container's limit counted in. What was found ahead for
     weights is there for them: it counts as available. What weights are still to be packed into does not."""
-    ahead = num_ahead()  # asked first: it grows
+    ahead = num_prefaulted()  # asked first: it grows
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = page * os.sysconf("SC_AVPHYS_PAGES")
@@ -196,4 +196,4 @@ def _host_memory() -> tuple[int, int]:
     private, left = private_memory.limit(), private_memory.free()
     if private is not None and left is not None:
         total, free = min(total, private), min(free, left)
-    return total, max(free + ahead - num_promised(), 0)
+    return total, max(free + ahead - num_reserved(), 0)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from penstock import limits
 from penstock.driver import CPU, Device
 from penstock.errors import ConfigError, ForkedProcessError
+from penstock.host import limits
 
 if TYPE_CHECKING:
     from penstock.kernels import Ops
-    from penstock.kernels.cpu import StepPlans
+    from penstock.kernels.cpu import GraphCache
 
 
 class InferenceSession:
@@ -45,7 +45,7 @@ class InferenceSession:
             raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
         self.use_plans = True
         """False has every step run operation by operation: to compare."""
-        self._plans: StepPlans | None = None
+        self._plans: GraphCache | None = None
         if num_threads is None:
             num_threads = _threads_of_limit()
         if num_threads is not None:
@@ -86,7 +86,7 @@ class InferenceSession:
         return ReferenceOps()
 
     @property
-    def plans(self) -> StepPlans | None:
+    def plans(self) -> GraphCache | None:
         """The compiled steps of this session's models; None where operations run one by one."""
         from penstock.kernels import cpu
 
@@ -94,7 +94,7 @@ class InferenceSession:
         if not self.use_plans or type(ops) is not cpu.CpuOps:
             return None
         if self._plans is None or self._plans.ops is not ops:
-            self._plans = cpu.StepPlans(ops)
+            self._plans = cpu.GraphCache(ops)
         return self._plans
 
     @property
@@ -112,7 +112,7 @@ class InferenceSession:
             return "none"
         left = [name for name, owner in self.ops.chosen().items() if owner != self.ops.name]
         without = f" without {', '.join(left)}" if left else ""
-        return f"of up to {plans.most_rows} rows{without}"
+        return f"of up to {plans.max_rows} rows{without}"
 
 
 def _threads_of_limit() -> int | None:

@@ -21,15 +21,15 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.errors import InputError, PenstockError
+from penstock.kv_cache.interface import KVCache, NullKVCache
 from penstock.pipelines.core import (
     LogProbabilities,
     TextContext,
     TextGenerationResponse,
     TextResponse,
 )
-from penstock.pipelines.kv_cache.interface import KVCache, NullKVCache
-from penstock.pipelines.tokenizer import TextTokenizer
-from penstock.pipelines.tokenizer_files import TokenizerFiles
+from penstock.text.tokenizer import TextTokenizer
+from penstock.text.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
     from penstock.pipelines.core import Pipeline

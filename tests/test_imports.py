@@ -19,16 +19,16 @@ HEAVY = ("torch", "transformers", "xgrammar", "llguidance")
         "penstock.driver",
         "penstock.dtype",
         "penstock.pipelines",
-        "penstock.pipelines.config",
+        "penstock.config",
         "penstock.pipelines.core",
-        "penstock.pipelines.detokenizer",
-        "penstock.pipelines.kv_cache.interface",
-        "penstock.pipelines.registry",
-        "penstock.pipelines.tokenizer",
+        "penstock.text.detokenizer",
+        "penstock.kv_cache.interface",
+        "penstock.architectures.registry",
+        "penstock.text.tokenizer",
         "penstock.scheduler",
-        "penstock.scheduler.worker",
+        "penstock.worker.process",
         "penstock.serve.app",
-        "penstock.serve.lifecycle",
+        "penstock.serve.http.lifecycle",
         "penstock.cli.serve",
     ],
 )
@@ -39,7 +39,7 @@ def test_importing_it_loads_nothing_heavy(module: str) -> None:
 
 def test_looking_for_architectures_loads_nothing_heavy() -> None:
     code = (
-        "import sys; from penstock.pipelines.registry import PIPELINE_REGISTRY;"
+        "import sys; from penstock.architectures.registry import PIPELINE_REGISTRY;"
         "assert PIPELINE_REGISTRY.architectures;"
         f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
     )
@@ -71,5 +71,5 @@ def _fresh(code: str) -> str:
 def test_the_lifecycle_leaves_the_framework_for_later() -> None:
     """The worker's process is started before the server imports what takes time."""
     late = ("fastapi", "uvicorn", "prometheus_client", "tokenizers", "rich")
-    code = f"import sys, penstock.serve.lifecycle; print(*sorted(set({late!r}) & set(sys.modules)))"
+    code = f"import sys, penstock.serve.http.lifecycle; print(*sorted(set({late!r}) & set(sys.modules)))"
     assert _fresh(code) == ""

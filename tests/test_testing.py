@@ -11,8 +11,8 @@ import pytest
 import penstock.testing
 from penstock.dtype import DType
 from penstock.errors import InputError
+from penstock.kv_cache import KVCacheManager, KVCacheSpec, KVGroup
 from penstock.pipelines.core import PipelineTokenizer, SamplingParams, TextContext, TokenGeneratorRequest
-from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec, KVGroup
 from penstock.testing import FakePipeline, FakeTokenizer
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from penstock.config import ConfigField, config_fields
 from penstock.driver import DeviceSpec
-from penstock.pipelines.config import ConfigField, config_fields
 from penstock.serve.config import serve_fields
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"

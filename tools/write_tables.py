@@ -14,28 +14,27 @@ from typing import Any, cast
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from penstock.pipelines.grammars import formats as string_formats
-from penstock.pipelines.grammars import shapes
-from penstock.pipelines.lora import adapter_config
-from penstock.pipelines.registry import PIPELINE_REGISTRY
-from penstock.pipelines.weights import gguf_names
-from penstock.serve import (
+from penstock.architectures.registry import PIPELINE_REGISTRY
+from penstock.grammar.schema import formats as string_formats
+from penstock.grammar.schema import shapes
+from penstock.lora import adapter_config
+from penstock.serve import playground
+from penstock.serve.api import (
     adapters,
     chat,
     completions,
-    metrics,
-    middleware,
     models,
     operations,
     parameters,
-    playground,
-    problems,
     schemas,
     tokenization,
     validation,
 )
+from penstock.serve.http import middleware, problems
+from penstock.serve.observability import metrics
 from penstock.serve.parsers.formats import TOOL_FORMATS
 from penstock.serve.parsers.reasoning import REASONING_FORMATS
+from penstock.weights import gguf_names
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("server.md", "compatibility.md")

@@ -30,7 +30,7 @@ from benchmarks.peers.engines import ROOT, Engine
 from benchmarks.peers.peers import DEFAULT_FOLDER, PEERS, environment_of, python_of, set_up
 from benchmarks.peers.probe import probe
 from benchmarks.peers.reporting import plot, table_of
-from benchmarks.peers.works import WORKS, Opener, max_length_of, sized
+from benchmarks.peers.works import WORKLOADS, Opener, max_length_of, sized
 
 
 def _venvs(command: Callable[..., None]) -> Callable[..., None]:
@@ -63,7 +63,7 @@ def setup(names: tuple[str, ...], venvs: Path) -> None:
 @click.option("--shape", default="l110m", show_default=True, help="l110m, l1b, or the path of a config.json.")
 @click.option("--encoding", default="bfloat16", show_default=True, help="Penstock's.")
 @click.option("--peer-encoding", help="In the peer's words, where it is to be another than Penstock's.")
-@click.option("--works", type=click.Choice(list(WORKS)), multiple=True, default=("decode", "prefill"))
+@click.option("--works", type=click.Choice(list(WORKLOADS)), multiple=True, default=("decode", "prefill"))
 @click.option("--batch", type=click.IntRange(min=1), default=32, show_default=True, help="Prompts of batch.")
 @click.option(
     "--context", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of a long prompt."
@@ -95,7 +95,7 @@ def run(
         raise click.UsageError(f"{name} has nothing to set against {encoding}: it has {known}")
     if not python_of(venvs / name).exists():
         raise click.UsageError(f"{name} is not installed: `python -m benchmarks.peers setup {name}` does it")
-    chosen = [sized(WORKS[work], batch=batch, context=context) for work in works]
+    chosen = [sized(WORKLOADS[work], batch=batch, context=context) for work in works]
     source = checkpoint(shape, venvs / "checkpoints")
     model = converted(peer, theirs, source, venvs)
     ours = {"OMP_NUM_THREADS": str(threads)}

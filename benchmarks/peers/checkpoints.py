@@ -11,7 +11,7 @@ import tarfile
 from pathlib import Path
 
 from benchmarks.peers.peers import Peer, python_of
-from penstock.benchmarking.random_weights import config_of_shape, write_random_checkpoint
+from penstock.bench.random_weights import config_of_shape, write_random_checkpoint
 from penstock.errors import InputError
 
 _POSITIONS = 8192

@@ -44,7 +44,7 @@ class Work:
         return self.length + self.new
 
 
-WORKS: Mapping[str, Work] = {
+WORKLOADS: Mapping[str, Work] = {
     work.name: work
     for work in [
         Work("decode", "one prompt: tokens/s after the first", "tokens/s", 1, 128, 64),
@@ -55,7 +55,7 @@ WORKS: Mapping[str, Work] = {
         Work("memory", "peak of anonymous memory: loading, decode, prefill", "MB", 1, 1024, 64, True, True),
     ]
 }
-_SHORT = WORKS["decode"].length
+_SHORT = WORKLOADS["decode"].length
 
 
 def sized(work: Work, *, batch: int, context: int) -> Work:

@@ -31,7 +31,7 @@ _COMMANDS = {
 """Name -> short help; the command is ``command`` in the module of that name, with ``_`` for ``-``."""
 
 
-_LONGEST_MESSAGE = 2000
+_MAX_MESSAGE = 2000
 
 
 class _Commands(click.Group):
@@ -107,8 +107,8 @@ def main() -> NoReturn:
 def _fail(message: str) -> NoReturn:
     """One line and status 2. Whatever the user's input put into the message, it is short and printable."""
     line = " ".join(message.split())
-    if len(line) > _LONGEST_MESSAGE:
-        line = f"{line[: _LONGEST_MESSAGE // 2]} ... {line[-_LONGEST_MESSAGE // 2 :]}"
+    if len(line) > _MAX_MESSAGE:
+        line = f"{line[: _MAX_MESSAGE // 2]} ... {line[-_MAX_MESSAGE // 2 :]}"
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
     click.echo(f"penstock: error: {line}", err=True)
     sys.exit(2)

@@ -16,8 +16,8 @@ from penstock.cli.bench_run import command as run
 from penstock.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from penstock.benchmarking.http_client import HttpClient
-    from penstock.benchmarking.prompts import Prompt
+    from penstock.bench.http_client import HttpClient
+    from penstock.bench.prompts import Prompt
 
 
 _ROUND_TRIPS = 50
@@ -107,7 +107,7 @@ def serve(**options: Any) -> int:
 
 
 async def _serve(options: dict[str, Any]) -> int:
-    from penstock.benchmarking.http_client import HttpClient
+    from penstock.bench.http_client import HttpClient
 
     key = options["api_key"]
     headers = {"Authorization": f"Bearer {key}"} if key else None
@@ -118,15 +118,15 @@ async def _serve(options: dict[str, Any]) -> int:
 async def _measure(client: HttpClient, options: dict[str, Any]) -> int:
     from rich.console import Console
 
-    from penstock.benchmarking.load import Load, measure, round_trips
-    from penstock.benchmarking.prompts import Asking, fields_of
-    from penstock.benchmarking.report import plot, print_summary
-    from penstock.benchmarking.summary import Summary, report_of
+    from penstock.bench.load import Load, measure, round_trips
+    from penstock.bench.prompts import RequestTemplate, fields_of
+    from penstock.bench.report import plot, print_summary
+    from penstock.bench.summary import Summary, report_of
 
     count, endpoint = options["num_requests"], options["endpoint"]
     more = fields_of(options["extra_body"]) if options["extra_body"] else {}
     model, prompts = await _model_and_prompts(client, options)
-    asking = Asking(
+    asking = RequestTemplate(
         endpoint=endpoint,
         model=model,
         output_length=options["output_length"],
@@ -170,8 +170,8 @@ async def _measure(client: HttpClient, options: dict[str, Any]) -> int:
 
 async def _model_and_prompts(client: HttpClient, options: dict[str, Any]) -> tuple[str, list[Prompt]]:
     """The model to ask, and a prompt for each request: first those that count."""
-    from penstock.benchmarking.http_client import BrokenAnswerError
-    from penstock.benchmarking.prompts import chosen, prompts_of_file, random_prompts, served_model
+    from penstock.bench.http_client import IncompleteResponseError
+    from penstock.bench.prompts import chosen, prompts_of_file, random_prompts, served_model
 
     count = options["num_requests"] + options["warmup"]
     try:
@@ -180,7 +180,7 @@ async def _model_and_prompts(client: HttpClient, options: dict[str, Any]) -> tup
             return model, chosen(prompts_of_file(options["prompts"]), count)
         length, seed = options["input_length"], options["seed"]
         return model, await random_prompts(client, model, options["endpoint"], count, length, seed)
-    except (ConnectionError, BrokenAnswerError, TimeoutError, gaierror) as error:
+    except (ConnectionError, IncompleteResponseError, TimeoutError, gaierror) as error:
         raise ConfigError("url", f"{options['url']} does not answer: {error}") from None
 
 

@@ -15,17 +15,17 @@ from penstock.cli.formatting import GroupedCommand
 from penstock.cli.options import config_from_flags, config_options, print_settings
 
 if TYPE_CHECKING:
-    from penstock.benchmarking.works import Figure, Sizes
-    from penstock.pipelines.config import PipelineConfig
+    from penstock.bench.workloads import Figure, Sizes
+    from penstock.config import PipelineConfig
 
-_WORKS = ("decode", "prefill", "batch", "start", "memory", "step")
+_WORKLOADS = ("decode", "prefill", "batch", "start", "memory", "step")
 
 
 @click.command("run", cls=GroupedCommand)
 @click.option(
     "--work",
     "works",
-    type=click.Choice(_WORKS),
+    type=click.Choice(_WORKLOADS),
     multiple=True,
     help="What to measure; may be given several times.  [default: all]",
 )
@@ -79,10 +79,10 @@ def command(
     for path in (json_path, plot_path):
         if path is not None:
             path.touch()  # better now than after the measurement
-    from penstock.benchmarking.works import Sizes
+    from penstock.bench.workloads import Sizes
 
     sizes = Sizes(prompt_length, prefill_length, new_tokens, batch, repeats)
-    chosen = [work for work in _WORKS if not works or work in works]
+    chosen = [work for work in _WORKLOADS if not works or work in works]
     with TemporaryDirectory(prefix="penstock-") if shape else nullcontext() as folder:
         if shape is not None:
             assert folder is not None
@@ -93,14 +93,14 @@ def command(
 
 
 def _with_random_weights(config: PipelineConfig, shape: str, folder: Path) -> PipelineConfig:
-    from penstock.benchmarking.random_weights import config_of_shape, write_random_checkpoint
+    from penstock.bench.random_weights import config_of_shape, write_random_checkpoint
 
     write_random_checkpoint(folder, config_of_shape(shape))
     return replace(config, model=replace(config.model, model_path=str(folder)))
 
 
 def _measured(config: PipelineConfig, sizes: Sizes, works: list[str]) -> tuple[list[Figure], str, str]:
-    from penstock.benchmarking.works import Bench
+    from penstock.bench.workloads import Bench
 
     figures: list[Figure] = []
     with Bench(config, sizes) as bench:
@@ -122,8 +122,8 @@ def _report(
 ) -> None:
     from rich.console import Console
 
-    from penstock.benchmarking.works_report import plot_figures, print_figures
-    from penstock.environment import describe_environment
+    from penstock.bench.workload_report import plot_figures, print_figures
+    from penstock.cli.environment import describe_environment
 
     found = describe_environment()
     machine = f"{found.threads} threads, {found.processor}"

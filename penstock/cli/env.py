@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from penstock.environment import Environment
+    from penstock.cli.environment import Environment
 
 
 @click.command("env")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> None:
     """Show what Penstock runs on: versions, processor, devices, kernels, OpenMP, threads."""
-    from penstock.environment import describe_environment  # loads torch
+    from penstock.cli.environment import describe_environment  # loads torch
 
     found = describe_environment()
     if as_json:

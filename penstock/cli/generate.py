@@ -19,8 +19,8 @@ from penstock.cli.options import config_from_flags, config_options, print_settin
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
-    from penstock.answers import GenerationOutput, TextStream
-    from penstock.llm import LLM
+    from penstock.llm.llm import LLM
+    from penstock.llm.outputs import GenerationOutput, TextStream
 
 DEFAULT_MAX_NEW_TOKENS = 256
 

@@ -31,10 +31,10 @@ def command(as_json: bool) -> None:
 
 def describe() -> dict[str, Any]:
     """What there is, found in the folders and tables that run it; loads no torch."""
-    from penstock.pipelines.registry import PIPELINE_REGISTRY
-    from penstock.pipelines.weights.gguf_names import READABLE_BLOCKS
+    from penstock.architectures.registry import PIPELINE_REGISTRY
     from penstock.serve.parsers.formats import TOOL_FORMATS
     from penstock.serve.parsers.reasoning import REASONING_FORMATS
+    from penstock.weights.gguf_names import READABLE_BLOCKS
 
     return {
         "architectures": [

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import click
 
 from penstock.cli.formatting import GroupedOption
-from penstock.pipelines.config import ConfigField, PipelineConfig, config_fields
-from penstock.pipelines.config.sources import collect_values
+from penstock.config import ConfigField, PipelineConfig, config_fields
+from penstock.config.sources import collect_values
 from penstock.serve.config import ServeConfig, serve_fields
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

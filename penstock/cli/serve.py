@@ -13,9 +13,9 @@ from penstock.cli.options import config_options, configs_from_flags, print_setti
 from penstock.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from penstock.pipelines.config import PipelineConfig
-    from penstock.scheduler.worker import Work
+    from penstock.config import PipelineConfig
     from penstock.serve.config import ServeConfig
+    from penstock.worker.process import WorkerRuntime
 
 _PACKAGES = {
     "fastapi": "fastapi",
@@ -42,9 +42,9 @@ def command(print_config: bool, **flags: Any) -> int:
         if find_spec(module) is None:
             raise MissingDependencyError(package, "serve", "penstock serve")
     from penstock.assembly import load_tokenizer
-    from penstock.serve.lifecycle import Server
-    from penstock.serve.startup import Startup
-    from penstock.serve.worker_client import WorkerClient
+    from penstock.serve.http.lifecycle import Server
+    from penstock.serve.http.startup import Startup
+    from penstock.worker.client import WorkerClient
 
     worker = WorkerClient(
         partial(load_served_work, pipeline_config, config),
@@ -56,10 +56,10 @@ def command(print_config: bool, **flags: Any) -> int:
     return server.run()
 
 
-def load_served_work(pipeline_config: PipelineConfig, config: ServeConfig) -> Work:
+def load_served_work(pipeline_config: PipelineConfig, config: ServeConfig) -> WorkerRuntime:
     """The worker's work, in the worker's process, where the log has the form of the server's."""
     from penstock.assembly import load_work
-    from penstock.serve.logs import configure_logging
+    from penstock.serve.observability.logs import configure_logging
 
     configure_logging(config)
     return load_work(pipeline_config)

@@ -11,7 +11,7 @@ from penstock.cli.formatting import GroupedCommand
 from penstock.cli.options import config_from_flags, config_options, print_settings
 
 if TYPE_CHECKING:
-    from penstock.pipelines.config import PipelineConfig
+    from penstock.config import PipelineConfig
 
 
 @click.command("warm-cache", cls=GroupedCommand)
@@ -62,7 +62,7 @@ def command(checksums: bool, pack: bool, as_json: bool, print_config: bool, **fl
 
 def _checked(config: PipelineConfig, checksums: bool, pack: bool) -> dict[str, Any]:
     from penstock.assembly import check_checkpoint, pack_checkpoint
-    from penstock.pipelines.weights.checksums import check_checksums
+    from penstock.weights.checksums import check_checksums
 
     model = config.model
     num_checksums = check_checksums(model.checkpoint) if checksums else None
@@ -86,7 +86,7 @@ def _checked(config: PipelineConfig, checksums: bool, pack: bool) -> dict[str, A
 def _checked_adapters(config: PipelineConfig) -> dict[str, str]:
     from pathlib import Path
 
-    from penstock.pipelines.lora.adapter_config import AdapterConfig
+    from penstock.lora.adapter_config import AdapterConfig
 
     for _, path in config.lora.adapters:
         AdapterConfig.read(Path(path).expanduser())

@@ -1,7 +1,6 @@
 """Numerics per device: the only package, with ``driver`` and ``engine``, that knows device names."""
 
-from penstock.kernels.deferred import Deferred
-from penstock.kernels.experts import ClampedSwish, PackedExperts
+from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import (
     KVCacheInputs,
     KVGroupInputs,
@@ -9,6 +8,7 @@ from penstock.kernels.inputs import (
     LoRAInputs,
     SamplingInputs,
 )
+from penstock.kernels.lazy_weight import LazyWeight
 from penstock.kernels.linear import (
     ENCODINGS,
     FloatEncoding,
@@ -26,13 +26,13 @@ __all__ = [
     "ENCODINGS",
     "OPERATIONS",
     "Activation",
-    "ClampedSwish",
-    "Deferred",
+    "ClampedSwiGLU",
     "FloatEncoding",
     "Gating",
     "KVCacheInputs",
     "KVGroupInputs",
     "LayerKV",
+    "LazyWeight",
     "LinearEncoding",
     "LinearSlice",
     "LoRAInputs",

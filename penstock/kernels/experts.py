@@ -12,7 +12,7 @@ from penstock.kernels.linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
-class ClampedSwish:
+class ClampedSwiGLU:
     """The gate ``g * sigmoid(alpha * g) * (up + 1)``, g at most ``limit``, up within ``limit`` of zero."""
 
     alpha: float

@@ -67,7 +67,7 @@ class LinearEncoding(Protocol):
         ...
 
     @property
-    def weighs_errors(self) -> bool:
+    def needs_calibration(self) -> bool:
         """Whether packing has a choice between errors of the weights, see `pack`."""
         ...
 
@@ -78,7 +78,7 @@ class LinearEncoding(Protocol):
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
         """The stored form of ``weight [out, in]``.
 
-        Where there is a choice (`weighs_errors`), squared errors of the weights count as much as ``importance
+        Where there is a choice (`needs_calibration`), squared errors of the weights count as much as ``importance
         [in]`` says of their inputs: above 0, and without it all alike.
         """
         ...
@@ -100,7 +100,7 @@ class FloatEncoding:
     """Weights as plain floating-point numbers."""
 
     dtype: DType
-    weighs_errors: bool = False
+    needs_calibration: bool = False
 
     @property
     def name(self) -> str:

@@ -13,12 +13,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from penstock.kernels.experts import ClampedSwish, PackedExperts
+from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
 from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, pack_linear, pack_quantized
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-Gating = Activation | ClampedSwish
+Gating = Activation | ClampedSwiGLU
 Routing = Literal["all", "all_normed", "chosen"]
 
 OPERATIONS = (
@@ -36,7 +36,7 @@ OPERATIONS = (
     "attention",
     "gated_activation",
     "activation",
-    "clamped_swish",
+    "clamped_swiglu",
     "route",
     "experts",
     "take_rows",
@@ -70,7 +70,7 @@ class Ops(ABC):
         """
         return pack_linear(weight, encoding, bias=bias, slices=slices)
 
-    def pack_later(
+    def pack_lazily(
         self,
         weight: Sequence[Tensor],  # [out, in], parts one behind the other
         encoding: str,
@@ -79,7 +79,7 @@ class Ops(ABC):
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
         """As `pack_linear`, of parts that stay in memory by themselves, as those of a mapped file do: where
-        the back end can do without packing for a while, the tensors are `Deferred`, and `linear` multiplies
+        the back end can do without packing for a while, the tensors are `LazyWeight`, and `linear` multiplies
         by the floats that there are.
 
         Raises:
@@ -208,8 +208,8 @@ class Ops(ABC):
         """``activation(x)`` of every number of ``x [T, F]``, in float32, returned in x's type."""
 
     @abstractmethod
-    def clamped_swish(self, x: Tensor, gate: ClampedSwish) -> Tensor:
-        """`ClampedSwish` of the gates ``x[:, :F]`` and ups ``x[:, F:]`` of ``x [T, 2F]``: ``[T, F]``.
+    def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
+        """`ClampedSwiGLU` of the gates ``x[:, :F]`` and ups ``x[:, F:]`` of ``x [T, 2F]``: ``[T, F]``.
 
         Computed in float32, returned in x's type.
         """

@@ -25,13 +25,13 @@ from penstock.dtype import DType
 from penstock.kernels.panels import GROUP, PANEL, group_bytes
 
 _LEAST = 1e-30  # a largest value below counts as 0, so that 127 / x is finite and x / 127 not subnormal
-_LARGEST_HALF = 65504.0
+_MAX_HALF = 65504.0
 _DIVISORS = tuple(7 + i / 3 for i in range(7))
 """What is tried in 4 bits as the integer, negated, of a group's largest weight: -7, where -8 stays unused, to
 -9, where it is clipped to -8. Weights that lie on such a grid already stay what they are. Each bit more
 doubles them."""
 
-MOST_EXTRAS = 15
+MAX_EXTRAS = 15
 """Bytes that a row of activations may take beside one for each input."""
 INPUTS_AN_EXTRA = 32
 """Inputs of a row for each of these bytes, where they are fewer."""
@@ -49,7 +49,7 @@ class Int8Encoding:
 
     name: str = "int8"
     compute_dtype: DType = DType.bfloat16
-    weighs_errors: bool = False
+    needs_calibration: bool = False
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         return _round_up(out_features, PANEL) * _round_up(in_features, 4) + 4 * out_features
@@ -80,7 +80,7 @@ class GroupedEncoding:
 
     bits: int
     compute_dtype: DType = DType.bfloat16
-    weighs_errors: bool = True
+    needs_calibration: bool = True
 
     @property
     def name(self) -> str:
@@ -140,12 +140,12 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """As `quantize`, of rows ``x [T, in]``, but a few integers may lie beyond -127..127, as int32.
 
     The largest magnitude of a row becomes the largest of `_REACHES` times 127 for which the integers take, in
-    bytes of -127..127 that add up to them, no more than `MOST_EXTRAS` beside one each (of short rows: one for
+    bytes of -127..127 that add up to them, no more than `MAX_EXTRAS` beside one each (of short rows: one for
     `INPUTS_AN_EXTRA` inputs).
     """
     x = x.float()
     top = x.abs().amax(-1)
-    room = min(MOST_EXTRAS, x.shape[-1] // INPUTS_AN_EXTRA)
+    room = min(MAX_EXTRAS, x.shape[-1] // INPUTS_AN_EXTRA)
     most, fits = torch.full_like(top, 127), _counts(top)
     for reach in _REACHES:
         farther = torch.full_like(top, 127 * reach)
@@ -199,7 +199,7 @@ def _search_scales(groups: Tensor, importance: Tensor, bits: int) -> tuple[Tenso
         is_better = fit > best
         best = torch.where(is_better, fit, best)
         best_scale = torch.where(is_better, scale, best_scale)
-    scale = best_scale.clamp(-_LARGEST_HALF, _LARGEST_HALF).half().float() + 0  # no -0
+    scale = best_scale.clamp(-_MAX_HALF, _MAX_HALF).half().float() + 0  # no -0
     inverse = torch.where(scale == 0, 0, 1 / scale)
     integers = (groups * inverse).clamp(low, high).round().masked_fill(scale.isnan(), 0)
     return integers.to(torch.int8), scale[..., 0].half()

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.experts import ClampedSwish, PackedExperts
+from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import Activation, Gating, Ops, Routing
@@ -247,8 +247,8 @@ class RecordingOps(Ops):
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         return self._run("activation", {"x": x}, {"activation": activation})
 
-    def clamped_swish(self, x: Tensor, gate: ClampedSwish) -> Tensor:
-        return self._run("clamped_swish", {"x": x}, {"gate": gate})
+    def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
+        return self._run("clamped_swiglu", {"x": x}, {"gate": gate})
 
     def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
         return self._run("route", {"logits": logits}, {"top": top, "routing": routing})

@@ -21,4 +21,4 @@ class StepInputs:
     lora: LoRAInputs | None = None
     text_lengths: Tensor | None = None
     """[T] int64: the text length that rotary embeddings which change with it use for each row, see
-    `penstock.pipelines.decoder`."""
+    `penstock.architectures.decoder`."""

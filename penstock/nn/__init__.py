@@ -25,7 +25,7 @@ from penstock.nn.embedding import Embedding
 from penstock.nn.experts import Experts, load_experts, load_router, num_chosen
 from penstock.nn.head import Head
 from penstock.nn.linear import Linear
-from penstock.nn.loading import Loader, TensorSource, encoding_of_head, encoding_of_linear, encoding_of_values
+from penstock.nn.loader import Loader, TensorSource, encoding_of_head, encoding_of_linear, encoding_of_values
 from penstock.nn.mlp import GatedMLP
 from penstock.nn.norm import LayerNorm, RMSNorm
 from penstock.nn.outputs import ReturnHiddenStates, ReturnLogits

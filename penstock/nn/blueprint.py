@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from penstock.kernels import Activation
 from penstock.nn.rotary import RotaryConfig
 
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -154,7 +154,7 @@ class Blueprint:
 
 def num_layers(config: Any) -> int:
     """L, of a `HuggingFaceConfig`."""
-    layers: int = config.count("num_hidden_layers", most=_MOST_LAYERS)
+    layers: int = config.count("num_hidden_layers", most=_MAX_LAYERS)
     return layers
 
 

@@ -9,13 +9,13 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.heartbeat import beat
+from penstock.host.heartbeat import beat
 from penstock.kernels import StepInputs
 from penstock.nn.attention import Attention
 from penstock.nn.blueprint import Blueprint
 from penstock.nn.embedding import Embedding
 from penstock.nn.head import Head
-from penstock.nn.loading import Loader
+from penstock.nn.loader import Loader
 from penstock.nn.mlp import GatedMLP
 from penstock.nn.norm import RMSNorm
 from penstock.nn.rotary import Rotary, RotaryRows
@@ -198,7 +198,7 @@ def load_attention(load: Loader, blueprint: Blueprint, name: str, layer: int) ->
     sizes, values = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}, None
     if blueprint.fused_weights:
         sizes = {"qkv_proj": sum(sizes.values())}
-    elif load.has_values_apart(f"{name}.v_proj"):
+    elif load.has_separate_values(f"{name}.v_proj"):
         values = load.values(f"{name}.v_proj", sizes.pop("v_proj"), hidden, bias=blueprint.qkv_bias)
     return Attention(
         load.fused(name, sizes, hidden, bias=blueprint.qkv_bias),

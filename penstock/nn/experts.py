@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.kernels import Gating, PackedExperts, Routing, StepInputs
 from penstock.nn.linear import Linear
-from penstock.nn.loading import Loader
+from penstock.nn.loader import Loader
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.kernels import Activation, StepInputs
 from penstock.nn.linear import Linear
-from penstock.nn.loading import Loader
+from penstock.nn.loader import Loader
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class RotaryConfig:
         if parameters is None:
             parameters = config.section("rope_parameters") or config.section("rope_scaling")
         given = dict(parameters)
-        base = _number(given, "rope_theta", config.positive("rope_theta", default_base), most=_LARGEST_BASE)
+        base = _number(given, "rope_theta", config.positive("rope_theta", default_base), most=_MAX_BASE)
         kind = given.get("rope_type", given.get("type", "default"))
         if not isinstance(kind, str) or kind not in _FREQUENCIES:
             raise ConfigError("rope_type", f"unknown rope type {kind!r}: known are {', '.join(_FREQUENCIES)}")
@@ -249,7 +249,7 @@ _FREQUENCIES: dict[str, Callable[[RotaryConfig], tuple[Tensor, float]]] = {
 
 
 _LARGEST = 1e9
-_LARGEST_BASE = 1e30
+_MAX_BASE = 1e30
 
 
 def _number(

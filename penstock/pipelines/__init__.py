@@ -1,4 +1,7 @@
-"""Batches of contexts to tokens. The public names are loaded on first use: importing this loads no torch."""
+"""Task pipelines: a batch of contexts to outputs, and the public names of `max.pipelines`.
+
+The public names are loaded on first use: importing this package loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.pipelines.config import (
+    from penstock.architectures.decoder import DecoderModel
+    from penstock.architectures.model import KVCacheMixin, ModelInputs, ModelOutputs, PipelineModel
+    from penstock.architectures.registry import PIPELINE_REGISTRY, SupportedArchitecture
+    from penstock.config import (
         KVCacheConfig,
         ModelConfig,
         PipelineConfig,
@@ -14,13 +20,10 @@ if TYPE_CHECKING:
         SpeculativeConfig,
         upper_bounded_default,
     )
-    from penstock.pipelines.decoder import DecoderModel
-    from penstock.pipelines.detokenizer import Detokenizer
-    from penstock.pipelines.memory import MemoryPlan
-    from penstock.pipelines.model import KVCacheMixin, ModelInputs, ModelOutputs, PipelineModel
-    from penstock.pipelines.pipeline import TextGenerationPipeline
-    from penstock.pipelines.registry import PIPELINE_REGISTRY, SupportedArchitecture
-    from penstock.pipelines.tokenizer import TextTokenizer
+    from penstock.memory import MemoryPlan
+    from penstock.pipelines.text_generation import TextGenerationPipeline
+    from penstock.text.detokenizer import Detokenizer
+    from penstock.text.tokenizer import TextTokenizer
 
 __all__ = [
     "PIPELINE_REGISTRY",
@@ -43,7 +46,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "config": (
+    "penstock.architectures.decoder": ("DecoderModel",),
+    "penstock.architectures.model": ("KVCacheMixin", "ModelInputs", "ModelOutputs", "PipelineModel"),
+    "penstock.architectures.registry": ("PIPELINE_REGISTRY", "SupportedArchitecture"),
+    "penstock.config": (
         "KVCacheConfig",
         "ModelConfig",
         "PipelineConfig",
@@ -51,22 +57,19 @@ _HOMES = {
         "SpeculativeConfig",
         "upper_bounded_default",
     ),
-    "decoder": ("DecoderModel",),
-    "detokenizer": ("Detokenizer",),
-    "memory": ("MemoryPlan",),
-    "model": ("KVCacheMixin", "ModelInputs", "ModelOutputs", "PipelineModel"),
-    "pipeline": ("TextGenerationPipeline",),
-    "registry": ("PIPELINE_REGISTRY", "SupportedArchitecture"),
-    "tokenizer": ("TextTokenizer",),
+    "penstock.memory": ("MemoryPlan",),
+    "penstock.pipelines.text_generation": ("TextGenerationPipeline",),
+    "penstock.text.detokenizer": ("Detokenizer",),
+    "penstock.text.tokenizer": ("TextTokenizer",),
 }
 
 
-if not TYPE_CHECKING:  # who checks types is to notice names that are not there
+if not TYPE_CHECKING:  # a type checker must report names that do not exist
 
     def __getattr__(name: str) -> object:
         for module, names in _HOMES.items():
             if name in names:
-                return getattr(import_module(f"{__name__}.{module}"), name)
+                return getattr(import_module(module), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

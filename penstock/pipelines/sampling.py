@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.errors import InputError
 from penstock.kernels import Ops, SamplingInputs
 from penstock.pipelines.core import SamplingParams, TextContext
-from penstock.pipelines.randomness import as_words, splitmix64, uniforms
+from penstock.pipelines.core.randomness import as_words, splitmix64, uniforms
 
 __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "uniforms"]
 

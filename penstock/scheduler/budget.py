@@ -7,8 +7,8 @@ max_batch_input_tokens
 from __future__ import annotations
 
 from penstock.errors import InputError
+from penstock.kv_cache.interface import KVCache
 from penstock.pipelines.core import InputContext
-from penstock.pipelines.kv_cache.interface import KVCache
 
 
 def decode_rows(num_remaining: int, num_left: int, num_behind: int) -> int:

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Generic, TypeVar
 
-from penstock import private_memory
 from penstock.errors import PenstockError, RequestFailedError
+from penstock.host import private_memory
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
 
@@ -31,7 +31,7 @@ OutputT = TypeVar("OutputT", bound=PipelineOutput)
 FAULT = "the request ended because of an internal error; the server's log shows it"
 """What a user is told of a fault of ours."""
 
-_MOST_FAULTS = 8
+_MAX_FAULTS = 8
 """Contexts that fail alone, before any part of their batch has run, until the search is given up."""
 
 
@@ -77,7 +77,7 @@ class Isolation(Generic[ContextT, OutputT]):
                 failures |= dict.fromkeys(part, as_failure(error))
                 num_faults += not isinstance(error, PenstockError)
                 self._num_faults = num_faults
-                if not has_run and (num_faults >= _MOST_FAULTS or (num_faults > 1 and not parts)):
+                if not has_run and (num_faults >= _MAX_FAULTS or (num_faults > 1 and not parts)):
                     raise
             else:
                 has_run = True

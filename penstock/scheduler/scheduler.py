@@ -9,9 +9,9 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from penstock.errors import ConfigError, InputError, InsufficientBlocksError, PenstockError
+from penstock.kv_cache.interface import KVCache, restart
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
-from penstock.pipelines.kv_cache.interface import KVCache, restart
 from penstock.scheduler.batch import Batch, Entry
 from penstock.scheduler.budget import decode_rows, prompt_rows, refuse_what_never_fits, smallest_chunk
 from penstock.scheduler.isolation import Isolation, as_failure, take_failures
@@ -82,7 +82,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         self._max_batch_size = min(max_batch_size, max_batch_input_tokens)
         self._max_tokens = max_batch_input_tokens
         self._min_chunk = smallest_chunk(min_chunk_size, max_batch_input_tokens, self._max_batch_size)
-        self._may_cut = enable_chunked_prefill
+        self._may_chunk_prefill = enable_chunked_prefill
         self._ready = ready
         self._isolation = Isolation(pipeline) if isolates_faults else None
         self._arrivals = count()
@@ -130,7 +130,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         Raises:
             InputError: it could never run, even alone, or its ``request_id`` is in use.
         """
-        chunk_size = self._min_chunk if self._may_cut else None
+        chunk_size = self._min_chunk if self._may_chunk_prefill else None
         refuse_what_never_fits(context, self._kv, max_tokens=self._max_tokens, chunk_size=chunk_size)
         if context.request_id in self._running or context.request_id in self._waiting:
             raise InputError(f"request {context.request_id} is here already: give each request its own id")
@@ -196,13 +196,13 @@ class Scheduler(Generic[ContextT, OutputT]):
     def _add_prompts(self, batch: Batch[ContextT]) -> None:
         """Prompts in order, running and waiting alike, as long as tokens, places and blocks last."""
         prompts = [entry for entry in self._running.values() if not entry.is_decoding]
-        admits = self._has_place() or self._shares.is_contended
+        admits = self._has_slot() or self._shares.is_contended
         if admits:
-            self._waiting.look_again(self._is_ready)
+            self._waiting.recheck(self._is_ready)
         while batch.num_left:
             prompts = [entry for entry in prompts if entry.request_id in self._running]
             entry = min(prompts, key=self._shares.turn_of, default=None)
-            admits = admits and (self._has_place() or self._shares.is_contended)
+            admits = admits and (self._has_slot() or self._shares.is_contended)
             waiting = self._waiting.first_ready(self._is_ready) if admits else None
             if waiting is not None and not (
                 entry is not None and self._shares.turn_of(entry) < self._shares.turn_of(waiting)
@@ -224,7 +224,7 @@ class Scheduler(Generic[ContextT, OutputT]):
     def _admit(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> bool:
         """Moves a waiting context to the running ones, if tokens, a place and blocks for all of its prompt
         are there, or can be had of a client that holds more than its share."""
-        context, may_cut = entry.context, self._may_be_cut(entry)
+        context, may_cut = entry.context, self._may_chunk(entry)
         if not prompt_rows(context.end_idx, batch.num_left, self._min_chunk, may_cut=may_cut):
             return False
         if not self._find_room(entry, batch):
@@ -232,7 +232,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         self._waiting.remove(entry.request_id)
         self._running[entry.request_id] = entry
         self._shares.start(entry.client_id)
-        if self._shares.is_contended and self._shares.most_running >= self._max_batch_size - 1 > 0:
+        if self._shares.is_contended and self._shares.max_running >= self._max_batch_size - 1 > 0:
             self._steps_kept_free = _STEPS_KEPT_FREE
         num_cached = context.num_cached_tokens
         self._kv.claim(context)
@@ -250,7 +250,7 @@ class Scheduler(Generic[ContextT, OutputT]):
             and self._shares.num_running(entry.client_id) == self._max_batch_size - 1 > 0
         ):
             return False
-        for has_room in (self._has_place, lambda: self._has_blocks(entry)):
+        for has_room in (self._has_slot, lambda: self._has_blocks(entry)):
             if not has_room():
                 last = self._shares.last_in_excess(entry, self._running.values())
                 if last is None:
@@ -264,12 +264,12 @@ class Scheduler(Generic[ContextT, OutputT]):
         Besides those a block must be left for each that runs, or it would soon be preempted again. Where
         nobody runs there is nothing to wait for: it is let in, and fails if it does not fit.
         """
-        chunk = self._min_chunk if self._may_be_cut(entry) else None
+        chunk = self._min_chunk if self._may_chunk(entry) else None
         headroom = len(self._running)
         return not headroom or self._kv.admits(entry.context, chunk_size=chunk, headroom=headroom)
 
     def _reserve_prompt(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> int:
-        may_cut = self._may_be_cut(entry)
+        may_cut = self._may_chunk(entry)
         rows = prompt_rows(entry.num_remaining, batch.num_left, self._min_chunk, may_cut=may_cut)
         smallest = min(rows, self._min_chunk) if may_cut else rows
         return self._reserve(entry, rows, smallest, batch, may_preempt=not batch.entries) if rows else 0
@@ -327,11 +327,11 @@ class Scheduler(Generic[ContextT, OutputT]):
 
     # -- Coming and going -------------------------------------------------------------------------------
 
-    def _has_place(self) -> bool:
+    def _has_slot(self) -> bool:
         return len(self._running) < self._max_batch_size
 
-    def _may_be_cut(self, entry: Entry[ContextT]) -> bool:
-        return self._may_cut or entry.context.end_idx > self._max_tokens
+    def _may_chunk(self, entry: Entry[ContextT]) -> bool:
+        return self._may_chunk_prefill or entry.context.end_idx > self._max_tokens
 
     def _is_ready(self, entry: Entry[ContextT]) -> bool:
         try:

@@ -55,14 +55,14 @@ class Shares:
         Then an exchange makes the shares more even, and no exchange is undone by another.
         """
         least = self.num_running(waiting.client_id) + 2
-        if self.most_running < least:
+        if self.max_running < least:
             return None
         inferior = (one for one in running if one.key[0] >= waiting.key[0])
         excess = (one for one in inferior if self.num_running(one.client_id) >= least)
         return max(excess, key=self.expendability, default=None)
 
     @property
-    def most_running(self) -> int:
+    def max_running(self) -> int:
         """The number of slots of the client that holds the most."""
         return max(self._num_running.values(), default=0)
 

@@ -37,18 +37,18 @@ class WaitingQueue(Generic[EntryT]):
     lanes the one with the highest priority comes first, then the one whose client has the smallest rank, then
     the oldest.
 
-    However long the queue, a step looks at no more than ``look_limit`` entries in vain: the ones found not
+    However long the queue, a step looks at no more than ``scan_limit`` entries in vain: the ones found not
     ready are set aside, and asked again in turn, so many in each step.
 
     Args:
-        look_limit: how many entries a step looks at in vain.
+        scan_limit: how many entries a step looks at in vain.
         rank: the rank of a client. A rank may become larger at any time; where one becomes smaller, call
             `refresh`.
     """
 
-    def __init__(self, look_limit: int, rank: Callable[[str], _Rank] = lambda client_id: ()) -> None:
-        self._look_limit = look_limit
-        self._looks_left = look_limit
+    def __init__(self, scan_limit: int, rank: Callable[[str], _Rank] = lambda client_id: ()) -> None:
+        self._look_limit = scan_limit
+        self._looks_left = scan_limit
         self._rank = rank
         self._entries: dict[str, EntryT] = {}  # what is not in here was removed, and is passed over below
         self._lanes: dict[str, list[tuple[tuple[int, int], EntryT]]] = {}  # a heap for each client
@@ -82,7 +82,7 @@ class WaitingQueue(Generic[EntryT]):
             self._heap = [(self._place(entry), client) for client, entry in firsts if entry is not None]
             heapq.heapify(self._heap)
 
-    def look_again(self, is_ready: Callable[[EntryT], bool]) -> None:
+    def recheck(self, is_ready: Callable[[EntryT], bool]) -> None:
         """Begins a step: those that were not ready may be by now."""
         self._looks_left = self._look_limit
         for _ in range(min(self._look_limit, len(self._aside))):

@@ -10,10 +10,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from penstock import __version__
 from penstock.errors import PenstockError
-from penstock.serve import adapters, chat, completions, models, operations, playground, problems, tokenization
-from penstock.serve.middleware import Admit, Observe
+from penstock.serve import playground
+from penstock.serve.api import adapters, chat, completions, models, operations, tokenization
+from penstock.serve.http import problems
+from penstock.serve.http.middleware import AdmissionMiddleware, ObservabilityMiddleware
+from penstock.serve.http.origins import CheckSource
 from penstock.serve.services import Services
-from penstock.serve.sources import CheckSource
 
 
 def create_app(services: Services, *more: APIRouter) -> FastAPI:
@@ -56,9 +58,9 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
 def _middleware(services: Services) -> list[Middleware]:
     """From the outermost inwards."""
     layers = [
-        Middleware(Observe, services=services),
+        Middleware(ObservabilityMiddleware, services=services),
         Middleware(CheckSource, config=services.config),
-        Middleware(Admit, services=services),
+        Middleware(AdmissionMiddleware, services=services),
     ]
     origins = services.config.cors_origins
     if origins:

@@ -8,8 +8,8 @@ from functools import cache
 from math import isfinite
 from typing import Any
 
-from penstock.pipelines.config import ConfigField, Rule
-from penstock.pipelines.config.settings import (
+from penstock.config import ConfigField, Rule
+from penstock.config.settings import (
     COUNT,
     FLAG,
     NUM_BYTES,
@@ -19,7 +19,7 @@ from penstock.pipelines.config.settings import (
     one_of,
     setting,
 )
-from penstock.pipelines.config.sources import collect_values
+from penstock.config.sources import collect_values
 
 _SECONDS = Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0)
 _GRACE = Rule("a number of seconds, 0 or more", lambda value: isfinite(value) and value >= 0)

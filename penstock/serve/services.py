@@ -10,36 +10,36 @@ from typing import TYPE_CHECKING
 
 from fastapi import Request
 
+from penstock.config import PipelineConfig
 from penstock.errors import OverloadedError
-from penstock.pipelines.config import PipelineConfig
-from penstock.pipelines.tokenizer import TextTokenizer
+from penstock.serve.api.json_parts import Turns
+from penstock.serve.api.token_fragments import TokenFragments
 from penstock.serve.config import ServeConfig
-from penstock.serve.gate import Gate
-from penstock.serve.json_decoder import JsonDecoder
-from penstock.serve.json_parts import Turns
-from penstock.serve.metrics import Metrics
-from penstock.serve.token_fragments import TokenFragments
+from penstock.serve.http.gate import Gate
+from penstock.serve.http.json_decoder import JsonDecoder
+from penstock.serve.observability.metrics import Metrics
+from penstock.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
-    from penstock.serve.parsers import OutputParsers
-    from penstock.serve.schemas import GenerationBody
-    from penstock.serve.tracing import Tracing
-    from penstock.serve.worker_client import WorkerClient
+    from penstock.serve.api.schemas import GenerationBody
+    from penstock.serve.observability.tracing import Tracing
+    from penstock.serve.parsers import ParserFactory
+    from penstock.worker.client import WorkerClient
 
 
-LONG_BODY = 512 * 1024
+LARGE_BODY_BYTES = 512 * 1024
 """Bytes; a body above that has more text than nearly every model's prompts."""
 
 
-_MOST_LONG_BODIES = 8
+_MAX_LARGE_BODIES = 8
 
 _PROMPTS_OF_IDS = 4
 
 
-class LongBodies:
+class LargeBodyLimiter:
     """How many long bodies are read and worked on: they wait in memory for one thread, so they are few."""
 
-    def __init__(self, most: int = _MOST_LONG_BODIES) -> None:
+    def __init__(self, most: int = _MAX_LARGE_BODIES) -> None:
         self._most = most
         self.num_inside = 0
 
@@ -51,7 +51,7 @@ class LongBodies:
         """
         if self.num_inside >= self._most:
             raise OverloadedError(
-                f"{self.num_inside} requests with bodies of more than {LONG_BODY // 1024} KiB are being read "
+                f"{self.num_inside} requests with bodies of more than {LARGE_BODY_BYTES // 1024} KiB are being read "
                 "already: try again later",
                 retry_after=5,
             )
@@ -74,7 +74,7 @@ class Services:
     metrics: Metrics
     pool: ThreadPoolExecutor
     """Where tokenising, templates and schema work run: never on the event loop."""
-    long_pool: ThreadPoolExecutor = field(
+    large_body_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
     """Where they run for long bodies, which take many seconds: the others do not wait behind those."""
@@ -82,8 +82,8 @@ class Services:
     """Decodes bodies that would hold up the event loop."""
     long_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))
     """Decodes long bodies: the others do not wait behind those, and the model does not share its cores."""
-    long_bodies: LongBodies = field(default_factory=LongBodies)
-    parsers: OutputParsers
+    large_bodies: LargeBodyLimiter = field(default_factory=LargeBodyLimiter)
+    parsers: ParserFactory
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("penstock.serve"))
     gate: Gate = field(default_factory=Gate)
     """Whether requests are let in, and how many are inside."""
@@ -107,11 +107,11 @@ class Services:
 
     def pool_for(self, num_bytes: int) -> ThreadPoolExecutor:
         """Where the work on a body of some length belongs."""
-        return self.long_pool if num_bytes > LONG_BODY else self.pool
+        return self.large_body_pool if num_bytes > LARGE_BODY_BYTES else self.pool
 
     def decoder_for(self, num_bytes: int) -> JsonDecoder:
         """Returns where a body of some length is decoded."""
-        return self.long_decoder if num_bytes > LONG_BODY else self.decoder
+        return self.long_decoder if num_bytes > LARGE_BODY_BYTES else self.decoder
 
     @property
     def json_limits(self) -> tuple[int, int]:

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterator
 
 from penstock.pipelines.core import Grammar, SamplingParams, TextContext, TokenGeneratorRequest
-from penstock.pipelines.tokenizer import TextTokenizer
-from penstock.serve.worker_client import WorkerClient
+from penstock.text.tokenizer import TextTokenizer
+from penstock.worker.client import WorkerClient
 
 _NUM_TOKENS = 3
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.tiny_llm import CONFIG, write_tiny_llm
 
-from penstock.benchmarking.works import WORKS
+from penstock.bench.workloads import WORKLOADS
 from penstock.cli import cli
 from penstock.cli.bench_run import command
 
@@ -35,7 +35,7 @@ def test_every_work(tmp_path: Path) -> None:
         *("decode", "prefill", "batch"),
         *("start", "start", "start", "start", "memory", "step", "step"),
     ]
-    assert {one["work"] for one in found.values()} == set(WORKS)
+    assert {one["work"] for one in found.values()} == set(WORKLOADS)
     for one in found.values():
         assert len(one["runs"]) == 2
         assert 0 < one["lowest"] <= one["median"] <= one["highest"]
@@ -44,7 +44,7 @@ def test_every_work(tmp_path: Path) -> None:
     parts = ("imports", "model", "first token")
     for run in range(2):
         assert sum(found["start", part]["runs"][run] for part in parts) <= found["start", "all"]["runs"][run]
-    for work, meaning in WORKS.items():
+    for work, meaning in WORKLOADS.items():
         assert f"{work}: {meaning[:30]}" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     report = json.loads(file.read_text())
@@ -89,4 +89,4 @@ def test_print_config() -> None:
 
 def test_the_choices_are_the_works() -> None:
     (option,) = (one for one in command.params if one.name == "works")
-    assert tuple(option.type.choices) == tuple(WORKS)  # type: ignore[attr-defined]
+    assert tuple(option.type.choices) == tuple(WORKLOADS)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from support.tiny_llm import write_tiny_llm
 import penstock
 from penstock.cli import cli
 from penstock.cli.generate import Timings
-from penstock.pipelines.config import config_fields
+from penstock.config import config_fields
 
 
 @pytest.fixture(scope="module")

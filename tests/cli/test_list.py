@@ -6,11 +6,11 @@ import json
 
 from click.testing import CliRunner
 
+from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.cli import cli
-from penstock.pipelines.registry import PIPELINE_REGISTRY
-from penstock.pipelines.weights.gguf_names import READABLE_BLOCKS
 from penstock.serve.parsers.formats import TOOL_FORMATS
 from penstock.serve.parsers.reasoning import REASONING_FORMATS
+from penstock.weights.gguf_names import READABLE_BLOCKS
 
 
 def test_the_table_has_a_row_an_architecture() -> None:

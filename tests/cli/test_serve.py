@@ -121,7 +121,7 @@ def test_speculation_by_flags(tmp_path: Path) -> None:
 
 def test_the_server_loads_no_torch() -> None:
     code = (
-        "import os, signal, sys, threading, penstock.serve.lifecycle as life\n"
+        "import os, signal, sys, threading, penstock.serve.http.lifecycle as life\n"
         "from penstock.cli import cli\n"
         "life.announce = lambda *args: os.kill(os.getpid(), signal.SIGTERM)\n"
         "status = cli.main(['serve', '--port', '0', '--no-access-log'], standalone_mode=False)"

@@ -18,10 +18,10 @@ from support.checkpoints import write_checkpoint
 from support.gguf_files import GGMLQuantizationType, tokenizer_metadata, write_gguf
 from support.tiny_llm import write_tiny_llm
 
+from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.cli import cli
 from penstock.kernels.cpu import available_isas
-from penstock.pipelines.registry import PIPELINE_REGISTRY
-from penstock.pipelines.weights import loading
+from penstock.weights import tensors as loading
 
 
 def warm(*arguments: object) -> Result:

@@ -11,11 +11,11 @@ import pytest
 from support.documents import ROOT
 
 from penstock.errors import UnsupportedSchemaError
-from penstock.pipelines.grammars.shapes import REFUSED
+from penstock.grammar.schema.shapes import REFUSED
+from penstock.grammar.schema_keywords import check_json_schema
 from penstock.pipelines.registry import PIPELINE_REGISTRY
-from penstock.pipelines.schema_keywords import check_json_schema
-from penstock.pipelines.weights import gguf_names
-from penstock.serve import schemas
+from penstock.serve.api import schemas
+from penstock.weights import gguf_names
 
 TOOL = runpy.run_path(str(ROOT / "tools" / "write_tables.py"))
 SERVE = ROOT / "penstock" / "serve"

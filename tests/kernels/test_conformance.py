@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock import kernels
 from penstock.kernels import (
-    ClampedSwish,
+    ClampedSwiGLU,
     LayerKV,
     LoRAInputs,
     Ops,
@@ -157,8 +157,8 @@ def test_gated_activation(ops: Ops, dtype: torch.dtype, activation: str, rows: i
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 257)])
 def test_clamped_swish(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
     x = (5 * torch.randn(rows, 3 * width)).to(dtype)[:, : 2 * width]
-    same(lambda o: o.clamped_swish(x, ClampedSwish(1.702, 7.0)), ops)
-    far = ops.clamped_swish(100 * x, ClampedSwish(1.702, 7.0)).float()
+    same(lambda o: o.clamped_swiglu(x, ClampedSwiGLU(1.702, 7.0)), ops)
+    far = ops.clamped_swiglu(100 * x, ClampedSwiGLU(1.702, 7.0)).float()
     assert (far.abs() <= 56).all()
     assert (far > 55.9).any() or rows == 1
 

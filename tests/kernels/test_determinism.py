@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from penstock import kernels
 from penstock.kernels import (
     OPERATIONS,
-    ClampedSwish,
+    ClampedSwiGLU,
     LayerKV,
     LinearSlice,
     LoRAInputs,
@@ -233,7 +233,7 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
         name: of_rows(lambda ops, x, name=name: ops.activation(x, name), (101,))
         for name in ("silu", "gelu", "gelu_tanh", "relu")
     },
-    "clamped_swish": {"": of_rows(lambda ops, x: ops.clamped_swish(x, ClampedSwish(1.7, 2)), (202,))},
+    "clamped_swiglu": {"": of_rows(lambda ops, x: ops.clamped_swiglu(x, ClampedSwiGLU(1.7, 2)), (202,))},
     "route": {
         kind: of_rows(lambda ops, x, kind=kind: ops.route(x, 3, kind), (13,))
         for kind in ("all", "all_normed", "chosen")

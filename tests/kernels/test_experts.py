@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock import kernels
 from penstock.kernels import (
-    ClampedSwish,
+    ClampedSwiGLU,
     Gating,
     LinearSlice,
     LoRAInputs,
@@ -31,7 +31,7 @@ from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.ops import ROWS_OF_EXPERTS
 
 HIDDEN, INNER, EXPERTS = 24, 20, 6
-CLAMPED = ClampedSwish(1.702, 1.5)
+CLAMPED = ClampedSwiGLU(1.702, 1.5)
 ROUTINGS: tuple[Routing, ...] = ("all", "all_normed", "chosen")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-5}
 
@@ -98,7 +98,7 @@ def routed(rows: int, top: int) -> tuple[Tensor, Tensor]:
 
 def naive_gate(x: np.ndarray, gating: Gating) -> np.ndarray:
     gate, up = x[:INNER], x[INNER:]
-    if isinstance(gating, ClampedSwish):
+    if isinstance(gating, ClampedSwiGLU):
         gate = np.minimum(gate, gating.limit)
         up = np.maximum(np.minimum(up, gating.limit), -gating.limit) + 1
         return gate / (1 + np.exp(-gating.alpha * gate)) * up
@@ -212,8 +212,8 @@ def test_routes_agree(ops: Ops, dtype: torch.dtype, routing: Routing) -> None:
 def test_a_clamped_swish_far_out(ops: Ops, dtype: torch.dtype) -> None:
     gates = torch.tensor([-1e30, -90.0, -1.5, 0.0, 1.4, 1.6, 90.0, 1e30]).to(dtype)
     x = torch.cat([gates, gates.flip(0)])[None]
-    got = ops.clamped_swish(x, CLAMPED)
-    torch.testing.assert_close(got, ReferenceOps().clamped_swish(x, CLAMPED))
+    got = ops.clamped_swiglu(x, CLAMPED)
+    torch.testing.assert_close(got, ReferenceOps().clamped_swiglu(x, CLAMPED))
     assert got.isfinite().all()
     assert got[0, -2:].tolist() == pytest.approx([got[0, -1].item()] * 2), "both at their limits"
 

@@ -10,10 +10,10 @@ import torch
 from support.checkpoints import oracle, oracle_logits, oracle_step, write_checkpoint
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
+from penstock.architectures.llama import tiny_config
+from penstock.config import HuggingFaceConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.nn import Rotary, RotaryConfig
-from penstock.pipelines.architectures.llama import tiny_config
-from penstock.pipelines.config import HuggingFaceConfig
 
 LLAMA3 = {
     "rope_type": "llama3",

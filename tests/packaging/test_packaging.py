@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 import penstock
 from penstock.cli import cli
-from penstock.pipelines.config import config_fields
+from penstock.config import config_fields
+from penstock.serve.api.operations import router
 from penstock.serve.config import ServeConfig, serve_fields
-from penstock.serve.operations import router
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

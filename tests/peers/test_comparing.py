@@ -15,7 +15,7 @@ from support import fake_engine
 from benchmarks.peers.comparing import Contest, compare, row_of
 from benchmarks.peers.engines import Engine
 from benchmarks.peers.reporting import better_to_the_right, number, plot, table_of
-from benchmarks.peers.works import WORKS, Result, max_length_of, prompts_of, run, sized
+from benchmarks.peers.works import WORKLOADS, Result, max_length_of, prompts_of, run, sized
 
 LOAD = {"model": "model", "encoding": "int4", "threads": 2, "max_length": 64, "prompts": 1}
 VOCABULARY = 100
@@ -41,7 +41,7 @@ def contest(tmp_path: Path) -> Contest:
 
 def test_all_works(contest: Contest, tmp_path: Path) -> None:
     found = compare(
-        [WORKS[name] for name in ("cold", "decode", "prefill", "batch", "long", "memory")], contest
+        [WORKLOADS[name] for name in ("cold", "decode", "prefill", "batch", "long", "memory")], contest
     )
     rows = {(row["work"], row["of"]): row for row in found["rows"]}
     assert list(rows) == [
@@ -77,7 +77,7 @@ class Clock:
 
 
 def test_versions_are_noted_where_every_run_starts_afresh(contest: Contest) -> None:
-    versions = compare([WORKS["cold"]], contest)["versions"]
+    versions = compare([WORKLOADS["cold"]], contest)["versions"]
     assert set(versions) == {"penstock", "peer"}
     assert all(versions.values())
 
@@ -92,7 +92,7 @@ def test_versions_are_noted_where_every_run_starts_afresh(contest: Contest) -> N
     ],
 )
 def test_figures_of_a_run(name: str, figures: dict[str, float]) -> None:
-    work = WORKS[name]
+    work = WORKLOADS[name]
     found = run(work, cast(Engine, Clock()), prompts_of(work, VOCABULARY, Random()))
     assert found.figures == pytest.approx(figures)
     assert found.tokens == [7]
@@ -102,16 +102,16 @@ def test_tokens_that_come_with_the_first_do_not_count() -> None:
     clock = Clock()
     clock.num_first = 8
     for name, figures in {"decode": [56 / 3], "long": [56 / 3, 56 / 9, 3 / 9]}.items():
-        found = run(WORKS[name], cast(Engine, clock), prompts_of(WORKS[name], VOCABULARY, Random()))
+        found = run(WORKLOADS[name], cast(Engine, clock), prompts_of(WORKLOADS[name], VOCABULARY, Random()))
         assert list(found.figures.values()) == pytest.approx(figures)
 
 
 def test_other_sizes() -> None:
-    works = {name: sized(work, batch=4, context=8192) for name, work in WORKS.items()}
+    works = {name: sized(work, batch=4, context=8192) for name, work in WORKLOADS.items()}
     prompts = {name: prompts_of(work, VOCABULARY, Random()) for name, work in works.items()}
     assert [len(prompts["batch"]), len(prompts["batch"][0])] == [4, 256]
     assert [len(prompts["long"]), len(prompts["long"][0])] == [1, 8192]
-    assert {name: work for name, work in works.items() if work != WORKS[name]}.keys() == {"batch", "long"}
+    assert {name: work for name, work in works.items() if work != WORKLOADS[name]}.keys() == {"batch", "long"}
     found = run(works["batch"], cast(Engine, Clock()), prompts["batch"])
     assert found.figures == pytest.approx({"of 4": 4 * 64 / 5})
     assert "at 8192" in run(works["long"], cast(Engine, Clock()), prompts["long"]).figures
@@ -123,7 +123,7 @@ def result(value: float, token: int = 5) -> Result:
 
 def test_the_ratio_is_the_median_of_the_pairs_own() -> None:
     found = [(result(10), result(10)), (result(30), result(10)), (result(16), result(8, token=6))]
-    row = row_of(WORKS["decode"], "", found, [{"gb_s": speed, "tflop_s": 1} for speed in (30, 10, 20)])
+    row = row_of(WORKLOADS["decode"], "", found, [{"gb_s": speed, "tflop_s": 1} for speed in (30, 10, 20)])
     assert row["ours"] == [10, 30, 16]
     assert (row["median_ours"], row["median_theirs"]) == (16, 10)
     assert (row["ratio"], row["lowest"], row["highest"]) == (2, 1, 3)  # 16 by 10 is not what is meant
@@ -132,7 +132,7 @@ def test_the_ratio_is_the_median_of_the_pairs_own() -> None:
 
 def test_prompts_are_fresh_and_of_the_size() -> None:
     random = Random(0)
-    first, second = (prompts_of(WORKS["batch"], VOCABULARY, random) for _ in range(2))
+    first, second = (prompts_of(WORKLOADS["batch"], VOCABULARY, random) for _ in range(2))
     assert {len(prompt) for prompt in first} == {256}
     assert len(first) == 32
     assert first != second
@@ -141,14 +141,14 @@ def test_prompts_are_fresh_and_of_the_size() -> None:
 
 
 def test_the_longest_text_of_all_works() -> None:
-    assert max_length_of([WORKS["decode"], WORKS["prefill"]]) == 1088  # 1025, in blocks of 64
-    assert max_length_of([WORKS["decode"]]) == 192
+    assert max_length_of([WORKLOADS["decode"], WORKLOADS["prefill"]]) == 1088  # 1025, in blocks of 64
+    assert max_length_of([WORKLOADS["decode"]]) == 192
 
 
 def report() -> dict[str, object]:
     machine = [{"gb_s": 30.0, "tflop_s": 0.5}] * 2
-    faster = row_of(WORKS["decode"], "", [(result(30), result(20)), (result(40), result(20))], machine)
-    slower = row_of(WORKS["cold"], "", [(result(4), result(2)), (result(6), result(2))], machine)
+    faster = row_of(WORKLOADS["decode"], "", [(result(30), result(20)), (result(40), result(20))], machine)
+    slower = row_of(WORKLOADS["cold"], "", [(result(4), result(2)), (result(6), result(2))], machine)
     return {
         "peer": "llama_cpp",
         "peer_version": "0.3.36",

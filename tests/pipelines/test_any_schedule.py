@@ -14,12 +14,12 @@ from support.running import open_pipeline
 from support.speculating import Oracle, mixed, scheduled, texts_of
 from torch import Tensor
 
+from penstock.architectures.llama import tiny_config
 from penstock.kernels import cpu
-from penstock.kernels.cpu import step_plans
+from penstock.kernels.cpu import graph_cache as graph_cache
 from penstock.kernels.cpu.plan import CompiledPlan
-from penstock.nn import loading
+from penstock.nn import loader as loading
 from penstock.pipelines import TextGenerationPipeline
-from penstock.pipelines.architectures.llama import tiny_config
 
 pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
 
@@ -69,7 +69,7 @@ def test_alone_and_eager(
         pipeline.proposer = oracle if drafts else None
         limits = {"max_batch_size": batch_size, "max_batch_input_tokens": tokens, "min_chunk_size": 4}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_plans, "_PLANS", plans)
+            patch.setattr(graph_cache, "_PLANS", plans)
             found, scheduler = scheduled(pipeline, mixed(), num_steps=num_steps, **limits)
         assert found == expected
         preempted += scheduler.num_preemptions
@@ -80,7 +80,7 @@ def test_alone_and_eager(
     scheduled(pipeline, mixed()[:1], max_batch_size=1)
     assert pipeline.session.plan_status.startswith("planned")
     rounds: list[int] = []
-    together = CompiledPlan.replay_rounds
+    together = CompiledPlan.replay_steps
 
     def counting(plan: CompiledPlan, *arguments: Any) -> Tensor:
         tokens = together(plan, *arguments)
@@ -88,7 +88,7 @@ def test_alone_and_eager(
         return tokens
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompiledPlan, "replay_rounds", counting)
+        patch.setattr(CompiledPlan, "replay_steps", counting)
         found, _ = scheduled(pipeline, mixed()[:4], num_steps=8, max_batch_size=2)
     assert found == {name: expected[name] for name in found}
     assert 8 in rounds

@@ -23,13 +23,13 @@ from support.running import (
     step_logits,
 )
 
+from penstock.architectures.llama import tiny_config
+from penstock.config.pipeline import DETERMINISTIC_ENCODINGS
 from penstock.errors import ConfigError
 from penstock.kernels.cpu import CpuOps, variants
 from penstock.pipelines import PipelineConfig, TextGenerationPipeline
-from penstock.pipelines.architectures.llama import tiny_config
-from penstock.pipelines.config.pipeline import DETERMINISTIC_ENCODINGS
 from penstock.pipelines.core import SamplingParams, TextContext
-from penstock.pipelines.speculative import FixedWidth, NGramProposer
+from penstock.pipelines.speculative import FixedDraftLength, NGramProposer
 
 PROMPT = random_tokens(150, 130, seed=1)
 """More rows than a recorded step has, and than a tile of any kernel."""
@@ -131,7 +131,7 @@ def test_speculated_text_is_plain_text(pipeline: TextGenerationPipeline) -> None
     sampling = SamplingParams(temperature=0.7, top_p=0.95, seed=3)
     prompts = [PROMPT[:7] * 6, PROMPT[:40], PROMPT[3:30] * 3]
     plain = [generate(pipeline, [context_of(p, 60, sampling_params=sampling)])[0] for p in prompts]
-    pipeline.proposer, pipeline.widths = NGramProposer(), FixedWidth(6)
+    pipeline.proposer, pipeline.widths = NGramProposer(), FixedDraftLength(6)
     assert generate(pipeline, [context_of(p, 60, sampling_params=sampling) for p in prompts]) == plain
     assert pipeline.speculation_stats.num_proposed > 0
 

@@ -13,9 +13,11 @@ import torch
 from support.checkpoints import oracle, oracle_greedy, oracle_logits, write_checkpoint
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
+from penstock.architectures.llama import tiny_config
 from penstock.dtype import DType
 from penstock.errors import ConfigError, InputError, InsufficientBlocksError, UnsupportedFeatureError
 from penstock.kernels import StepInputs
+from penstock.kv_cache import KVCacheManager, KVCacheSpec, KVGroup
 from penstock.nn import ReturnHiddenStates, ReturnLogits
 from penstock.pipelines import (
     PIPELINE_REGISTRY,
@@ -27,7 +29,6 @@ from penstock.pipelines import (
     PipelineModel,
     TextGenerationPipeline,
 )
-from penstock.pipelines.architectures.llama import tiny_config
 from penstock.pipelines.core import (
     Grammar,
     Pipeline,
@@ -38,7 +39,6 @@ from penstock.pipelines.core import (
     TokenGenerator,
     TTSContext,
 )
-from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec, KVGroup
 
 PROMPT = random_tokens(30, 130, seed=7)
 

@@ -12,9 +12,9 @@ from support.checkpoints import write_checkpoint
 from support.running import context_of, generate, open_pipeline
 from support.speculating import PROMPT, Oracle, outcome, texts_of
 
+from penstock.architectures.llama import tiny_config
 from penstock.errors import InputError, RequestFailedError, UnsupportedFeatureError
 from penstock.pipelines import TextGenerationPipeline
-from penstock.pipelines.architectures.llama import tiny_config
 from penstock.pipelines.core import Grammar, TextContext
 from penstock.scheduler import Scheduler
 

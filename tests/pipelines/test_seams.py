@@ -20,7 +20,7 @@ from penstock.kernels import ENCODINGS, LoRAInputs
 from penstock.kernels.linear import multiply_floats
 from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
-from penstock.pipelines.weights import Weights
+from penstock.weights import Weights
 
 PROMPT = random_tokens(30, 130, seed=7)
 

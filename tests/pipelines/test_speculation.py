@@ -12,10 +12,10 @@ from support.checkpoints import write_checkpoint
 from support.running import context_of, generate, open_pipeline
 from support.speculating import PROMPT, REPEATING, VOCABULARY, Oracle, mixed, outcome, scheduled, texts_of
 
+from penstock.architectures.llama import tiny_config
 from penstock.pipelines import TextGenerationPipeline
-from penstock.pipelines.architectures.llama import tiny_config
 from penstock.pipelines.core import SamplingParams, TextContext, TextGenerationStatus
-from penstock.pipelines.speculative import AdaptiveWidth, FixedWidth, NGramProposer
+from penstock.pipelines.speculative import AdaptiveDraftLength, FixedDraftLength, NGramProposer
 
 BLOCK_BYTES = 4 * 2 * 3 * 2 * 8 * 16  # float32, K and V, layers, kv heads, head dim, tokens a block
 
@@ -69,12 +69,14 @@ def test_tokens_of_a_verified_step_come_with_log_probabilities_of_their_own(
 
 
 @pytest.mark.parametrize("least", [1, 2])
-@pytest.mark.parametrize("widths", [None, FixedWidth(3), AdaptiveWidth(6)], ids=["free", "fixed", "adaptive"])
+@pytest.mark.parametrize(
+    "widths", [None, FixedDraftLength(3), AdaptiveDraftLength(6)], ids=["free", "fixed", "adaptive"]
+)
 def test_the_text_itself_as_proposer(pipeline: TextGenerationPipeline, least: int, widths: Any) -> None:
     plain = outcome(pipeline, mixed())
     pipeline.proposer, pipeline.widths = NGramProposer(least, 3), widths
     assert outcome(pipeline, mixed()) == plain
-    assert pipeline.speculation_stats.num_proposed > (0 if isinstance(widths, AdaptiveWidth) else 10)
+    assert pipeline.speculation_stats.num_proposed > (0 if isinstance(widths, AdaptiveDraftLength) else 10)
 
 
 @pytest.mark.parametrize("seed", range(4))

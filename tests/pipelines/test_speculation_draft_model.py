@@ -17,10 +17,10 @@ from support.speculating import PROMPT, mixed, outcome, scheduled
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM
+from penstock.architectures.llama import tiny_config
 from penstock.assembly import load_pipeline, load_tokenizer
 from penstock.errors import ConfigError, InsufficientMemoryError
 from penstock.pipelines import PipelineConfig, TextGenerationPipeline
-from penstock.pipelines.architectures.llama import tiny_config
 from penstock.pipelines.core import Grammar, SamplingParams
 from penstock.pipelines.speculative import SpeculationStats
 from penstock.pipelines.speculative.draft_model import DraftModelProposer

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from support.paged import text_context
 
 from penstock.errors import InputError, PenstockError, RequestFailedError
+from penstock.kv_cache import NullKVCache
 from penstock.pipelines.core import TextContext, TextGenerationResponse, TextGenerationStatus
-from penstock.pipelines.kv_cache import NullKVCache
 from penstock.scheduler.isolation import Isolation
 
 DONE = TextGenerationStatus.END_OF_SEQUENCE
 
 
-class Forwards:
+class ModelRunner:
     """A pipeline that only notes whom it is given, and fails where one of some is among them."""
 
     kv = NullKVCache()
@@ -47,8 +47,8 @@ def batch(names: str) -> dict[str, TextContext]:
     return {name: text_context([1], request_id=name) for name in names}
 
 
-def run(names: str, faults: str) -> tuple[Forwards, dict[str, PenstockError]]:
-    forwards = Forwards()
+def run(names: str, faults: str) -> tuple[ModelRunner, dict[str, PenstockError]]:
+    forwards = ModelRunner()
     forwards.culprits = {name: ZeroDivisionError(name) for name in faults}
     outputs, failures = Isolation(forwards).execute(batch(names), 1)
     assert list(outputs) == forwards.outputs == [name for name in names if name not in faults]
@@ -82,14 +82,14 @@ def test_exactly_the_culprits_end_and_the_search_is_short(size: int, data: st.Da
 
 
 def test_an_error_of_the_request_stays_what_it_is() -> None:
-    forwards, refusal = Forwards(), InputError("no such adapter")
+    forwards, refusal = ModelRunner(), InputError("no such adapter")
     forwards.culprits = {"b": refusal}
     _, failures = Isolation(forwards).execute(batch("ab"), 1)
     assert failures == {"b": refusal}
 
 
 def test_where_no_part_runs_the_last_error_passes() -> None:
-    forwards = Forwards()
+    forwards = ModelRunner()
     forwards.culprits = {name: ZeroDivisionError(name) for name in "ab"}
     with pytest.raises(ZeroDivisionError, match="b"):
         Isolation(forwards).execute(batch("ab"), 1)
@@ -98,7 +98,7 @@ def test_where_no_part_runs_the_last_error_passes() -> None:
 
 
 def test_the_search_is_given_up_after_some_in_a_row() -> None:
-    forwards, names = Forwards(), [str(number) for number in range(100)]
+    forwards, names = ModelRunner(), [str(number) for number in range(100)]
     forwards.culprits = {name: ZeroDivisionError(name) for name in names}
     with pytest.raises(ZeroDivisionError, match="7"):
         Isolation(forwards).execute({name: text_context([1]) for name in names}, 1)
@@ -110,7 +110,7 @@ def test_many_culprits_end_where_somebody_runs() -> None:
 
 
 def test_alone_the_second_in_a_row_is_too_many() -> None:
-    forwards = Forwards()
+    forwards = ModelRunner()
     forwards.culprits = {name: ZeroDivisionError(name) for name in "abd"}
     isolation = Isolation(forwards)
     assert list(isolation.execute(batch("a"), 1)[1]) == ["a"]
@@ -121,7 +121,7 @@ def test_alone_the_second_in_a_row_is_too_many() -> None:
 
 
 def test_errors_of_requests_do_not_count() -> None:
-    forwards = Forwards()
+    forwards = ModelRunner()
     forwards.culprits = dict.fromkeys("abc", InputError("refused"))
     isolation = Isolation(forwards)
     for names in ("a", "b", "abc"):
@@ -129,7 +129,7 @@ def test_errors_of_requests_do_not_count() -> None:
 
 
 def test_an_interrupt_is_no_fault() -> None:
-    forwards = Forwards()
+    forwards = ModelRunner()
     forwards.culprits = {"a": KeyboardInterrupt()}  # type: ignore[dict-item]
     with pytest.raises(KeyboardInterrupt):
         Isolation(forwards).execute(batch("ab"), 1)

@@ -19,8 +19,8 @@ from penstock.errors import (
     PenstockError,
     RequestFailedError,
 )
+from penstock.kv_cache import NullKVCache
 from penstock.pipelines.core import EmbeddingsResponse, TextContext, TextGenerationResponse
-from penstock.pipelines.kv_cache import NullKVCache
 from penstock.scheduler import Scheduler
 
 Trace = list[dict[str, int]]

@@ -12,11 +12,11 @@ class Waiter:
     client_id: str = ""
 
 
-def queue_of(names: str, look_limit: int = 4) -> WaitingQueue[Waiter]:
-    queue: WaitingQueue[Waiter] = WaitingQueue(look_limit)
+def queue_of(names: str, scan_limit: int = 4) -> WaitingQueue[Waiter]:
+    queue: WaitingQueue[Waiter] = WaitingQueue(scan_limit)
     for place, name in enumerate(names):
         queue.push(Waiter(name, (0, place)))
-    queue.look_again(lambda entry: True)
+    queue.recheck(lambda entry: True)
     return queue
 
 
@@ -26,7 +26,7 @@ def served(queue: WaitingQueue[Waiter], ready: str) -> str:
     def is_ready(entry: Waiter) -> bool:
         return entry.request_id in ready
 
-    queue.look_again(is_ready)
+    queue.recheck(is_ready)
     names = ""
     while (entry := queue.first_ready(is_ready)) is not None:
         queue.remove(entry.request_id)
@@ -75,7 +75,7 @@ def test_an_entry_may_come_back() -> None:
 
 
 def test_a_step_looks_at_few_in_vain_and_all_get_their_turn() -> None:
-    queue = queue_of("abcdefgh", look_limit=2)
+    queue = queue_of("abcdefgh", scan_limit=2)
     looks = 0
 
     def is_ready(entry: Waiter) -> bool:
@@ -87,7 +87,7 @@ def test_a_step_looks_at_few_in_vain_and_all_get_their_turn() -> None:
     while (entry := queue.first_ready(is_ready)) is None:
         steps += 1
         assert looks <= 4 * steps
-        queue.look_again(is_ready)
+        queue.recheck(is_ready)
     assert entry.request_id == "h"
     assert steps == 3
 

@@ -18,8 +18,8 @@ from support.serving import StubWorker, client_of, make_services
 import penstock
 from penstock.errors import UnavailableError
 from penstock.serve.app import create_app
-from penstock.serve.gate import Gate
-from penstock.serve.request_record import RequestRecord
+from penstock.serve.http.gate import Gate
+from penstock.serve.observability.request_record import RequestRecord
 
 
 def strange(go_on: asyncio.Event | None = None) -> APIRouter:
@@ -318,7 +318,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [
         record.fields  # type: ignore[attr-defined]
         for record in caplog.records
-        if record.name == "penstock.serve.access_log" and record.levelno >= logging.INFO
+        if record.name == "penstock.serve.observability.access_log" and record.levelno >= logging.INFO
     ]
 
 

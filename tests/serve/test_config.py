@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.config import PipelineConfig, config_fields
 from penstock.errors import ConfigError
-from penstock.pipelines.config import PipelineConfig, config_fields
 from penstock.serve.config import ServeConfig, serve_fields
 
 

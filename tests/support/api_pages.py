@@ -231,6 +231,6 @@ PIPELINE = {
 
 PAGES: dict[str, dict[str, Page]] = {
     "penstock.pipelines.core": CORE,
-    "penstock.pipelines.pipeline": PIPELINE,
+    "penstock.pipelines.text_generation": PIPELINE,
     "penstock.pipelines": {"PipelineModel": PIPELINE_MODEL},
 }

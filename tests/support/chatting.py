@@ -12,18 +12,18 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from penstock.pipelines.config import PipelineConfig
-from penstock.pipelines.tokenizer import TextTokenizer
+from penstock.config import PipelineConfig
 from penstock.scheduler import Scheduler
-from penstock.scheduler.messages import WorkerInfo
-from penstock.scheduler.worker import Work
 from penstock.serve.app import create_app
 from penstock.serve.config import ServeConfig
-from penstock.serve.metrics import Metrics
-from penstock.serve.parsers import OutputParsers
+from penstock.serve.observability.metrics import Metrics
+from penstock.serve.parsers import ParserFactory
 from penstock.serve.services import Services
-from penstock.serve.worker_client import WorkerClient
 from penstock.testing import FakePipeline, FakeTokenizer
+from penstock.text.tokenizer import TextTokenizer
+from penstock.worker.client import WorkerClient
+from penstock.worker.messages import WorkerInfo
+from penstock.worker.process import WorkerRuntime
 
 HERMES = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>"
@@ -100,7 +100,7 @@ async def chatting(
     chosen = pipeline if pipeline is not None else FakePipeline.saying("Hello!")
     tokenizer = tokenizer if tokenizer is not None else FakeTokenizer(template=template)
 
-    def make_work() -> Work:
+    def make_work() -> WorkerRuntime:
         info = WorkerInfo(
             max_length=2048,
             max_batch_size=max_batch_size,
@@ -112,7 +112,7 @@ async def chatting(
             lora_enabled=bool(adapters),
             adapters=[(name, f"/adapters/{name}") for name in adapters],
         )
-        return Work(Scheduler(chosen, max_batch_size=max_batch_size), info)
+        return WorkerRuntime(Scheduler(chosen, max_batch_size=max_batch_size), info)
 
     worker = WorkerClient(work or make_work, in_thread=in_thread, max_queue_size=config.get("max_queue_size"))
     await worker.start()
@@ -123,7 +123,7 @@ async def chatting(
         worker=worker,
         metrics=Metrics(with_process=False),
         pool=ThreadPoolExecutor(2),
-        parsers=OutputParsers.choose(tokenizer.chat_template_source, "auto", "auto"),
+        parsers=ParserFactory.choose(tokenizer.chat_template_source, "auto", "auto"),
     )
     transport = httpx.ASGITransport(create_app(services))
     try:
@@ -135,6 +135,6 @@ async def chatting(
     finally:
         await worker.stop(0)
         services.pool.shutdown()
-        services.long_pool.shutdown()
+        services.large_body_pool.shutdown()
         for decoder in (services.decoder, services.long_decoder):
             await decoder.close()

@@ -13,8 +13,8 @@ import numpy as np
 from support.paged import compute
 
 from penstock.errors import PenstockError, RequestFailedError
+from penstock.kv_cache import KVCacheManager
 from penstock.pipelines.core import TextContext, TextGenerationResponse, TextResponse
-from penstock.pipelines.kv_cache import KVCacheManager
 
 EOS = 0
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.pipelines.config import StructuredOutputConfig
+from penstock.config import StructuredOutputConfig
+from penstock.grammar import GrammarCompiler
 from penstock.pipelines.core import Grammar, TextContext
-from penstock.pipelines.structured_output import GrammarCompiler
 from penstock.testing import FakeTokenizer
 
 EOS = FakeTokenizer.EOS

@@ -14,7 +14,7 @@ from typing import Any
 from support.asgi import eventually
 from support.chatting import Chatting, chatting
 
-from penstock.serve.http_server import HttpServer
+from penstock.serve.http.server import HttpServer
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import Any
 
 import llguidance
 
-from penstock.pipelines.grammars import GrammarSource
-from penstock.pipelines.grammars.lark import lark_text, read_ebnf, read_structural_tag
+from penstock.grammar.lark import lark_text, read_ebnf, read_structural_tag
+from penstock.grammar.schema import GrammarSource
 
 END = 256
 

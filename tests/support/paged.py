@@ -16,8 +16,8 @@ import torch
 
 from penstock.dtype import DType
 from penstock.kernels import KVCacheInputs
+from penstock.kv_cache import KVCacheManager, KVCacheSpec, KVGroup
 from penstock.pipelines.core import TextContext
-from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec, KVGroup
 
 
 def text_context(tokens: Sequence[int], *, max_length: int = 4096, **fields: Any) -> TextContext:

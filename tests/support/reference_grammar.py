@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.pipelines.grammars.lark.nodes import Alt, Chars, Node, Ref, Repeat, Rules, Seq, Text
+from penstock.grammar.lark.nodes import Alt, Chars, Node, Ref, Repeat, Rules, Seq, Text
 
 Ends = dict[tuple[str, int], frozenset[int]]
 

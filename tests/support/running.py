@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from penstock.kernels.reference import ReferenceOps
+from penstock.kv_cache import KVCacheManager, restart
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
-from penstock.pipelines.kv_cache import KVCacheManager, restart
 
 
 def open_pipeline(

@@ -11,17 +11,17 @@ from typing import Any, cast
 import httpx
 from fastapi import APIRouter
 
-from penstock.pipelines.config import PipelineConfig
-from penstock.scheduler.messages import WorkerInfo, WorkerStats
+from penstock.config import PipelineConfig
 from penstock.serve.app import create_app
 from penstock.serve.config import ServeConfig
-from penstock.serve.gate import Gate
-from penstock.serve.metrics import Metrics
-from penstock.serve.parsers import OutputParsers
+from penstock.serve.http.gate import Gate
+from penstock.serve.observability.metrics import Metrics
+from penstock.serve.observability.tracing import Tracing
+from penstock.serve.parsers import ParserFactory
 from penstock.serve.services import Services
-from penstock.serve.tracing import Tracing
-from penstock.serve.worker_client import WorkerClient
 from penstock.testing import FakeTokenizer
+from penstock.worker.client import WorkerClient
+from penstock.worker.messages import WorkerInfo, WorkerStats
 
 
 @dataclass
@@ -58,7 +58,7 @@ def make_services(
         worker=cast(WorkerClient, StubWorker() if worker is None else worker),
         metrics=Metrics(with_process=False),
         pool=ThreadPoolExecutor(2),
-        parsers=OutputParsers.choose(tokenizer.chat_template_source, "auto", "auto"),
+        parsers=ParserFactory.choose(tokenizer.chat_template_source, "auto", "auto"),
         gate=Gate() if gate is None else gate,
         tracing=tracing,
     )

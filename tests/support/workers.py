@@ -11,14 +11,14 @@ from typing import Any
 
 from support.paged import kv_manager
 
-from penstock import heartbeat
 from penstock.errors import CheckpointNotFoundError, InputError
+from penstock.host import heartbeat
 from penstock.pipelines.core import TextContext, TokenGeneratorRequest
 from penstock.scheduler import Scheduler
-from penstock.scheduler.messages import WorkerInfo
-from penstock.scheduler.worker import Work
-from penstock.serve.worker_client import Delta, Generation, WorkerClient
 from penstock.testing import FakePipeline, FakeTokenizer
+from penstock.worker.client import Generation, RequestDelta, WorkerClient
+from penstock.worker.messages import WorkerInfo
+from penstock.worker.process import WorkerRuntime
 
 TOKENIZER = FakeTokenizer()
 
@@ -88,7 +88,9 @@ def letters(count: int) -> Callable[[TextContext], int]:
     )
 
 
-def fake_work(pipeline: FakePipeline, adapters: Any = None, num_steps: int = 1, **options: Any) -> Work:
+def fake_work(
+    pipeline: FakePipeline, adapters: Any = None, num_steps: int = 1, **options: Any
+) -> WorkerRuntime:
     options = {"max_batch_size": 4, "max_batch_input_tokens": 64, "min_chunk_size": 4, **options}
     info = WorkerInfo(
         max_length=2048,
@@ -101,11 +103,13 @@ def fake_work(pipeline: FakePipeline, adapters: Any = None, num_steps: int = 1, 
         pid=os.getpid(),
         lora_enabled=adapters is not None,
     )
-    return Work(Scheduler(pipeline, **options), info, adapters, lambda: num_steps)
+    return WorkerRuntime(Scheduler(pipeline, **options), info, adapters, lambda: num_steps)
 
 
 @asynccontextmanager
-async def client_of(make: FakePipeline | Callable[[], Work], **options: Any) -> AsyncIterator[WorkerClient]:
+async def client_of(
+    make: FakePipeline | Callable[[], WorkerRuntime], **options: Any
+) -> AsyncIterator[WorkerClient]:
     """A started client of a worker in a thread, stopped at the end."""
     factory = (lambda: fake_work(make)) if isinstance(make, FakePipeline) else make
     client = WorkerClient(factory, in_thread=True, **options)
@@ -123,30 +127,30 @@ def request(name: str, prompt: str = "Hi", **fields: Any) -> TextContext:
     return context
 
 
-async def read(generation: Generation) -> list[Delta]:
+async def read(generation: Generation) -> list[RequestDelta]:
     return [delta async for delta in generation]
 
 
-def ids(deltas: list[Delta]) -> list[int]:
+def ids(deltas: list[RequestDelta]) -> list[int]:
     return [int(token.next_token) for delta in deltas for token in delta.tokens]
 
 
-def text(deltas: list[Delta]) -> str:
+def text(deltas: list[RequestDelta]) -> str:
     return bytes(ids(deltas)).decode()
 
 
 # -- For a process of its own: found by name ---------------------------------------------------------------
 
 
-def saying_hello() -> Work:
+def saying_hello() -> WorkerRuntime:
     return fake_work(FakePipeline.saying("Hello!"))
 
 
-def never_ending() -> Work:
+def never_ending() -> WorkerRuntime:
     return fake_work(FakePipeline(lambda context: 97))
 
 
-def exiting_in_a_forward() -> Work:
+def exiting_in_a_forward() -> WorkerRuntime:
     """The first letter comes; then the process is gone."""
 
     def choose(context: TextContext) -> int:
@@ -157,9 +161,9 @@ def exiting_in_a_forward() -> Work:
     return fake_work(FakePipeline(choose))
 
 
-def of_checkpoint(path: str) -> Work:
+def of_checkpoint(path: str) -> WorkerRuntime:
     from penstock.assembly import load_work
-    from penstock.pipelines.config import PipelineConfig
+    from penstock.config import PipelineConfig
 
     return load_work(PipelineConfig.from_flat({"model_path": path}))
 
@@ -168,11 +172,11 @@ def raise_lookup_error(message: str) -> None:
     raise LookupError(message)
 
 
-def exiting_at_the_start() -> Work:
+def exiting_at_the_start() -> WorkerRuntime:
     os._exit(7)
 
 
-def hanging_in_a_forward() -> Work:
+def hanging_in_a_forward() -> WorkerRuntime:
     """The first letter comes; then a step never ends, and makes no progress."""
 
     def choose(context: TextContext) -> int:
@@ -183,7 +187,7 @@ def hanging_in_a_forward() -> Work:
     return fake_work(FakePipeline(choose))
 
 
-def holding_the_interpreter() -> Work:
+def holding_the_interpreter() -> WorkerRuntime:
     """As `hanging_in_a_forward`, in native code that keeps Python's lock."""
     import ctypes
 
@@ -195,7 +199,7 @@ def holding_the_interpreter() -> Work:
     return fake_work(FakePipeline(choose))
 
 
-def slow_in_a_forward() -> Work:
+def slow_in_a_forward() -> WorkerRuntime:
     """A step takes 5 s and makes progress all the time."""
 
     def choose(context: TextContext) -> int:
@@ -208,7 +212,7 @@ def slow_in_a_forward() -> Work:
     return fake_work(FakePipeline(choose))
 
 
-def slow_to_load() -> Work:
+def slow_to_load() -> WorkerRuntime:
     """A load that takes 10 s and makes progress all the time."""
     for _ in range(100):
         time.sleep(0.1)
@@ -216,13 +220,13 @@ def slow_to_load() -> Work:
     return saying_hello()
 
 
-def hanging_at_the_start() -> Work:
+def hanging_at_the_start() -> WorkerRuntime:
     """A load that never ends, and makes no progress."""
     threading.Event().wait()
     raise AssertionError
 
 
-def hogging() -> Work:
+def hogging() -> WorkerRuntime:
     """A request called ``hog`` allocates more and more in its first step; one called ``torch`` in torch, one
     called ``grammar`` before its first step."""
 
@@ -244,7 +248,7 @@ def hogging() -> Work:
     return fake_work(FakePipeline(choose, kv=kv_manager(60)), max_batch_size=2, ready=ready)
 
 
-def too_large() -> Work:
+def too_large() -> WorkerRuntime:
     """A load that needs more memory than it may have."""
     kept = [bytearray(64 << 20) for _ in range(1000)]
     return fake_work(FakePipeline.saying(str(len(kept))))

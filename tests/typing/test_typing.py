@@ -15,9 +15,9 @@ import pytest
 from support.documents import Block, blocks
 
 import penstock
+from penstock.config.settings import NUM_BYTES
 from penstock.driver import DeviceSpec
 from penstock.pipelines.config import ConfigField, PipelineOptions, config_fields
-from penstock.pipelines.config.settings import NUM_BYTES
 
 PACKAGE = Path(penstock.__file__).parent
 CHECKED_PAGES = ("README.md", "features.md")
@@ -69,7 +69,7 @@ def test_the_options_of_llm_are_the_settings() -> None:
     options = get_type_hints(PipelineOptions)
     expected = {field.name: type_of_option(field) for field in config_fields() if field.name != "model_path"}
     assert options == {"config_file": str | PathLike[str] | None, **expected}, (
-        "change PipelineOptions in penstock/pipelines/config/options.py"
+        "change PipelineOptions in penstock/config/options.py"
     )
     assert [*options] == ["config_file", *expected], "keep the order of the settings"
     assert PipelineOptions.__required_keys__ == frozenset()

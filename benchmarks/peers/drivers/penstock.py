@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
 from penstock import LLM, SamplingParams
-from penstock.answers import Answer
+from penstock.llm.outputs import Answer
 
 
 class Watched(LLM):

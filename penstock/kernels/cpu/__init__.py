@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+from penstock.kernels.cpu.graph_cache import GraphCache
 from penstock.kernels.cpu.library import (
     PATH,
     available_isas,
@@ -16,11 +17,10 @@ from penstock.kernels.cpu.library import (
     open_kernels,
 )
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.cpu.step_plans import StepPlans
 
 __all__ = [
     "CpuOps",
-    "StepPlans",
+    "GraphCache",
     "available_isas",
     "cpu_features",
     "isa",

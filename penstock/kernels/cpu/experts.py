@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.linear import LONG, TYPES, CpuLinear, takes
 from penstock.kernels.cpu.packing import ENCODINGS
-from penstock.kernels.experts import ClampedSwish, PackedExperts
+from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import Gating
@@ -66,7 +66,7 @@ class CpuExperts(CpuLinear):
         (rows, hidden), top, inner = x.shape, chosen.shape[1], down.in_features
         assert hidden == gate_up.in_features, "experts of another width"
         assert len(shares) == len(chosen) == rows
-        if isinstance(gating, ClampedSwish):
+        if isinstance(gating, ClampedSwiGLU):
             gate, alpha, limit = _CLAMPED, gating.alpha, gating.limit
         else:
             gate, alpha, limit = ACTIVATIONS[gating], 0.0, 0.0

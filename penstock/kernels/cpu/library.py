@@ -14,8 +14,8 @@ from typing import Any
 
 import torch  # noqa: F401  # first: the library shares the copy of libgomp.so.1 that torch brings
 
-from penstock import heartbeat
 from penstock.errors import ConfigError
+from penstock.host import heartbeat
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _ARGUMENTS = {
     "layer_norm": "2q 4P 5q d",
     "add": "q 3P 4q",
     "change": "2q 2P 3q d",
-    "clamped_swish": "q 2P 3q 2d",
+    "clamped_swiglu": "q 2P 3q 2d",
     "route": "2q 3P 4q",
     "take_rows": "3P 4q",
     "put_rows": "4P 5q",
@@ -66,7 +66,7 @@ class Kernels:
     layer_norm: Kernel
     add: Kernel
     change: Kernel
-    clamped_swish: Kernel
+    clamped_swiglu: Kernel
     route: Kernel
     take_rows: Kernel
     put_rows: Kernel
@@ -140,7 +140,7 @@ class CompiledSteps:
     """
 
     def __init__(self, isa: str, captured: Sequence[Capture], *, long: bool, neighbours: Neighbours) -> None:
-        self._laid = _Laid(isa, captured)
+        self._laid = _CallTable(isa, captured)
         library = (ctypes.CDLL if long else ctypes.PyDLL)(str(PATH))
         self._function = library[f"penstock_run_plan_{isa}"]
         self._function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
@@ -157,7 +157,7 @@ class CompiledSteps:
         return None if failed < 0 else self._laid.names[failed]
 
 
-class CompiledRounds:
+class CompiledLoop:
     """Captured calls that run several times in a row as one call, which releases the GIL.
 
     The last of them samples a token for each row, to where the first read them in the next round.
@@ -173,12 +173,12 @@ class CompiledRounds:
     def __init__(
         self, isa: str, captured: Sequence[Capture], *, tokens: int, rows: int, neighbours: Neighbours
     ) -> None:
-        self._laid = _Laid(isa, captured)
-        self._function = ctypes.CDLL(str(PATH))[f"penstock_run_rounds_{isa}"]
+        self._laid = _CallTable(isa, captured)
+        self._function = ctypes.CDLL(str(PATH))[f"penstock_run_loop_{isa}"]
         self._function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._function.restype = ctypes.c_int64
         self._neighbours = neighbours
-        self._rounds = _Rounds(steps=self._laid.address, count=len(captured), rows=rows, tokens=tokens)
+        self._rounds = _LoopArguments(steps=self._laid.address, count=len(captured), rows=rows, tokens=tokens)
 
     def __call__(
         self, varied: Sequence[tuple[int, int, int]], ends: tuple[int, int], sampled: int, rounds: int
@@ -192,21 +192,21 @@ class CompiledRounds:
             rounds: how many to run; fewer where each row has sampled an end of its own.
         """
         given = self._rounds
-        table = (_Varied * len(varied))(*(_Varied(*one) for one in varied))
+        table = (_VaryingArgument * len(varied))(*(_VaryingArgument(*one) for one in varied))
         given.varied, given.num_varied, given.rounds = ctypes.addressof(table), len(varied), rounds
         (given.ends, given.num_ends), given.sampled = ends, sampled
         failed = self._function(ctypes.addressof(given), ctypes.addressof(self._neighbours))
         return given.done, None if failed < 0 else self._laid.names[failed]
 
 
-class _Varied(ctypes.Structure):
-    """``Varied`` in csrc/plan.inl."""
+class _VaryingArgument(ctypes.Structure):
+    """``VaryingArgument`` in csrc/plan.inl."""
 
     _fields_ = (("to", ctypes.c_void_p), ("source", ctypes.c_void_p), ("num_bytes", ctypes.c_int64))
 
 
-class _Rounds(ctypes.Structure):
-    """``Rounds`` in csrc/plan.inl."""
+class _LoopArguments(ctypes.Structure):
+    """``LoopArguments`` in csrc/plan.inl."""
 
     _fields_ = (
         ("steps", ctypes.c_void_p),
@@ -223,7 +223,7 @@ class _Rounds(ctypes.Structure):
     )
 
 
-class _Laid:
+class _CallTable:
     """Captured calls in memory, as the library reads them: ``Step`` in csrc/plan.inl."""
 
     def __init__(self, isa: str, captured: Sequence[Capture]) -> None:

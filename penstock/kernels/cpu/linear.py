@@ -10,8 +10,8 @@ from torch import Tensor
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.memory import SliceMemory, WeightMemory
 from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, pack_panels, panels_size
-from penstock.kernels.deferred import Deferred
 from penstock.kernels.inputs import LoRAInputs
+from penstock.kernels.lazy_weight import LazyWeight
 from penstock.kernels.linear import LinearSlice, PackedLinear, encoding_named, layer_of, shape_of
 from penstock.kernels.panels import PANEL
 from penstock.kernels.reference import ReferenceOps
@@ -92,7 +92,7 @@ class CpuLinear(ReferenceOps):
         assert x.shape[1] == packed.in_features, "a layer of another width"
         y = self._empty((x.shape[0], packed.out_features), x.dtype)
         tensors = packed.tensors
-        if isinstance(tensors, Deferred) and tensors.parts:
+        if isinstance(tensors, LazyWeight) and tensors.parts:
             self._multiply_parts(y, x, tensors.parts, bias)
         else:
             self._multiply(y, x, packed.encoding, tensors, bias)

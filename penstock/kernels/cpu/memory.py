@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from penstock.host_memory import CACHE_LINE, huge_pages, take_ahead
+from penstock.host.memory import CACHE_LINE, allocate_prefaulted, huge_pages
 
 _CHUNK = 32 << 20
 
@@ -26,7 +26,7 @@ class WeightMemory:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor, aligned to a cache line."""
         num_bytes = prod(shape) * dtype.itemsize
-        found = take_ahead(num_bytes)
+        found = allocate_prefaulted(num_bytes)
         if found is not None:
             return torch.from_numpy(found).view(dtype).view(shape)
         if num_bytes > len(self._chunk):

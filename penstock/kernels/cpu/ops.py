@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu.experts import ACTIVATIONS, CpuExperts
 from penstock.kernels.cpu.linear import LONG, TYPES
-from penstock.kernels.experts import ClampedSwish
+from penstock.kernels.experts import ClampedSwiGLU
 from penstock.kernels.inputs import LayerKV, SamplingInputs
 from penstock.kernels.ops import Activation, Routing
 
@@ -16,7 +16,7 @@ _SCALE, _SOFT_CAP = 4, 5  # functions beside the activations
 _ROUTINGS = {"all": 0, "all_normed": 1, "chosen": 2}
 
 
-_WIDEST_HEAD = 1024
+_MAX_HEAD = 1024
 """Sums of more products of integers could leave 32 bits (csrc/attention_tile.inl)."""
 
 
@@ -150,7 +150,7 @@ class CpuOps(CpuExperts):
         kind, cache_kind = TYPES.get(q.dtype), _CACHE_TYPES.get(cache.dtype)
         _, num_blocks, kv_heads, block_size, dim = cache.shape
         blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
-        rows_fit = dim % 8 == 0 and dim <= _WIDEST_HEAD and strides[2] == 1 and tables.stride(1) == 1
+        rows_fit = dim % 8 == 0 and dim <= _MAX_HEAD and strides[2] == 1 and tables.stride(1) == 1
         if kind is None or cache_kind is None or not (blocks_fit and rows_fit):
             return super().attention(q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks)
         assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
@@ -257,14 +257,14 @@ class CpuOps(CpuExperts):
         )
         return out
 
-    def clamped_swish(self, x: Tensor, gate: ClampedSwish) -> Tensor:
+    def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
         kind, strides = TYPES.get(x.dtype), x.stride()
         if kind is None or len(strides) != 2 or strides[1] != 1:
-            return super().clamped_swish(x, gate)
+            return super().clamped_swiglu(x, gate)
         rows, width = x.shape[0], x.shape[1] // 2
         out = self._empty((rows, width), x.dtype)
         pointers = (x.data_ptr(), out.data_ptr())
-        self._kernels.clamped_swish(kind, *pointers, rows, width, strides[0], gate.alpha, gate.limit)
+        self._kernels.clamped_swiglu(kind, *pointers, rows, width, strides[0], gate.alpha, gate.limit)
         return out
 
     def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu.library import (
     Capture,
-    CompiledRounds,
+    CompiledLoop,
     CompiledSteps,
     Neighbours,
     capturing_kernels,
@@ -55,7 +55,7 @@ class CompiledPlan:
     ) -> None:
         assert arena.nbytes >= plan.arena_bytes
         resolve = plan.resolver(arena, [inputs[name] for name in plan.inputs])
-        lowering = _LoweringOps(ops)
+        lowering = _CapturingOps(ops)
         work = 0
         for record in plan.records:
             arguments = record.resolved(resolve)
@@ -70,7 +70,7 @@ class CompiledPlan:
         self._held = (plan, arena)  # their memory is known to the steps by address alone
         self._lowering = lowering
         self._neighbours = neighbours
-        self._rounds: _Rounds | None = None
+        self._rounds: _SamplingLoop | None = None
         self._results = [resolve(ref) for ref in plan.results]
         assert all(result.is_contiguous() for result in self._results)
         self._own = {name: inputs[name] for name in plan.inputs}
@@ -89,7 +89,7 @@ class CompiledPlan:
         self.run()
         return tuple(map(_copied, self._results))
 
-    def replay_rounds(
+    def replay_steps(
         self,
         inputs: Sequence[Tensor],
         varied: Mapping[str, Tensor],
@@ -116,7 +116,9 @@ class CompiledPlan:
         """
         self._take(inputs)
         if self._rounds is None:
-            self._rounds = _Rounds(self._lowering, self._results[0], self._own["tokens"], self._neighbours)
+            self._rounds = _SamplingLoop(
+                self._lowering, self._results[0], self._own["tokens"], self._neighbours
+            )
         moved = [(self._own[name].data_ptr(), rows) for name, rows in varied.items()]
         return self._rounds.run(moved, sampling, uniforms, ends)
 
@@ -140,7 +142,7 @@ class CompiledPlan:
                 buffer.copy_(given)
 
 
-class _Rounds:
+class _SamplingLoop:
     """A plan's kernels with one behind them that samples, to run several times in a row.
 
     Args:
@@ -151,7 +153,7 @@ class _Rounds:
     """
 
     def __init__(
-        self, lowering: _LoweringOps, logits: Tensor, tokens: Tensor, neighbours: Neighbours
+        self, lowering: _CapturingOps, logits: Tensor, tokens: Tensor, neighbours: Neighbours
     ) -> None:
         rows = len(logits)
         self._own = SamplingInputs(
@@ -163,7 +165,7 @@ class _Rounds:
         )
         lowering.lower("sample", {"logits": logits, "sampling": self._own}, [tokens])
         self._rows = rows
-        self._run = CompiledRounds(
+        self._run = CompiledLoop(
             lowering.isa, lowering.captured, tokens=tokens.data_ptr(), rows=rows, neighbours=neighbours
         )
 
@@ -174,7 +176,7 @@ class _Rounds:
         uniforms: Tensor,  # [n, R]
         ends: Tensor,  # [R, E]
     ) -> Tensor:  # [m, R]
-        """See `CompiledPlan.replay_rounds`; ``moved``: where each differing input goes, and its rows."""
+        """See `CompiledPlan.replay_steps`; ``moved``: where each differing input goes, and its rows."""
         own = self._own
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(own, name).copy_(getattr(sampling, name))
@@ -224,7 +226,7 @@ _Refusals: type[ReferenceOps] = type(
 """Stands between `CpuOps` and the reference, where a method of `CpuOps` looks for what it cannot do."""
 
 
-class _LoweringOps(CpuOps, _Refusals):  # type: ignore[misc, valid-type]  # a class that is made above
+class _CapturingOps(CpuOps, _Refusals):  # type: ignore[misc, valid-type]  # a class that is made above
     """Gives operations the places of their results, and keeps what their kernels are called with."""
 
     def __init__(self, ops: CpuOps) -> None:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.deferred import Deferred
-from penstock.kernels.experts import ClampedSwish, PackedExperts, grouped_by_expert
+from penstock.kernels.experts import ClampedSwiGLU, PackedExperts, grouped_by_expert
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
+from penstock.kernels.lazy_weight import LazyWeight
 from penstock.kernels.linear import (
     ENCODINGS,
     LinearSlice,
@@ -46,7 +46,7 @@ class ReferenceOps(Ops):
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
         return F.embedding(tokens, table)  # unlike table[tokens] it refuses a negative id
 
-    def pack_later(
+    def pack_lazily(
         self,
         weight: Sequence[Tensor],
         encoding: str,
@@ -59,12 +59,12 @@ class ReferenceOps(Ops):
             return self.pack_linear(weight, encoding, bias=bias, slices=slices)
         shape = shape_of(parts)
         size = encoding_named(encoding).num_bytes(*shape)
-        tensors = Deferred(parts, size, lambda importance: self._pack(parts, encoding, importance))
+        tensors = LazyWeight(parts, size, lambda importance: self._pack(parts, encoding, importance))
         return layer_of(tensors, shape, encoding, bias, slices, self.layout)
 
     def _may_wait(self, encoding: str, parts: Sequence[Tensor]) -> bool:
         """Whether packing can be put off: floats would gain nothing, and another device hold both forms."""
-        return encoding_named(encoding).weighs_errors and parts[0].device.type == "cpu"
+        return encoding_named(encoding).needs_calibration and parts[0].device.type == "cpu"
 
     def _pack(
         self, parts: Sequence[Tensor], encoding: str, importance: Tensor | None = None
@@ -73,7 +73,7 @@ class ReferenceOps(Ops):
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         kind, tensors = ENCODINGS[packed.encoding], packed.tensors
-        if isinstance(tensors, Deferred) and tensors.parts and kind.weighs_errors:
+        if isinstance(tensors, LazyWeight) and tensors.parts and kind.needs_calibration:
             y = multiply_floats(x, torch.cat(tuple(tensors.parts)).to(x.dtype), packed.bias)
         else:
             y = kind.multiply(x, tensors_in_rows(packed), packed.bias)
@@ -138,7 +138,7 @@ class ReferenceOps(Ops):
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         return _ACTIVATIONS[activation](x.float()).to(x.dtype)
 
-    def clamped_swish(self, x: Tensor, gate: ClampedSwish) -> Tensor:
+    def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
         gates, ups = x.float().chunk(2, dim=-1)  # [T, F] each
         gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
         return (gates / (1 + torch.exp(-gate.alpha * gates)) * (ups + 1)).to(x.dtype)
@@ -168,8 +168,8 @@ class ReferenceOps(Ops):
             rows, counts = places // chosen.shape[1], list(sizes.values())
             gate_ups, downs = [packed.gate_up[i] for i in sizes], [packed.down[i] for i in sizes]
             y = self._each(gate_ups, self.take_rows(x, rows), rows, counts, lora)
-            if isinstance(gating, ClampedSwish):
-                y = self.clamped_swish(y, gating)
+            if isinstance(gating, ClampedSwiGLU):
+                y = self.clamped_swiglu(y, gating)
             else:
                 y = self.gated_activation(y, gating)
             y = self._each(downs, y, rows, counts, lora)

@@ -13,12 +13,12 @@ import numpy.typing as npt
 from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.pipelines.core.interfaces import GrammarMatcher, InputContext
 from penstock.pipelines.core.logit_rules import LogitRules, TokenCounts
-from penstock.pipelines.core.plain_numbers import plain
 from penstock.pipelines.core.requests import Grammar
 from penstock.pipelines.core.responses import LogProbabilities
 from penstock.pipelines.core.sampling_params import SamplingParams
 from penstock.pipelines.core.status import TextGenerationStatus
 from penstock.pipelines.core.tokens import TokenBuffer
+from penstock.plain_numbers import plain
 
 _ACTIVE = TextGenerationStatus.ACTIVE
 

@@ -269,7 +269,7 @@ class Pipeline(Protocol[AcceptedContext, Output]):
 
     @property
     def kv(self) -> Any:
-        """A ``penstock.pipelines.kv_cache.interface.KVCache``; ``NullKVCache`` where there is no cache."""
+        """A ``penstock.kv_cache.interface.KVCache``; ``NullKVCache`` where there is no cache."""
 
     def execute(self, batch: Mapping[str, AcceptedContext], num_steps: int = 1) -> dict[str, Output]:
         """Computes up to ``num_steps`` steps of each context of ``batch`` (by request id).

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.errors import InputError
 from penstock.pipelines.core.parameter_hints import hinting_class
-from penstock.pipelines.core.plain_numbers import (
+from penstock.plain_numbers import (
     checked_flag,
     checked_ids,
     checked_integer,

@@ -5,16 +5,16 @@ the very token sampled, so that the text is, greedy or not, token for token that
 (cf. Leviathan et al. 2023, arXiv:2211.17192).
 """
 
+from penstock.pipelines.speculative.draft_length import AdaptiveDraftLength
 from penstock.pipelines.speculative.ngram import NGramProposer
-from penstock.pipelines.speculative.proposer import DraftProposer, DraftWidth, FixedWidth, accept
+from penstock.pipelines.speculative.proposer import DraftLengthPolicy, DraftProposer, FixedDraftLength, accept
 from penstock.pipelines.speculative.stats import SpeculationStats
-from penstock.pipelines.speculative.width import AdaptiveWidth
 
 __all__ = [
-    "AdaptiveWidth",
+    "AdaptiveDraftLength",
+    "DraftLengthPolicy",
     "DraftProposer",
-    "DraftWidth",
-    "FixedWidth",
+    "FixedDraftLength",
     "NGramProposer",
     "SpeculationStats",
     "accept",

@@ -26,21 +26,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from penstock.architectures.model import KVCacheMixin, PipelineModel
+from penstock.config import LoRAConfig, ModelConfig, PipelineConfig, SpeculativeConfig
 from penstock.errors import ConfigError, InsufficientBlocksError
-from penstock.pipelines.config import LoRAConfig, ModelConfig, PipelineConfig, SpeculativeConfig
+from penstock.grammar import going_ahead, grammar_bitmask
+from penstock.kv_cache import KVCacheManager, KVCacheSpec, restart
+from penstock.memory import estimate_adapters_size, plan_memory
 from penstock.pipelines.core import TextContext
-from penstock.pipelines.kv_cache import KVCacheManager, KVCacheSpec, restart
-from penstock.pipelines.memory import estimate_adapters_size, plan_memory
-from penstock.pipelines.model import KVCacheMixin, PipelineModel
 from penstock.pipelines.sampling import Sampler, adjust_logits
-from penstock.pipelines.structured_output import going_ahead, grammar_bitmask
 
 if TYPE_CHECKING:
     from penstock.engine import InferenceSession
 
 
 @dataclass(slots=True)
-class _Follower:
+class _DraftState:
     """A context's text as the draft model knows it."""
 
     context: TextContext
@@ -103,11 +103,11 @@ class DraftModelProposer:
         self.kv: KVCacheManager = self.model.load_kv_manager(session, self.model.memory_plan.kv_cache_size)
         self._session = session
         self._vocabulary = vocabulary
-        self._followers: dict[str, _Follower] = {}  # the one unused for longest first
+        self._followers: dict[str, _DraftState] = {}  # the one unused for longest first
 
     def propose(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[list[int]]:
         places: dict[str, int] = {}
-        batch: list[_Follower] = []
+        batch: list[_DraftState] = []
         num_left = self.model.memory_plan.max_batch_input_tokens
         for place, (context, room) in enumerate(zip(contexts, rooms, strict=True)):
             if room > 0 or context.active_idx < context.end_idx:
@@ -139,7 +139,7 @@ class DraftModelProposer:
 
     # -- Following --------------------------------------------------------------------------------------
 
-    def _follow(self, context: TextContext) -> _Follower:
+    def _follow(self, context: TextContext) -> _DraftState:
         """The follower of a context, with its text as it is now."""
         follower = self._followers.pop(context.request_id, None)
         if follower is not None and not (follower.context is context and follower.catch_up()):
@@ -154,12 +154,12 @@ class DraftModelProposer:
                 cache_salt=context.cache_salt,
                 token_hash_overrides=context.token_hash_overrides,
             )
-            follower = _Follower(context, text)
+            follower = _DraftState(context, text)
         self._followers[context.request_id] = follower
         return follower
 
     def _prepare(
-        self, follower: _Follower, room: int, num_left: int, contexts: Sequence[TextContext]
+        self, follower: _DraftState, room: int, num_left: int, contexts: Sequence[TextContext]
     ) -> bool:
         """Sets the rows to compute next, and gets their blocks; False where there is nothing to compute."""
         text, end = follower.text, follower.context.active_idx
@@ -174,11 +174,11 @@ class DraftModelProposer:
         lookahead = self._width(follower, room) - 1 if text.active_idx == text.end_idx else 0
         return self._reserve(text, max(lookahead, 0), contexts)
 
-    def _width(self, follower: _Follower, room: int) -> int:
+    def _width(self, follower: _DraftState, room: int) -> int:
         """How many tokens to draft: all but the last of them must fit in what the model can read."""
         return max(min(room, self._longest(follower) - follower.text.end_idx + 1), 0)
 
-    def _longest(self, follower: _Follower) -> int:
+    def _longest(self, follower: _DraftState) -> int:
         return min(self.model.max_seq_len, follower.context.max_length)
 
     def _reserve(self, text: TextContext, lookahead: int, contexts: Sequence[TextContext]) -> bool:
@@ -196,7 +196,7 @@ class DraftModelProposer:
 
     # -- Drafting ---------------------------------------------------------------------------------------
 
-    def _draft(self, batch: list[_Follower], rooms: Sequence[int]) -> list[_Follower]:
+    def _draft(self, batch: list[_DraftState], rooms: Sequence[int]) -> list[_DraftState]:
         """Computes the rows that are set, then drafts; returns the followers that have drafts."""
         if not batch:
             return []
@@ -231,14 +231,14 @@ class DraftModelProposer:
             follower.text.rollback(len(follower.drafted) - 1)
         return drafted
 
-    def _forward(self, batch: Sequence[_Follower]) -> Tensor:  # [B, V]
+    def _forward(self, batch: Sequence[_DraftState]) -> Tensor:  # [B, V]
         texts = [follower.text for follower in batch]
         inputs = self.model.prepare_initial_token_inputs([texts], self.kv.inputs(texts), 1)
         logits = self.model.execute(inputs).next_token_logits
         assert logits is not None
         return logits
 
-    def _take(self, batch: Sequence[_Follower], logits: Tensor) -> None:  # [B, V]
+    def _take(self, batch: Sequence[_DraftState], logits: Tensor) -> None:  # [B, V]
         """Samples the next draft of each, as the target will sample the token in its place."""
         contexts = [follower.context for follower in batch]
         sequences = np.arange(len(batch))

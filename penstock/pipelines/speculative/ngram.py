@@ -13,7 +13,7 @@ from penstock.pipelines.core import TextContext
 
 _CHAIN = 8
 """Earlier places of the same longest n-gram that are compared for the longest match."""
-_LONGEST_MATCH = 32
+_MAX_MATCH = 32
 """Tokens; a longer match says no more."""
 
 
@@ -108,7 +108,7 @@ class _Index:
         best, longest = place, self._match(place)
         for _ in range(_CHAIN - 1):
             earlier = self.earlier.get(place)
-            if earlier is None or longest >= _LONGEST_MATCH:
+            if earlier is None or longest >= _MAX_MATCH:
                 break
             place, match = earlier, self._match(earlier)
             if match > longest:
@@ -118,6 +118,6 @@ class _Index:
     def _match(self, place: int) -> int:
         """How many tokens before ``place`` are those at the end."""
         text, end, count = self.tokens, len(self.tokens), 0
-        while count < min(place, _LONGEST_MATCH) and text[place - 1 - count] == text[end - 1 - count]:
+        while count < min(place, _MAX_MATCH) and text[place - 1 - count] == text[end - 1 - count]:
             count += 1
         return count

@@ -36,7 +36,7 @@ class DraftProposer(Protocol):
         ...
 
 
-class DraftWidth(Protocol):
+class DraftLengthPolicy(Protocol):
     """Decides how many tokens are drafted. What it decides never changes a text, only its speed."""
 
     def widths(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[int]:
@@ -66,7 +66,7 @@ class DraftWidth(Protocol):
         ...
 
 
-class FixedWidth:
+class FixedDraftLength:
     """Always as many drafts as there may be at most."""
 
     def __init__(self, most: int) -> None:

@@ -1,20 +1,20 @@
 """A model's text -> the answer's content, its reasoning and its calls of tools.
 
-`OutputParsers` is chosen once a model; its `new` makes an `OutputParser` a choice.
+`ParserFactory` is chosen once a model; its `new` makes an `OutputParser` a choice.
 """
 
 from __future__ import annotations
 
-from penstock.serve.parsers.answer import OutputParser
 from penstock.serve.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart, joined
-from penstock.serve.parsers.output_parsers import OutputParsers
+from penstock.serve.parsers.output_parser import OutputParser
+from penstock.serve.parsers.parser_factory import ParserFactory
 from penstock.serve.parsers.reasoning import prompt_opens_reasoning
 
 __all__ = [
     "Content",
     "Event",
     "OutputParser",
-    "OutputParsers",
+    "ParserFactory",
     "Reasoning",
     "ToolCallArguments",
     "ToolCallStart",

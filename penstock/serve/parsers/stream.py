@@ -18,7 +18,7 @@ SPACE = " \t\r\n"
 _RUN_OF_SPACE = re.compile(r"[ \t\r\n]+")
 
 
-class NotACallError(Exception):
+class NotAToolCallError(Exception):
     """What was taken for a call is none. Its text, as far as nobody has seen it, is plain text."""
 
 
@@ -55,7 +55,7 @@ class Markers:
         return len(text)
 
 
-class TextStream:
+class IncrementalText:
     """The text of one answer, taken from the front.
 
     ``taken`` has what was taken since the last `forget`: a reader that finds that it was wrong gives it back.
@@ -127,7 +127,7 @@ class TextStream:
     def expect(self, *literals: str) -> Steps[str]:
         found = yield from self.accept(*literals)
         if not found:
-            raise NotACallError
+            raise NotAToolCallError
         return found
 
     def skip_space(self) -> Steps[str]:
@@ -146,7 +146,7 @@ class TextStream:
         """Takes a short text and the marker behind it; returns the text.
 
         Raises:
-            NotACallError: it is longer than `longest`, or nothing ends it.
+            NotAToolCallError: it is longer than `longest`, or nothing ends it.
         """
         pieces: list[str] = []
         size = 0
@@ -158,13 +158,13 @@ class TextStream:
             if marker:
                 return "".join(pieces)
             if not text or size > longest:
-                raise NotACallError
+                raise NotAToolCallError
 
     def run(self, pattern: re.Pattern[str], longest: int) -> Steps[str]:
         """Takes the characters that all match `pattern` (one of a class, repeated).
 
         Raises:
-            NotACallError: there are none, or more than `longest`.
+            NotAToolCallError: there are none, or more than `longest`.
         """
         pieces: list[str] = []
         size = 0
@@ -177,7 +177,7 @@ class TextStream:
                 pieces.append(self.take(count))
                 size += count
             if size > longest or (not size and at + count < len(text)) or at == len(text):
-                raise NotACallError  # a run that the text's end cuts is not known to be whole
+                raise NotAToolCallError  # a run that the text's end cuts is not known to be whole
             if at + count < len(text):
                 return "".join(pieces)
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import ClampedSwish, Gating, LoRAInputs, PackedExperts, PackedLinear, encoding_named
+from penstock.kernels import ClampedSwiGLU, Gating, LoRAInputs, PackedExperts, PackedLinear, encoding_named
 from penstock.kernels.cpu import CpuOps, variants
 from penstock.kernels.reference import ReferenceOps
 
 VARIANTS = {ops.isa: ops for ops in variants()}
-GATINGS: tuple[Gating, ...] = ("silu", "gelu", "gelu_tanh", "relu", ClampedSwish(1.702, 1.5))
+GATINGS: tuple[Gating, ...] = ("silu", "gelu", "gelu_tanh", "relu", ClampedSwiGLU(1.702, 1.5))
 
 
 @pytest.fixture(params=VARIANTS or [pytest.param("none", marks=pytest.mark.skip("no kernels are built"))])

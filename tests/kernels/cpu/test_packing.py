@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.random_draws import examples
 from torch import Tensor
 
-from penstock.kernels import Deferred, encoding_named
+from penstock.kernels import LazyWeight, encoding_named
 from penstock.kernels.cpu import CpuOps, variants
 from penstock.kernels.cpu.memory import WeightMemory
 from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, pack_panels
@@ -41,8 +41,8 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
 def packed_by(ops: CpuOps, weight: Tensor, encoding: str, importance: Tensor | None) -> Mapping[str, Tensor]:
     if importance is None:
         return ops.pack_linear(weight, encoding).tensors
-    tensors = ops.pack_later([weight], encoding).tensors
-    assert isinstance(tensors, Deferred)
+    tensors = ops.pack_lazily([weight], encoding).tensors
+    assert isinstance(tensors, LazyWeight)
     return tensors.pack(importance)
 
 

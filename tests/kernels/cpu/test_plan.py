@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import ClampedSwish, LayerKV, Ops, PackedExperts, SamplingInputs, cpu, encoding_named
-from penstock.kernels.cpu import CpuOps, StepPlans
+from penstock.kernels import ClampedSwiGLU, LayerKV, Ops, PackedExperts, SamplingInputs, cpu, encoding_named
+from penstock.kernels.cpu import CpuOps, GraphCache
 from penstock.kernels.cpu.library import Neighbours
 from penstock.kernels.cpu.plan import CompiledPlan
 from penstock.kernels.recording import Plan, UnrecordableStepError, record
@@ -58,7 +58,7 @@ def everything(ops: CpuOps, encoding: str, width: int) -> Step:
         out = ops.attention(q, kv, given["offsets"], given["lengths"], scale=0.25, sinks=sinks)
         gates = ops.linear(ops.put_rows(x, given["last"], ops.take_rows(x, given["last"])), packed)
         gated = ops.gated_activation(gates, "silu")
-        clamped = ops.clamped_swish(gates, ClampedSwish(1.7, 7.0))
+        clamped = ops.clamped_swiglu(gates, ClampedSwiGLU(1.7, 7.0))
         y = ops.linear(ops.add(gated, clamped), back)
         shares, chosen = ops.route(ops.soft_cap(ops.activation(y, "gelu"), 5.0)[:, :6], 3, "chosen")
         return [y, out, ops.experts(x, experts, shares, chosen, "silu"), shares, chosen, k]
@@ -146,7 +146,7 @@ def doubled(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def test_a_shape_is_recorded_when_it_comes_back(ops: CpuOps) -> None:
-    plans = StepPlans(ops)
+    plans = GraphCache(ops)
     assert plans.status is None
     assert plans.run("a", {"x": torch.randn(2, 8)}, doubled) is None
     assert plans.status == "eager: a step of this shape ran once"
@@ -159,7 +159,7 @@ def test_a_shape_is_recorded_when_it_comes_back(ops: CpuOps) -> None:
 
 
 def test_what_cannot_be_recorded_is_remembered(ops: CpuOps) -> None:
-    plans, ran = StepPlans(ops), []
+    plans, ran = GraphCache(ops), []
 
     def step(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
         ran.append(o.name)
@@ -173,7 +173,7 @@ def test_what_cannot_be_recorded_is_remembered(ops: CpuOps) -> None:
 
 
 def test_a_larger_arena_keeps_old_plans_right(ops: CpuOps) -> None:
-    plans = StepPlans(ops)
+    plans = GraphCache(ops)
     for rows in (1, 50, 1, 50, 1, 400, 50, 1, 400):
         for _ in range(2):
             x = torch.randn(rows)
@@ -243,7 +243,7 @@ def test_rounds_are_steps_one_after_the_other(ops: CpuOps, lengths: list[int], t
         tokens = ops.sample(logits, replace(sampling, uniforms=draws.clone()))
         expected.append(tokens)
     for _ in range(2):  # what a run leaves behind is of no matter to the next
-        found = plan.replay_rounds(list(given.values()), varied, sampling, uniforms, no_ends(rows))
+        found = plan.replay_steps(list(given.values()), varied, sampling, uniforms, no_ends(rows))
         assert torch.equal(found, torch.stack(expected))
     if temperature:
         assert len(set(found.flatten().tolist())) > 1
@@ -258,7 +258,7 @@ def test_rounds_end_where_every_row_has(ops: CpuOps) -> None:
     uniforms = torch.rand(num_rounds, 2, dtype=torch.float64)
 
     def run(ends: Tensor) -> Tensor:
-        return plan.replay_rounds(list(given.values()), varied, sampling_of(2, 1.0), uniforms, ends)
+        return plan.replay_steps(list(given.values()), varied, sampling_of(2, 1.0), uniforms, ends)
 
     whole = run(no_ends(2))
     assert len(whole) == num_rounds
@@ -283,7 +283,7 @@ def test_a_row_that_is_no_distribution_goes_on(ops: CpuOps) -> None:
     steps = [later(given, ahead) for ahead in range(3)]
     varied = {name: torch.stack([one[name] for one in steps]) for name in ("positions", "lengths", "slots")}
     uniforms = torch.rand(3, 2, dtype=torch.float64)
-    found = plan.replay_rounds(list(given.values()), varied, sampling_of(2, 1.0), uniforms, no_ends(2))
+    found = plan.replay_steps(list(given.values()), varied, sampling_of(2, 1.0), uniforms, no_ends(2))
     assert found[:, 0].tolist() == [-1, -1, -1]
     assert bool((found[:, 1] >= 0).all())
 
@@ -295,4 +295,4 @@ def test_rounds_refuse_a_row_outside_its_table(ops: CpuOps) -> None:
     varied = {"lengths": given["lengths"].repeat(4, 1)}
     uniforms = torch.zeros(4, 2, dtype=torch.float64)
     with pytest.raises(IndexError, match="take_rows"):
-        plan.replay_rounds(list(bad.values()), varied, sampling_of(2, 0.0), uniforms, no_ends(2))
+        plan.replay_steps(list(bad.values()), varied, sampling_of(2, 0.0), uniforms, no_ends(2))

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from support.server_process import ServerProcess, post_head, raw_exchange
 
-from penstock.serve.parameters import UNSUPPORTED
-from penstock.serve.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from penstock.serve.api.parameters import UNSUPPORTED
+from penstock.serve.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 SECONDS = 30
 """In which each must be answered, on a machine that has other things to do."""

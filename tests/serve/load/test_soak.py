@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.server_process import ServerProcess, raw_exchange, server_process
 
-from penstock.serve.parameters import UNSUPPORTED
+from penstock.serve.api.parameters import UNSUPPORTED
 
 SECONDS = 60
 """Of each of the parts."""

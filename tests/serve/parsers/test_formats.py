@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.call_formats import BARE, RENDERERS, TOOLS, VALUE_ENDS, Call, calls_of, parse
 from support.random_draws import examples
 
-from penstock.serve.parsers import Content, Event, OutputParsers, Reasoning, ToolCallArguments, ToolCallStart
+from penstock.serve.parsers import Content, Event, ParserFactory, Reasoning, ToolCallArguments, ToolCallStart
 from penstock.serve.parsers.formats import TOOL_FORMATS
 from penstock.serve.parsers.reasoning import REASONING_FORMATS
 
@@ -132,7 +132,7 @@ def answers(draw: st.DrawFn, name: str) -> Written:
 
 
 def parser(name: str, reasoning: str = "think", **options: Any) -> Any:
-    parsers = OutputParsers.choose(None, name, reasoning)
+    parsers = ParserFactory.choose(None, name, reasoning)
     ids = iter(range(1 << 30))
     return parsers.new(tools=TOOLS, new_id=lambda: f"id{next(ids)}", **options)
 

@@ -10,9 +10,9 @@ import pytest
 from support.call_formats import ONE_CALL, RENDERERS, TOOLS, Call, calls_of, parse
 
 from penstock.errors import UnsupportedFeatureError
+from penstock.grammar.schema import grammar_source
 from penstock.pipelines.core import Grammar
-from penstock.pipelines.grammars import grammar_source
-from penstock.serve.parsers import OutputParsers
+from penstock.serve.parsers import ParserFactory
 from penstock.serve.parsers.formats import TOOL_FORMATS
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -50,7 +50,7 @@ def accepts(grammar: Grammar | None, text: str) -> bool:
 
 
 def forced(name: str, choice: Any = "required", **options: Any) -> Grammar | None:
-    return OutputParsers.choose(None, name, "think").grammar(TOOLS, choice, **options)
+    return ParserFactory.choose(None, name, "think").grammar(TOOLS, choice, **options)
 
 
 def written(name: str, *calls: Call) -> str:
@@ -77,7 +77,7 @@ def test_a_call_is_accepted_and_read(name: str) -> None:
     text = written(name, SEARCH)
     for grammar in (forced(name), forced(name, NAMED), forced(name, parallel=False)):
         assert accepts(grammar, text)
-    assert calls_of(parse(OutputParsers.choose(None, name).new(tools=TOOLS), text)) == [SEARCH]
+    assert calls_of(parse(ParserFactory.choose(None, name).new(tools=TOOLS), text)) == [SEARCH]
 
 
 @FORMATS
@@ -116,7 +116,7 @@ def test_optional_arguments_in_python() -> None:
     tools = [
         {"type": "function", "function": {"name": "f", "parameters": {**tool, "$defs": {"A": {"const": 1}}}}}
     ]
-    grammar = OutputParsers.choose(None, "pythonic").grammar(tools, "required")
+    grammar = ParserFactory.choose(None, "pythonic").grammar(tools, "required")
     for text in ("[f()]", "[f(a=1)]", "[f(b=2)]", "[f(a=1, b=2)]"):
         assert accepts(grammar, text)
     assert not accepts(grammar, "[f(a=2)]")
@@ -126,7 +126,7 @@ def test_no_grammar_without_a_forced_choice() -> None:
     for choice in ("auto", "none", None):
         assert forced("hermes", choice) is None
     with pytest.raises(UnsupportedFeatureError, match=r"--tool-call-parser names one of .*hermes"):
-        OutputParsers.choose(None).grammar(TOOLS, "required")
+        ParserFactory.choose(None).grammar(TOOLS, "required")
 
 
 CALL = written("hermes", SEARCH)
@@ -174,10 +174,10 @@ def test_reasoning_before_a_forced_call(in_reasoning: bool | None, accepted: lis
     ],
 )
 def test_a_grammar_for_what_follows_the_reasoning(kind: Any, text: str, good: str, bad: str) -> None:
-    grammar = OutputParsers.choose(None, "none", "think").after_reasoning(
+    grammar = ParserFactory.choose(None, "none", "think").after_reasoning(
         Grammar(kind, text), in_reasoning=True
     )
     assert accepts(grammar, f"so </ so</think>\n\n{good}")
     assert not accepts(grammar, f"so</think>{bad}")
     assert not accepts(grammar, good)
-    assert OutputParsers.choose(None).after_reasoning(Grammar(kind, text)) == Grammar(kind, text)
+    assert ParserFactory.choose(None).after_reasoning(Grammar(kind, text)) == Grammar(kind, text)

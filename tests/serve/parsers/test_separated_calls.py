@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.call_formats import BARE, ONE_CALL, RENDERERS, TOOLS, Call, calls_of, parse, wide
 
-from penstock.serve.parsers import Content, Event, OutputParsers, ToolCallStart
+from penstock.serve.parsers import Content, Event, ParserFactory, ToolCallStart
 from penstock.serve.parsers.formats import TOOL_FORMATS
 
 FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
@@ -21,7 +21,7 @@ def read(name: str, text: str) -> tuple[list[Call], str]:
 
 
 def events_of(name: str, text: str) -> list[Event]:
-    parsers = OutputParsers.choose(None, name, "harmony" if name == "harmony" else "think")
+    parsers = ParserFactory.choose(None, name, "harmony" if name == "harmony" else "think")
     events = parse(parsers.new(tools=TOOLS, new_id=lambda: "new"), text)
     for size in (1, 2, 3, 7):
         assert parse(parsers.new(tools=TOOLS, new_id=lambda: "new"), text, (size,)) == events

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from support.call_formats import pieces
 from support.random_draws import examples
 
-from penstock.serve.parsers.stream import Markers, Steps, TextStream, is_finished
+from penstock.serve.parsers.stream import IncrementalText, Markers, Steps, is_finished
 
 WORDS = st.text("ab<", min_size=1, max_size=4)
 
 
 def found(markers: list[str], text: str, sizes: list[int]) -> list[tuple[str, str]]:
     """Runs of text, with the marker behind each."""
-    stream, result, held = TextStream(), [], ""
+    stream, result, held = IncrementalText(), [], ""
 
     def read() -> Steps[None]:
         nonlocal held

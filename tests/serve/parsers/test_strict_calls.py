@@ -14,9 +14,9 @@ import torch
 from support.call_formats import BARE, RENDERERS, VALUE_ENDS, Call, calls_of, parse
 
 from penstock.errors import UnsupportedFeatureError, UnsupportedSchemaError
+from penstock.grammar.schema import grammar_source
 from penstock.pipelines.core import Grammar
-from penstock.pipelines.grammars import grammar_source
-from penstock.serve.parsers import Content, OutputParsers, Reasoning
+from penstock.serve.parsers import Content, ParserFactory, Reasoning
 from penstock.serve.parsers.formats import TOOL_FORMATS
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -119,7 +119,7 @@ def written(name: str, *calls: Call) -> str:
 
 
 def strict(name: str, reasoning: str = "none", **options: Any) -> Grammar:
-    return OutputParsers.choose(None, name, reasoning).strict_grammar(TOOLS, {"search"}, **options)
+    return ParserFactory.choose(None, name, reasoning).strict_grammar(TOOLS, {"search"}, **options)
 
 
 @FORMATS
@@ -137,7 +137,7 @@ def test_free_text_with_strict_calls(name: str) -> None:
     for wrong in ({"text": "a b", "count": "three"}, {"text": "a"}, {"text": "a", "count": 1, "more": 2}):
         assert not accepts(grammar, before + written(name, Call("search", wrong))), wrong
     assert not accepts(grammar, before + written(name, Call("other", {"a": 1})))
-    parser = OutputParsers.choose(None, name, reasoning).new(tools=TOOLS)
+    parser = ParserFactory.choose(None, name, reasoning).new(tools=TOOLS)
     assert calls_of(
         [
             event
@@ -159,7 +159,7 @@ def test_one_call_and_no_more_text(name: str) -> None:
 @FORMATS
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_forced_reads_as_valid_arguments(name: str, seed: int) -> None:
-    parsers = OutputParsers.choose(None, name)
+    parsers = ParserFactory.choose(None, name)
     tools = [tool("rich", RICH), tool("none", {})]
     grammar = parsers.grammar(tools, {"type": "function", "function": {"name": "rich"}})
     assert grammar is not None
@@ -197,7 +197,7 @@ def walk(grammar: Any, seed: int, value_end: str) -> str:
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "glm", "deepseek_v32"])
 def test_arguments_in_tags(name: str) -> None:
-    grammar = OutputParsers.choose(None, name).grammar([tool("rich", RICH)], "required")
+    grammar = ParserFactory.choose(None, name).grammar([tool("rich", RICH)], "required")
     assert grammar is not None
     good = {"unit": "C", "count": 3, "who": None, "some": "x 1", "extra": [1]}
     assert accepts(grammar, written(name, Call("rich", good)))
@@ -210,7 +210,7 @@ def test_arguments_in_tags(name: str) -> None:
 
 def test_text_that_could_be_another_value() -> None:
     either = {"type": "object", "properties": {"a": {"type": ["string", "integer"]}}, "required": ["a"]}
-    grammar = OutputParsers.choose(None, "qwen3_coder").grammar([tool("f", either)], "required")
+    grammar = ParserFactory.choose(None, "qwen3_coder").grammar([tool("f", either)], "required")
     assert grammar is not None
     assert accepts(grammar, written("qwen3_coder", Call("f", {"a": "x"})))
     assert accepts(grammar, written("qwen3_coder", Call("f", {"a": 5})))
@@ -229,8 +229,8 @@ def test_text_that_could_be_another_value() -> None:
 )
 def test_what_cannot_be_held_in_text_is_refused(schema: dict[str, Any], keyword: str) -> None:
     with pytest.raises(UnsupportedSchemaError, match=keyword):
-        OutputParsers.choose(None, "qwen3_coder").grammar([tool("f", schema)], "required")
-    assert OutputParsers.choose(None, "hermes").grammar([tool("f", schema)], "required")
+        ParserFactory.choose(None, "qwen3_coder").grammar([tool("f", schema)], "required")
+    assert ParserFactory.choose(None, "hermes").grammar([tool("f", schema)], "required")
 
 
 SEARCH = Call("search", {"text": "a", "count": 3})
@@ -238,7 +238,7 @@ SEARCH = Call("search", {"text": "a", "count": 3})
 
 def test_markers_that_are_special_tokens() -> None:
     special = ("<|tool_call_start|>", "<|tool_call_end|>")
-    parsers = OutputParsers.choose(None, "lfm2", "none", SPECIAL)
+    parsers = ParserFactory.choose(None, "lfm2", "none", SPECIAL)
     text = f"Well. {written('lfm2', SEARCH)}"
     grammar = parsers.strict_grammar(TOOLS, {"search"})
     assert accepts(grammar, text, special)
@@ -251,7 +251,7 @@ def test_markers_that_are_special_tokens() -> None:
 
 
 def test_a_bare_format_with_a_special_marker_and_reasoning() -> None:
-    parsers = OutputParsers.choose(None, "llama3_json", "think", SPECIAL)
+    parsers = ParserFactory.choose(None, "llama3_json", "think", SPECIAL)
     grammar = parsers.strict_grammar(TOOLS, {"search"}, in_reasoning=False)
     call = written("llama3_json", SEARCH)
     marked = f"<|python_tag|>{call}"
@@ -272,18 +272,18 @@ def test_a_strict_call_whose_outer_marker_is_forgotten(name: str) -> None:
     assert inner in text
     assert accepts(grammar, text)
     assert not accepts(grammar, text.replace("3", '"3"'))
-    assert calls_of(parse(OutputParsers.choose(None, name, "none").new(tools=TOOLS), text)[1:]) == [SEARCH]
+    assert calls_of(parse(ParserFactory.choose(None, name, "none").new(tools=TOOLS), text)[1:]) == [SEARCH]
 
 
 def test_markers_of_both_kinds() -> None:
-    parsers = OutputParsers.choose(None, "qwen3_coder", "none", ["<tool_call>"])
+    parsers = ParserFactory.choose(None, "qwen3_coder", "none", ["<tool_call>"])
     with pytest.raises(UnsupportedFeatureError, match="<tool_call> and <function="):
         parsers.strict_grammar(TOOLS, {"search"})
     with pytest.raises(UnsupportedFeatureError, match="--tool-call-parser"):
-        OutputParsers.choose(None).strict_grammar(TOOLS, {"search"})
+        ParserFactory.choose(None).strict_grammar(TOOLS, {"search"})
 
 
-HARMONY = OutputParsers.choose(None, "harmony", "harmony", SPECIAL)
+HARMONY = ParserFactory.choose(None, "harmony", "harmony", SPECIAL)
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 REMARK = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
@@ -345,8 +345,8 @@ def test_harmony_is_read(
 def test_a_call_or_json() -> None:
     schema = Grammar("json_schema", json.dumps(STRICT))
     for parsers in (
-        OutputParsers.choose(None, "hermes", "think"),
-        OutputParsers.choose(None, "llama3_json", "think"),
+        ParserFactory.choose(None, "hermes", "think"),
+        ParserFactory.choose(None, "llama3_json", "think"),
     ):
         grammar = parsers.call_or(schema, TOOLS, {"search"}, in_reasoning=False)
         call = written(parsers.tool_format or "", SEARCH)

@@ -8,8 +8,8 @@ import pytest
 from support.call_formats import ONE_CALL, TOOLS, Call, calls_of, parse
 
 from penstock.errors import InputError
-from penstock.pipelines.chat_template import ChatTemplate
-from penstock.serve.parsers import Content, OutputParsers, Reasoning
+from penstock.serve.parsers import Content, ParserFactory, Reasoning
+from penstock.text.chat_template import ChatTemplate
 
 ROOT = Path(__file__).resolve().parents[3]
 TEMPLATES = ROOT.parent / "shared" / "data" / "chat_templates"
@@ -102,14 +102,14 @@ def sources() -> dict[str, str]:
 
 
 def test_the_formats_of_every_template() -> None:
-    parsers = {name: OutputParsers.choose(source) for name, source in sources().items()}
+    parsers = {name: ParserFactory.choose(source) for name, source in sources().items()}
     chosen = {name: (one.tool_format, one.reasoning_format) for name, one in parsers.items()}
     assert {name: formats for name, formats in chosen.items() if formats != NOTHING} == CHOSEN
 
 
 def test_the_embedded_models_format() -> None:
     template = (ROOT / "penstock" / "demo" / "chat_template.jinja").read_text()
-    parsers = OutputParsers.choose(template)
+    parsers = ParserFactory.choose(template)
     assert (parsers.tool_format, parsers.reasoning_format) == ("hermes", None)
 
 
@@ -118,7 +118,7 @@ def test_the_embedded_models_format() -> None:
 def test_calls_written_by_a_template_are_read(name: str, num_calls: int) -> None:
     source = sources()[name]
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, name)
-    parsers = OutputParsers.choose(source)
+    parsers = ParserFactory.choose(source)
     text = 'He said "no" {1}\n\nthen <b>\u00e9</b> <tool_call>'
     calls = [
         Call("search", {"text": text, "count": 3, "exact": True, "tags": ["a", {"b": None}]}),
@@ -183,4 +183,4 @@ def test_whether_a_prompt_opens_reasoning(name: str, options: dict[str, bool], o
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, name)
     user = {"role": "user", "content": "What do <think> and </think> mean?"}
     prompt = template.render([user], options={"add_generation_prompt": True, **options})
-    assert OutputParsers.choose(source).prompt_opens_reasoning(prompt) is opens
+    assert ParserFactory.choose(source).prompt_opens_reasoning(prompt) is opens

@@ -277,7 +277,7 @@ static void run(const Change& a, const Team& team) {
 }
 KERNEL(change, Change)
 
-struct ClampedSwish {  // x [n, 2F]: gates, ups, rows strided; out [n, F]
+struct ClampedSwiGLU {  // x [n, 2F]: gates, ups, rows strided; out [n, F]
   int64_t type;
   const void* x;
   void* out;
@@ -285,7 +285,7 @@ struct ClampedSwish {  // x [n, 2F]: gates, ups, rows strided; out [n, F]
   double alpha, limit;
 };
 
-template <class T> static void clamped_swish(const ClampedSwish& a, const Team& team) {
+template <class T> static void clamped_swiglu(const ClampedSwiGLU& a, const Team& team) {
   const float alpha = (float)a.alpha;
   const vf limit = all((float)a.limit);
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
@@ -302,9 +302,9 @@ template <class T> static void clamped_swish(const ClampedSwish& a, const Team& 
   });
 }
 
-static int64_t work(const ClampedSwish& a) { return 8 * ELEMENT * a.n * a.F; }
-static void run(const ClampedSwish& a, const Team& team) { WITH_TYPE(a.type, T, clamped_swish<T>(a, team)); }
-KERNEL(clamped_swish, ClampedSwish)
+static int64_t work(const ClampedSwiGLU& a) { return 8 * ELEMENT * a.n * a.F; }
+static void run(const ClampedSwiGLU& a, const Team& team) { WITH_TYPE(a.type, T, clamped_swiglu<T>(a, team)); }
+KERNEL(clamped_swiglu, ClampedSwiGLU)
 
 struct Route {  // logits [n, N], rows strided; shares, chosen [n, top]
   int64_t type, rule;  // 0 all, 1 all_normed, 2 chosen: over whom the softmax is

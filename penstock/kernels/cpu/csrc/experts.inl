@@ -164,7 +164,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
     const T* gates = (const T*)memory.gates + begin * 2 * a.F;
     T* gated = (T*)memory.inner + begin * a.F;
     if (a.gating < 4) run(GatedActivation{a.type, a.gating, gates, gated, end - begin, a.F, 2 * a.F}, alone);
-    else run(ClampedSwish{a.type, gates, gated, end - begin, a.F, 2 * a.F, a.alpha, a.limit}, alone);
+    else run(ClampedSwiGLU{a.type, gates, gated, end - begin, a.F, 2 * a.F, a.alpha, a.limit}, alone);
     if (a.down_encoding < 2) return;
     for (int64_t i = begin; i < end; i++)
       quantize_row((const T*)memory.inner + i * a.F, a.F, a.down_encoding, inner.below(i));

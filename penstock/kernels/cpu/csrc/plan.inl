@@ -112,7 +112,7 @@ static bool take_tokens(const Rounds& a, int64_t round) {
 }
 
 // As run_plan, several times in a row.
-EXPORT(int64_t, run_rounds)(Rounds& a, Neighbours& neighbours) {
+EXPORT(int64_t, run_loop)(Rounds& a, Neighbours& neighbours) {
   TeamState state = {};
   state.failed = state.last = -1;
   a.done = 0;

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end, read_name
-from penstock.serve.parsers.stream import Markers, NotACallError, Steps
+from penstock.serve.parsers.output_parser import ReasoningToolParser
+from penstock.serve.parsers.stream import Markers, NotAToolCallError, Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
 
@@ -35,7 +35,7 @@ class _DeepSeek:
     def suits(self, template: str) -> bool:
         return _BEGIN in template and self.fenced == ("```" in template)
 
-    def read(self, answer: Answer, marker: str) -> Steps[None]:
+    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
         stream = answer.stream
         yield from stream.skip_space()
         while marker == _CALL or (yield from stream.accept(_CALL)):
@@ -45,7 +45,7 @@ class _DeepSeek:
             fenced = False
             if (yield from stream.peek()) != "{":
                 if name != "function":
-                    raise NotACallError
+                    raise NotAToolCallError
                 name = yield from read_name(answer)
                 yield from stream.skip_space()
                 fenced = bool((yield from stream.accept("```json")))

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.arguments import TaggedArguments
 from penstock.serve.parsers.formats.json_calls import read_end
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
+from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Markers, Steps
 from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
@@ -37,7 +37,7 @@ class _Dsml:
     def suits(self, template: str) -> bool:
         return _TOKEN in template and f"dsml_token + '{self.outside}>" in template
 
-    def read(self, answer: Answer, marker: str) -> Steps[None]:
+    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
         stream = answer.stream
         yield from stream.skip_space()
         while (yield from stream.accept(_INVOKE)):
@@ -50,7 +50,7 @@ class _Dsml:
                 yield from stream.skip_space()
             yield from stream.expect(_INVOKE_END)
             writer.close()
-            answer.settle()
+            answer.commit()
             yield from stream.skip_space()
         yield from read_end(answer, f"</{_TOKEN}{self.outside}>")
 

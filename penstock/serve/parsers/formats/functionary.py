@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end, read_name
+from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
@@ -22,7 +22,7 @@ class _Functionary:
     def suits(self, template: str) -> bool:
         return "<function=example_function_name>{" in template
 
-    def read(self, answer: Answer, marker: str) -> Steps[None]:
+    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
         name = yield from read_name(answer)
         yield from answer.stream.expect(">")
         yield from answer.stream.skip_space()

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.arguments import TaggedArguments
 from penstock.serve.parsers.formats.json_calls import read_name
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
+from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Markers, Steps
 from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
@@ -28,7 +28,7 @@ class _Glm:
     def suits(self, template: str) -> bool:
         return "<arg_key>" in template
 
-    def read(self, answer: Answer, marker: str) -> Steps[None]:
+    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
         stream = answer.stream
         yield from stream.skip_space()
         writer = ArgumentWriter(answer, (yield from read_name(answer)))
@@ -41,7 +41,7 @@ class _Glm:
             yield from stream.skip_space()
         yield from stream.expect("</tool_call>")
         writer.close()
-        answer.settle()
+        answer.commit()
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
         one = sequence(constant("<tool_call>"), self.behind("<tool_call>", tools, parallel))

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end
-from penstock.serve.parsers.stream import Markers, NotACallError, Steps
+from penstock.serve.parsers.output_parser import ReasoningToolParser
+from penstock.serve.parsers.stream import Markers, NotAToolCallError, Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
 _TO, _PREFIX = "to=", "functions."
 _START, _CHANNEL, _MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
 _HEAD = Markers([_MESSAGE])
-_LONGEST_HEAD = 256
+_MAX_HEAD = 256
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class _Harmony:
     def suits(self, template: str) -> bool:
         return f"{_CHANNEL}analysis{_MESSAGE}" in template
 
-    def read(self, answer: Answer, marker: str) -> Steps[None]:
+    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
         stream = answer.stream
         if not marker:
             yield from stream.expect(_TO)
-        head = yield from stream.until(_HEAD, _LONGEST_HEAD)
+        head = yield from stream.until(_HEAD, _MAX_HEAD)
         name = head.split("<", 1)[0].split()[:1]
         if not name:
-            raise NotACallError
+            raise NotAToolCallError
         yield from stream.skip_space()
         yield from read_arguments(answer, name[0].removeprefix(_PREFIX))
         yield from read_end(answer, "<|call|>", "<|end|>", one_token=True)

@@ -6,9 +6,9 @@ import json
 import re
 from dataclasses import dataclass
 
-from penstock.serve.parsers.answer import Answer
-from penstock.serve.parsers.json_text import JsonText, json_value
-from penstock.serve.parsers.stream import NotACallError, Steps
+from penstock.serve.parsers.json_scanner import JsonScanner, json_value
+from penstock.serve.parsers.output_parser import ReasoningToolParser
+from penstock.serve.parsers.stream import NotAToolCallError, Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
 
@@ -51,7 +51,7 @@ class JsonCalls:
     def suits(self, template: str) -> bool:
         return all(hint in template for hint in self.hints)
 
-    def read(self, answer: Answer, marker: str) -> Steps[None]:
+    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
         yield from read_json_calls(answer)
         if self.end:
             yield from answer.stream.accept("}")  # some models write one too many
@@ -79,7 +79,7 @@ class JsonCalls:
         return sequence(constant(head), by_schema(schema), constant("}"))
 
 
-def read_json_calls(answer: Answer, more: str = "{[") -> Steps[None]:
+def read_json_calls(answer: ReasoningToolParser, more: str = "{[") -> Steps[None]:
     """Objects and lists of them, one or several; those after the first begin with one of `more`."""
     stream = answer.stream
     yield from stream.skip_space()
@@ -92,7 +92,7 @@ def read_json_calls(answer: Answer, more: str = "{[") -> Steps[None]:
             return
 
 
-def read_json_list(answer: Answer, *, bare: bool = False) -> Steps[None]:
+def read_json_list(answer: ReasoningToolParser, *, bare: bool = False) -> Steps[None]:
     """Objects and the end of the list that has begun."""
     stream = answer.stream
     while True:
@@ -102,10 +102,10 @@ def read_json_list(answer: Answer, *, bare: bool = False) -> Steps[None]:
         if not (yield from stream.accept(",")):
             break
     yield from stream.expect("]")
-    answer.settle()
+    answer.commit()
 
 
-def another_follows(answer: Answer, firsts: str, *marker: str) -> Steps[bool]:
+def another_follows(answer: ReasoningToolParser, firsts: str, *marker: str) -> Steps[bool]:
     """Whether another call follows the one at hand, and begins with one of `firsts`.
 
     Takes what stands between the two: white space, a comma or semicolon, and a marker, all of them optional.
@@ -120,17 +120,17 @@ def another_follows(answer: Answer, firsts: str, *marker: str) -> Steps[bool]:
     return bool(first) and first in firsts
 
 
-def end_of_calls(answer: Answer) -> None:
+def end_of_calls(answer: ReasoningToolParser) -> None:
     """Ends calls that no marker ends: what was taken behind them is text.
 
     Raises:
-        NotACallError: something was taken.
+        NotAToolCallError: something was taken.
     """
     if answer.stream.taken:
-        raise NotACallError
+        raise NotAToolCallError
 
 
-def read_end(answer: Answer, *ends: str, one_token: bool = False) -> Steps[None]:
+def read_end(answer: ReasoningToolParser, *ends: str, one_token: bool = False) -> Steps[None]:
     """The end marker. It may be missing or cut short where the text ends; before more text it may not.
 
     Args:
@@ -140,13 +140,13 @@ def read_end(answer: Answer, *ends: str, one_token: bool = False) -> Steps[None]
     yield from stream.skip_space()
     if (yield from stream.peek()) and not (yield from stream.accept(*ends)):
         if not stream.ended or one_token:
-            raise NotACallError
+            raise NotAToolCallError
         if stream.take_rest() == "<":
-            raise NotACallError  # more likely text than the first character of a marker
-    answer.settle()
+            raise NotAToolCallError  # more likely text than the first character of a marker
+    answer.commit()
 
 
-def read_json_call(answer: Answer, *, bare: bool = False) -> Steps[None]:
+def read_json_call(answer: ReasoningToolParser, *, bare: bool = False) -> Steps[None]:
     """One object, its keys in any order; keys that are of no use are skipped.
 
     `bare` objects have no marker before them, so that they must look like nothing else: only known keys, both
@@ -174,7 +174,7 @@ def read_json_call(answer: Answer, *, bare: bool = False) -> Steps[None]:
         elif key in _ARGUMENT_KEYS and not name and not held:
             held = yield from _arguments(answer)
         elif bare and key not in _OTHER_KEYS:
-            raise NotACallError
+            raise NotAToolCallError
         else:
             yield from json_value(stream)
         yield from stream.skip_space()
@@ -184,13 +184,13 @@ def read_json_call(answer: Answer, *, bare: bool = False) -> Steps[None]:
     closed = yield from stream.accept("}")
     if not is_called:
         if not closed or not name or bare:
-            raise NotACallError
+            raise NotAToolCallError
         if answer.knows(name):
             _call_at_once(answer, name, "{}")
-    answer.settle()
+    answer.commit()
 
 
-def stream_arguments(answer: Answer, name: str, call_id: str = "") -> Steps[None]:
+def stream_arguments(answer: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
     """The arguments of a call whose name is known, passed on as they come.
 
     The call begins when its object of arguments has begun well, with a key or its end. From there on it stays
@@ -200,7 +200,7 @@ def stream_arguments(answer: Answer, name: str, call_id: str = "") -> Steps[None
     if (yield from stream.peek()) != "{":
         _call_at_once(answer, name, (yield from _arguments(answer)), call_id)
         return
-    value = JsonText()
+    value = JsonScanner()
     begun, started = "", False
     while not value.done:
         text, at = yield from stream.available()
@@ -216,11 +216,11 @@ def stream_arguments(answer: Answer, name: str, call_id: str = "") -> Steps[None
         else:
             answer.add_arguments(piece)
         if value.broken or at == len(text):
-            raise NotACallError
+            raise NotAToolCallError
     answer.end_call()
 
 
-def read_arguments(answer: Answer, name: str, call_id: str = "") -> Steps[None]:
+def read_arguments(answer: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
     """The arguments behind a name; those of an unknown tool become text, with what is around them."""
     if answer.knows(name):
         yield from stream_arguments(answer, name, call_id)
@@ -229,43 +229,43 @@ def read_arguments(answer: Answer, name: str, call_id: str = "") -> Steps[None]:
         yield from json_value(answer.stream)
 
 
-def read_name(answer: Answer) -> Steps[str]:
+def read_name(answer: ReasoningToolParser) -> Steps[str]:
     """A name without quotes."""
     name = yield from answer.stream.run(_NAME, _MAX_NAME)
     return name
 
 
-def _call_at_once(answer: Answer, name: str, arguments: str, call_id: str = "") -> None:
+def _call_at_once(answer: ReasoningToolParser, name: str, arguments: str, call_id: str = "") -> None:
     answer.start_call(name, call_id)
     answer.add_arguments(arguments)
     answer.end_call()
 
 
-def _refuse(answer: Answer, bare: bool) -> None:
+def _refuse(answer: ReasoningToolParser, bare: bool) -> None:
     if bare:
-        raise NotACallError
+        raise NotAToolCallError
     answer.refuse()
 
 
-def _string(answer: Answer) -> Steps[str]:
+def _string(answer: ReasoningToolParser) -> Steps[str]:
     if (yield from answer.stream.peek()) != '"':
-        raise NotACallError
+        raise NotAToolCallError
     value = json.loads((yield from json_value(answer.stream)))
     assert isinstance(value, str)
     return value
 
 
-def _arguments(answer: Answer) -> Steps[str]:
+def _arguments(answer: ReasoningToolParser) -> Steps[str]:
     """An object; the same in a string, as some models write it; null for none."""
     text = yield from json_value(answer.stream)
     if text.startswith('"'):
         text = json.loads(text).strip()
-        value = JsonText()
+        value = JsonScanner()
         end, text = value.feed(text)
         if not value.done or value.broken or end != len(text):
-            raise NotACallError
+            raise NotAToolCallError
     if text == "null":
         return "{}"
     if not text.startswith("{"):
-        raise NotACallError
+        raise NotAToolCallError
     return text

@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end
+from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Markers, Steps
 from penstock.serve.parsers.structural_tags import (
     Tag,
@@ -37,7 +37,7 @@ class _KimiK2:
     def suits(self, template: str) -> bool:
         return _BEGIN in template
 
-    def read(self, answer: Answer, marker: str) -> Steps[None]:
+    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
         stream = answer.stream
         yield from stream.skip_space()
         while marker == _CALL or (yield from stream.accept(_CALL)):
@@ -71,14 +71,14 @@ class _KimiK2:
         return sequence(repeated(either(calls), "", parallel), constant(_END))
 
 
-def _name(answer: Answer, written: str) -> str:
+def _name(answer: ReasoningToolParser, written: str) -> str:
     """The tool that an id names; models leave out the prefix or the number."""
     plain = written.removeprefix("functions.")
     names = (plain.rpartition(":")[0], plain, written)
     return next(filter(answer.knows, names), "")
 
 
-def _id(answer: Answer, written: str, name: str) -> str:
+def _id(answer: ReasoningToolParser, written: str, name: str) -> str:
     """The id as written; one that is not whole or that another call has gets a number of its own.
 
     The chat template writes it back as it is, so that it has to look like the model's own.

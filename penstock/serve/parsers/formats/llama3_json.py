@@ -3,7 +3,6 @@ several with ``;``, white space or nothing between them; and ``<|python_tag|>f.c
 
 from __future__ import annotations
 
-from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.json_calls import (
     JsonCalls,
     another_follows,
@@ -13,13 +12,14 @@ from penstock.serve.parsers.formats.json_calls import (
     read_name,
 )
 from penstock.serve.parsers.formats.pythonic import read_keywords
-from penstock.serve.parsers.stream import NotACallError, Steps
+from penstock.serve.parsers.output_parser import ReasoningToolParser
+from penstock.serve.parsers.stream import NotAToolCallError, Steps
 from penstock.serve.parsers.structural_tags import Tag, repeated
 from penstock.serve.parsers.tools import Tools
 
 
 class _Llama3(JsonCalls):
-    def read(self, answer: Answer, marker: str) -> Steps[None]:
+    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
         stream = answer.stream
         yield from stream.skip_space()
         if marker and (yield from stream.peek()) not in ("{", "["):
@@ -34,11 +34,11 @@ class _Llama3(JsonCalls):
                 break
         end_of_calls(answer)
 
-    def _built_in(self, answer: Answer) -> Steps[None]:
+    def _built_in(self, answer: ReasoningToolParser) -> Steps[None]:
         name = yield from read_name(answer)
         method = ".call"
         if not name.endswith(method) or not answer.knows(name.removesuffix(method)):
-            raise NotACallError
+            raise NotAToolCallError
         yield from answer.stream.expect("(")
         yield from read_keywords(answer, name.removesuffix(method))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 
-from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.json_calls import (
     JsonCalls,
     end_of_calls,
@@ -13,6 +12,7 @@ from penstock.serve.parsers.formats.json_calls import (
     read_json_calls,
     read_name,
 )
+from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
@@ -23,7 +23,7 @@ _CALL_ID = re.compile(r"[A-Za-z0-9]+")
 class _Mistral(JsonCalls):
     """Reads all of them; the older ``mistral_v3`` differs only in what its grammar forces."""
 
-    def read(self, answer: Answer, marker: str) -> Steps[None]:
+    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
         stream = answer.stream
         yield from stream.skip_space()
         if (yield from stream.peek()) in ("[", "{"):

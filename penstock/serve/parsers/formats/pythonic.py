@@ -6,11 +6,11 @@ import json
 import re
 from dataclasses import dataclass
 
-from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.arguments import Arguments
 from penstock.serve.parsers.formats.json_calls import another_follows, end_of_calls, read_end
-from penstock.serve.parsers.python_text import PythonText
-from penstock.serve.parsers.stream import NotACallError, Steps
+from penstock.serve.parsers.output_parser import ReasoningToolParser
+from penstock.serve.parsers.python_scanner import PythonScanner
+from penstock.serve.parsers.stream import NotAToolCallError, Steps
 from penstock.serve.parsers.structural_tags import (
     Tag,
     any_number,
@@ -47,7 +47,7 @@ class PythonicCalls:
     def suits(self, template: str) -> bool:
         return bool(self.hints) and all(hint in template for hint in self.hints)
 
-    def read(self, answer: Answer, marker: str) -> Steps[None]:
+    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
         yield from answer.stream.skip_space()
         while True:
             yield from _read_list(answer)
@@ -71,7 +71,7 @@ class PythonicCalls:
         return sequence(constant("["), repeated(calls, ", ", parallel), constant("]"))
 
 
-def _read_list(answer: Answer) -> Steps[None]:
+def _read_list(answer: ReasoningToolParser) -> Steps[None]:
     stream = answer.stream
     yield from stream.expect("[")
     yield from stream.skip_space()
@@ -79,17 +79,17 @@ def _read_list(answer: Answer) -> Steps[None]:
         name = yield from stream.run(_NAME, _MAX_NAME)
         yield from stream.expect("(")
         if not answer.knows(name):
-            raise NotACallError
+            raise NotAToolCallError
         yield from read_keywords(answer, name)
         yield from stream.skip_space()
         if not (yield from stream.accept(",")):
             yield from stream.expect("]")
             break
         yield from stream.skip_space()
-    answer.settle()
+    answer.commit()
 
 
-def read_keywords(answer: Answer, name: str) -> Steps[None]:
+def read_keywords(answer: ReasoningToolParser, name: str) -> Steps[None]:
     """``a=1, b="x")``: what follows a call's parenthesis, passed on as the JSON it stands for."""
     stream = answer.stream
     before = "{"
@@ -116,9 +116,9 @@ def read_keywords(answer: Answer, name: str) -> Steps[None]:
     answer.end_call()
 
 
-def _literal(answer: Answer) -> Steps[None]:
+def _literal(answer: ReasoningToolParser) -> Steps[None]:
     stream = answer.stream
-    value = PythonText()
+    value = PythonScanner()
     while not value.done:
         text, at = yield from stream.available()
         end, piece = value.feed(text, at)
@@ -126,13 +126,13 @@ def _literal(answer: Answer) -> Steps[None]:
         stream.take(end - at)
         answer.add_arguments(piece)
         if value.broken or at == len(text):
-            raise NotACallError
+            raise NotAToolCallError
     if value.broken:
-        raise NotACallError
+        raise NotAToolCallError
 
 
 def _call(name: str, schema: Schema) -> Tag:
-    """Keywords in the order of the schema, values as JSON, which `PythonText` reads as well."""
+    """Keywords in the order of the schema, values as JSON, which `PythonScanner` reads as well."""
     arguments = Arguments.of(schema)
     parts = [constant(f"{name}(")]
     if arguments.any_others:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.serve.parsers.answer import Answer
 from penstock.serve.parsers.formats.arguments import TaggedArguments
 from penstock.serve.parsers.formats.json_calls import read_end, read_name
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
+from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Markers, Steps
 from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
@@ -38,7 +38,7 @@ class FunctionTags:
     def suits(self, template: str) -> bool:
         return all(hint in template for hint in self.hints)
 
-    def read(self, answer: Answer, marker: str) -> Steps[None]:
+    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
         stream = answer.stream
         if marker == self.begin:
             yield from stream.skip_space()
@@ -53,7 +53,7 @@ class FunctionTags:
             yield from stream.skip_space()
         end = yield from stream.expect("</function>", self.end)
         writer.close()
-        answer.settle()
+        answer.commit()
         if end == self.end:  # the inner end tag is sometimes forgotten
             return
         if marker == self.begin:
@@ -61,7 +61,7 @@ class FunctionTags:
             return
         yield from stream.skip_space()
         yield from stream.accept(self.end)
-        answer.settle()
+        answer.commit()
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
         one = sequence(constant(self.begin), self.behind(self.begin, tools, parallel))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from penstock.serve.parsers.answer import Answer
-from penstock.serve.parsers.json_text import JsonText
-from penstock.serve.parsers.stream import Markers, NotACallError, Steps
+from penstock.serve.parsers.json_scanner import JsonScanner
+from penstock.serve.parsers.output_parser import ReasoningToolParser
+from penstock.serve.parsers.stream import Markers, NotAToolCallError, Steps
 
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _STRING = frozenset({"string"})
@@ -21,7 +21,7 @@ class ArgumentWriter:
     The call begins with its first argument or its end. Of an unknown tool nothing is written.
     """
 
-    def __init__(self, answer: Answer, name: str) -> None:
+    def __init__(self, answer: ReasoningToolParser, name: str) -> None:
         self._answer = answer
         self._name = name
         self._before = "{"
@@ -71,7 +71,7 @@ class ArgumentWriter:
         while not marker:
             text, marker = yield from stream.piece(end)
             if not text and not marker:
-                raise NotACallError
+                raise NotAToolCallError
             if is_first and text:
                 text, is_first = text.removeprefix("\n"), False
             text = held + text
@@ -88,7 +88,7 @@ class ArgumentWriter:
             if not text and not marker:
                 # An open string: whatever stands in it, nobody can take it for a complete value.
                 self._add(f'"{_escaped("".join(pieces))}')
-                raise NotACallError
+                raise NotAToolCallError
         value = "".join(pieces)
         if padded:
             value = value.removeprefix("\n").removesuffix("\n")
@@ -103,7 +103,7 @@ def typed_json(text: str, types: frozenset[str] | None) -> str:
     """JSON of an argument's text: what it says as JSON if the schema allows that type, else a string."""
     stripped = text.strip()
     stripped = _PYTHON_NAMES.get(stripped, stripped)
-    value = JsonText()
+    value = JsonScanner()
     end, checked = value.feed(f"{stripped} ")  # a number ends at what follows it
     if not value.done or value.broken or end < len(stripped):
         return json.dumps(text, ensure_ascii=False)

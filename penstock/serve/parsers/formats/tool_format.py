@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from penstock.serve.parsers.answer import CallReader
+from penstock.serve.parsers.output_parser import ToolCallReader
 from penstock.serve.parsers.structural_tags import Tag
 from penstock.serve.parsers.tools import Tools
 
 
-class ToolFormat(CallReader, Protocol):
+class ToolFormat(ToolCallReader, Protocol):
     """How calls are found in text, and how a grammar forces them."""
 
     @property

@@ -1,0 +1,35 @@
+"""GPT-2, and what was made after it: DistilGPT2, DialoGPT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.architectures.registry import SupportedArchitecture
+from penstock.pipelines.core import PipelineTask
+
+
+def tiny_config() -> dict[str, Any]:
+    """A ``config.json`` small enough for a test: three heads."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": 48,
+        "n_layer": 3,
+        "n_head": 3,
+        "n_inner": None,
+        "n_positions": 256,
+        "vocab_size": 130,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-05,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+ARCHITECTURE = SupportedArchitecture(
+    name="gpt2",
+    task=PipelineTask.TEXT_GENERATION,
+    pipeline_model="model:GPT2Model",
+    example_repo_ids=("openai-community/gpt2", "distilbert/distilgpt2"),
+    tiny_config=tiny_config,
+)

@@ -1,0 +1,140 @@
+"""GPT-2 (Radford et al. 2019): learned positions, norms with a mean, no gates, biases everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from penstock.architectures.decoder import DecoderModel, kv_dtype
+from penstock.architectures.gpt2.config import GPT2Config
+from penstock.config import upper_bounded_default
+from penstock.host.heartbeat import beat
+from penstock.kernels import Activation, StepInputs
+from penstock.kv_cache import KVCacheSpec, KVGroup
+from penstock.nn import Attention, Embedding, Head, LayerNorm, Linear, Loader
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig, PipelineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class GPT2MLP:
+    """``down(activation(up(x)))``."""
+
+    up: Linear
+    down: Linear
+    activation: Activation
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
+        return self.down(step.ops.activation(self.up(x, step), self.activation), step)
+
+
+@dataclass(frozen=True, slots=True)
+class GPT2Block:
+    """Attention, then the feed-forward layer, each behind a norm and added to what it read."""
+
+    attention_norm: LayerNorm
+    attention: Attention
+    mlp_norm: LayerNorm
+    mlp: GPT2MLP
+
+    @classmethod
+    def load(cls, load: Loader, config: GPT2Config, layer: int) -> GPT2Block:
+        """Reads block ``layer``, whose linear layers are stored ``[in, out]``."""
+        name, hidden, inner = f"transformer.h.{layer}", config.hidden, config.inner
+
+        def linear(part: str, out_features: int, in_features: int) -> Linear:
+            return load.linear(f"{name}.{part}", out_features, in_features, bias=True, transposed=True)
+
+        return cls(
+            load.layer_norm(f"{name}.ln_1", hidden, config.norm_eps),
+            Attention(
+                linear("attn.c_attn", 3 * hidden, hidden),
+                linear("attn.c_proj", hidden, hidden),
+                layer,
+                config.heads,
+                config.heads,
+                config.head_dim,
+                config.scales[layer],
+                rotary=None,
+            ),
+            load.layer_norm(f"{name}.ln_2", hidden, config.norm_eps),
+            GPT2MLP(
+                linear("mlp.c_fc", inner, hidden), linear("mlp.c_proj", hidden, inner), config.activation
+            ),
+        )
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
+        x = step.ops.add(x, self.attention(self.attention_norm(x, step), (), step))
+        return step.ops.add(x, self.mlp(self.mlp_norm(x, step), step))
+
+
+@dataclass(frozen=True, slots=True)
+class GPT2Network:
+    """Embeddings of tokens and of positions, blocks, final norm and head."""
+
+    embedding: Embedding
+    positions: Embedding
+    blocks: tuple[GPT2Block, ...]
+    norm: LayerNorm
+    head: Head
+    length_dependent: bool = False
+
+    @classmethod
+    def load(cls, load: Loader, config: GPT2Config) -> GPT2Network:
+        """Reads a network."""
+        vocabulary, hidden = config.vocabulary, config.hidden
+        tied_head = "lm_head" if config.tied_head else None
+        table = load.table("transformer.wte", vocabulary, hidden, tied_head=tied_head)
+        tied_to = table if config.tied_head else None
+        return cls(
+            Embedding(table),
+            Embedding(load.tensor("transformer.wpe.weight", config.positions, hidden)),
+            tuple(GPT2Block.load(load, config, layer) for layer in range(config.layers)),
+            load.layer_norm("transformer.ln_f", hidden, config.norm_eps),
+            Head(load.head("lm_head", vocabulary, hidden, tied_to=tied_to)),
+        )
+
+    def __call__(
+        self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm."""
+        x = self.embedding(tokens, step, input_embeds)
+        x = step.ops.add(x, self.positions(step.positions, step))
+        for block in self.blocks:
+            x = block(x, step)
+            beat()
+        return x, self.norm(x, step)
+
+
+class GPT2Model(DecoderModel):
+    """GPT-2 as a pipeline model."""
+
+    ignored_weights = ("*.attn.bias", "*.attn.masked_bias")  # masks
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"adapter": with_prefix} | kwargs)
+
+    @classmethod
+    def calculate_max_seq_len(
+        cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
+    ) -> int:
+        positions = GPT2Config.from_huggingface(huggingface_config).positions
+        return upper_bounded_default(positions, pipeline_config.model.max_length)
+
+    @classmethod
+    def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
+        config = GPT2Config.from_huggingface(huggingface_config)
+        layers, dtype = tuple(range(config.layers)), kv_dtype(pipeline_config)
+        return KVCacheSpec((KVGroup(layers, config.heads, config.head_dim, dtype),))
+
+    @classmethod
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> GPT2Network:
+        return GPT2Network.load(load, GPT2Config.from_huggingface(huggingface_config))
+
+
+def with_prefix(name: str) -> str:
+    """OpenAI's own checkpoint has the names of the network without its head, those tuned from it have all."""
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"

@@ -1,0 +1,80 @@
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): clamped experts, windows in turns, sinks of attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.gpt_oss.weights import load_experts
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.kernels import ClampedSwiGLU
+from penstock.nn import (
+    FULL,
+    SLIDING,
+    Blueprint,
+    Experts,
+    Loader,
+    LoadFeedForward,
+    layer_types,
+    load_router,
+    num_chosen,
+    num_layers,
+    windows_of,
+)
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class GptOssModel(TransformerModel):
+    """gpt-oss as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        if config.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise ConfigError("hidden_act", f"must be silu in this family, was {config.hidden_act!r}")
+        bias = config.flag("attention_bias", True)
+        turns = tuple((SLIDING, FULL)[layer % 2] for layer in range(num_layers(config)))
+        return Blueprint.from_huggingface(
+            config,
+            head_dim=64,
+            default_base=150_000.0,
+            rope_parameters=config.section("rope_parameters") or config.section("rope_scaling") or _YARN,
+            norm_eps=config.positive("rms_norm_eps", 1e-5),
+            qkv_bias=bias,
+            output_bias=bias,
+            sinks=True,
+            windows=windows_of(config, layer_types(config, turns), _WINDOW),
+        )
+
+    @classmethod
+    def feed_forward(
+        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
+    ) -> LoadFeedForward:
+        experts = huggingface_config.count("num_local_experts", 128)
+        top = num_chosen(huggingface_config, experts, default=4)
+        gating = ClampedSwiGLU(_ALPHA, huggingface_config.positive("swiglu_limit", 7.0))
+
+        def read(name: str, layer: int) -> Experts:
+            return Experts(
+                load_router(load, f"{name}.router", experts, blueprint.hidden, bias=True),
+                load_experts(load, f"{name}.experts", experts, blueprint.hidden, blueprint.inner),
+                top,
+                "chosen",
+                gating,
+            )
+
+        return read
+
+
+_ALPHA = 1.702  # with which g * sigmoid(alpha g) is nearly GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
+_WINDOW = 128
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}

@@ -1,0 +1,36 @@
+"""Llama: Llama 1 to 3.3, TinyLlama, SmolLM and all others whose ``model_type`` is ``llama``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.architectures.registry import SupportedArchitecture
+from penstock.pipelines.core import PipelineTask
+
+
+def tiny_config() -> dict[str, Any]:
+    """A ``config.json`` small enough for a test: grouped heads, sizes that are no powers of two."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 48,
+        "intermediate_size": 88,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "vocab_size": 130,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+
+
+ARCHITECTURE = SupportedArchitecture(
+    name="llama",
+    task=PipelineTask.TEXT_GENERATION,
+    pipeline_model="model:LlamaModel",
+    example_repo_ids=("meta-llama/Llama-3.2-1B-Instruct", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
+    tiny_config=tiny_config,
+)

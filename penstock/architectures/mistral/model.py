@@ -1,0 +1,20 @@
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with a window."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.nn import Blueprint, same_windows
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class MistralModel(TransformerModel):
+    """Mistral as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        windows = same_windows(huggingface_config, default=4096)
+        return Blueprint.from_huggingface(huggingface_config, windows=windows)

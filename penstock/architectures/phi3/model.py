@@ -1,0 +1,35 @@
+"""Phi 3 (Abdin et al. 2024, arXiv:2404.14219): Llama with fused weights, a window and LongRoPE."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.nn import Blueprint, same_windows
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class Phi3Model(TransformerModel):
+    """Phi 3 as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        return Blueprint.from_huggingface(
+            config,
+            rope_parameters=_rope_parameters(config),
+            partial_rotary=True,
+            fused_weights=True,
+            norm_eps=config.positive("rms_norm_eps", 1e-5),
+            windows=same_windows(config),
+        )
+
+
+def _rope_parameters(config: HuggingFaceConfig) -> dict[str, Any]:
+    """LongRoPE's under its name: the first files of the family call it su or yarn."""
+    given = dict(config.section("rope_parameters") or config.section("rope_scaling"))
+    if given.get("rope_type", given.get("type")) in ("su", "yarn"):
+        given["rope_type"] = "longrope"
+    return given

@@ -1,0 +1,41 @@
+"""Qwen 2 (Yang et al. 2024, arXiv:2407.10671): Llama with biases of queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, windows_of
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class Qwen2Model(TransformerModel):
+    """Qwen 2 as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        return Blueprint.from_huggingface(
+            huggingface_config, qkv_bias=True, windows=late_windows(huggingface_config)
+        )
+
+
+def late_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
+    """The window of each layer: those from ``max_window_layers`` on have one, if ``use_sliding_window``.
+
+    Raises:
+        ConfigError: ``layer_types`` has sliding attention, and there is no window.
+    """
+    first = config.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ConfigError("max_window_layers", f"must be a whole number of at least 0, was {first!r}")
+    layers = num_layers(config)
+    is_used = config.flag("use_sliding_window") and config.get("sliding_window", _WINDOW) is not None
+    default = tuple(SLIDING if is_used and layer >= first else FULL for layer in range(layers))
+    types = layer_types(config, default)
+    return windows_of(config, types, _WINDOW, is_used=is_used)
+
+
+_WINDOW = 4096

@@ -1,0 +1,39 @@
+"""Qwen 3, dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.architectures.registry import SupportedArchitecture
+from penstock.pipelines.core import PipelineTask
+
+
+def tiny_config() -> dict[str, Any]:
+    """A ``config.json`` small enough for a test: heads wider than E / H, each with its norms."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 48,
+        "intermediate_size": 88,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "vocab_size": 130,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-05,
+        "head_dim": 16,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+    }
+
+
+ARCHITECTURE = SupportedArchitecture(
+    name="qwen3",
+    task=PipelineTask.TEXT_GENERATION,
+    pipeline_model="model:Qwen3Model",
+    example_repo_ids=("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"),
+    tiny_config=tiny_config,
+)

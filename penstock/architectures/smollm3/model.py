@@ -1,0 +1,47 @@
+"""SmolLM 3: Llama with some layers that have no notion of positions (Yang et al. 2025, 2501.18795)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, windows_of
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class SmolLM3Model(TransformerModel):
+    """SmolLM 3 as a pipeline model."""
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        config = huggingface_config
+        has_rope = _rope_layers(config)
+        slides = config.flag("use_sliding_window") and config.get("sliding_window") is not None
+        default = tuple(SLIDING if slides and not rope else FULL for rope in has_rope)
+        types = layer_types(config, default)
+        attention_bias = config.flag("attention_bias")
+        return Blueprint.from_huggingface(
+            config,
+            default_base=2_000_000.0,
+            tied_head=True,
+            rotary_of_layer=tuple(0 if rope else None for rope in has_rope),
+            windows=windows_of(config, types, 1, is_used=slides),
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            mlp_bias=config.flag("mlp_bias"),
+        )
+
+
+def _rope_layers(config: HuggingFaceConfig) -> tuple[bool, ...]:  # [L]
+    """Which layers have positions: ``no_rope_layers``, in which a 1 says, against its name, that one has."""
+    layers = num_layers(config)
+    given = config.get("no_rope_layers")
+    if given is None:
+        interval = config.count("no_rope_layer_interval", 4)
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if not isinstance(given, list) or len(given) < layers or any(one not in (0, 1) for one in given):
+        raise ConfigError("no_rope_layers", f"must be a list of {layers} zeros and ones, was {given!r}")
+    return tuple(bool(one) for one in given[:layers])

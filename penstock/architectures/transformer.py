@@ -1,0 +1,69 @@
+"""`TransformerModel`: a decoder that is all told by its `Blueprint`.
+
+An architecture subclasses it and reads its blueprint from ``config.json``; one whose blocks hold another
+feed-forward layer says how that is read, too.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from penstock.architectures.decoder import DecoderModel, kv_dtype
+from penstock.config import upper_bounded_default
+from penstock.kv_cache import KVCacheSpec, KVGroup
+from penstock.nn import Blueprint, DecoderNetwork, Loader, LoadFeedForward, gated_mlps
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig, PipelineConfig
+
+
+class TransformerModel(DecoderModel):
+    """A decoder-only transformer as its blueprint says."""
+
+    @classmethod
+    @abstractmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        """Reads a checkpoint's configuration.
+
+        Raises:
+            ConfigError: it asks for something that the family's network does not have here.
+            CheckpointError: a number is missing, or no number.
+        """
+
+    @classmethod
+    def feed_forward(
+        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
+    ) -> LoadFeedForward:
+        """How the feed-forward layer of a block is read from a checkpoint."""
+        return gated_mlps(load, blueprint)
+
+    @classmethod
+    def calculate_max_seq_len(
+        cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
+    ) -> int:
+        longest = cls.blueprint(huggingface_config).max_length
+        return upper_bounded_default(longest, pipeline_config.model.max_length)
+
+    @classmethod
+    def kv_spec(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> KVCacheSpec:
+        blueprint = cls.blueprint(huggingface_config)
+        dtype = kv_dtype(pipeline_config)
+        layers_of: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(blueprint.windows):
+            layers_of.setdefault(window, []).append(layer)
+        limits = {rotary.key_limit for rotary in blueprint.rotaries}
+        return KVCacheSpec(
+            tuple(
+                KVGroup(tuple(layers), blueprint.kv_heads, blueprint.head_dim, dtype, window)
+                for window, layers in layers_of.items()
+            ),
+            key_limits=tuple(sorted(limit for limit in limits if limit is not None)),
+            shares_prefixes=all(rotary.kind != "dynamic" for rotary in blueprint.rotaries),
+        )
+
+    @classmethod
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> DecoderNetwork:
+        blueprint = cls.blueprint(huggingface_config)
+        feed_forward = cls.feed_forward(load, blueprint, huggingface_config)
+        return DecoderNetwork.load(load, blueprint, max_length, feed_forward)

@@ -1,0 +1,236 @@
+"""A small HTTP/1.1 client for load: it knows when each piece of an answer came, and costs little.
+
+The machine that measures is often the one that serves, so whatever the client takes is missing there. A
+general client spends more on a token of a stream than a fast server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.errors import ConfigError
+
+_MAX_HEAD = 65536
+
+
+class IncompleteResponseError(Exception):
+    """The connection ended before the answer did, or what came is no HTTP."""
+
+
+@dataclass(slots=True)
+class HttpResponse:
+    """An answer, and when its parts came, on the clock of ``time.perf_counter``."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    """Names in lower case."""
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    """The body as it came."""
+
+    @property
+    def body(self) -> bytes:
+        """All of the body."""
+        return b"".join(piece for _, piece in self.pieces)
+
+
+class HttpClient:
+    """Requests to one server, over connections that are kept and used again.
+
+    Args:
+        url: its address, with a path in front of all paths or without.
+        headers: sent with every request.
+
+    Raises:
+        ConfigError: this is no address.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError("url", f"{url!r} is no address: {error}") from None
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
+            raise ConfigError("url", f"{url!r} is no address: write http://host:port")
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host = parts.hostname
+        self._port = port or (443 if self._ssl else 80)
+        self._path = parts.path.rstrip("/")
+        lines = {"Host": parts.netloc.rpartition("@")[2], "Accept": "*/*", **(headers or {})}
+        self._lines = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self._idle: list[_Connection] = []
+
+    async def get(self, path: str) -> HttpResponse:
+        """Asks for a path."""
+        return await self._request(f"GET {self._path}{path} HTTP/1.1\r\n{self._lines}\r\n".encode())
+
+    async def post(self, path: str, body: Any) -> HttpResponse:
+        """Sends an object as JSON.
+
+        Cancelling it closes the connection, by which the server knows that nobody wants the rest.
+
+        Raises:
+            OSError: there is no connection to the server.
+            IncompleteResponseError: it ended too early.
+        """
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        head = (
+            f"POST {self._path}{path} HTTP/1.1\r\n{self._lines}"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        return await self._request(head.encode() + data)
+
+    def close(self) -> None:
+        """Closes the connections that are kept."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _request(self, data: bytes) -> HttpResponse:
+        while self._idle:
+            kept = self._idle.pop()
+            if kept.is_open:
+                try:
+                    return await self._exchange(kept, data)
+                except _NoResponseError:
+                    pass  # closed by the server in the moment when it was used again
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._ssl)
+        try:
+            return await self._exchange(connection, data)
+        except _NoResponseError as error:
+            raise IncompleteResponseError(str(error)) from None
+
+    async def _exchange(self, connection: _Connection, data: bytes) -> HttpResponse:
+        try:
+            answer = await connection.exchange(data)
+        except BaseException:
+            connection.close()
+            raise
+        if connection.is_open:
+            self._idle.append(connection)
+        return answer
+
+
+class _NoResponseError(Exception):
+    """The connection was closed before anything came."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection; one exchange at a time."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._answer = HttpResponse()
+        self._done: asyncio.Future[HttpResponse] | None = None
+        self._has_head = False
+        self._is_chunked = False
+        self._left: int | None = None  # bytes of the body or of the chunk; None: to the connection's end
+
+    def exchange(self, data: bytes) -> asyncio.Future[HttpResponse]:
+        """Sends a request; its answer."""
+        assert self._transport is not None
+        self._answer, self._has_head = HttpResponse(), False
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(data)
+        return self._done
+
+    def close(self) -> None:
+        """At once."""
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- What asyncio calls ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        self._buffer += data
+        try:
+            if not self._has_head:
+                self._read_head()
+            if self._has_head:
+                self._read_body(now)
+        except (ValueError, IndexError) as error:
+            self._fail(IncompleteResponseError(f"this is no HTTP: {error}"))
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        if self._has_head and not self._is_chunked and self._left is None:
+            self._end()
+        elif self._has_head or self._buffer:
+            self._fail(IncompleteResponseError("the connection ended in the middle of the answer"))
+        else:
+            self._fail(_NoResponseError("the connection was closed without an answer"))
+
+    # -- HTTP --------------------------------------------------------------------------------------------
+
+    def _read_head(self) -> None:
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._buffer) > _MAX_HEAD:
+                raise ValueError("a head without an end")
+            return
+        first, *lines = self._buffer[:end].decode("latin-1").split("\r\n")
+        del self._buffer[: end + 4]
+        status = int(first.split(" ", 2)[1])
+        if status < 200:
+            return self._read_head()  # it says only that more is to come
+        headers = {}
+        for line in lines:
+            name, _, value = line.partition(":")
+            headers[name.strip().lower()] = value.strip()
+        self._answer.status, self._answer.headers, self._has_head = status, headers, True
+        self._is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
+        length = headers.get("content-length")
+        self._left = 0 if self._is_chunked else None if length is None else int(length)
+
+    def _read_body(self, now: float) -> None:
+        buffer, pieces = self._buffer, self._answer.pieces
+        if not self._is_chunked:
+            if buffer:
+                pieces.append((now, bytes(buffer)))
+                if self._left is not None:
+                    self._left -= len(buffer)
+                buffer.clear()
+            if self._left is not None and self._left <= 0:
+                self._end()
+            return
+        while True:
+            line_end = buffer.find(b"\r\n")
+            if line_end < 0:
+                return
+            size = int(bytes(buffer[:line_end]).partition(b";")[0], 16)
+            if len(buffer) < line_end + size + 4:
+                return
+            if size == 0:
+                del buffer[: line_end + 4]  # nobody sends trailers
+                self._end()
+                return
+            pieces.append((now, bytes(buffer[line_end + 2 : line_end + 2 + size])))
+            del buffer[: line_end + size + 4]
+
+    def _end(self) -> None:
+        if self._answer.headers.get("connection", "").lower() == "close":
+            self.close()
+        if self._done is not None and not self._done.done():
+            self._done.set_result(self._answer)
+
+    def _fail(self, error: Exception) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)

@@ -1,0 +1,176 @@
+"""What became of one request: when its tokens came, how many there were, or what went wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from penstock.bench.http_client import HttpResponse
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request. Times are those of ``time.perf_counter``."""
+
+    index: int
+    scheduled: float
+    """When it was to be sent. Latencies count from here: a client that falls behind hides nothing."""
+    sent: float = 0.0
+    ended: float = 0.0
+    text_times: list[float] = field(default_factory=list)
+    """When each event that has text came, in a stream; an event may have several tokens."""
+    prompt_tokens: int = 0
+    """This and the next two as the server's ``usage`` counts them."""
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    error: str | None = None
+    """The kind of what went wrong, the same words for the same kind."""
+    detail: str = ""
+    """What the server said about it."""
+
+    @property
+    def seconds(self) -> float:
+        """From its time to its end."""
+        return self.ended - self.scheduled
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From its time to its first text; None where it did not stream."""
+        return self.text_times[0] - self.scheduled if self.text_times else None
+
+    @property
+    def token_seconds(self) -> float | None:
+        """The mean time of a token after the first; None where there is none, or it did not stream."""
+        if self.completion_tokens < 2 or not self.text_times:
+            return None
+        return (self.text_times[-1] - self.text_times[0]) / (self.completion_tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between two events that have text."""
+        return [after - before for before, after in pairwise(self.text_times)]
+
+    def failed(self, kind: str, detail: str = "") -> None:
+        """Notes what went wrong first."""
+        if self.error is None:
+            self.error, self.detail = kind, detail[:500]
+
+
+# What is read of the answers of servers, whoever made them. -----------------------------------------------
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_text(self) -> bool:
+        delta = self.delta
+        if delta is None:
+            return bool(self.text)
+        return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
+
+
+class _Object(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Object).decode
+
+
+def read_response(outcome: Outcome, answer: HttpResponse) -> None:
+    """Notes in an outcome what an answer says, also where that is an error."""
+    if answer.status != 200:
+        said = _error_of(answer.body)
+        outcome.failed(f"HTTP {answer.status}{_in_brackets(said)}", _message_of(said))
+        return
+    try:
+        if answer.headers.get("content-type", "").startswith("text/event-stream"):
+            _read_stream(outcome, answer)
+        else:
+            _read_object(outcome, _decode(answer.body))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        outcome.failed("an answer that cannot be read", str(error))
+        return
+    if outcome.error is None and not outcome.prompt_tokens:
+        outcome.failed("no usage", "the answer does not say how many tokens it has")
+
+
+def events_of(pieces: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
+    """The data of a stream's events, each with the time when it was complete.
+
+    >>> events_of([(1.0, b"data: a\\n"), (2.0, b"\\ndata: b\\r\\n\\r\\n: ping\\n\\n")])
+    [(2.0, b'a'), (2.0, b'b')]
+    """
+    events, rest = [], b""
+    for when, piece in pieces:
+        *whole, rest = (rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in whole:
+            lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+            if lines:
+                events.append((when, b"\n".join(lines)))
+    return events
+
+
+def _read_stream(outcome: Outcome, answer: HttpResponse) -> None:
+    is_complete = False
+    for when, data in events_of(answer.pieces):
+        if data == b"[DONE]":
+            is_complete = True
+            continue
+        one = _decode(data)
+        if any(choice.has_text for choice in one.choices):
+            outcome.text_times.append(when)
+        _read_object(outcome, one)
+    if not is_complete:
+        outcome.failed("a stream without [DONE]")
+
+
+def _read_object(outcome: Outcome, one: _Object) -> None:
+    if one.error is not None:
+        outcome.failed(f"error in the answer{_in_brackets(one.error)}", _message_of(one.error))
+    if one.usage is not None:
+        details = one.usage.prompt_tokens_details
+        outcome.prompt_tokens = one.usage.prompt_tokens
+        outcome.completion_tokens = one.usage.completion_tokens
+        outcome.cached_tokens = (details.cached_tokens or 0) if details else 0
+
+
+def _error_of(body: bytes) -> Any:
+    try:
+        said = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body.decode(errors="replace")
+    return said.get("error", said) if isinstance(said, dict) else said
+
+
+def _in_brackets(error: Any) -> str:
+    code = (error.get("code") or error.get("type")) if isinstance(error, dict) else None
+    return f" ({code})" if code else ""
+
+
+def _message_of(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)

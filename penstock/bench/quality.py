@@ -1,0 +1,159 @@
+"""How far a model in one encoding is from the same model in another: perplexity, divergence, agreement.
+
+    LLM in float32 -> sampled texts -> scores of each encoding, text by text -> Quality
+
+The texts are sampled from the model itself, so that no set of texts decides: their perplexity is least for
+the model as it was trained, and whatever an encoding does to it shows. What a model knows is seen better on
+texts that it was not trained on.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.kv_cache import KVCacheManager
+from penstock.llm.llm import LLM
+from penstock.pipelines.core import SamplingParams, TextContext
+from penstock.weights import Weights
+from penstock.weights.safetensors import SINGLE_FILE
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """One encoding against another, over all next tokens of some texts."""
+
+    perplexity: float
+    divergence: float
+    """Mean Kullback-Leibler divergence from the other's distributions, in nats."""
+    agreement: float
+    """The share of positions whose most probable token is the other's."""
+    num_tokens: int
+
+
+def sample_texts(llm: LLM, start: int, *, count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """``count`` texts of ``length`` tokens, sampled from the model as it is: temperature 1, nothing cut off.
+
+    Args:
+        llm: the model, in the encoding that others are to be held against.
+        start: the token that each text begins with.
+        count: how many.
+        length: tokens in each, the first included.
+        seed: of the first; that of each other follows.
+    """
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            top_k=-1,
+            top_p=1.0,
+            seed=seed + number,
+            max_new_tokens=length - 1,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for number in range(count)
+    ]
+    outputs = llm.generate([[start]] * count, params, use_tqdm=False)
+    return [[start, *(int(token) for token in output.token_ids)] for output in outputs]
+
+
+def scores(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """The model's log probabilities ``[T, V]`` of what follows each token of a text, text by text."""
+    pipeline, model = llm.pipeline, llm.pipeline.model
+    assert isinstance(pipeline.kv, KVCacheManager)
+    for text in texts:
+        context = TextContext(
+            prompt=list(text), max_length=len(text) + 1, tokens=np.array(text, dtype=np.int64)
+        )
+        pipeline.kv.claim(context)
+        pipeline.kv.reserve(context)
+        inputs = model.prepare_initial_token_inputs(
+            [[context]], pipeline.kv.inputs([context]), context.active_length
+        )
+        logits = model.execute(inputs).logits
+        assert logits is not None
+        assert len(logits) == len(text), "what the prefix cache has is not computed again: leave it off"
+        yield logits.float().log_softmax(-1).cpu()
+        pipeline.release(context)
+
+
+def compare(expected: LLM, found: LLM, texts: Sequence[Sequence[int]]) -> Quality:
+    """What ``found`` makes of ``texts``, and how far that is from what ``expected`` does."""
+    return compare_all({"expected": expected, "found": found}, texts, ["expected"])["found"]["expected"]
+
+
+def compare_all(
+    models: Mapping[str, LLM], texts: Sequence[Sequence[int]], references: Sequence[str]
+) -> dict[str, dict[str, Quality]]:
+    """Each of some models against each of those that are named as references, every text scored once a model.
+
+    Returns:
+        Name -> name of a reference -> what the model makes of the texts, and how far that is from it.
+    """
+    pairs = {(name, reference): _QualityCounts() for name in models for reference in references}
+    for text, *found in zip(texts, *(scores(llm, texts) for llm in models.values()), strict=True):
+        targets = torch.tensor(text[1:])
+        rows = {name: each[:-1] for name, each in zip(models, found, strict=True)}
+        for (name, reference), tally in pairs.items():
+            tally.add(rows[reference], rows[name], targets)
+    return {
+        name: {reference: pairs[name, reference].quality() for reference in references} for name in models
+    }
+
+
+@dataclass(slots=True)
+class _QualityCounts:
+    """Sums over next tokens."""
+
+    loss: float = 0.0
+    divergence: float = 0.0
+    agreeing: int = 0
+    count: int = 0
+
+    def add(self, right: Tensor, own: Tensor, targets: Tensor) -> None:  # [T, V], [T, V], [T]
+        self.loss -= float(own.gather(1, targets[:, None]).double().sum())
+        self.divergence += float((right.exp() * (right - own)).double().sum())
+        self.agreeing += int((right.argmax(-1) == own.argmax(-1)).sum())
+        self.count += len(targets)
+
+    def quality(self) -> Quality:
+        count = self.count
+        return Quality(math.exp(self.loss / count), self.divergence / count, self.agreeing / count, count)
+
+
+def write_rounded(checkpoint: Path, folder: Path) -> None:
+    """Writes a folder with safetensors again, with the weights of its linear layers ``[out, in]`` rounded to
+    4 bits plainly: in groups of 32 inputs, to steps of a seventh of the largest magnitude.
+
+    Head, embedding and routers keep their digits, as does whatever is computed with the weights: this is what
+    any encoding of 4 bits has to be held against.
+    """
+    weights = Weights.open(checkpoint)
+    tensors = {}
+    for name in weights.names:
+        tensor = weights.tensor(name, weights.shape(name))
+        is_linear = tensor.dim() == 2 and not any(part in name for part in _NOT_ROUNDED)
+        tensors[name] = _rounded(tensor.float()) if is_linear else tensor.clone()
+    for file in checkpoint.glob("*.json"):
+        shutil.copy(file, folder)
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+_GROUP = 32
+_NOT_ROUNDED = ("embed", "lm_head", ".gate.", ".router.")
+
+
+def _rounded(weight: Tensor) -> Tensor:
+    padded = F.pad(weight, (0, -weight.shape[1] % _GROUP))
+    groups = padded.view(len(weight), -1, _GROUP)
+    scales = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
+    return ((groups / scales).round() * scales).flatten(1)[:, : weight.shape[1]].contiguous()

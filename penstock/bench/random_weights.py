@@ -1,0 +1,199 @@
+"""A checkpoint of random weights, of any architecture and shape: speed does not depend on the values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.architectures.registry import PIPELINE_REGISTRY
+from penstock.config import HuggingFaceConfig
+from penstock.dtype import DType
+from penstock.errors import InputError
+from penstock.nn import Loader
+from penstock.weights.json_files import read_json_object
+from penstock.weights.safetensors import SINGLE_FILE
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "l110m": {
+        "model_type": "llama",
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "dtype": "bfloat16",
+    },
+    "l1b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "dtype": "bfloat16",
+    },
+}
+"""Name -> ``config.json``: Llamas of 134 million and of 1.1 billion parameters."""
+
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_DEFAULT_DTYPE = "bfloat16"
+_REPEATED_AFTER = 4_194_301
+"""Numbers that are drawn; a billion of them would take longer than what is measured. A prime, so that no two
+rows are alike, and no two matrices: an engine that keeps equal ones once would read less than it has to of a
+real model."""
+_DEPTHS = ("num_hidden_layers", "n_layer", "layer_types", "num_kv_shared_layers", "no_rope_layers")
+_LENGTHS = ("max_position_embeddings", "n_positions")
+
+
+def config_of_shape(shape: str) -> dict[str, Any]:
+    """The ``config.json`` that a shape stands for: one of `SHAPES`, or the path of such a file.
+
+    Raises:
+        InputError: it is neither.
+        CheckpointError: the file is no JSON object.
+    """
+    if shape in SHAPES:
+        return dict(SHAPES[shape])
+    path = Path(shape)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise InputError(
+            f"there is no shape {shape!r}: give {', '.join(SHAPES)}, or the path of a config.json"
+        )
+    return read_json_object(path)
+
+
+def narrow_config(config: Mapping[str, Any], *, max_length: int) -> dict[str, Any]:
+    """A model of the same layers with next to nothing to compute in them: what its step costs is Python.
+
+    Args:
+        config: a ``config.json`` of a known architecture.
+        max_length: the longest text that it must take, in tokens.
+
+    Raises:
+        UnknownArchitectureError: its ``model_type`` is not known.
+    """
+    architecture = PIPELINE_REGISTRY.retrieve_architecture(HuggingFaceConfig(config), "config.json")
+    assert architecture.tiny_config is not None
+    tiny = architecture.tiny_config()
+    depth = tiny.get("num_hidden_layers", tiny.get("n_layer"))
+    whole = {
+        key: value for key, value in tiny.items() if not (isinstance(value, list) and len(value) == depth)
+    }
+    taken = {key: config[key] for key in _DEPTHS if key in config}
+    longer = {key: max(max_length, tiny[key]) for key in _LENGTHS if key in tiny}
+    return {**whole, **taken, **longer}
+
+
+def write_random_checkpoint(folder: Path, config: Mapping[str, Any], *, seed: int = 0) -> Path:
+    """Writes a checkpoint that can be loaded: vectors of ones, matrices of small random numbers, and a
+    tokenizer whose words are ``t0``, ``t1`` and so on.
+
+    Args:
+        folder: where to; it must exist.
+        config: a ``config.json`` of a known architecture; its dtype is that of the weights.
+        seed: of the numbers.
+
+    Raises:
+        UnknownArchitectureError: its ``model_type`` is not known.
+        CheckpointError: a value of it is missing or impossible.
+        InputError: its dtype is none that can be written.
+    """
+    values = {**config, "dtype": config.get("dtype", config.get("torch_dtype", _DEFAULT_DTYPE))}
+    values.pop("quantization_config", None)
+    if values["dtype"] not in _DTYPES:
+        raise InputError(f"random weights are {', '.join(_DTYPES)}, not {values['dtype']!r}")
+    shapes = tensor_shapes(values)
+    (folder / "config.json").write_text(json.dumps(values))
+    _write_tensors(folder / SINGLE_FILE, shapes, values["dtype"], seed)
+    _write_tokenizer(folder, int(values["vocab_size"]))
+    return folder
+
+
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors that an architecture reads of a checkpoint with this ``config.json``.
+
+    Raises:
+        UnknownArchitectureError: its ``model_type`` is not known.
+        CheckpointError: a value of it is missing or impossible.
+    """
+    huggingface_config = HuggingFaceConfig(config)
+    architecture = PIPELINE_REGISTRY.retrieve_architecture(huggingface_config, "config.json")
+    wishes = _ShapeOptions()
+    loader = Loader(wishes, _DEFAULT_DTYPE, torch.device("meta"))
+    with torch.no_grad():
+        architecture.load_pipeline_model().build(loader, huggingface_config, 1)
+    return wishes.shapes
+
+
+class _ShapeOptions:
+    """A source of tensors that have a shape and no numbers, and that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.shapes[name] = shape
+        return torch.empty(shape, device="meta")
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = shape
+        return True
+
+    def quantized_rows(
+        self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
+    ) -> None:
+        """All are floats."""
+
+    def is_quantized(self, name: str, encoding: str) -> bool:
+        return False
+
+    def is_mapped(self, name: str) -> bool:
+        return False
+
+    def release(self, name: str) -> None:
+        """There is no memory to let go of."""
+
+
+def _write_tensors(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, seed: int) -> None:
+    size, start, header = DType(dtype).size_in_bytes, 0, {}
+    for name, shape in shapes.items():
+        end = start + prod(shape) * size
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    generator = torch.Generator().manual_seed(seed)
+    numbers = (0.02 * torch.randn(_REPEATED_AFTER, generator=generator)).to(DType(dtype).to_torch())
+    ones = torch.ones_like(numbers)
+    with file.open("wb") as stream:  # a tensor at a time: the whole may be larger than the memory
+        stream.write(len(text).to_bytes(8, "little") + text)
+        place = 0
+        for shape in shapes.values():
+            source, left = (numbers if len(shape) > 1 else ones), prod(shape)
+            while left > 0:
+                part = source[place : place + left]
+                stream.write(part.view(torch.uint8).numpy().data)
+                left -= len(part)
+                place = (place + len(part)) % _REPEATED_AFTER
+
+
+def _write_tokenizer(folder: Path, vocabulary: int) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))

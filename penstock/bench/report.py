@@ -1,0 +1,114 @@
+"""A measurement for people to look at: a table in the terminal, a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.bench.load import Measurement
+from penstock.bench.plot_title import wrap_title
+from penstock.bench.summary import PERCENTILES, Summary
+from penstock.errors import MissingDependencyError
+
+
+def print_summary(summary: Summary, console: Console) -> None:
+    """Prints throughput, latencies and errors."""
+    state = "interrupted: " if summary.is_interrupted else ""
+    console.print(
+        f"{state}{summary.completed} of {summary.requests} requests in {summary.seconds:.2f} s, "
+        f"{summary.requests_per_second:.2f} requests/s",
+        highlight=False,
+    )
+    cached = f", {summary.cached_tokens} of them cached" if summary.cached_tokens else ""
+    console.print(
+        f"tokens in  {summary.prompt_tokens:>9}, {summary.prompt_tokens_per_second:>9.1f} a second{cached}\n"
+        f"tokens out {summary.completion_tokens:>9}, "
+        f"{summary.completion_tokens_per_second:>9.1f} a second",
+        highlight=False,
+    )
+    if latencies := summary.latencies():
+        table = Table("milliseconds")
+        for name in ("mean", *(f"p{percent}" for percent in PERCENTILES), "max"):
+            table.add_column(name, justify="right")
+        for name, one in latencies.items():
+            values = [one.mean, *one.percentiles.values(), one.maximum]
+            table.add_row(name, *(f"{1000 * value:.1f}" for value in values))
+        console.print(table)
+    for kind, count in summary.errors.items():
+        detail = summary.error_details[kind]
+        said = f": {detail}" if detail else ""
+        console.print(f"{count} x {kind}{said}", markup=False, highlight=False, style="red")
+
+
+def plot(measurement: Measurement, title: str, path: Path) -> None:
+    """Draws latencies over time and their distributions into a PNG file.
+
+    Raises:
+        MissingDependencyError: there is no matplotlib.
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError("matplotlib", "bench", "--plot") from error
+    good = [one for one in measurement.outcomes if one.error is None]
+    bad = [one for one in measurement.outcomes if one.error is not None]
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a screen
+    wrap_title(figure, title)
+    over_time, out, latencies, gaps = figure.subplots(2, 2).flat
+
+    start = measurement.started
+    over_time.set(title="requests", xlabel="due at, s", ylabel="s")
+    over_time.scatter(
+        [one.scheduled - start for one in good], [one.seconds for one in good], s=9, label="end"
+    )
+    streamed = [one for one in good if one.text_times]
+    over_time.scatter(
+        [one.scheduled - start for one in streamed],
+        [one.text_times[0] - one.scheduled for one in streamed],
+        s=9,
+        label="first token",
+    )
+    if bad:
+        places = [one.scheduled - start for one in bad], [one.seconds for one in bad]
+        over_time.scatter(*places, s=20, marker="x", color="red", label="failed")
+    over_time.legend()
+
+    ends = sorted((one.ended - start, one.completion_tokens) for one in good)
+    total, steps = 0, [(0.0, 0)]
+    for when, tokens in ends:
+        total += tokens
+        steps.append((when, total))
+    out.step([when for when, _ in steps], [count for _, count in steps], where="post")
+    out.set(title="tokens of answers that have ended", xlabel="s", ylabel="tokens")
+
+    _draw_distribution(
+        latencies,
+        "from due to ...",
+        {
+            "first token": [one.text_times[0] - one.scheduled for one in streamed],
+            "end": [one.seconds for one in good],
+        },
+    )
+    _draw_distribution(gaps, "between two events", {"gap": [gap for one in streamed for gap in one.gaps]})
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _draw_distribution(axes: object, title: str, series: dict[str, list[float]]) -> None:
+    """Which share of the values is below x."""
+    from matplotlib.axes import Axes
+
+    assert isinstance(axes, Axes)
+    for name, values in series.items():
+        if values:
+            ordered = [1000 * value for value in sorted(values)]
+            shares = [100 * (index + 1) / len(ordered) for index in range(len(ordered))]
+            axes.plot(ordered, shares, label=name)
+    axes.set(title=title, xlabel="ms", ylabel="% of values")
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend()

@@ -1,0 +1,58 @@
+"""The figures of works for people to look at: a table in the terminal, a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.bench.plot_title import wrap_title
+from penstock.bench.workloads import WORKLOADS, Figure
+from penstock.errors import MissingDependencyError
+
+
+def print_figures(figures: Sequence[Figure], title: str, console: Console) -> None:
+    """Prints a row a figure, and what each work is."""
+    table = Table("work", "of", title=title, title_justify="left")
+    for name in ("median", "lowest", "highest", "unit"):
+        table.add_column(name, justify="left" if name == "unit" else "right")
+    for figure in figures:
+        values = (figure.median, min(figure.runs), max(figure.runs))
+        table.add_row(figure.work, figure.of, *map(_shown, values), figure.unit)
+    console.print(table)
+    for work in dict.fromkeys(figure.work for figure in figures):
+        console.print(f"{work}: {WORKLOADS[work]}", markup=False, highlight=False, style="dim")
+
+
+def plot_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
+    """Draws every run of every figure, and the medians, into a PNG file.
+
+    Raises:
+        MissingDependencyError: there is no matplotlib.
+        OSError: the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure as Picture
+    except ImportError as error:
+        raise MissingDependencyError("matplotlib", "bench", "--plot") from error
+    works = list(dict.fromkeys(figure.work for figure in figures))
+    picture = Picture(figsize=(3.2 * len(works) + 1, 4), layout="constrained")
+    FigureCanvasAgg(picture)  # draws without a screen
+    wrap_title(picture, title)
+    for place, work in enumerate(works, 1):
+        axes = picture.add_subplot(1, len(works), place)
+        shown = [figure for figure in figures if figure.work == work]
+        axes.bar([figure.of for figure in shown], [figure.median for figure in shown], alpha=0.5)
+        for figure in shown:
+            axes.scatter([figure.of] * len(figure.runs), figure.runs, s=9, color="black")
+        axes.set(title=work, ylabel=shown[0].unit)
+        axes.tick_params(axis="x", labelrotation=20)
+    picture.savefig(path, format="png", dpi=120)
+
+
+def _shown(value: float) -> str:
+    """Three digits that count, whole numbers from 100 on."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

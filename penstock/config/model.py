@@ -1,0 +1,197 @@
+"""Which model, from where, on what."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.config.huggingface import HuggingFaceConfig
+from penstock.config.settings import COUNT, FLAG, TEXT, Rule, check_fields, setting
+from penstock.driver import DeviceSpec
+from penstock.dtype import ENCODINGS
+from penstock.errors import ConfigError
+from penstock.weights.checkpoint import is_gguf, read_tensor_headers
+from penstock.weights.gguf_config import gguf_generation_config
+from penstock.weights.hub import local_name, resolve_checkpoint
+from penstock.weights.json_files import read_json_object
+from penstock.weights.safetensors import TensorHeader
+
+FLOAT_ENCODINGS = ("float32", "bfloat16", "float16")
+"""The encodings that are element types: a checkpoint may be stored in one of them."""
+
+_STORED = (*FLOAT_ENCODINGS, "int4")  # the last in GGUF files: Q4_0 is the same
+
+
+def parse_devices(text: str) -> tuple[DeviceSpec, ...]:
+    """Reads ``cpu``, ``gpu`` (the first one), ``gpu:1`` or ``gpu:0,1``.
+
+    Raises:
+        ConfigError: the text is none of these, or names a device twice.
+    """
+    kind, colon, numbers = text.strip().partition(":")
+    ids = numbers.split(",") if colon else ["0"]
+    numbered = all(number.isdecimal() for number in ids)
+    if not (kind == "gpu" and numbered) and not (kind == "cpu" and not colon):
+        raise ConfigError("devices", f"must be {_DEVICES.legal}, was {text!r}")
+    if len({int(number) for number in ids}) < len(ids):
+        raise ConfigError("devices", f"{text!r} names a device twice")
+    return tuple(DeviceSpec(int(number), kind) for number in ids)
+
+
+_DEVICES = Rule(
+    "cpu, gpu, gpu:1 or gpu:0,1",
+    lambda value: (
+        isinstance(value, tuple) and bool(value) and all(isinstance(device, DeviceSpec) for device in value)
+    ),
+)
+
+
+def _is_encoding(name: str) -> bool:
+    if name not in ENCODINGS:  # those need no kernels, and so no torch, to be known
+        from penstock.kernels import encoding_named
+
+        encoding_named(name)
+    return True
+
+
+@cache
+def _warn_encoding_fallback(encoding: str, wanted: str, device: str) -> None:
+    """Once in a process: configurations are copied, and asked again."""
+    logging.getLogger(__name__).warning(
+        "%s weights run in %s on %s, which cannot compute in them: for all their digits ask for "
+        "--quantization-encoding float32, in twice the memory",
+        wanted,
+        encoding,
+        device,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, from where, on what.
+
+    Raises:
+        ConfigError: a field has an impossible value.
+    """
+
+    model_path: str = setting(
+        "demo",
+        TEXT,
+        "A checkpoint's folder, a GGUF file, an id on the Hugging Face hub, or demo for the embedded model.",
+    )
+    revision: str = setting("main", TEXT, "Branch, tag or commit of a model from the hub.")
+    gguf_file: str | None = setting(
+        None,
+        TEXT,
+        "Which GGUF file of a folder or hub model to load: its name or a part of it, such as Q4_K_M.",
+    )
+    quantization_encoding: str | None = setting(
+        None,
+        Rule("the name of an encoding", _is_encoding),
+        "How weights are stored: float32, bfloat16, float16, int8 or int4; by default as in the checkpoint.",
+    )
+    max_length: int | None = setting(
+        None,
+        COUNT,
+        "Longest prompt and output together, in tokens; by default what the model and the memory allow.",
+    )
+    devices: tuple[DeviceSpec, ...] = setting(
+        (DeviceSpec.cpu(),), _DEVICES, "Where to run: cpu, gpu, gpu:1 or gpu:0,1.", parse=parse_devices
+    )
+    chat_template: str | None = setting(
+        None, TEXT, "File of a Jinja chat template to use in place of the checkpoint's."
+    )
+    special_tokens_in_content: bool = setting(
+        False,
+        FLAG,
+        "Let special tokens such as <|im_end|> in messages of users and tools be these tokens; by default "
+        "they are text.",
+    )
+    served_model_name: str | None = setting(
+        None, TEXT, "What the server calls the model; by default its folder's name, or its id on the hub."
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def name(self) -> str:
+        """What the model is called in requests and answers."""
+        return self.served_model_name or local_name(self.model_path)
+
+    @cached_property
+    def checkpoint(self) -> Path:
+        """The checkpoint's folder, or its GGUF file, found or downloaded on first use.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be loaded.
+        """
+        return resolve_checkpoint(self.model_path, self.revision, self.gguf_file)
+
+    @cached_property
+    def huggingface_config(self) -> HuggingFaceConfig:
+        """The checkpoint's ``config.json``, or what stands in a GGUF file in place of it.
+
+        Raises:
+            CheckpointError: it is missing or malformed.
+        """
+        return HuggingFaceConfig.from_checkpoint(self.checkpoint)
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """The checkpoint's ``generation_config.json``, empty where it has none; of a GGUF file its own.
+
+        Raises:
+            CheckpointError: it is malformed.
+        """
+        if is_gguf(self.checkpoint):
+            return gguf_generation_config(self.checkpoint)
+        path = self.checkpoint / "generation_config.json"
+        return read_json_object(path) if path.exists() else {}
+
+    @cached_property
+    def encoding(self) -> str:
+        """The weights' encoding: the one asked for, else the type that the checkpoint is stored in; in place
+        of one that the device cannot compute in, the nearest that it can.
+
+        Raises:
+            ConfigError: none was asked for, and the checkpoint's type is no encoding.
+        """
+        wanted = self.quantization_encoding or self._stored_encoding()
+        encoding = self.devices[0].encoding_in_place_of(wanted)
+        if encoding != wanted:
+            _warn_encoding_fallback(encoding, wanted, str(self.devices[0]))
+        return encoding
+
+    def _stored_encoding(self) -> str:
+        stored = self._stored_type()
+        if stored not in _STORED:
+            raise ConfigError(
+                "quantization_encoding",
+                f"must be one of {', '.join(ENCODINGS)}, as the checkpoint is stored in {stored}",
+            )
+        return stored
+
+    @cached_property
+    def tensor_headers(self) -> dict[str, TensorHeader]:
+        """Name, shape and type of every tensor of the checkpoint; no tensor is read.
+
+        Raises:
+            WeightsError: its files are missing or damaged.
+        """
+        return read_tensor_headers(self.checkpoint)
+
+    def _stored_type(self) -> str:
+        config = self.huggingface_config
+        declared = config.get("dtype") or config.section("text_config").get("dtype")
+        if declared:
+            return str(declared).removeprefix("torch.")
+        # Bytes are packed numbers of some kind: the type of the others is what the model computes in.
+        headers = [header for header in self.tensor_headers.values() if header.type_name != "U8"]
+        largest = max(headers, key=lambda header: header.num_bytes, default=None)
+        if largest is None:
+            return "no tensors"
+        return largest.dtype.value if largest.dtype else largest.type_name

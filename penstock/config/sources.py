@@ -1,0 +1,102 @@
+"""From where a configuration's values come: arguments or flags, the environment, a file."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from penstock.config.settings import ConfigField
+from penstock.errors import CheckpointError, ConfigError
+from penstock.weights.json_files import read_json_object
+
+CONFIG_FILE = "config_file"
+ENVIRONMENT_PREFIX = "PENSTOCK_"
+
+
+def collect_values(
+    fields: Sequence[ConfigField],
+    values: Mapping[str, Any],
+    source: str,
+    environment: Mapping[str, str],
+) -> dict[str, tuple[Any, str]]:
+    """Flat name -> (converted value, where it was given), of the fields that were given anywhere.
+
+    Raises:
+        ConfigError: unknown name, wrong type, impossible value, or a file that cannot be read.
+    """
+    known = {field.name: field for field in fields}
+    values = {name: value for name, value in values.items() if value is not None}
+    variables = _variables(environment, [*known, CONFIG_FILE])
+    file = values.pop(CONFIG_FILE, variables.pop(CONFIG_FILE, None))
+    given: dict[str, tuple[Any, str]] = {}
+    if file is not None:
+        where = f"file {file}"
+        _add(given, known, _read_file(file), where, where)
+    for name, text in variables.items():
+        where = f"environment {ENVIRONMENT_PREFIX}{name.upper()}"
+        _add(given, known, {name: text}, where, where, from_text=True)
+    # Whoever reads a message about an argument has just written it: it need not say where.
+    _add(given, known, values, source, "", from_text=source == "flag")
+    return given
+
+
+def _add(
+    given: dict[str, tuple[Any, str]],
+    known: Mapping[str, ConfigField],
+    values: Mapping[str, Any],
+    source: str,
+    where: str,
+    *,
+    from_text: bool = False,
+) -> None:
+    for name, value in values.items():
+        if name not in known:
+            raise _unknown(name, [*known, CONFIG_FILE], where)
+        if value is None:
+            continue
+        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+        given[name] = (known[name].convert(plain, from_text=from_text, source=where), source)
+
+
+def _unknown(name: str, known: Iterable[str], where: str) -> ConfigError:
+    nearest = get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"the fields are {', '.join(known)}"
+    origin = f" (from {where})" if where else ""
+    return ConfigError(name, f"is not a configuration field{origin}: {hint}")
+
+
+def _variables(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """The variables that are set for fields. Others of the prefix may be somebody else's, near misses not."""
+    found = {}
+    for variable, text in environment.items():
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if not variable.startswith(ENVIRONMENT_PREFIX) or not text.strip():
+            continue
+        if name in names:
+            found[name] = text
+        elif get_close_matches(name, names, n=1, cutoff=0.65):
+            raise _unknown(name, names, f"environment {variable}")
+    return found
+
+
+def _read_file(file: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        path = Path(file).expanduser()
+    except TypeError:
+        raise ConfigError(CONFIG_FILE, f"must be a path, was {file!r}") from None
+    try:
+        if path.suffix == ".json":
+            return read_json_object(path)
+        if path.suffix == ".toml":
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+    except CheckpointError as problem:
+        raise ConfigError(CONFIG_FILE, str(problem)) from problem
+    except OSError as problem:
+        raise ConfigError(CONFIG_FILE, f"{path}: cannot be read: {problem.strerror}") from problem
+    except (ValueError, RecursionError) as problem:  # malformed TOML, or bytes that are not UTF-8
+        raise ConfigError(CONFIG_FILE, f"{path}: is not valid TOML: {problem}") from problem
+    raise ConfigError(CONFIG_FILE, f"{path}: must end in .json or .toml")

@@ -1,0 +1,222 @@
+"""Reading EBNF: rules ``name ::= expression``, as GBNF and xgrammar write them.
+
+An expression has texts ("..."), classes of characters ([a-z], [^a-z]), any character (.), references,
+groups, ``|`` and the repetitions ``*``, ``+``, ``?``, ``{n}``, ``{m,n}`` and ``{m,}``. Comments begin with #.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NoReturn
+
+from penstock.errors import InputError, UnsupportedFeatureError
+from penstock.grammar.lark.nodes import (
+    ANY_CHARACTER,
+    EMPTY,
+    Chars,
+    Node,
+    Ref,
+    Rules,
+    Text,
+    choice,
+    repeated,
+    sequence,
+)
+from penstock.grammar.schema.ebnf import ALL_CHARACTERS, union, without
+
+_MAX_DEPTH = 100  # of groups inside each other
+_MAX_REPEAT = 100_000
+_SPACE = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
+_RULE = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)(?:[ \t\r\n]|#[^\n]*)*::=")
+_TEXT = re.compile(r'"((?:[^"\\\r\n]|\\[^\r\n])*)"')
+_CLASS = re.compile(r"\[(\^?)((?:[^\]\\\r\n]|\\[^\r\n])*)\]")
+_BOUNDS = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d*)\s*)?\}")
+_SIGN = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL
+)
+_SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "0": "\0", "e": "\x1b"}
+
+
+def read_ebnf(text: str) -> Rules:
+    """The rules of a grammar; ``root`` is among them.
+
+    Raises:
+        InputError: the text is no grammar; the message names the place.
+        UnsupportedFeatureError: it uses a construct that is not supported.
+    """
+    return _Reader(text).rules()
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def rules(self) -> Rules:
+        rules: Rules = {}
+        used: dict[str, int] = {}
+        self._skip()
+        while self._at < len(self._text):
+            head = _RULE.match(self._text, self._at)
+            if head is None:
+                self._fail("expected a rule, name ::= expression")
+            name = head[1]
+            if name in rules:
+                self._fail(f"the rule {name!r} is defined twice")
+            self._at = head.end()
+            rules[name] = self._alternatives(0, used)
+        if "root" not in rules:
+            self._fail("there is no rule root")
+        for name, place in used.items():
+            if name not in rules:
+                self._at = place
+                self._fail(f"the rule {name!r} is not defined")
+        return rules
+
+    def _alternatives(self, depth: int, used: dict[str, int]) -> Node:
+        if depth > _MAX_DEPTH:
+            raise InputError(f"the ebnf grammar has groups more than {_MAX_DEPTH} deep: make it flatter")
+        options = [self._sequence(depth, used)]
+        while self._take("|"):
+            options.append(self._sequence(depth, used))
+        return choice(options)
+
+    def _sequence(self, depth: int, used: dict[str, int]) -> Node:
+        parts: list[Node] = []
+        while True:
+            self._skip()
+            if self._at >= len(self._text) or self._text[self._at] in "|)":
+                return sequence(parts)
+            if _RULE.match(self._text, self._at):
+                if depth:
+                    self._fail("a group is not closed")
+                return sequence(parts)
+            parts.append(self._repetition(self._atom(depth, used)))
+
+    def _repetition(self, part: Node) -> Node:
+        while True:
+            self._skip()
+            sign = self._text[self._at : self._at + 1]
+            if sign in ("*", "+", "?") and sign:
+                self._at += 1
+                part = repeated(part, int(sign == "+"), 1 if sign == "?" else None)
+            elif sign == "{":
+                bounds = _BOUNDS.match(self._text, self._at)
+                if bounds is None:
+                    self._fail("{ begins no repetition: write {n}, {m,n} or {m,}")
+                least = int(bounds[1])
+                most = least if bounds[2] is None else int(bounds[3]) if bounds[3] else None
+                if max(least, most or 0) > _MAX_REPEAT:
+                    self._fail(f"a repetition of more than {_MAX_REPEAT} times")
+                if most is not None and most < least:
+                    self._fail("a repetition whose bounds are out of order")
+                self._at = bounds.end()
+                part = repeated(part, least, most)
+            else:
+                return part
+
+    def _atom(self, depth: int, used: dict[str, int]) -> Node:
+        sign = self._text[self._at]
+        if sign == '"':
+            text = self._match(_TEXT, "a text without its end")[1]
+            points = [point for point, _ in self._signs(text)]
+            if any(0xD800 <= point <= 0xDFFF for point in points):
+                self._fail("a surrogate, which no text can have,")
+            return Text("".join(map(chr, points))) if points else EMPTY
+        if sign == "[":
+            return self._class()
+        if sign == ".":
+            self._at += 1
+            return Chars(ANY_CHARACTER)
+        if sign == "(":
+            if self._text[self._at + 1 : self._at + 2] == "=":
+                raise UnsupportedFeatureError("a lookahead (= ...) in an ebnf grammar", "leave it out")
+            self._at += 1
+            inner = self._alternatives(depth + 1, used)
+            if not self._take(")"):
+                self._fail("a group is not closed")
+            return inner
+        name = _NAME.match(self._text, self._at)
+        if name is None:
+            self._fail(f"unexpected {sign!r}")
+        if self._text[name.end() : name.end() + 1] == "(" and name[0] in _MACROS:
+            raise UnsupportedFeatureError(f"{name[0]}(...) in an ebnf grammar", "use a structural tag")
+        used.setdefault(name[0], self._at)
+        self._at = name.end()
+        return Ref(name[0])
+
+    def _class(self) -> Node:
+        found = self._match(_CLASS, "a class of characters without its end")
+        signs = self._signs(found[2])
+        ranges: list[tuple[int, int]] = []
+        place = 0
+        while place < len(signs):
+            low = signs[place][0]
+            if place + 2 < len(signs) and signs[place + 1] == (ord("-"), False):
+                high = signs[place + 2][0]
+                if low > high:
+                    self._fail("a range of characters that is out of order")
+                ranges.append((low, high))
+                place += 3
+            else:
+                ranges.append((low, low))
+                place += 1
+        joined = union(ranges)
+        whole = without(ALL_CHARACTERS, joined) if found[1] else _without_surrogates(joined)
+        if not whole:
+            self._fail("a class without characters")
+        if len(whole) == 1 and whole[0][0] == whole[0][1]:
+            return Text(chr(whole[0][0]))
+        return Chars(tuple(whole))
+
+    def _signs(self, text: str) -> list[tuple[int, bool]]:
+        """The code points of a text or class, and whether each was written with a backslash."""
+        result = []
+        for sign in _SIGN.finditer(text):
+            if sign[6] is not None:
+                result.append((ord(sign[6]), False))
+                continue
+            digits = sign[1] or sign[2] or sign[3] or sign[4]
+            if digits is not None:
+                point = int(digits, 16)
+                if point > 0x10FFFF:
+                    self._fail(f"\\U{digits}, which is no character")
+            else:
+                letter = sign[5]
+                if letter.isalnum() and letter not in _SHORT:
+                    self._fail(f"\\{letter}, which is no escape")
+                point = ord(_SHORT.get(letter, letter))
+            result.append((point, True))
+        return result
+
+    def _match(self, pattern: re.Pattern[str], problem: str) -> re.Match[str]:
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            self._fail(problem)
+        self._at = found.end()
+        return found
+
+    def _skip(self) -> None:
+        found = _SPACE.match(self._text, self._at)
+        assert found is not None
+        self._at = found.end()
+
+    def _take(self, sign: str) -> bool:
+        self._skip()
+        if not self._text.startswith(sign, self._at):
+            return False
+        self._at += 1
+        return True
+
+    def _fail(self, problem: str) -> NoReturn:
+        line = self._text.count("\n", 0, self._at) + 1
+        column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + 1
+        raise InputError(f"the ebnf grammar is not valid: {problem} at line {line}, column {column}")
+
+
+_MACROS = {"TagDispatch", "TokenTagDispatch", "Token", "ExcludeToken", "Repeat", "Regex", "AnyTokens"}
+
+
+def _without_surrogates(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return without(ranges, [(0xD800, 0xDFFF)])

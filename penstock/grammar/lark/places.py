@@ -1,0 +1,176 @@
+"""Where lexemes stand in rules: what may come behind each, and which may begin at the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.grammar.lark.nodes import Alt, Node, Ref, Repeat, Rules, Seq, children, walk
+
+
+class Places:
+    """The places of lexemes in rules; sets of places are the bits of an integer.
+
+    Attributes:
+        start: the group of places that a text may begin with.
+        characters_behind: the characters that may come behind each lexeme, as bits like ``firsts``.
+
+    Args:
+        rules: refer to each other and to lexemes.
+        lexemes: the names of all lexemes.
+        nullable: lexemes that the empty text matches.
+        firsts: the characters that each lexeme may begin with, as bits.
+        root: the name of the first rule.
+    """
+
+    def __init__(
+        self, rules: Rules, lexemes: dict[str, Node], nullable: set[str], firsts: dict[str, int], root: str
+    ) -> None:
+        self._lexemes = lexemes
+        self._owners: list[str] = []  # the lexeme at each place
+        numbered = {name: self._numbered(node) for name, node in rules.items()}
+        names = [_name(place) for place in range(len(self._owners))]
+        bits = {name: 1 << place for place, name in enumerate(names)}
+        empty = {name for name, owner in zip(names, self._owners, strict=True) if owner in nullable}
+        follow = _Follow(numbered, empty, bits)
+        behind = follow.all_behind(root)
+        self.start = follow.first(root)
+        self._behind = [behind.get(name, 0) for name in names]
+        self.characters_behind: dict[str, int] = dict.fromkeys(lexemes, 0)
+        for place, owner in enumerate(self._owners):
+            for other in _bits(self._behind[place]):
+                self.characters_behind[owner] |= firsts[self._owners[other]]
+
+    def lexemes_at(self, group: int) -> frozenset[str]:
+        """The lexemes that stand at the places of a group."""
+        return frozenset(self._owners[place] for place in _bits(group))
+
+    def next_groups(self, group: int, alike: set[frozenset[str]]) -> list[int]:
+        """The groups of places that may come behind those of a group, which may begin at the same place.
+
+        Args:
+            group: places.
+            alike: pairs of their lexemes that have a text in common, so that both may have ended with it.
+        """
+        behind: dict[str, int] = {}
+        for place in _bits(group):
+            owner = self._owners[place]
+            behind[owner] = behind.get(owner, 0) | self._behind[place]
+        return _joined(behind, alike)
+
+    def _numbered(self, node: Node) -> Node:
+        """The node with another name for each place of a lexeme."""
+        if isinstance(node, Ref) and node.name in self._lexemes:
+            self._owners.append(node.name)
+            return Ref(_name(len(self._owners) - 1))
+        if isinstance(node, Seq):
+            return Seq(tuple(map(self._numbered, node.parts)))
+        if isinstance(node, Alt):
+            return Alt(tuple(map(self._numbered, node.options)))
+        if isinstance(node, Repeat):
+            return Repeat(self._numbered(node.part), node.least, node.most)
+        return node
+
+
+def _joined(places: dict[str, int], alike: set[frozenset[str]]) -> list[int]:
+    """The values, those of lexemes that are alike together."""
+    result: list[int] = []
+    left = dict(places)
+    while left:
+        name, mask = left.popitem()
+        pending = [name]
+        while pending:
+            one = pending.pop()
+            for other in [other for other in left if frozenset((one, other)) in alike]:
+                mask |= left.pop(other)
+                pending.append(other)
+        result.append(mask)
+    return result
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def _name(place: int) -> str:
+    return f"place {place}"
+
+
+class _Follow:
+    """What may come behind each part of rules."""
+
+    def __init__(self, rules: Rules, nullable: set[str], firsts: dict[str, int]) -> None:
+        self._rules = rules
+        self._nullable = set(nullable)
+        self._firsts = dict(firsts)
+        self._follow: dict[str, int] = {}
+        self._pending: list[str] = []
+        self._settle_firsts()
+
+    def first(self, name: str) -> int:
+        """What a rule may begin with."""
+        return self._firsts.get(name, 0)
+
+    def all_behind(self, root: str) -> dict[str, int]:
+        """What may come behind each rule and each place."""
+        self._follow[root] = 0
+        self._pending = [root]
+        while self._pending:
+            name = self._pending.pop()
+            self._visit(self._rules[name], self._follow[name])
+        return self._follow
+
+    def _settle_firsts(self) -> None:
+        users: dict[str, set[str]] = {}
+        for name, node in self._rules.items():
+            for one in walk(node):
+                if isinstance(one, Ref):
+                    users.setdefault(one.name, set()).add(name)
+        pending = dict.fromkeys(reversed(self._rules))
+        while pending:
+            name, _ = pending.popitem()
+            first, is_nullable = self._first(self._rules[name])
+            if first != self._firsts.get(name, 0) or (is_nullable and name not in self._nullable):
+                self._firsts[name] = first
+                if is_nullable:
+                    self._nullable.add(name)
+                pending.update(dict.fromkeys(users.get(name, ())))
+
+    def _first(self, node: Node) -> tuple[int, bool]:
+        """What a node may begin with, and whether the empty text matches."""
+        if isinstance(node, Ref):
+            return self._firsts.get(node.name, 0), node.name in self._nullable
+        if isinstance(node, Seq):
+            mask = 0
+            for part in node.parts:
+                first, is_nullable = self._first(part)
+                mask |= first
+                if not is_nullable:
+                    return mask, False
+            return mask, True
+        pairs = [self._first(child) for child in children(node)]
+        mask = 0
+        for first, _ in pairs:
+            mask |= first
+        is_nullable = any(one for _, one in pairs)
+        return mask, is_nullable or (isinstance(node, Repeat) and node.least == 0)
+
+    def _visit(self, node: Node, after: int) -> None:
+        if isinstance(node, Ref):
+            known = self._follow.get(node.name)
+            if known is None or after & ~known:
+                self._follow[node.name] = after | (known or 0)
+                if node.name in self._rules:
+                    self._pending.append(node.name)
+        elif isinstance(node, Seq):
+            for part in reversed(node.parts):
+                self._visit(part, after)
+                first, is_nullable = self._first(part)
+                after = first | after if is_nullable else first
+        elif isinstance(node, Repeat):
+            self._visit(node.part, after | (0 if node.most == 1 else self._first(node.part)[0]))
+        else:
+            for child in children(node):
+                self._visit(child, after)

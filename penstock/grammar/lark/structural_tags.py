@@ -1,0 +1,282 @@
+"""Reading structural tags: trees of formats, whose schemas and expressions are EBNF by now."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from penstock.errors import InputError, UnsupportedFeatureError
+from penstock.grammar.lark.ebnf_reader import read_ebnf
+from penstock.grammar.lark.nodes import (
+    EMPTY,
+    Alt,
+    FreeText,
+    Node,
+    Ranges,
+    Ref,
+    Repeat,
+    Rules,
+    Seq,
+    Text,
+    TextUntil,
+    Tokens,
+    choice,
+    repeated,
+    sequence,
+)
+
+
+def read_structural_tag(text: str) -> Rules:
+    """The rules of a structural tag; ``root`` is among them.
+
+    Raises:
+        InputError: it is no structural tag; the message names the format.
+        UnsupportedFeatureError: a format has a field that is not supported.
+    """
+    tag = json.loads(text)
+    if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or "format" not in tag:
+        raise InputError('a structural_tag must be an object with "type": "structural_tag" and a "format"')
+    reader = _Reader()
+    reader.rules["root"] = reader.node(tag["format"])
+    return reader.rules
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.rules: Rules = {}
+        self._num_grammars = 0
+
+    def node(self, part: Any) -> Node:
+        """The texts and tokens of a format."""
+        match _kind(part):
+            case "const_string":
+                return _text(_field(part, "value", str))
+            case "grammar":
+                return self._grammar(_field(part, "grammar", str))
+            case "any_text":
+                _refuse(part, "max_tokens", "max_chars")
+                return FreeText(_words(part, "excludes"))
+            case "sequence":
+                return sequence(map(self.node, _elements(part)))
+            case "or":
+                return choice(map(self.node, _elements(part)))
+            case "optional":
+                return choice([EMPTY, self.node(_field(part, "content", dict))])
+            case "star":
+                return repeated(self.node(_field(part, "content", dict)), 0, None)
+            case "plus":
+                return repeated(self.node(_field(part, "content", dict)), 1, None)
+            case "repeat":
+                return self._repeat(part)
+            case "tag":
+                return self._tag(part)
+            case "tags_with_separator":
+                return self._separated(part)
+            case "triggered_tags" | "dispatch":
+                return self._triggered(part, ())
+            case "token":
+                return Tokens(_ids([part.get("token")]))
+            case "exclude_token":
+                return Tokens(_ids(part.get("exclude_tokens", [])), negated=True)
+            case "any_tokens":
+                _refuse(part, "max_tokens")
+                return repeated(Tokens(_ids(part.get("exclude_tokens", [])), negated=True), 0, None)
+            case "token_triggered_tags" | "token_dispatch":
+                return self._token_triggered(part, [])
+            case kind:
+                raise InputError(f"a structural_tag has no format {kind!r}")
+
+    def _grammar(self, ebnf: str) -> Node:
+        prefix = f"g{self._num_grammars}-"
+        self._num_grammars += 1
+        for name, node in read_ebnf(ebnf).items():
+            self.rules[prefix + name] = _renamed(node, prefix)
+        return Ref(f"{prefix}root")
+
+    def _repeat(self, part: Any) -> Node:
+        least, most = _field(part, "min", int), _field(part, "max", int)
+        if least < 0 or (most != -1 and most < least):
+            raise InputError(f"a repeat of a structural_tag has impossible bounds: {least} and {most}")
+        return repeated(self.node(_field(part, "content", dict)), least, None if most == -1 else most)
+
+    def _tag(self, part: Any) -> Node:
+        begin, end = part.get("begin"), part.get("end")
+        first = _text(begin) if isinstance(begin, str) else self.node(begin)
+        if isinstance(end, dict):
+            token = self.node(end)
+            return sequence([first, self._before_token(_field(part, "content", dict), token), token])
+        ends = (end,) if isinstance(end, str) else tuple(end) if isinstance(end, list) else ()
+        if not ends or not all(isinstance(one, str) for one in ends):
+            raise InputError("a tag of a structural_tag needs an end: a string, strings or a token")
+        return sequence([first, self._ended(_field(part, "content", dict), ends)])
+
+    def _before_token(self, content: Any, token: Node) -> Node:
+        if _kind(content) in ("token_triggered_tags", "token_dispatch") and isinstance(token, Tokens):
+            return self._token_triggered(content, list(token.ranges))
+        return self.node(content)
+
+    def _ended(self, part: Any, ends: tuple[str, ...]) -> Node:
+        """A format and one of ``ends`` behind it; free text goes as far as the first of them."""
+        if ends == ("",):
+            return self.node(part)
+        closing = choice(map(_text, ends))
+        match _kind(part):
+            case "any_text":
+                _refuse(part, "max_tokens", "max_chars")
+                return _until(ends, (), ends, _words(part, "excludes"))
+            case "triggered_tags" | "dispatch":
+                return self._triggered(part, ends)
+            case "sequence":
+                *parts, last = _elements(part)
+                return sequence([*map(self.node, parts), self._ended(last, ends)])
+            case "or":
+                return choice(self._ended(one, ends) for one in _elements(part))
+            case "optional":
+                return choice([closing, self._ended(_field(part, "content", dict), ends)])
+        return sequence([self.node(part), closing])
+
+    def _separated(self, part: Any) -> Node:
+        tag = choice(map(self.node, _list(part, "tags")))
+        more: Node = EMPTY
+        if not part.get("stop_after_first"):
+            more = repeated(sequence([_text(_field(part, "separator", str)), tag]), 0, None)
+        tags = sequence([tag, more])
+        return tags if part.get("at_least_one") else choice([EMPTY, tags])
+
+    def _triggered(self, part: Any, ends: tuple[str, ...]) -> Node:
+        """Free text in which what follows a trigger is given; up to one of ``ends``, if there are any."""
+        behind = self._behind_triggers(part)
+        excludes, triggers = _words(part, "excludes"), tuple(behind)
+        only_one = part.get("stop_after_first") or (part["type"] == "dispatch" and not part.get("loop", True))
+        words = (*triggers, *ends)
+        called = choice(
+            sequence([_until((trigger,), triggers, ends, excludes), content])
+            for trigger, content in behind.items()
+        )
+        closing = choice(map(_text, ends)) if ends else EMPTY
+        free: Node = FreeText((*words, *excludes)) if not ends else _until(ends, triggers, ends, excludes)
+        whole = (
+            choice([free, sequence([called, closing])])
+            if only_one
+            else sequence([repeated(called, 0, None), free])
+        )
+        if not part.get("at_least_one"):
+            return whole
+        first = choice(map(self.node, _list(part, "tags")))
+        return sequence([first, closing if only_one else whole])
+
+    def _behind_triggers(self, part: Any) -> dict[str, Node]:
+        behind: dict[str, list[Node]] = {}
+        if part["type"] == "dispatch":
+            for rule in _list(part, "rules"):
+                trigger, content = rule if isinstance(rule, list) and len(rule) == 2 else (None, None)
+                if not isinstance(trigger, str) or not trigger:
+                    raise InputError("a rule of a dispatch is a pair of a text, not empty, and a format")
+                behind.setdefault(trigger, []).append(self.node(content))
+        else:
+            triggers = _words(part, "triggers")
+            for tag in _list(part, "tags"):
+                begin = tag.get("begin") if isinstance(tag, dict) else None
+                fitting = [one for one in triggers if isinstance(begin, str) and begin.startswith(one)]
+                if len(fitting) != 1 or not isinstance(begin, str):
+                    raise InputError(
+                        f"each tag of triggered_tags must begin with one trigger, {begin!r} begins with "
+                        f"{len(fitting)} of them"
+                    )
+                rest = {**tag, "begin": begin[len(fitting[0]) :]}
+                behind.setdefault(fitting[0], []).append(self.node(rest))
+        if not behind:
+            raise InputError(f"the {part['type']} of a structural_tag has no tags")
+        return {trigger: choice(contents) for trigger, contents in behind.items()}
+
+    def _token_triggered(self, part: Any, ends: list[tuple[int, int]]) -> Node:
+        """As `_triggered`, where triggers are tokens and the text between them is any other tokens."""
+        if part["type"] == "token_dispatch":
+            rules = _list(part, "rules")
+            if not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
+                raise InputError("a rule of a token_dispatch is a pair of a token and a format")
+            triggers = [rule[0] for rule in rules]
+            tags = [sequence([Tokens(_ids([one])), self.node(content)]) for one, content in rules]
+            only_one = not part.get("loop", True)
+        else:
+            triggers = _list(part, "trigger_tokens")
+            tags = [self.node(tag) for tag in _list(part, "tags")]
+            only_one = bool(part.get("stop_after_first"))
+        others = _ids([*triggers, *part.get("exclude_tokens", [])])
+        text = repeated(Tokens(tuple(sorted({*others, *ends})), negated=True), 0, None)
+        called = sequence([text, choice(tags)])
+        whole = choice([text, called]) if only_one else sequence([repeated(called, 0, None), text])
+        if not part.get("at_least_one"):
+            return whole
+        return sequence([choice(tags), EMPTY if only_one else whole])
+
+
+def _until(
+    wanted: tuple[str, ...], triggers: tuple[str, ...], ends: tuple[str, ...], excludes: tuple[str, ...]
+) -> Node:
+    """Free text up to the first of several words, which is one of those that are ``wanted``."""
+    if "" in ends:
+        raise InputError("free text in a tag of a structural_tag needs an end that is not empty")
+    words = {*triggers, *ends}
+    forbidden = tuple(word for word in excludes if word not in words)
+    return choice(TextUntil(one, tuple(sorted(words - {one})), forbidden) for one in wanted)
+
+
+def _kind(part: Any) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise InputError(f"a format of a structural_tag is an object with a type, was {str(part)[:80]}")
+    kind: str = part["type"]
+    return kind
+
+
+def _field(part: Any, name: str, kind: type) -> Any:
+    value = part.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise InputError(f"the {part['type']} of a structural_tag needs {name}, a {kind.__name__}")
+    return value
+
+
+def _list(part: Any, name: str) -> list[Any]:
+    value = part.get(name)
+    if not isinstance(value, list) or not value:
+        raise InputError(f"the {part['type']} of a structural_tag needs {name}, a list that is not empty")
+    return value
+
+
+def _elements(part: Any) -> list[Any]:
+    return _list(part, "elements")
+
+
+def _words(part: Any, name: str) -> tuple[str, ...]:
+    words = part.get(name) or []
+    if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
+        raise InputError(f"{name} of a structural_tag must be strings that are not empty")
+    return tuple(words)
+
+
+def _text(text: str) -> Node:
+    return Text(text) if text else EMPTY
+
+
+def _ids(tokens: list[Any]) -> Ranges:
+    if not all(isinstance(token, int) and token >= 0 for token in tokens):
+        raise InputError("the tokens of a structural_tag must be ids or texts of tokens of this model")
+    return tuple((token, token) for token in sorted(set(tokens)))
+
+
+def _refuse(part: Any, *names: str) -> None:
+    for name in names:
+        if part.get(name) is not None:
+            raise UnsupportedFeatureError(f"a structural tag with {name}", "leave it out")
+
+
+def _renamed(node: Node, prefix: str) -> Node:
+    if isinstance(node, Ref):
+        return Ref(prefix + node.name)
+    if isinstance(node, Seq):
+        return Seq(tuple(_renamed(part, prefix) for part in node.parts))
+    if isinstance(node, Alt):
+        return Alt(tuple(_renamed(option, prefix) for option in node.options))
+    if isinstance(node, Repeat):
+        return Repeat(_renamed(node.part, prefix), node.least, node.most)
+    return node

@@ -1,0 +1,187 @@
+"""Writing a division of a grammar in llguidance's notation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.errors import InputError, UnsupportedFeatureError
+from penstock.grammar.lark.lexemes import ANY_SIZE, Division, FreeTextConflict, divide
+from penstock.grammar.lark.nodes import (
+    EMPTY,
+    Alt,
+    Chars,
+    FreeText,
+    Node,
+    Ref,
+    Repeat,
+    Rules,
+    Seq,
+    Text,
+    TextUntil,
+    Tokens,
+    references,
+    walk,
+)
+from penstock.grammar.lark.simplify import order, simplified, unrolled
+
+MAX_UNROLLED = 12  # times that rules refer to themselves where they must be one lexeme
+MAX_RULE_DEPTH = 3_000  # of rules that refer to rules: the library recurses over them
+
+
+def _no_limit() -> None:
+    pass
+
+
+def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None] = _no_limit) -> str:
+    """The grammar of ``root`` in llguidance's notation.
+
+    Args:
+        rules: refer to each other.
+        root: the name of the rule that the whole output matches.
+        check_time: called now and then; raises when the translation has taken too long.
+
+    Raises:
+        InputError: no finite text matches, or rules refer to each other in too long a chain.
+        UnsupportedFeatureError: free text stands beside something that it may contain.
+    """
+    simple = simplified(rules, root)
+    check_time()
+    try:
+        division = divide(simple, root, check_time)
+    except FreeTextConflict:
+        check_time()
+        division = _as_one_lexeme(simple, root, check_time)
+    return _Writer(division).text()
+
+
+def _as_one_lexeme(rules: Rules, root: str, check_time: Callable[[], None]) -> Division:
+    """The grammar as one lexeme, in which rules refer to themselves a limited number of times."""
+    try:
+        bounded = simplified(unrolled(rules, root, MAX_UNROLLED), root)
+        return divide(bounded, root, check_time, ANY_SIZE)
+    except (FreeTextConflict, InputError):
+        raise UnsupportedFeatureError(
+            "a structural tag with free text beside formats that may go on like it",
+            "end the free text with a marker that is no token, or make the formats flatter",
+        ) from None
+
+
+class _Writer:
+    def __init__(self, division: Division) -> None:
+        self._division = division
+        self._numbers: dict[str, int] = {}
+
+    def text(self) -> str:
+        division = self._division
+        _check_depth(division.rules)
+        lines = [f"start: {self._name(division.root)}"]
+        lines += [f"{self._name(name)}: {self._rule(node)}" for name, node in division.rules.items()]
+        lines += [f"{self._name(name)}: {self._terminal(node)}" for name, node in division.lexemes.items()]
+        pending = [name for node in division.lexemes.values() for name in references(node)]
+        written: set[str] = set()
+        while pending:
+            name = pending.pop()
+            if name not in written:
+                written.add(name)
+                node = division.parts[name]
+                lines.append(f"{self._part(name)}: {self._terminal(node)}")
+                pending += references(node)
+        return "\n".join([*lines, ""])
+
+    def _name(self, name: str) -> str:
+        number = self._numbers.setdefault(name, len(self._numbers))
+        return f"L{number}" if name in self._division.lexemes else f"r{number}"
+
+    def _part(self, name: str) -> str:
+        return f"P{self._numbers.setdefault(f'part {name}', len(self._numbers))}"
+
+    def _rule(self, node: Node) -> str:
+        """A node over lexemes and tokens."""
+        if isinstance(node, Ref):
+            return self._name(node.name)
+        if isinstance(node, Tokens):
+            ranges = ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in node.ranges)
+            return f"<[{'^' if node.negated else ''}{ranges}]>"
+        return _combined(node, self._rule)
+
+    def _terminal(self, node: Node) -> str:
+        """A node of a lexeme: a regular expression where no rule is in it."""
+        if node == EMPTY:
+            return '""'
+        if not any(isinstance(one, Ref | FreeText | TextUntil) for one in walk(node)):
+            return f"/{_regex(node)}/"
+        if isinstance(node, Ref):
+            return self._part(node.name)
+        if isinstance(node, FreeText):
+            return f"{_ANY} & {_without(node.excludes)}" if node.excludes else _ANY
+        if isinstance(node, TextUntil):
+            parts = [f"({_ANY} /{_quoted(node.end)}/)", _without((node.end, *node.others), "(?s:.+)")]
+            return " & ".join([*parts, *([_without(node.excludes)] if node.excludes else [])])
+        return _combined(node, self._terminal)
+
+
+_ANY = "/(?s:.*)/"
+
+
+def _without(words: tuple[str, ...], behind: str = "(?s:.*)") -> str:
+    """What contains none of the words, followed by ``behind``."""
+    return f"~/(?s:.*)(?:{'|'.join(map(_quoted, words))}){behind}/"
+
+
+def _combined(node: Node, write: object) -> str:
+    if node == EMPTY:
+        return '""'
+    if isinstance(node, Seq):
+        return " ".join(_grouped(part, write) for part in node.parts)
+    if isinstance(node, Alt):
+        return " | ".join(_grouped(option, write) for option in node.options)
+    assert isinstance(node, Repeat)
+    return f"({write(node.part)}){_times(node)}"  # type: ignore[operator]
+
+
+def _grouped(node: Node, write: object) -> str:
+    text: str = write(node)  # type: ignore[operator]
+    return text if isinstance(node, Ref | Tokens | Chars | Text) else f"({text})"
+
+
+def _times(node: Repeat) -> str:
+    if (node.least, node.most) == (0, 1):
+        return "?"
+    if node.most is None and node.least < 2:
+        return "+" if node.least else "*"
+    if node.least == node.most:
+        return f"{{{node.least}}}"
+    return f"{{{node.least},{'' if node.most is None else node.most}}}"
+
+
+def _regex(node: Node) -> str:
+    if isinstance(node, Text):
+        return _quoted(node.text)
+    if isinstance(node, Chars):
+        parts = (_code(a) if a == b else f"{_code(a)}-{_code(b)}" for a, b in node.ranges)
+        return f"[{''.join(parts)}]"
+    if isinstance(node, Seq):
+        return "".join(
+            f"(?:{_regex(part)})" if isinstance(part, Alt) else _regex(part) for part in node.parts
+        )
+    if isinstance(node, Alt):
+        return "|".join(map(_regex, node.options))
+    assert isinstance(node, Repeat)
+    return f"(?:{_regex(node.part)}){_times(node)}"
+
+
+def _quoted(text: str) -> str:
+    return "".join(sign if sign.isascii() and sign.isalnum() else _code(ord(sign)) for sign in text)
+
+
+def _code(point: int) -> str:
+    return chr(point) if 0 <= point < 128 and chr(point).isalnum() else f"\\x{{{point:x}}}"
+
+
+def _check_depth(rules: Rules) -> None:
+    depth = order(rules)[2]
+    if depth > MAX_RULE_DEPTH:
+        raise InputError(
+            f"the grammar has {depth} rules that refer to each other in one chain, {MAX_RULE_DEPTH} are the "
+            "most: make it flatter"
+        )

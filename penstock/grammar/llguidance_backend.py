@@ -1,0 +1,315 @@
+"""Grammars compiled and matched by llguidance, within limits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.config.structured_output import StructuredOutputConfig
+from penstock.errors import InputError
+from penstock.grammar.lark import lark_text, read_ebnf, read_structural_tag
+from penstock.grammar.schema import GrammarSource, grammar_source
+from penstock.grammar.vocabulary import NO_TEXT, token_bytes
+from penstock.pipelines.core import Grammar
+from penstock.text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+_BYTES_PER_GRAMMAR = 160 << 10  # measured: lexer tables of a small grammar with a large vocabulary
+_BYTES_PER_CHARACTER = 24  # of the text that is compiled; measured with schemas of 1 to 1,000 properties
+_MAX_THREADS = 4
+
+
+class LLGuidanceBackend:
+    """Compiles grammars for one tokenizer.
+
+    Args:
+        tokenizer: says which bytes a token stands for.
+        vocab_size: number of logits of the model, which may exceed the tokenizer's tokens.
+        config: the limits.
+    """
+
+    library = "llguidance"
+
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, config: StructuredOutputConfig) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._config = config
+
+    def prepare(self) -> None:
+        """Reads the tokenizer; takes a second or two for a large vocabulary."""
+        assert self._ll_tokenizer
+
+    def compile(self, grammar: Grammar, check_time: Callable[[], None]) -> CompiledLLGuidance:
+        """The compiled grammar.
+
+        Raises:
+            PenstockError: the grammar is not valid or exceeds a limit, or ``check_time`` raised.
+        """
+        from llguidance import LLMatcher
+
+        source = grammar_source(
+            grammar, compact=self._config.whitespace == "compact", token_id=self._token_id
+        )
+        check_time()
+        text = self._lark_text(source, check_time)
+        # Without forcing: the library would look ahead for the text that must come, however long it is.
+        grammar_json = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + text)
+        matcher = LLMatcher(self._ll_tokenizer, grammar_json, log_level=0, limits=self._limits)
+        check_time()
+        if matcher.is_error():
+            raise limit_error(grammar, matcher.get_error())
+        compiled = CompiledLLGuidance(grammar, matcher, self, len(text))
+        first = compiled.new_matcher([])
+        mask = torch.zeros((1, -(-self.vocab_size // 32)), dtype=torch.int32)
+        first.fill_next_token_bitmask(mask)
+        if first.failure is not None:
+            raise first.failure
+        if not mask.any() and not first.is_completed():
+            raise InputError("the grammar allows no output at all: no token can begin one")
+        return compiled
+
+    def _lark_text(self, source: GrammarSource, check_time: Callable[[], None]) -> str:
+        read = read_structural_tag if source.notation == "structural_tag" else read_ebnf
+        return lark_text(read(source.text), check_time=check_time)
+
+    def _token_id(self, token: str) -> int | None:
+        token_id = self._tokenizer.backend.token_to_id(token)
+        return token_id if token_id is not None and token_id < self.vocab_size else None
+
+    @cached_property
+    def executor(self) -> LLExecutor:
+        """The threads that fill masks of several rows."""
+        from llguidance import LLExecutor
+
+        return LLExecutor(min(os.cpu_count() or 1, _MAX_THREADS))
+
+    @cached_property
+    def _limits(self) -> llguidance._lib.LLParserLimits:
+        from llguidance._lib import LLParserLimits
+
+        return LLParserLimits(
+            max_grammar_size=self._config.max_symbols,
+            step_lexer_fuel=self._config.mask_fuel,
+            step_max_items=self._config.mask_items,
+            max_lexer_states=self._config.max_states,
+            verbose_errors=False,
+        )
+
+    @cached_property
+    def _ll_tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(_Tokens(self._tokenizer, self.tokens)))
+
+    @cached_property
+    def tokens(self) -> list[bytes]:
+        """The bytes of each token."""
+        return token_bytes(self._tokenizer.backend, self.vocab_size)
+
+
+class _Tokens:
+    """A tokenizer as llguidance reads it.
+
+    The tokens that end an output are the context's. So the token that llguidance takes for the end is one
+    more than the model has, and `LLGuidanceMatcher` handles the real ones.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, tokens: list[bytes]) -> None:
+        self._backend = tokenizer.backend
+        self.tokens = [*tokens, NO_TEXT + b"<end>"]
+        self.eos_token_id = len(tokens)
+        self.bos_token_id = None
+        self.special_token_ids = [
+            token_id for token_id, token in enumerate(self.tokens) if token.startswith(NO_TEXT)
+        ]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode(errors="replace")
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+
+class CompiledLLGuidance:
+    """A compiled grammar; its matchers share what they compute lazily.
+
+    Attributes:
+        num_bytes: an estimate of its memory.
+        is_usable: False once a matcher has met a limit. The states of the lexer are counted for all matchers
+            together, so later ones would meet it, too: the grammar must be compiled again.
+    """
+
+    def __init__(
+        self, grammar: Grammar, matcher: LLMatcher, backend: LLGuidanceBackend, num_characters: int
+    ) -> None:
+        self.grammar = grammar
+        self.vocab_size = backend.vocab_size
+        self.num_bytes = _BYTES_PER_GRAMMAR + _BYTES_PER_CHARACTER * num_characters
+        self.is_usable = True
+        self._backend = backend
+        self._matcher = matcher
+
+    @property
+    def executor(self) -> LLExecutor:
+        """The threads that fill masks of several rows."""
+        return self._backend.executor
+
+    def text_of(self, token: int) -> str:
+        """The text of a token; what is no whole character is replaced."""
+        return self._backend.tokens[token].decode(errors="replace")
+
+    def new_matcher(self, ends: Sequence[int]) -> LLGuidanceMatcher:
+        """A matcher at the beginning; ``ends`` are the tokens that end an output."""
+        return LLGuidanceMatcher(self, self._matcher.deep_copy(), ends)
+
+
+class LLGuidanceMatcher:
+    """A grammar's matcher, as `penstock.pipelines.core.GrammarMatcher` describes it.
+
+    Attributes:
+        failure: set once a limit was exceeded. The matcher allows every token from then on, so that a mask
+            in a batch need not fail, and `accept_token` raises it.
+    """
+
+    def __init__(self, compiled: CompiledLLGuidance, matcher: LLMatcher, ends: Sequence[int]) -> None:
+        self.failure: InputError | None = None
+        self._compiled = compiled
+        self._matcher = matcher
+        self._ends = list(ends)
+        self._is_terminated = False
+        self._row: np.ndarray | None = None  # [W] uint32: the tokens that may come next, once computed
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """The tokens that end an output."""
+        return self._ends
+
+    def accept_token(self, token: int) -> bool:
+        """Advances by a token; False, and nothing changes, where the grammar does not allow it.
+
+        Raises:
+            InputError: a limit was exceeded.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self._is_terminated or not 0 <= token < self._compiled.vocab_size:
+            return False
+        if token in self._ends:
+            self._is_terminated = self._matcher.is_accepting()
+            return self._is_terminated
+        if self._matcher.try_consume_tokens([token]) == 1:
+            self._row = None
+            return True
+        self._look_for_failure()
+        if self.failure is None and self._row is not None and self._row[token >> 5] >> (token & 31) & 1:
+            # Its mask allows the token: the lexer, which all matchers of the grammar share, met a limit.
+            self._fail("the lexer met a limit")
+        if self.failure is not None:
+            raise self.failure
+        return False
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes the last tokens back."""
+        if num_tokens and self._is_terminated:
+            self._is_terminated = False
+            num_tokens -= 1
+        if num_tokens:
+            self._row = None
+            self._matcher.rollback(num_tokens)
+            self._look_for_failure()
+
+    def reset(self) -> None:
+        """Goes back to the beginning."""
+        self._is_terminated = False
+        self._row = None
+        self._matcher.reset()
+
+    def is_terminated(self) -> bool:
+        """Whether a token has ended the output."""
+        return self._is_terminated
+
+    def is_completed(self) -> bool:
+        """Whether the output may end here, or has ended."""
+        return self._is_terminated or self._matcher.is_accepting()
+
+    def find_jump_forward_string(self) -> str:
+        """The text of the token that must come next; empty where there is a choice."""
+        fill_bitmasks([(self, 0)], torch.empty((1, -(-self._compiled.vocab_size // 32)), dtype=torch.int32))
+        assert self._row is not None
+        token = only_token(self._row)
+        return "" if token is None else self._compiled.text_of(token)
+
+    def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> None:
+        """Writes a row of ``bitmask``, ``[R, ceil(V / 32)]`` int32: the tokens that may come next."""
+        fill_bitmasks([(self, index)], bitmask)
+
+    def _look_for_failure(self) -> None:
+        if self.failure is None and self._matcher.is_error():
+            self._fail(self._matcher.get_error())
+
+    def _fail(self, reason: str) -> None:
+        self._row = None
+        self._compiled.is_usable = False
+        self.failure = limit_error(self._compiled.grammar, reason)
+
+    def _finish(self, row: np.ndarray, num_words: int) -> None:
+        """Keeps a computed row, with the tokens that end the output as the context wants them."""
+        self._look_for_failure()
+        if self.failure is not None:
+            self._row = np.full(num_words, 0xFFFFFFFF, dtype=np.uint32)
+            return
+        words = row.view(np.uint32)
+        dummy = self._compiled.vocab_size
+        words[dummy >> 5] &= np.uint32(~(1 << (dummy & 31)) & 0xFFFFFFFF)
+        may_end = bool(self._ends) and self._matcher.is_accepting()
+        for end in self._ends:
+            bit = np.uint32(1 << (end & 31))
+            words[end >> 5] = words[end >> 5] | bit if may_end else words[end >> 5] & ~bit
+        self._row = words[:num_words]
+
+
+def fill_bitmasks(rows: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Tensor) -> None:
+    """Writes rows of ``bitmask``; computes those that are not known yet in threads of llguidance."""
+    words = bitmask.numpy().view(np.uint32)
+    new = [matcher for matcher, _ in rows if matcher._row is None]
+    if new:
+        size = (new[0]._compiled.vocab_size + 32) // 32  # with the token that llguidance takes for the end
+        computed = np.zeros((len(new), size), dtype=np.int32)
+        if len(new) == 1:
+            new[0]._matcher.unsafe_compute_mask_ptr(computed.ctypes.data, computed.nbytes)
+        else:
+            pairs = [(matcher._matcher, place) for place, matcher in enumerate(new)]
+            executor = new[0]._compiled.executor
+            executor.unsafe_compute_mask_ptr(pairs, computed.ctypes.data, 4 * size, len(new))
+        for row, matcher in zip(computed, new, strict=True):
+            matcher._finish(row, words.shape[1])
+    for matcher, index in rows:
+        assert matcher._row is not None
+        words[index] = matcher._row
+
+
+def only_token(words: np.ndarray) -> int | None:
+    """The one token of a row; None where there are more, or none."""
+    places = np.flatnonzero(words)
+    if len(places) != 1:
+        return None
+    word = int(words[places[0]])
+    return None if word & (word - 1) else int(places[0]) * 32 + word.bit_length() - 1
+
+
+def limit_error(grammar: Grammar, message: str) -> InputError:
+    """The error of a grammar that llguidance refuses or cannot go on with."""
+    text = grammar.text if len(grammar.text) <= 80 else f"{grammar.text[:80]}..."
+    reason = message.strip().splitlines()[0] if message.strip() else "no reason given"
+    return InputError(
+        f"the {grammar.kind} grammar {text!r} is too complex ({reason}): make it smaller or its repetitions "
+        "shorter, or raise --grammar-mask-fuel, --grammar-mask-items or --max-grammar-states"
+    )

@@ -1,0 +1,385 @@
+"""Automata of strings that satisfy several conditions at once: expressions, exclusions and a length.
+
+An expression is followed by its partial derivatives: a position is what of the expression is still to come, a
+state the set of positions that a text may have reached. Repetitions are counted only as far as a text goes,
+so bounds such as {0,100000} cost nothing until they are used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from penstock.grammar.schema import regex
+from penstock.grammar.schema.ebnf import Ranges, union
+
+MAX_STATES = 400
+_MAX_FOUND = 2000  # before equivalent states are made one
+_MAX_POSITIONS = 4000  # that one state may consist of, and steps to find them
+_MAX_WORK = 300_000  # borders of characters and positions that are looked at for one expression
+
+_END = 0  # the position behind the whole expression
+_Row: TypeAlias = list[tuple[int, int, frozenset[int]]]  # first and last character, positions behind it
+_State: TypeAlias = tuple[tuple[frozenset[int], ...], int]  # positions of each expression; characters counted
+
+
+class TooLargeError(Exception):
+    """An automaton has more states than are allowed."""
+
+
+@dataclass(slots=True)
+class Automaton:
+    """States, of which the first is where a text begins."""
+
+    steps: list[list[tuple[Ranges, int]]] = field(default_factory=list)
+    accepting: list[bool] = field(default_factory=list)
+
+    @property
+    def shortest(self) -> list[int]:
+        """The fewest characters that may follow each state."""
+        sources = _sources(self)
+        fewest = [0 if is_end else -1 for is_end in self.accepting]
+        pending = [state for state, is_end in enumerate(self.accepting) if is_end]
+        for state in pending:
+            for source in sources[state]:
+                if fewest[source] < 0:
+                    fewest[source] = fewest[state] + 1
+                    pending.append(source)
+        return fewest
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The fewest and the most characters of a text; None without an end."""
+
+    least: int = 0
+    most: int | None = None
+
+
+def intersection(
+    wanted: Sequence[regex.Node],
+    excluded: Sequence[regex.Node],
+    bound: Bound,
+) -> Automaton | None:
+    """The minimal automaton of the texts that match all of ``wanted`` and none of ``excluded``.
+
+    Returns None where there is no such text.
+
+    Raises:
+        TooLargeError: it has more than `MAX_STATES` states.
+    """
+    product = _Product(wanted, excluded, bound)
+    start = product.start
+    numbers = {start: 0}
+    states = [start]
+    steps: list[list[tuple[Ranges, int]]] = []
+    for state in states:
+        found: dict[_State, list[tuple[int, int]]] = {}
+        for ranges, target in product.steps(state):
+            found.setdefault(target, []).extend(ranges)
+        row: list[tuple[Ranges, int]] = []
+        for target, ranges in found.items():
+            if target not in numbers:
+                numbers[target] = len(states)
+                states.append(target)
+                if len(states) > _MAX_FOUND:
+                    raise TooLargeError
+            row.append((union(ranges), numbers[target]))
+        steps.append(row)
+    result = _minimal(_live(Automaton(steps, [product.accepts(state) for state in states])))
+    if result is not None and len(result.steps) > MAX_STATES:
+        raise TooLargeError
+    return result
+
+
+class _Positions:
+    """The positions of one expression."""
+
+    def __init__(self, tree: regex.Node) -> None:
+        self._nodes: dict[object, regex.Node] = {}  # equal parts of the tree are one object
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._made: list[tuple[regex.Node, int] | None] = [None]
+        self._lengths: list[tuple[int, int | None]] = [(0, 0)]
+        self._steps: dict[int, tuple[bool, list[tuple[Ranges, int]]]] = {}
+        self._rows: dict[frozenset[int], _Row] = {}
+        self._work = 0
+        self._measured: dict[int, tuple[int, int | None]] = {}  # lengths by the identity of a node
+        self.start = frozenset({self._behind(self._shared(tree), _END)})
+
+    def shortest(self, positions: frozenset[int]) -> int:
+        """How few characters may follow."""
+        return min(self._lengths[position][0] for position in positions)
+
+    def longest(self, positions: frozenset[int]) -> int | None:
+        """How many characters may follow; None without an end."""
+        highs = [self._lengths[position][1] for position in positions]
+        return None if None in highs else max((high or 0 for high in highs), default=0)
+
+    def can_end(self, positions: frozenset[int]) -> bool:
+        """Whether a text may end here."""
+        return any(self._step(position)[0] for position in positions)
+
+    def row(self, positions: frozenset[int]) -> _Row:
+        """Where the characters lead, in their order."""
+        if positions not in self._rows:
+            self._rows[positions] = self._new_row(positions)
+        return self._rows[positions]
+
+    def _new_row(self, positions: frozenset[int]) -> _Row:
+        events: list[tuple[int, int, int]] = []  # a border, and which position begins or ends there
+        for position in positions:
+            for ranges, rest in self._step(position)[1]:
+                for low, high in ranges:
+                    events += [(low, 1, rest), (high + 1, -1, rest)]
+        self._count(len(events))
+        result: _Row = []
+        active: Counter[int] = Counter()
+        start = 0
+        for border, group in itertools.groupby(sorted(events), key=lambda event: event[0]):
+            if active:
+                self._count(len(active))
+                result.append((start, border - 1, frozenset(active)))
+            for _, change, rest in group:
+                active[rest] += change
+                if not active[rest]:
+                    del active[rest]
+            start = border
+        return result
+
+    def _step(self, position: int) -> tuple[bool, list[tuple[Ranges, int]]]:
+        """Whether the text may end at a position, and which characters lead where."""
+        if position not in self._steps:
+            self._steps[position] = self._followed(position)
+        return self._steps[position]
+
+    def _followed(self, position: int) -> tuple[bool, list[tuple[Ranges, int]]]:
+        can_end = False
+        found: list[tuple[Ranges, int]] = []
+        pending, seen = [position], set()
+        while pending:
+            one = pending.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            self._count(1)
+            if len(seen) > _MAX_POSITIONS:
+                raise TooLargeError
+            made = self._made[one]
+            if made is None:
+                can_end = True
+                continue
+            node, rest = made
+            if isinstance(node, regex.Char):
+                found.append((node.ranges, rest))
+            elif isinstance(node, regex.Seq):
+                for part in reversed(node.parts):
+                    rest = self._behind(part, rest)
+                pending.append(rest)
+            elif isinstance(node, regex.Alt):
+                pending += [self._behind(option, rest) for option in node.options]
+            else:
+                assert isinstance(node, regex.Repeat)
+                if node.least == 0:
+                    pending.append(rest)
+                if node.most != 0:
+                    most = None if node.most is None else node.most - 1
+                    again = self._repeat(node.part, max(node.least - 1, 0), most)
+                    pending.append(self._behind(node.part, self._behind(again, rest)))
+        return can_end, found
+
+    def _count(self, work: int) -> None:
+        self._work += work
+        if self._work > _MAX_WORK:
+            raise TooLargeError
+
+    def _behind(self, node: regex.Node, rest: int) -> int:
+        """The position where ``node`` comes next, and then what comes at ``rest``."""
+        key = (id(node), rest)
+        if key not in self._numbers:
+            if id(node) not in self._measured:
+                self._measured[id(node)] = regex.lengths(node)
+            low, high = self._measured[id(node)]
+            after, after_high = self._lengths[rest]
+            self._numbers[key] = len(self._made)
+            self._made.append((node, rest))
+            self._lengths.append(
+                (low + after, None if high is None or after_high is None else high + after_high)
+            )
+        return self._numbers[key]
+
+    def _repeat(self, part: regex.Node, least: int, most: int | None) -> regex.Node:
+        return self._nodes.setdefault((regex.Repeat, id(part), least, most), regex.Repeat(part, least, most))
+
+    def _shared(self, node: regex.Node) -> regex.Node:
+        """The tree with equal parts as one object, so that positions compare by identity."""
+        if isinstance(node, regex.Repeat):
+            return self._repeat(self._shared(node.part), node.least, node.most)
+        if isinstance(node, regex.Seq):
+            parts = tuple(map(self._shared, node.parts))
+            return self._nodes.setdefault((regex.Seq, *map(id, parts)), regex.Seq(parts))
+        if isinstance(node, regex.Alt):
+            options = tuple(map(self._shared, node.options))
+            return self._nodes.setdefault((regex.Alt, *map(id, options)), regex.Alt(options))
+        return self._nodes.setdefault(node, node)
+
+
+class _Product:
+    """Expressions followed at the same time, and the characters counted."""
+
+    def __init__(self, wanted: Sequence[regex.Node], excluded: Sequence[regex.Node], bound: Bound) -> None:
+        self._all = [_Positions(tree) for tree in (*wanted, *excluded)]
+        self._wanted = self._all[: len(wanted)]
+        self._bound = bound
+        self.start = self._settled(tuple(one.start for one in self._all), 0)
+
+    def accepts(self, state: _State) -> bool:
+        """Whether a text may end here."""
+        sets, count = state
+        if 0 <= count < self._bound.least:
+            return False
+        ends = [one.can_end(positions) for one, positions in zip(self._all, sets, strict=True)]
+        split = len(self._wanted)
+        return all(ends[:split]) and not any(ends[split:])
+
+    def steps(self, state: _State) -> Iterator[tuple[Ranges, _State]]:
+        """Which characters lead where."""
+        sets, count = state
+        if self._bound.most is not None and count >= self._bound.most:
+            return
+        rows = [one.row(positions) for one, positions in zip(self._all, sets, strict=True)]
+        for low, high, target in _merged_rows(rows, len(self._wanted)):
+            if self._is_short(target, count + 1):
+                yield ((low, high),), self._settled(target, count + 1 if count >= 0 else -1)
+
+    def _is_short(self, sets: tuple[frozenset[int], ...], count: int) -> bool:
+        """Whether a text may still end within the bound."""
+        if self._bound.most is None or count <= 0:
+            return True
+        left = self._bound.most - count
+        return all(
+            one.shortest(positions) <= left for one, positions in zip(self._wanted, sets, strict=False)
+        )
+
+    def _settled(self, sets: tuple[frozenset[int], ...], count: int) -> _State:
+        """The state; its count is -1 where neither bound can be missed any more."""
+        least, most = self._bound.least, self._bound.most
+        if count >= 0 and most is not None:
+            longest = [one.longest(positions) for one, positions in zip(self._wanted, sets, strict=False)]
+            is_safe = any(high is not None and count + high <= most for high in longest)
+        else:
+            is_safe = most is None or count < 0
+        if count < 0 or (is_safe and count >= least):
+            return sets, -1
+        return sets, min(count, least) if is_safe else count
+
+
+def _merged_rows(
+    rows: Sequence[_Row], num_wanted: int
+) -> Iterator[tuple[int, int, tuple[frozenset[int], ...]]]:
+    """The characters that every wanted expression may read, and the positions of all behind them."""
+    events: list[tuple[int, int, frozenset[int]]] = []
+    for index, row in enumerate(rows):
+        for low, high, target in row:
+            events += [(low, index, target), (high + 1, index, frozenset())]
+    if num_wanted == 0:
+        events += [(border, -1, frozenset()) for border in (0, 0xD800, 0xE000, 0x110000)]
+    targets = [frozenset[int]()] * len(rows)
+    start = 0
+    # At a border, the end of one range comes before the begin of another.
+    events.sort(key=lambda event: (event[0], bool(event[2])))
+    for border, group in itertools.groupby(events, key=lambda event: event[0]):
+        is_character = start < border <= 0x110000 and start != 0xD800
+        if is_character and all(targets[:num_wanted]):
+            yield start, border - 1, tuple(targets)
+        for _, index, target in group:
+            if index >= 0:
+                targets[index] = target
+        start = border
+
+
+def _live(automaton: Automaton) -> Automaton | None:
+    """Without the states from which no text comes to an end."""
+    sources = _sources(automaton)
+    pending = [state for state, is_end in enumerate(automaton.accepting) if is_end]
+    live = set(pending)
+    while pending:
+        for source in sources[pending.pop()]:
+            if source not in live:
+                live.add(source)
+                pending.append(source)
+    if 0 not in live:
+        return None
+    numbers = {state: number for number, state in enumerate(sorted(live))}
+    steps = [
+        [(ranges, numbers[target]) for ranges, target in automaton.steps[state] if target in live]
+        for state in numbers
+    ]
+    return Automaton(steps, [automaton.accepting[state] for state in numbers])
+
+
+def _minimal(automaton: Automaton | None) -> Automaton | None:
+    """With equivalent states as one (Moore's refinement)."""
+    if automaton is None:
+        return None
+    classes = _by_distance(automaton)
+    count = 0
+    while len(set(classes)) > count:
+        count = len(set(classes))
+        keys: dict[object, int] = {}
+        classes = [
+            keys.setdefault((classes[state], _merged(row, classes)), len(keys))
+            for state, row in enumerate(automaton.steps)
+        ]
+    # Numbered by first appearance, so the class of state 0 is 0.
+    steps: list[list[tuple[Ranges, int]]] = [[] for _ in range(count)]
+    accepting = [False] * count
+    for state, one in enumerate(classes):
+        accepting[one] = automaton.accepting[state]
+        steps[one] = [(ranges, target) for target, ranges in _merged(automaton.steps[state], classes)]
+    return Automaton(steps, accepting)
+
+
+def _sources(automaton: Automaton) -> list[list[int]]:
+    """From which states each state is reached."""
+    sources: list[list[int]] = [[] for _ in automaton.steps]
+    for state, row in enumerate(automaton.steps):
+        for _, target in row:
+            sources[target].append(state)
+    return sources
+
+
+def _by_distance(automaton: Automaton) -> list[int]:
+    """Classes of states by the fewest and the most characters that may follow.
+
+    Equivalent states are in the same class. Without this the refinement takes a round for each character of
+    the longest text.
+    """
+    sources = _sources(automaton)
+    fewest = automaton.shortest
+    most = [-1] * len(automaton.steps)  # -1 where a text may go on without end
+    missing = [len(row) for row in automaton.steps]
+    pending = [state for state, left in enumerate(missing) if not left]
+    for state in pending:
+        most[state] = max((most[target] + 1 for _, target in automaton.steps[state]), default=0)
+        for source in sources[state]:
+            missing[source] -= 1
+            if not missing[source]:
+                pending.append(source)
+    keys: dict[object, int] = {}
+    return [
+        keys.setdefault((automaton.accepting[state], fewest[state], most[state]), len(keys))
+        for state in range(len(automaton.steps))
+    ]
+
+
+def _merged(
+    row: Sequence[tuple[Ranges, int]], classes: Sequence[int]
+) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+    """The steps by the class of their target."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for ranges, target in row:
+        found.setdefault(classes[target], []).extend(ranges)
+    return tuple((target, tuple(union(ranges))) for target, ranges in sorted(found.items()))

@@ -1,0 +1,224 @@
+"""Whether a string has a format, for the formats whose rules go beyond a regular expression."""
+
+from __future__ import annotations
+
+import re
+from datetime import date, timedelta
+from ipaddress import AddressValueError, IPv6Address
+
+from penstock.grammar.schema.idna import is_u_label
+
+_TIME = re.compile(
+    r"([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9]|60)(\.[0-9]+)?([Zz]|[+-]([01][0-9]|2[0-3]):([0-5][0-9]))"
+)
+_DATE = re.compile("([0-9]{4})-([0-9]{2})-([0-9]{2})")
+_LABEL = re.compile("[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
+_ATEXT = "A-Za-z0-9!#$%&'*+/=?^_`{|}~\u0080-\U0010ffff-"
+_DOT_STRING = re.compile(rf"[{_ATEXT}]+(?:\.[{_ATEXT}]+)*")
+_QUOTED = re.compile('"(?:[ !#-\\[\\]-~\u0080-\U0010ffff]|\\\\[ -~])*"')
+_IPV4 = re.compile(r"(?:(?:[01]?[0-9]{1,2}|2[0-4][0-9]|25[0-5])(?:\.(?!$)|$)){4}")
+_IDN_DOTS = re.compile("[.\u3002\uff0e\uff61]")
+_REGEX_TOKEN = re.compile(
+    r"\\[dDwWsSbB]|\\[nrtfv]|\\c[A-Za-z]|\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\u\{0*(?:10|[0-9A-Fa-f])?[0-9A-Fa-f]{1,4}\}"
+    r"|\\[pP]\{[A-Za-z_]+(?:=[A-Za-z0-9_]+)?\}|\\k<[A-Za-z_$][A-Za-z0-9_$]*>|\\0(?![0-9])|\\[1-9][0-9]*"
+    r"|\\[^A-Za-z0-9]|\((?:\?(?::|<?[=!]|<[A-Za-z_$][A-Za-z0-9_$]*>))?|(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??|.",
+    re.DOTALL,
+)
+
+
+def full_match(expression: re.Pattern[str], value: str) -> bool:
+    """Whether an expression matches the whole of a value."""
+    return expression.fullmatch(value) is not None
+
+
+def is_time(value: str) -> bool:
+    """Whether a string is a time of RFC 3339; a leap second is the last one of a UTC day."""
+    return _leap_minutes(value) is not False
+
+
+def is_date_time(value: str) -> bool:
+    """Whether a string is a date and time of RFC 3339; a leap second is the last one of a UTC month."""
+    day = _day(value[:10])
+    minutes = _leap_minutes(value[11:]) if value[10:11] in ("T", "t") else False
+    if day is None or minutes is False:
+        return False
+    if minutes is None:
+        return True
+    try:
+        following = day + timedelta(days=minutes // 1440 + 1)  # behind the UTC day of the leap second
+    except OverflowError:
+        return False
+    return following.day == 1 and following.month in (1, 7)
+
+
+def _day(value: str) -> date | None:
+    parts = _DATE.fullmatch(value)
+    try:
+        return date(*map(int, parts.groups())) if parts else None
+    except ValueError:
+        return None
+
+
+def _leap_minutes(value: str) -> int | bool | None:
+    """The UTC minute of a leap second, counted from the local day; None for another time, False for none."""
+    parts = _TIME.fullmatch(value)
+    if parts is None:
+        return False
+    hour, minute, second, _, offset, offset_hour, offset_minute = parts.groups()
+    if second != "60":
+        return None
+    shift = int(offset_hour or 0) * 60 + int(offset_minute or 0)
+    minutes = int(hour) * 60 + int(minute) + (shift if offset.startswith("-") else -shift)
+    return minutes if minutes % 1440 == 1439 else False
+
+
+def is_hostname(value: str) -> bool:
+    """Whether a string is a host name of RFC 1123; A-labels must be valid (RFC 5891)."""
+    return len(value) <= 253 and all(map(_is_ldh_label, value.split(".")))
+
+
+def _is_ldh_label(label: str) -> bool:
+    if not _LABEL.fullmatch(label):
+        return False
+    if not label[:4].lower() == "xn--":
+        return True
+    try:
+        decoded = label[4:].lower().encode().decode("punycode")
+        again = decoded.encode("punycode").decode()
+    except (UnicodeError, ValueError, OverflowError):
+        return False
+    return again == label[4:].lower() and not decoded.isascii() and is_u_label(decoded)
+
+
+def is_idn_hostname(value: str) -> bool:
+    """Whether a string is an internationalised host name of RFC 5890."""
+    if len(value) > 253:  # the ASCII form is no shorter
+        return False
+    labels = _IDN_DOTS.split(value)
+    total = 0
+    for label in labels:
+        if label.isascii():
+            if not _is_ldh_label(label):
+                return False
+            total += len(label) + 1
+        else:
+            size = len(label.encode("punycode", "replace")) + 4
+            if size > 63 or not is_u_label(label):
+                return False
+            total += size + 1
+    return total - 1 <= 253
+
+
+def is_email(value: str) -> bool:
+    """Whether a string is a mailbox of RFC 5321."""
+    return value.isascii() and is_idn_email(value)
+
+
+def is_idn_email(value: str) -> bool:
+    """Whether a string is a mailbox of RFC 6531."""
+    local, at, domain = value.rpartition("@")
+    if not at or len(local.encode(errors="replace")) > 64 or len(value.encode(errors="replace")) > 254:
+        return False
+    if not (_QUOTED if local.startswith('"') else _DOT_STRING).fullmatch(local):
+        return False
+    if domain.startswith("["):
+        return domain.endswith("]") and _is_address(domain[1:-1])
+    return is_idn_hostname(domain) and not re.search("[\u3002\uff0e\uff61]", domain)
+
+
+def _is_address(text: str) -> bool:
+    """Whether a text is an address as it stands in the brackets of a mailbox."""
+    if text[:5].lower() != "ipv6:":
+        return _IPV4.fullmatch(text) is not None
+    try:
+        address = IPv6Address(text[5:])
+    except AddressValueError:
+        return False
+    groups = [group for group in text[5:].split(":") if group]
+    count = len(groups) + ("." in groups[-1] if groups else 0)
+    return not address.scope_id and (count <= 6 or "::" not in text)
+
+
+def is_regex(value: str) -> bool:
+    """Whether a string is a regular expression of ECMA 262."""
+    at = groups = highest = 0
+    depth = 0
+    names: set[str] = set()
+    referred: set[str] = set()
+    can_repeat = False
+    while at < len(value):
+        if value[at] == "[":
+            at = _class_end(value, at + 1)
+            if at < 0:
+                return False
+            can_repeat = True
+            continue
+        token = match.group() if (match := _REGEX_TOKEN.match(value, at)) else ""
+        at += len(token)
+        if token == "\\":  # an escape that is none
+            return False
+        is_quantifier = token[0] in "*+?" or (token[0] == "{" and len(token) > 1)
+        if is_quantifier:
+            if not can_repeat or not _is_ordered(token):
+                return False
+            can_repeat = False
+            continue
+        if token[0] == "(":
+            depth += 1
+            if token == "(" and value[at : at + 1] == "?":
+                return False  # (? with something that ECMA 262 does not have
+            if token == "(" or (token.startswith("(?<") and token[-1] == ">"):
+                groups += 1
+            if token.startswith("(?<") and token[-1] == ">":
+                if token[3:-1] in names:
+                    return False
+                names.add(token[3:-1])
+        elif token == ")":
+            depth -= 1
+            if depth < 0:
+                return False
+        elif token.startswith("\\k"):
+            referred.add(token[3:-1])
+        elif token[0] == "\\" and token[1] in "123456789":
+            highest = max(highest, int(token[1:]))
+        can_repeat = token not in ("^", "$", "|", "\\b", "\\B") and token[0] != "("
+    return depth == 0 and highest <= groups and referred <= names
+
+
+def _is_ordered(quantifier: str) -> bool:
+    low, comma, high = quantifier.rstrip("?").strip("{}").partition(",")
+    return not (comma and high) or int(low) <= int(high)
+
+
+def _class_end(value: str, at: int) -> int:
+    """Where what follows a class begins; -1 where the class is not valid."""
+    at += value[at : at + 1] == "^"
+    before: int | None = None  # the character that a range may begin with
+    in_range = False
+    while at < len(value) and value[at] != "]":
+        token = match.group() if (match := _REGEX_TOKEN.match(value, at)) else ""
+        token = token if token[0] == "\\" else value[at]
+        if token == "\\" or token[:2] in ("\\k", "\\B") or re.match(r"\\[1-9]", token):
+            return -1
+        at += len(token)
+        if token == "-" and before is not None and value[at : at + 1] not in ("]", ""):
+            in_range = True
+            continue
+        point = _point(token)
+        if in_range and (point is None or before is None or point < before):
+            return -1
+        before, in_range = (None, False) if in_range else (point, False)
+    return at + 1 if at < len(value) else -1
+
+
+def _point(token: str) -> int | None:
+    """The character that a member of a class is; None for several."""
+    if len(token) == 1:
+        return ord(token)
+    if token[1] in "dDwWsSpP":
+        return None
+    if token[1] in "xu":
+        return int(token[2:].strip("{}"), 16)
+    if token[1] == "c":
+        return ord(token[2]) % 32
+    return {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "b": 8, "0": 0}.get(token[1], ord(token[1]))

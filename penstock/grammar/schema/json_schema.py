@@ -1,0 +1,241 @@
+"""JSON schemas -> EBNF. What the grammar lets through is valid JSON that satisfies the schema, nothing else.
+
+It is stricter than the schema in the ways of writing that `schema_ebnf` names, and nowhere looser: a keyword
+that would need that is refused (`reader`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from penstock.errors import InputError, UnsupportedSchemaError
+from penstock.grammar.schema.ebnf import NOTHING, Rules, choice, literal, repeated, sequence
+from penstock.grammar.schema.members import Members
+from penstock.grammar.schema.numbers import integers_between, numbers_between
+from penstock.grammar.schema.productive import Productive, is_possible
+from penstock.grammar.schema.reader import Reader
+from penstock.grammar.schema.shapes import (
+    Array,
+    Conjunction,
+    Literal,
+    Numeric,
+    Object,
+    Shape,
+    StringShape,
+    is_closed,
+    key_of,
+)
+from penstock.grammar.schema.strings import ESCAPE, StringWriter
+from penstock.grammar.schema.unique import UniqueWriter
+
+_MAX_COUNTED = 200  # properties of an object whose number is bounded
+_MAX_FACTOR = 100
+_ENUMERATED = 1000
+
+
+def schema_ebnf(schema: Any, *, compact: bool = False, escaped: str = "") -> str:
+    """The grammar of a JSON schema, ``root`` its first rule.
+
+    Stricter than the schema in this: properties come in the order in which the schema names them; an object
+    whose schema names some and does not speak of others has no others; whole numbers are written without
+    point and exponent, bounded ones without exponent; names and strings with a pattern are written with the
+    shortest escapes, strings of a bounded length above 256 without any; other white space than
+    after ``{ [ , :`` and before ``] }`` is not written; unique items of more than 8 values come in the order
+    of the schema; rare forms of formats are left out (`formats`), and strings near a maximum length beside a
+    format or pattern whose exact grammar would be large (`languages`).
+
+    Args:
+        schema: as ``json.loads`` gives it.
+        compact: without any white space.
+        escaped: characters that no string has as they are, only as escapes: where the text that the value
+            stands in gives them a meaning.
+
+    Raises:
+        UnsupportedSchemaError: a keyword cannot be honoured.
+        InputError: this is no schema, or nothing satisfies it.
+    """
+    return _Writer(Reader(schema), compact, escaped).text()
+
+
+class _Writer:
+    def __init__(self, reader: Reader, compact: bool, escaped: str) -> None:
+        self._reader = reader
+        self._escaped = [ord(character) for character in escaped]
+        self._rules = Rules()
+        self._strings = StringWriter(self._rules, self._escaped)
+        self._space = "" if compact else self._rules.add("space", "[ \\n\\t\\r]{0,20}")
+        self._names: dict[tuple[str, ...], str] = {}
+        self._to_write: list[tuple[Conjunction, str]] = []
+        self._productive = Productive(reader)
+
+    def text(self) -> str:
+        root = self._reader.root
+        if not self._productive.holds(root):
+            raise InputError("nothing satisfies the JSON schema: its parts exclude each other")
+        top = self._value(root)
+        while self._to_write:
+            conjunction, name = self._to_write.pop()
+            written = [self._shape(shape) for shape in self._reader.shapes(conjunction)]
+            options = [option for option in written if option is not None]
+            if not options:
+                where = conjunction[0].where
+                raise InputError(f"nothing satisfies the JSON schema at {where}: bounds exclude each other")
+            self._rules.define(name, choice(options))
+        return self._rules.text(top)
+
+    def _value(self, conjunction: Conjunction) -> str:
+        """The rule of a value; whoever asks first has it written."""
+        key = key_of(conjunction)
+        name = self._names.get(key)
+        if name is None:
+            name = self._names[key] = self._rules.reserve("value")
+            self._to_write.append((conjunction, name))
+        return name
+
+    def _shape(self, shape: Shape) -> str | None:
+        """The shape's grammar; None where nothing has it."""
+        if not self._productive.has(shape):
+            return None
+        if isinstance(shape, Literal):
+            return self._literal(shape.value)
+        if isinstance(shape, Numeric):
+            return self._numeric(shape)
+        if isinstance(shape, StringShape):
+            return self._strings.text(shape)
+        return self._array(shape) if isinstance(shape, Array) else self._object(shape)
+
+    def _literal(self, value: Any) -> str:
+        """One value, with the white space that any other would have."""
+        if not isinstance(value, list | dict) or not value:
+            return self._written(value)
+        space = self._space or NOTHING
+        comma = sequence(literal(","), space)
+        if isinstance(value, list):
+            inner = f" {comma} ".join(map(self._literal, value))
+            return sequence(literal("["), space, inner, space, literal("]"))
+        pairs = [
+            sequence(self._written(name), literal(":"), space, self._literal(one))
+            for name, one in value.items()
+        ]
+        return sequence(literal("{"), space, f" {comma} ".join(pairs), space, literal("}"))
+
+    def _written(self, value: Any) -> str:
+        """A scalar or a name, as it is always written."""
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        for point in self._escaped:
+            text = text.replace(chr(point), f"{ESCAPE}u{point:04x}")
+        return literal(text)
+
+    # -- Scalars ----------------------------------------------------------------------------------------
+
+    def _numeric(self, shape: Numeric) -> str | None:
+        if shape.multiple_of > 1:
+            return self._multiples(shape)
+        body = (
+            integers_between(*shape.bounds.integers()) if shape.is_integer else numbers_between(shape.bounds)
+        )
+        return None if body is None else self._rules.add("number", body)
+
+    def _multiples(self, shape: Numeric) -> str | None:
+        factor = shape.multiple_of
+        low, high = shape.bounds.integers()
+        if low is not None and high is not None and (high - low) // factor <= _ENUMERATED:
+            first = -(-low // factor) * factor
+            values = [literal(str(value)) for value in range(first, high + 1, factor)]
+            return self._rules.add("multiple", choice(values)) if values else None
+        if (low, high) != (None, None) or factor > _MAX_FACTOR:
+            assert factor > 1
+            reason = (
+                f"{factor} with these bounds: only without bounds and up to {_MAX_FACTOR}, "
+                f"or with both bounds and up to {_ENUMERATED} multiples between them"
+            )
+            raise UnsupportedSchemaError("multipleOf", shape.said_at, reason)
+        names = [self._rules.reserve("remainder") for _ in range(factor)]
+        for remainder, name in enumerate(names):
+            steps = [
+                sequence(literal(str(digit)), names[(10 * remainder + digit) % factor]) for digit in range(10)
+            ]
+            self._rules.define(name, choice([*([NOTHING] if remainder == 0 else []), *steps]))
+        starts = [sequence(literal(str(digit)), names[digit % factor]) for digit in range(1, 10)]
+        return self._rules.add("multiple", choice([literal("0"), f'"-"? {choice(starts)}']))
+
+    # -- Arrays -----------------------------------------------------------------------------------------
+
+    def _array(self, shape: Array) -> str | None:
+        length = len(shape.prefix)
+        most = shape.most
+        for index, item in enumerate(shape.prefix):
+            if not self._productive.holds(item):
+                most = index if most is None else min(most, index)
+                break
+        if not self._productive.holds(shape.items):
+            most = length if most is None else min(most, length)
+        if most is not None and shape.least > most:
+            return None
+        if most == 0:
+            return sequence(literal("["), self._space or NOTHING, literal("]"))
+        comma = sequence(literal(","), self._space or NOTHING)
+        if shape.unique_at is not None and (most is None or most > 1):
+            return self._unique(replace(shape, most=most), comma)
+        # From the last on: what may follow an item.
+        end = length if most is None else min(most, length)
+        rest = NOTHING
+        if most is None or most > length:
+            more = sequence(comma, self._value(shape.items))
+            started = max(length, 1)  # items before the repeated ones
+            rest = repeated(more, max(shape.least - started, 0), None if most is None else most - started)
+        for index in range(end - 1, 0, -1):
+            following = sequence(comma, self._value(shape.prefix[index]), rest)
+            rest = following if shape.least > index else repeated(following, 0, 1)
+        first = self._value(shape.item(0))
+        inner = sequence(first, rest, self._space or NOTHING)
+        content = inner if shape.least > 0 else repeated(inner, 0, 1)
+        return sequence(literal("["), self._space or NOTHING, content, literal("]"))
+
+    def _unique(self, shape: Array, comma: str) -> str | None:
+        """An array that has no item twice."""
+        items = UniqueWriter(self._rules, self._reader, self._literal, comma).items(shape)
+        if items is None:
+            return None
+        space = self._space or NOTHING
+        return sequence(literal("["), space, items, space, literal("]"))
+
+    # -- Objects ----------------------------------------------------------------------------------------
+
+    def _object(self, shape: Object) -> str | None:
+        names = [
+            *(name for name in shape.properties if self._productive.holds(shape.property(name))),
+            *sorted(shape.required - shape.properties.keys()),
+        ]
+        others = None if is_closed(shape) or not self._productive.holds(shape.others) else self._other(shape)
+        counted = shape.least > len(shape.required) or shape.most is not None
+        if counted and len(names) > _MAX_COUNTED:
+            reason = f"the number of properties is bounded only where at most {_MAX_COUNTED} are named"
+            raise UnsupportedSchemaError("minProperties", shape.minimum_at, reason)
+        if shape.least > len(names) + (others is not None):
+            if others is None:
+                return None
+            reason = "of properties that may repeat a name only one counts: name them in properties"
+            raise UnsupportedSchemaError("minProperties", shape.minimum_at, reason)
+        space = self._space or NOTHING
+        members = Members(self._rules, shape, names, counted, sequence(literal(","), space), space)
+        pairs = [self._pair(self._written(name), shape.property(name)) for name in names]
+        content = members.write(pairs, others)
+        return None if content is None else sequence(literal("{"), space, content, literal("}"))
+
+    def _pair(self, name: str, value: Conjunction) -> str:
+        return sequence(name, literal(":"), self._space or NOTHING, self._value(value))
+
+    def _other(self, shape: Object) -> str | None:
+        """A property that the schema does not name; None where no name is one."""
+        if shape.names is not None:
+            name = self._strings.text(shape.names) if is_possible(shape.names) else None
+            if name is None:
+                return None
+        else:
+            name = sequence(
+                literal('"'), self._strings.new_name(sorted({*shape.properties, *shape.required}))
+            )
+        return self._pair(name, shape.others)

@@ -1,0 +1,239 @@
+"""Numbers between bounds -> EBNF, over the digits that JSON writes them with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+
+from penstock.grammar.schema.ebnf import NOTHING, choice, literal, repeated, sequence
+
+_DIGIT = "[0-9]"
+_FRACTION = 17  # digits behind the point where bounds are given: as many as a float has
+_EXACT = 15  # decimal digits that a float always keeps apart
+_FAR, _NEAR = Decimal(10**14), Decimal(10**9)
+
+ANY_INTEGER = '"-"? ("0" | [1-9] [0-9]*)'
+ANY_NUMBER = f'{ANY_INTEGER} ("." [0-9]+)? ([eE] [+\\-]? ([0-9] | [1-9] [0-9] | [12] [0-9] [0-9]))?'
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """An interval; None is no bound on that side."""
+
+    low: Decimal | None = None
+    high: Decimal | None = None
+    without_low: bool = False
+    without_high: bool = False
+
+    def contains(self, value: Decimal) -> bool:
+        """Whether the value lies in it."""
+        above = self.low is None or value > self.low or (value == self.low and not self.without_low)
+        below = self.high is None or value < self.high or (value == self.high and not self.without_high)
+        return above and below
+
+    def both(self, other: Bounds) -> Bounds:
+        """What lies in this and in the other."""
+        low, without_low = max(
+            ((b.low, b.without_low) for b in (self, other)),
+            key=lambda bound: (bound[0] is not None, bound[0] or 0, bound[1]),
+        )
+        high, without_high = min(
+            ((b.high, b.without_high) for b in (self, other)),
+            key=lambda bound: (bound[0] is None, bound[0] or 0, not bound[1]),
+        )
+        return Bounds(low, high, without_low, without_high)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no number lies in it."""
+        if self.low is None or self.high is None:
+            return False
+        return self.low > self.high or (self.low == self.high and (self.without_low or self.without_high))
+
+    def integers(self) -> tuple[int | None, int | None]:
+        """The least and the greatest integer in it; None without a bound."""
+        low = high = None
+        if self.low is not None:
+            low = int(self.low.to_integral_value("ROUND_CEILING"))
+            low += low == self.low and self.without_low
+        if self.high is not None:
+            high = int(self.high.to_integral_value("ROUND_FLOOR"))
+            high -= high == self.high and self.without_high
+        return low, high
+
+
+UNBOUNDED = Bounds()
+
+
+def integers_between(low: int | None, high: int | None) -> str | None:
+    """The integers from ``low`` to ``high``; None where there are none."""
+    if low is None and high is None:
+        return ANY_INTEGER
+    options: list[str] = []
+    if low is None or low < 0:
+        largest = -1 if high is None else min(high, -1)
+        options += [sequence('"-"', one) for one in _naturals(-largest, None if low is None else -low)]
+    if high is None or high >= 0:
+        options += _naturals(max(low or 0, 0), high)
+    return choice(options) if options else None
+
+
+def numbers_between(bounds: Bounds) -> str | None:
+    """The decimal numbers in an interval, without exponents; None where there are none.
+
+    Beside bounds of 15 digits and more those with a fraction stay small.
+    """
+    if bounds.low is None and bounds.high is None:
+        return ANY_NUMBER
+    if any(bound is not None and bound.copy_abs() >= _FAR for bound in (bounds.low, bounds.high)):
+        # Read as a float, a number with a fraction could be rounded past such a bound; an integer is not.
+        close = bounds.both(Bounds(-_NEAR, _NEAR))
+        near = None if close.is_empty else numbers_between(close)
+        parts = [part for part in (integers_between(*bounds.integers()), near) if part is not None]
+        return choice(parts) if parts else None
+    options: list[str] = []
+    if bounds.low is None or bounds.low < 0 or (bounds.low == 0 and not bounds.without_low):
+        if bounds.low is None or bounds.low < 0:
+            mirrored = Bounds(
+                # copy_negate is exact, where a minus sign rounds to 28 digits.
+                Decimal(0) if bounds.high is None or bounds.high > 0 else bounds.high.copy_negate(),
+                None if bounds.low is None else bounds.low.copy_negate(),
+                bounds.high is not None and bounds.high <= 0 and bounds.without_high,
+                bounds.without_low,
+            )
+            options += [sequence('"-"', one) for one in _decimals(mirrored)]
+    if bounds.high is None or bounds.high >= 0:
+        is_positive = bounds.low is not None and bounds.low >= 0
+        low = bounds.low if is_positive else Decimal(0)
+        without_low = is_positive and bounds.without_low
+        options += _decimals(Bounds(low, bounds.high, without_low, bounds.without_high))
+    return choice(options) if options else None
+
+
+def _naturals(low: int, high: int | None) -> list[str]:
+    """The integers from ``low``, at least 0, to ``high``, as alternatives."""
+    options = []
+    longest = len(str(low)) if high is None else len(str(high))
+    for size in range(len(str(low)), longest + 1):
+        first = 0 if size == 1 else 10 ** (size - 1)
+        last = 10**size - 1 if high is None else min(high, 10**size - 1)
+        if max(low, first) <= last:
+            options += _same_size(str(max(low, first)), str(last))
+    if high is None:
+        options.append(sequence("[1-9]", repeated(_DIGIT, longest, None)))
+    return options
+
+
+def _same_size(low: str, high: str) -> list[str]:
+    """Strings of digits from ``low`` to ``high``, which are of one size."""
+    if not low:
+        return [NOTHING]
+    if low[0] == high[0]:
+        return [sequence(literal(low[0]), rest) for rest in _same_size(low[1:], high[1:])]
+    first, last = int(low[0]), int(high[0])
+    size = len(low) - 1
+    options = []
+    if low[1:].strip("0"):
+        options += [sequence(literal(low[0]), rest) for rest in _same_size(low[1:], "9" * size)]
+        first += 1
+    above: list[str] = []
+    if high[1:].strip("9"):
+        above = [sequence(literal(high[0]), rest) for rest in _same_size("0" * size, high[1:])]
+        last -= 1
+    if first <= last:
+        digit = literal(str(first)) if first == last else f"[{first}-{last}]"
+        options.append(sequence(digit, repeated(_DIGIT, size, size)))
+    return options + above
+
+
+def _decimals(bounds: Bounds) -> Iterator[str]:
+    """The numbers of an interval that begins at 0 or above."""
+    assert bounds.low is not None
+    if bounds.is_empty:
+        return
+    digits = _FRACTION
+    if bounds.without_low or bounds.without_high:
+        # So close to a bound that a float cannot tell the two apart, a number would count as the bound.
+        whole = max(int(bounds.low), int(bounds.high or 0))
+        digits = max(_EXACT - len(str(whole)), 1)
+    low, low_fraction = _split(bounds.low)
+    high, high_fraction = (None, "") if bounds.high is None else _split(bounds.high)
+    lower = (low_fraction, bounds.without_low)
+    upper = (high_fraction, bounds.without_high)
+    if low == high:
+        yield from _with_fraction(literal(str(low)), _fraction(lower, upper, digits))
+        return
+    yield from _with_fraction(literal(str(low)), _fraction(lower, None, digits))
+    between = _naturals(low + 1, None if high is None else high - 1) if high is None or high > low + 1 else []
+    if between:
+        yield from _with_fraction(choice(between), _fraction(None, None, digits))
+    if high is not None:
+        yield from _with_fraction(literal(str(high)), _fraction(None, upper, digits))
+
+
+def _split(value: Decimal) -> tuple[int, str]:
+    whole = int(value)
+    fraction = format(value - whole, "f").partition(".")[2]
+    return whole, fraction.rstrip("0")
+
+
+def _with_fraction(whole: str, fraction: tuple[bool, str | None]) -> Iterator[str]:
+    may_be_absent, digits = fraction
+    if digits is not None:
+        point = sequence('"."', digits)
+        yield sequence(whole, repeated(point, 0, 1) if may_be_absent else point)
+    elif may_be_absent:
+        yield whole
+
+
+_Bound = tuple[str, bool] | None  # digits behind the point, and whether they themselves are left out
+
+
+def _fraction(low: _Bound, high: _Bound, digits: int) -> tuple[bool, str | None]:
+    """Digits behind the point, at most so many: (whether there may be none, what there may be)."""
+    may_be_absent = _allows_zero(low, high)
+    options = []
+    if digits > 0:
+        for first, last, rest_low, rest_high in _steps(low, high):
+            if rest_low is None and rest_high is None:
+                rest: str | None = repeated(_DIGIT, 0, digits - 1)
+            else:
+                may_end, more = _fraction(rest_low, rest_high, digits - 1)
+                rest = None if more is None and not may_end else NOTHING
+                if more is not None:
+                    rest = repeated(more, 0, 1) if may_end else more
+            if rest is not None:
+                digit = literal(str(first)) if first == last else f"[{first}-{last}]"
+                options.append(sequence(digit, rest))
+    return may_be_absent, choice(options) if options else None
+
+
+def _allows_zero(low: _Bound, high: _Bound) -> bool:
+    is_above = low is None or (not low[0] and not low[1])
+    return is_above and not (high is not None and not high[0] and high[1])
+
+
+def _steps(low: _Bound, high: _Bound) -> Iterator[tuple[int, int, _Bound, _Bound]]:
+    """The next digit: ranges of it, each with the bounds of what follows."""
+    if low is not None and not low[0] and not low[1]:
+        low = None
+    least = 0 if low is None else int(low[0][:1] or "0")
+    most = 9 if high is None else int(high[0][:1] or "0")
+    rest_low: _Bound = None if low is None else (low[0][1:], low[1])
+    rest_high: _Bound = None if high is None else (high[0][1:], high[1])
+    if least == most:
+        yield least, most, rest_low, rest_high
+        return
+    if least > most:
+        return
+    first, last = least, most
+    if low is not None:
+        yield least, least, rest_low, None
+        first += 1
+    if high is not None:
+        last -= 1
+    if first <= last:
+        yield first, last, None, None
+    if high is not None:
+        yield most, most, None, rest_high

@@ -1,0 +1,176 @@
+"""JSON schemas, taken apart: which shapes a value may have, each of one JSON type.
+
+Here every keyword is read, and those that no grammar can be made of are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+from urllib.parse import unquote
+
+from penstock.errors import InputError, UnsupportedSchemaError
+from penstock.grammar.schema.intersections import meet_all, union
+from penstock.grammar.schema.keywords import (
+    array_index,
+    branches_of,
+    escaped,
+    identity,
+    is_finite,
+    mapping_of,
+    strings_of,
+    wrong,
+)
+from penstock.grammar.schema.one_of import exactly_one
+from penstock.grammar.schema.shapes import REFUSED, Conjunction, Literal, Node, Shape, key_of
+from penstock.grammar.schema.types import all_types, typed_shapes
+from penstock.grammar.schema.validator import Validator
+
+_MAX_DEPTH = 64
+
+
+class Reader:
+    """Reads one schema document.
+
+    Args:
+        document: the schema as ``json.loads`` gives it.
+
+    Every method raises UnsupportedSchemaError for a keyword that cannot be honoured, with its place, and
+    InputError for what is no schema.
+    """
+
+    def __init__(self, document: Any) -> None:
+        self.root: Conjunction = (Node(document, "#"),)
+        self._document = document
+        self._shapes: dict[tuple[str, ...], list[Shape]] = {}
+        self._open: set[tuple[str, ...]] = set()
+        self._validator = Validator(self._resolve, REFUSED)
+
+    def shapes(self, conjunction: Conjunction) -> list[Shape]:
+        """The alternatives of a conjunction; none where nothing satisfies it."""
+        key = key_of(conjunction)
+        if key not in self._shapes:
+            if key in self._open:
+                where = conjunction[0].where
+                raise UnsupportedSchemaError("$ref", where, "it refers to itself without end")
+            self._open.add(key)
+            try:
+                self._shapes[key] = self._found(conjunction)
+            finally:
+                self._open.discard(key)
+        return self._shapes[key]
+
+    def accepts(self, conjunction: Conjunction, value: Any) -> bool:
+        """Whether a value satisfies a conjunction."""
+        return all(self._validator.accepts(node, value) for node in conjunction)
+
+    def _found(self, conjunction: Conjunction) -> list[Shape]:
+        listed = next((values for node in conjunction if (values := self._listed(node)) is not None), None)
+        if listed is not None:  # each value is tested, also against what no grammar can be made of
+            return [Literal(value) for value in listed if self.accepts(conjunction, value)]
+        found = all_types()
+        for node in conjunction:
+            found = meet_all(self, found, self._read(node), node)
+        return found
+
+    def _listed(self, node: Node, depth: int = 0) -> list[Any] | None:
+        """The values that a schema lists in const or enum, itself or in what applies to the same value."""
+        schema = node.schema
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+            return None
+        for keyword in ("const", "enum"):
+            if keyword in schema and not is_finite(schema[keyword]):
+                raise wrong(node, keyword, "without infinities and NaN, which JSON cannot write")
+        if "const" in schema:
+            return [one for one in [schema["const"]] if _is_text(one)]
+        if "enum" in schema:
+            if not isinstance(schema["enum"], list):
+                raise wrong(node, "enum", "an array")
+            unique: dict[Any, Any] = {}
+            for value in schema["enum"]:
+                unique.setdefault(identity(value), value)
+            return [one for one in unique.values() if _is_text(one)]
+        parts = [self._resolve(node)] if "$ref" in schema else []
+        parts += branches_of(node, "allOf")
+        return next((values for one in parts if (values := self._listed(one, depth + 1)) is not None), None)
+
+    def _read(self, node: Node) -> list[Shape]:
+        schema = node.schema
+        if schema is True:
+            return all_types()
+        if schema is False:
+            return []
+        if not isinstance(schema, dict):
+            raise InputError(f"the JSON schema at {node.where} is {schema!r}, not an object, true or false")
+        if node.where.count("/") > 4 * _MAX_DEPTH:
+            raise InputError(f"the JSON schema is nested too deeply, at {node.where[:80]}...")
+        for keyword, reason in REFUSED.items():
+            if keyword in schema and not (keyword == "if" and not {"then", "else"} & schema.keys()):
+                raise UnsupportedSchemaError(keyword, node.where, reason)
+        if "$id" in schema and node.where != "#":
+            raise UnsupportedSchemaError("$id", node.where, "only the outermost schema may have one")
+        found = typed_shapes(self, node, self._is_of_older_draft)
+        for group in self._applied(node):
+            found = meet_all(self, found, group, node)
+        return exactly_one(self, node, found) if "oneOf" in schema else found
+
+    def _applied(self, node: Node) -> Iterator[list[Shape]]:
+        """The shapes of each schema, or group of schemas, that applies to the same value."""
+        schema = node.schema
+        if "$ref" in schema:
+            yield self.shapes((self._resolve(node),))
+        for branch in branches_of(node, "allOf"):
+            yield self.shapes((branch,))
+        if "anyOf" in schema:
+            yield union([self.shapes((branch,)) for branch in branches_of(node, "anyOf")], node)
+        needed = [
+            (name, {"required": [name, *strings_of(node, "dependentRequired", names)]})
+            for name, names in mapping_of(node, "dependentRequired").items()
+        ]
+        needed += [
+            (name, {"required": [name], "allOf": [one]})
+            for name, one in mapping_of(node, "dependentSchemas").items()
+        ]
+        for index, (name, consequence) in enumerate(needed):
+            where = f"{node.where}#dependent/{index}"  # no pointer of the document
+            absent = Node({"properties": {name: False}}, f"{where}/absent")
+            yield union([self.shapes((absent,)), self.shapes((Node(consequence, where),))], node)
+
+    def _resolve(self, node: Node) -> Node:
+        target = node.schema["$ref"]
+        if not isinstance(target, str):
+            raise wrong(node, "$ref", "a string")
+        base = self._document.get("$id") if isinstance(self._document, dict) else None
+        if isinstance(base, str) and target.startswith(f"{base.rstrip('#')}#"):
+            target = target[len(base.rstrip("#")) :]
+        if target != "#" and not target.startswith("#/"):
+            reason = f"only places in the same schema are looked up, written #/... (was {target!r})"
+            raise UnsupportedSchemaError("$ref", node.where, reason)
+        found = self._document
+        where = "#"
+        for part in unquote(target).split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[array_index(name)] if isinstance(found, list) else found[name]
+            except (KeyError, IndexError, ValueError, TypeError):
+                message = f"the JSON schema's $ref {target!r} (at {node.where}) leads nowhere"
+                raise InputError(message) from None
+            where = f"{where}/{escaped(name)}"
+        return Node(found, where)
+
+    @cached_property
+    def _is_of_older_draft(self) -> bool:
+        """Whether the document says that ``items`` is for all items."""
+        name = self._document.get("$schema") if isinstance(self._document, dict) else None
+        return isinstance(name, str) and ("/draft-0" in name or "/draft/2019-09/" in name)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether UTF-8 can write a value: it cannot write half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

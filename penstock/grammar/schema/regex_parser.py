@@ -1,0 +1,313 @@
+"""Regular expressions -> EBNF: the part of ECMA 262 that describes a regular language, and nothing looser.
+
+Classes keep to what ECMA 262 and Python agree on: ``\\d`` and ``\\w`` are ASCII; ``\\D``, ``\\W`` and ``\\S``
+leave out the characters that one of the two would not count among them.
+"""
+
+from __future__ import annotations
+
+from penstock.errors import InputError
+from penstock.grammar.schema.ebnf import ALL_CHARACTERS, Ranges, union, without
+from penstock.grammar.schema.regex_tree import Alt, Anchor, Char, Node, Repeat, Seq
+
+_MAX_DEPTH = 40
+_MAX_REPEAT = 100_000
+_DIGITS = [(48, 57)]
+_WORD = [(48, 57), (65, 90), (95, 95), (97, 122)]
+_SPACE = [
+    *[(9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)],
+    *[(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)],
+]
+_SPACE_OF_BOTH = [part for part in _SPACE if part != (0xFEFF, 0xFEFF)]
+_LINE_ENDS = [(10, 10), (13, 13), (0x2028, 0x2029)]
+_ASCII = [(0, 127)]
+_ALSO_SPACE_IN_PYTHON = [(0x1C, 0x1F), (0x85, 0x85)]
+_ANY_OF_EITHER = without(ALL_CHARACTERS, [(10, 10)])
+_ANY = without(ALL_CHARACTERS, _LINE_ENDS)
+_CLASSES = {
+    "d": _DIGITS,
+    "D": without(_ASCII, _DIGITS),
+    "w": _WORD,
+    "W": without(_ASCII, _WORD),
+    "s": _SPACE_OF_BOTH,
+    "S": without(ALL_CHARACTERS, [*_SPACE, *_ALSO_SPACE_IN_PYTHON]),
+}
+_WIDER: dict[str, Ranges] = {  # what only one of the two counts among a class
+    "d": without(ALL_CHARACTERS, _ASCII),
+    "w": without(ALL_CHARACTERS, _ASCII),
+    "D": without(ALL_CHARACTERS, _DIGITS),
+    "W": without(ALL_CHARACTERS, _WORD),
+    "s": [*_SPACE, *_ALSO_SPACE_IN_PYTHON],
+    "S": without(ALL_CHARACTERS, _SPACE_OF_BOTH),
+}
+_CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
+
+
+_ANYTHING = Repeat(Char(tuple(map(tuple, ALL_CHARACTERS))), 0, None)  # type: ignore[arg-type]
+
+
+def parse_regex(pattern: str, *, search: bool) -> Node:
+    """The texts that match, as a tree without anchors.
+
+    Args:
+        pattern: the expression.
+        search: whether a match anywhere in the text is enough, as for a schema's ``pattern``; otherwise the
+            whole text must match.
+
+    Raises:
+        InputError: it is not valid, or uses what no grammar can be made of (the message names it).
+    """
+    parser = _Parser(pattern)
+    tree = parser.alternatives(0)
+    if parser.rest:
+        raise parser.error("an unmatched )")
+    return _anchored(tree, pattern, starts=not search, ends=not search)
+
+
+def parse_pattern(pattern: str) -> tuple[Node, list[tuple[Node, bool]]]:
+    """The texts in which a schema's ``pattern`` matches, and its lookaheads.
+
+    Lookaheads are supported directly behind the ^ that begins the pattern. Each is a tree that the whole text
+    must match, or must not match where the flag is True.
+
+    Raises:
+        InputError: as `parse_regex`.
+    """
+    parser = _Parser(pattern)
+    lookaheads: list[tuple[Node, bool]] = []
+    if pattern.startswith("^"):
+        parser.skip(1)
+        while parser.rest.startswith(("(?=", "(?!")):
+            is_negated = parser.rest[2] == "!"
+            parser.skip(3)
+            inner = parser.lookahead(is_wide=is_negated)
+            tree = _anchored(inner, pattern, starts=True, ends=False, is_wide=is_negated)
+            lookaheads.append((tree, is_negated))
+    if not lookaheads:
+        return parse_regex(pattern, search=True), []
+    tree = parser.alternatives(0)
+    if parser.rest:
+        raise parser.error("an unmatched )")
+    if isinstance(tree, Alt):
+        raise parser.error("a lookahead beside | (write the alternatives as a group)")
+    return _anchored(tree, pattern, starts=True, ends=False), lookaheads
+
+
+def _anchored(tree: Node, pattern: str, *, starts: bool, ends: bool, is_wide: bool = False) -> Node:
+    options = tree.options if isinstance(tree, Alt) else (tree,)
+    result = tuple(_whole(option, starts, ends, pattern, is_wide) for option in options)
+    return result[0] if len(result) == 1 else Alt(result)
+
+
+def _whole(option: Node, starts: bool, ends: bool, pattern: str, is_wide: bool) -> Node:
+    """An alternative of the top level: its anchors taken off, and made to match the whole text."""
+    parts = list(option.parts if isinstance(option, Seq) else (option,))
+    while parts and parts[0] == Anchor("^"):
+        starts = True
+        del parts[0]
+    while parts and parts[-1] == Anchor("$"):
+        ends = True
+        del parts[-1]
+        if is_wide:  # in Python, $ also matches before a line feed at the end
+            parts.append(Repeat(Char(((10, 10),)), 0, 1))
+            break
+    if any(map(_has_anchor, parts)):
+        raise InputError(f"the regular expression {pattern!r} has ^ or $ in its middle: they go at its ends")
+    if not starts:
+        parts.insert(0, _ANYTHING)
+    if not ends:
+        parts.append(_ANYTHING)
+    return Seq(tuple(parts))
+
+
+def _has_anchor(node: Node) -> bool:
+    if isinstance(node, Anchor):
+        return True
+    if isinstance(node, Repeat):
+        return _has_anchor(node.part)
+    children = node.parts if isinstance(node, Seq) else node.options if isinstance(node, Alt) else ()
+    return any(map(_has_anchor, children))
+
+
+class _Parser:
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._at = 0
+        # Whether a class holds what either ECMA 262 or Python counts among it, instead of what both do:
+        # what a negated lookahead must not match.
+        self._is_wide = False
+        if any("\ud800" <= sign <= "\udfff" for sign in pattern):
+            raise self.error("a surrogate, which no text can have,")
+
+    @property
+    def rest(self) -> str:
+        return self._pattern[self._at :]
+
+    def error(self, what: str) -> InputError:
+        shown = self._pattern if len(self._pattern) <= 80 else f"{self._pattern[:80]}..."
+        return InputError(f"the regular expression {shown!r} has {what} at position {self._at}")
+
+    def skip(self, count: int) -> None:
+        """Goes on behind so many characters."""
+        self._at += count
+
+    def lookahead(self, *, is_wide: bool) -> Node:
+        """What stands in a lookahead, up to its closing parenthesis."""
+        self._is_wide = is_wide
+        inner = self.alternatives(1)
+        self._is_wide = False
+        if not self._take(")"):
+            raise self.error("a group without its )")
+        return inner
+
+    def alternatives(self, depth: int) -> Node:
+        if depth > _MAX_DEPTH:
+            raise self.error(f"groups nested more than {_MAX_DEPTH} deep")
+        options = [self._sequence(depth)]
+        while self._take("|"):
+            options.append(self._sequence(depth))
+        return options[0] if len(options) == 1 else Alt(tuple(options))
+
+    def _sequence(self, depth: int) -> Node:
+        parts: list[Node] = []
+        while self._at < len(self._pattern) and self._peek() not in "|)":
+            parts.append(self._quantified(self._atom(depth)))
+        return parts[0] if len(parts) == 1 else Seq(tuple(parts))
+
+    def _quantified(self, atom: Node) -> Node:
+        least, most = 1, 1
+        bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(self._peek())
+        if bounds is not None:
+            self._at += 1
+        elif self._peek() == "{":
+            bounds = self._bounds()
+        if bounds is None:
+            return atom
+        if isinstance(atom, Anchor):
+            raise self.error("a repeated ^ or $")
+        self._take("?")  # lazy or not, the same texts match
+        if self._peek() in tuple("*+?{"):
+            raise self.error("a repetition of a repetition")
+        least, most = bounds  # type: ignore[assignment]
+        return Repeat(atom, least, most)
+
+    def _bounds(self) -> tuple[int, int | None]:
+        end = self._pattern.find("}", self._at)
+        low, comma, high = self._pattern[self._at + 1 : max(end, self._at + 1)].partition(",")
+        if end < 0 or not _is_number(low) or not (high == "" or _is_number(high)):
+            raise self.error("a { that begins no repetition (write \\{ for the character)")
+        least = int(low)
+        most = (int(high) if high else None) if comma else least
+        if max(least, most or 0) > _MAX_REPEAT:
+            raise self.error(f"a repetition of more than {_MAX_REPEAT} times")
+        if most is not None and least > most:
+            raise self.error("a repetition whose bounds are out of order")
+        self._at = end + 1
+        return least, most
+
+    def _atom(self, depth: int) -> Node:
+        sign = self._next()
+        if sign == "(":
+            if self._take("?"):
+                if not self._take(":"):
+                    raise self.error("a group that begins with (?, of which only (?: is supported")
+            inner = self.alternatives(depth + 1)
+            if not self._take(")"):
+                raise self.error("a group without its )")
+            return Seq((inner,))
+        if sign == "[":
+            return self._class()
+        if sign == ".":
+            return Char(tuple(_ANY_OF_EITHER if self._is_wide else _ANY))
+        if sign in "^$":
+            return Anchor(sign)
+        if sign in "*+?{":
+            self._at -= 1
+            raise self.error("nothing to repeat")
+        if sign in "]}":
+            self._at -= 1
+            raise self.error(f"an unmatched {sign} (write \\{sign} for the character)")
+        if sign == "\\":
+            letter = self._peek()
+            found = self._escape(in_class=False)
+            return Char(tuple(union([*found, *_WIDER.get(letter, [])]) if self._is_wide else found))
+        return Char(((ord(sign), ord(sign)),))
+
+    def _class(self) -> Node:
+        negated = self._take("^")
+        ranges: list[tuple[int, int]] = []
+        others: list[tuple[int, int]] = []  # what else a negated class must not have
+        while not self._take("]"):
+            low, wider = self._member()
+            if self._peek() == "-" and self.rest[1:2] not in ("]", ""):
+                self._at += 1
+                high, _ = self._member()
+                if not (_is_single(low) and _is_single(high)) or low[0][0] > high[0][0]:
+                    raise self.error("a range of characters that is out of order")
+                low, wider = [(low[0][0], high[0][0])], []
+            ranges += low
+            others += wider
+        if self._is_wide:
+            ranges = without(ALL_CHARACTERS, ranges) if negated else union([*ranges, *others])
+        else:
+            ranges = without(ALL_CHARACTERS, [*ranges, *others]) if negated else union(ranges)
+        if not ranges:
+            raise self.error("a class without characters")
+        return Char(tuple(ranges))
+
+    def _member(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """A member of a class, and the characters that some take it to have besides."""
+        sign = self._next()
+        if sign != "\\":
+            return [(ord(sign), ord(sign))], []
+        letter = self._peek()
+        found = self._escape(in_class=True)
+        return found, list(_WIDER.get(letter, []))
+
+    def _escape(self, *, in_class: bool) -> list[tuple[int, int]]:
+        letter = self._next()
+        if letter in _CLASSES:
+            return list(_CLASSES[letter])
+        if letter in _CONTROLS:
+            point = _CONTROLS[letter]
+        elif letter in "xu":
+            size = 2 if letter == "x" else 4
+            digits = self.rest[:size]
+            if len(digits) < size or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
+                raise self.error(f"a \\{letter} without its {size} hexadecimal digits")
+            self._at += size
+            point = int(digits, 16)
+        elif letter == "0" and not _is_number(self._peek()):
+            point = 0
+        elif letter == "b" and in_class:
+            point = 8
+        elif letter.isalnum():
+            raise self.error(f"\\{letter}, which is not supported,")
+        else:
+            point = ord(letter)
+        if 0xD800 <= point <= 0xDFFF:
+            raise self.error("a surrogate, which no text can have,")
+        return [(point, point)]
+
+    def _peek(self) -> str:
+        return self._pattern[self._at : self._at + 1]
+
+    def _next(self) -> str:
+        if self._at >= len(self._pattern):
+            raise self.error("an unexpected end")
+        self._at += 1
+        return self._pattern[self._at - 1]
+
+    def _take(self, sign: str) -> bool:
+        if self._peek() != sign:
+            return False
+        self._at += 1
+        return True
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def _is_single(ranges: list[tuple[int, int]]) -> bool:
+    return len(ranges) == 1 and ranges[0][0] == ranges[0][1]

@@ -1,0 +1,127 @@
+"""What each kind of grammar is for xgrammar: EBNF, or a structural tag whose parts are EBNF."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from penstock.errors import InputError, UnsupportedFeatureError
+from penstock.grammar.schema import regex
+from penstock.grammar.schema.ebnf import choice, literal
+from penstock.grammar.schema.json_schema import schema_ebnf
+from penstock.pipelines.core import Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """Text that xgrammar compiles, and which of its notations it is."""
+
+    notation: Literal["ebnf", "structural_tag"]
+    text: str
+
+
+def grammar_source(
+    grammar: Grammar, *, compact: bool = False, token_id: Callable[[str], int | None] | None = None
+) -> GrammarSource:
+    """The grammar in a notation that xgrammar compiles exactly.
+
+    JSON schemas, regular expressions and choices become EBNF here: xgrammar's own readers of them are looser
+    than they say in places. Those inside a structural tag become EBNF too.
+
+    Args:
+        grammar: of any kind.
+        compact: JSON without white space.
+        token_id: the id of a token by its text, for structural tags that name tokens.
+
+    Raises:
+        UnsupportedSchemaError: a JSON schema has a keyword that cannot be honoured.
+        InputError: the text is not of its kind.
+    """
+    match grammar.kind:
+        case "json_schema":
+            return GrammarSource("ebnf", schema_ebnf(load_json(grammar), compact=compact))
+        case "json_object":
+            return GrammarSource("ebnf", schema_ebnf({"type": "object"}, compact=compact))
+        case "regex":
+            return GrammarSource("ebnf", _regex_ebnf(grammar.text))
+        case "choice":
+            return GrammarSource("ebnf", _choice_ebnf(load_json(grammar)))
+        case "structural_tag":
+            tag = _exact(load_json(grammar), compact, token_id, 0)
+            return GrammarSource("structural_tag", json.dumps(tag))
+        case "ebnf":
+            return GrammarSource("ebnf", grammar.text)
+
+
+def load_json(grammar: Grammar) -> Any:
+    """The text of a grammar that is JSON.
+
+    Raises:
+        InputError: it is not.
+    """
+    try:
+        return json.loads(grammar.text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise InputError(f"the {grammar.kind} is nested too deeply") from None
+    except ValueError as error:
+        raise InputError(f"the {grammar.kind} is not JSON: {error}") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _regex_ebnf(pattern: str) -> str:
+    tree = regex.parse_regex(pattern, search=False)
+    return f"root ::= {regex.to_plain_ebnf(tree)}\n"
+
+
+def _choice_ebnf(choices: Any) -> str:
+    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
+        raise InputError(f"a choice must be a JSON list of strings, not empty, was {str(choices)[:80]}")
+    return f"root ::= {choice(map(literal, choices))}\n"
+
+
+def _exact(part: Any, compact: bool, token_id: Callable[[str], int | None] | None, depth: int) -> Any:
+    """A structural tag whose schemas and expressions are EBNF, and whose named tokens are ids."""
+    if depth > 50:
+        raise InputError("the structural_tag is nested too deeply")
+    if isinstance(part, list):
+        return [_exact(one, compact, token_id, depth + 1) for one in part]
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    if kind == "json_schema":
+        if part.get("style", "json") != "json" or part.get("any_order") or part.get("excludes"):
+            raise UnsupportedFeatureError(
+                f"a structural tag with style {part.get('style', 'json')!r}, any_order or excludes",
+                "JSON schemas are written as JSON, their properties in order",
+            )
+        if part.get("max_whitespace_cnt") is not None:
+            raise UnsupportedFeatureError(
+                "a structural tag with max_whitespace_cnt", "--json-whitespace says how JSON is written"
+            )
+        ebnf = schema_ebnf(part.get("json_schema"), compact=compact, escaped=part.get("escaped", ""))
+        return {"type": "grammar", "grammar": ebnf}
+    if kind == "qwen_xml_parameter":
+        raise UnsupportedFeatureError(f"the structural tag format {kind!r}", "use json_schema")
+    if kind == "regex":
+        if not isinstance(part.get("pattern"), str):
+            raise InputError("a regex of a structural tag needs a pattern, a string")
+        return {"type": "grammar", "grammar": _regex_ebnf(part["pattern"])}
+    if kind == "token" and isinstance(part.get("token"), str) and token_id is not None:
+        return {**part, "token": _known(part["token"], token_id)}
+    exact = {name: _exact(one, compact, token_id, depth + 1) for name, one in part.items()}
+    for name in ("trigger_tokens", "exclude_tokens"):
+        if isinstance(exact.get(name), list) and token_id is not None:
+            exact[name] = [_known(one, token_id) if isinstance(one, str) else one for one in exact[name]]
+    return exact
+
+
+def _known(token: str, token_id: Callable[[str], int | None]) -> int:
+    found = token_id(token)
+    if found is None:
+        raise InputError(f"the structural tag names a token that this model has not: {token!r}")
+    return found

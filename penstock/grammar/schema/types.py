@@ -1,0 +1,208 @@
+"""The types that a schema lets in, and the keywords that belong to each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.errors import UnsupportedSchemaError
+from penstock.grammar.schema import formats
+from penstock.grammar.schema.intersections import has_shape
+from penstock.grammar.schema.keywords import (
+    counts_of,
+    escaped,
+    format_of,
+    mapping_of,
+    number_of,
+    pattern_of,
+    strings_of,
+    types_of,
+    wrong,
+)
+from penstock.grammar.schema.numbers import Bounds
+from penstock.grammar.schema.shapes import (
+    ANYTHING,
+    NEVER,
+    Array,
+    Condition,
+    Conjunction,
+    Literal,
+    Node,
+    Numeric,
+    Object,
+    Schemas,
+    Shape,
+    StringShape,
+)
+
+_APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependentRequired")
+
+
+def all_types() -> list[Shape]:
+    """What a schema that says nothing lets in."""
+    return [Literal(None), Literal(True), Literal(False), Numeric(), StringShape(), Array(), Object()]
+
+
+def typed_shapes(schemas: Schemas, node: Node, is_older: bool) -> list[Shape]:
+    """A shape for each type that a schema lets in, its keywords of that type read.
+
+    Args:
+        schemas: the document.
+        node: the schema.
+        is_older: the document is of a draft in which ``items`` is for all items.
+    """
+    types = types_of(node)
+    shapes: list[Shape] = []
+    if "null" in types:
+        shapes.append(Literal(None))
+    if "boolean" in types:
+        shapes += [Literal(True), Literal(False)]
+    if "number" in types or "integer" in types:
+        shapes.append(_numeric(node, is_integer="number" not in types))
+    if "string" in types:
+        shapes.append(_text(node))
+    if "array" in types:
+        shapes.append(_array(node, is_older))
+    if "object" in types:
+        shapes.append(_object(schemas, node))
+    return shapes
+
+
+def _numeric(node: Node, is_integer: bool) -> Numeric:
+    numbers = {
+        keyword: number_of(node, keyword)
+        for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+    }
+    bounds = Bounds(numbers["minimum"], numbers["maximum"]).both(
+        Bounds(numbers["exclusiveMinimum"], numbers["exclusiveMaximum"], True, True)
+    )
+    factor = numbers["multipleOf"]
+    if factor is None:
+        return Numeric(bounds, is_integer)
+    if factor != int(factor) or factor <= 0:
+        raise UnsupportedSchemaError("multipleOf", node.where, f"only whole numbers are, was {factor}")
+    return Numeric(bounds, True, int(factor), node.where)
+
+
+def _text(node: Node) -> StringShape:
+    least, most = counts_of(node, "minLength", "maxLength")
+    conditions: list[Condition] = []
+    pattern = node.schema.get("pattern")
+    if pattern is not None:
+        tree, lookaheads = pattern_of(node)
+        conditions.append(Condition(tree, node, "pattern"))
+        conditions += [Condition(one, node, "pattern", is_negated) for one, is_negated in lookaheads]
+    name = format_of(node)
+    if name in formats.UNSUPPORTED:
+        known = ", ".join(formats.SUPPORTED)
+        reason = f"{name!r} is only beside enum and const; generated are {known}"
+        raise UnsupportedSchemaError("format", node.where, reason)
+    if name in formats.SUPPORTED:
+        conditions.append(Condition(formats.format_tree(name), node, "format", format=name))
+    return StringShape(least, most, tuple(conditions))
+
+
+def _array(node: Node, is_older: bool) -> Array:
+    schema = node.schema
+    unique = schema.get("uniqueItems", False)
+    if not isinstance(unique, bool):
+        raise wrong(node, "uniqueItems", "true or false")
+    least, most = counts_of(node, "minItems", "maxItems")
+    if "prefixItems" in schema and is_older:
+        reason = "the draft that $schema names does not know it: name draft 2020-12"
+        raise UnsupportedSchemaError("prefixItems", node.where, reason)
+    given = schema.get("prefixItems", [])
+    if not isinstance(given, list):
+        raise wrong(node, "prefixItems", "an array")
+    prefix = tuple((Node(one, f"{node.where}/prefixItems/{i}"),) for i, one in enumerate(given))
+    items = ANYTHING
+    if isinstance(schema.get("items"), list):
+        reason = "an array of schemas is an old spelling: use prefixItems"
+        raise UnsupportedSchemaError("items", node.where, reason)
+    if "items" in schema:
+        items = (Node(schema["items"], f"{node.where}/items"),)
+    elif _closes(node, "unevaluatedItems"):
+        items = NEVER
+    return Array(prefix, items, least, most, node if unique else None)
+
+
+def _object(schemas: Schemas, node: Node) -> Object:
+    schema = node.schema
+    properties: dict[str, Conjunction] = {
+        name: (Node(one, f"{node.where}/properties/{escaped(name)}"),)
+        for name, one in mapping_of(node, "properties").items()
+    }
+    required = frozenset(strings_of(node, "required", schema.get("required", [])))
+    least, most = counts_of(node, "minProperties", "maxProperties")
+    others, says_others, names = ANYTHING, False, None
+    if "additionalProperties" in schema:
+        others = (Node(schema["additionalProperties"], f"{node.where}/additionalProperties"),)
+        says_others = True
+    elif _closes(node, "unevaluatedProperties"):
+        others, says_others = NEVER, True
+    result = Object(properties, required, others, says_others, names, least, most, node.where)
+    result = _with_patterns(schemas, node, result)
+    return _with_names(schemas, node, result)
+
+
+def _closes(node: Node, keyword: str) -> bool:
+    """Whether ``unevaluated...`` lets nothing else in."""
+    if node.schema.get(keyword, True) is True:
+        return False
+    if node.schema[keyword] is not False:
+        raise UnsupportedSchemaError(keyword, node.where, "only true and false are")
+    if any(applicator in node.schema for applicator in _APPLICATORS):
+        reason = f"not beside {', '.join(_APPLICATORS)}: say it in each branch"
+        raise UnsupportedSchemaError(keyword, node.where, reason)
+    return True
+
+
+def _with_patterns(schemas: Schemas, node: Node, result: Object) -> Object:
+    patterns = mapping_of(node, "patternProperties")
+    if not patterns:
+        return result
+
+    def refuse(reason: str) -> UnsupportedSchemaError:
+        return UnsupportedSchemaError("patternProperties", node.where, reason)
+
+    if len(patterns) > 1:
+        raise refuse("with more than one pattern, as a name may match several")
+    ((pattern, one),) = patterns.items()
+    if result.says_others and schemas.shapes(result.others):
+        raise refuse("only where additionalProperties is false or absent")
+    names = _text(Node({"pattern": pattern}, f"{node.where}/patternProperties"))
+    for name in {*result.properties, *result.required}:
+        if has_shape(schemas, names, name):
+            raise refuse(f"the property {name!r} matches the pattern {pattern!r} too")
+    others = (Node(one, f"{node.where}/patternProperties/{escaped(pattern)}"),)
+    properties = result.properties
+    if not result.says_others:  # then names beside the pattern are free, and required ones are written
+        unnamed = sorted(result.required - properties.keys())
+        properties = properties | dict.fromkeys(unnamed, ANYTHING)
+    return replace(result, properties=properties, others=others, says_others=True, names=names)
+
+
+def _with_names(schemas: Schemas, node: Node, result: Object) -> Object:
+    if "propertyNames" not in node.schema:
+        return result
+    names = (Node(node.schema["propertyNames"], f"{node.where}/propertyNames"),)
+    if result.names is not None:
+        raise UnsupportedSchemaError("propertyNames", node.where, "not beside patternProperties")
+    allowed = [
+        shape
+        for shape in schemas.shapes(names)
+        if isinstance(shape, StringShape) or (isinstance(shape, Literal) and isinstance(shape.value, str))
+    ]
+    properties = {
+        name: one if schemas.accepts(names, name) else NEVER for name, one in result.properties.items()
+    }
+    if not any(isinstance(shape, StringShape) for shape in allowed):
+        listed = [one.value for one in allowed if isinstance(one, Literal)]
+        properties |= {name: properties.get(name, result.others) for name in listed}
+        return replace(result, properties=properties, others=NEVER, says_others=True)
+    if result.says_others and not schemas.shapes(result.others):
+        return replace(result, properties=properties)
+    if len(allowed) > 1 or result.properties or result.required:
+        reason = "only by itself, or with names that are listed by enum"
+        raise UnsupportedSchemaError("propertyNames", node.where, reason)
+    assert isinstance(allowed[0], StringShape)
+    return replace(result, says_others=True, names=allowed[0])

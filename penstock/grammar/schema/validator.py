@@ -1,0 +1,264 @@
+"""Whether a value satisfies a schema: for values that `enum`, `const` and other keywords list.
+
+All keywords are evaluated here, also those that no grammar can be made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from penstock.errors import InputError, UnsupportedSchemaError
+from penstock.grammar.schema import regex
+from penstock.grammar.schema.formats import has_format
+from penstock.grammar.schema.keywords import (
+    are_unique,
+    branches_of,
+    counts_of,
+    decimal_of,
+    escaped,
+    format_of,
+    identity,
+    is_number,
+    mapping_of,
+    number_of,
+    pattern_of,
+    strings_of,
+    types_of,
+    wrong,
+)
+from penstock.grammar.schema.shapes import Node
+
+_MAX_DEPTH = 100
+_KNOWN = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains"})
+_SAME_IN_ALL = frozenset(map(chr, range(32, 127)))  # characters that dialects of expressions classify alike
+
+
+class _DoubtfulError(Exception):
+    """Dialects of regular expressions differ on a value."""
+
+
+class Validator:
+    """Evaluates schemas of one document.
+
+    Args:
+        resolve: gives the schema that the $ref of a schema leads to.
+        refused: the keywords that are not supported, and why.
+    """
+
+    def __init__(self, resolve: Callable[[Node], Node], refused: dict[str, str]) -> None:
+        self._resolve = resolve
+        self._refused = {keyword: reason for keyword, reason in refused.items() if keyword not in _KNOWN}
+        self._listed: dict[str, frozenset[Any]] = {}
+        self._patterns: dict[str, tuple[regex.Node, list[tuple[regex.Node, bool]]]] = {}
+        self._depth = 0
+
+    def accepts(self, node: Node, value: Any) -> bool:
+        """Whether a value satisfies a schema.
+
+        Raises:
+            UnsupportedSchemaError: a keyword cannot be honoured.
+            InputError: this is no schema.
+        """
+        try:
+            return self._holds(node, value)
+        except _DoubtfulError:
+            return False
+        finally:
+            self._depth = 0
+
+    def _holds(self, node: Node, value: Any) -> bool:
+        schema = node.schema
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise InputError(f"the JSON schema at {node.where} is {schema!r}, not an object, true or false")
+        for keyword, reason in self._refused.items():
+            if keyword in schema:
+                raise UnsupportedSchemaError(keyword, node.where, reason)
+        if "$id" in schema and node.where != "#":
+            raise UnsupportedSchemaError("$id", node.where, "only the outermost schema may have one")
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise UnsupportedSchemaError(
+                "$ref", node.where, f"more than {_MAX_DEPTH} schemas inside each other"
+            )
+        try:
+            return all(
+                check(node, value) for check in (_has_type, self._is_listed, *self._checks(value))
+            ) and (self._applied(node, value))
+        finally:
+            self._depth -= 1
+
+    def _checks(self, value: Any) -> Iterator[Callable[[Node, Any], bool]]:
+        """The checks of keywords for the type of a value."""
+        if is_number(value):
+            yield _fits
+        elif isinstance(value, str):
+            yield self._is_text
+        elif isinstance(value, list):
+            yield self._is_array
+        elif isinstance(value, dict):
+            yield self._is_object
+
+    def _is_listed(self, node: Node, value: Any) -> bool:
+        schema = node.schema
+        if "const" in schema and identity(schema["const"]) != identity(value):
+            return False
+        if "enum" not in schema:
+            return True
+        if node.where not in self._listed:
+            if not isinstance(schema["enum"], list):
+                raise wrong(node, "enum", "an array")
+            self._listed[node.where] = frozenset(map(identity, schema["enum"]))
+        return identity(value) in self._listed[node.where]
+
+    def _is_text(self, node: Node, value: str) -> bool:
+        if not _is_between(len(value), counts_of(node, "minLength", "maxLength")):
+            return False
+        if "pattern" in node.schema and not self._matches(node, value):
+            return False
+        return has_format(format_of(node), value)
+
+    def _matches(self, node: Node, value: str) -> bool:
+        """Whether a text matches the pattern of a schema."""
+        pattern = node.schema["pattern"]
+        if not isinstance(pattern, str) or pattern not in self._patterns:
+            self._patterns[pattern if isinstance(pattern, str) else ""] = pattern_of(node)
+        tree, lookaheads = self._patterns[pattern]
+        found = regex.matches(tree, value) and all(
+            regex.matches(one, value) != is_negated for one, is_negated in lookaheads
+        )
+        if not found and not set(value) <= _SAME_IN_ALL and ("\\" in pattern or "." in pattern):
+            raise _DoubtfulError
+        return found
+
+    def _is_array(self, node: Node, value: list[Any]) -> bool:
+        schema = node.schema
+        if not _is_between(len(value), counts_of(node, "minItems", "maxItems")):
+            return False
+        if schema.get("uniqueItems", False) is not False and not are_unique(value):
+            return False
+        prefix = schema.get("prefixItems", [])
+        if not isinstance(prefix, list):
+            raise wrong(node, "prefixItems", "an array")
+        if isinstance(schema.get("items"), list):
+            reason = "an array of schemas is an old spelling: use prefixItems"
+            raise UnsupportedSchemaError("items", node.where, reason)
+        rest = schema["items"] if "items" in schema else _lets_others(node, "unevaluatedItems")
+        parts = [_under(node, f"prefixItems/{i}", one) for i, one in enumerate(prefix)]
+        parts += [_under(node, "items", rest)] * (len(value) - len(parts))
+        if not all(self._holds(part, one) for part, one in zip(parts, value, strict=False)):
+            return False
+        if "contains" not in schema:
+            return True
+        least, most = counts_of(node, "minContains", "maxContains")
+        count = sum(self._holds(_under(node, "contains", schema["contains"]), one) for one in value)
+        return _is_between(count, (least if "minContains" in schema else 1, most))
+
+    def _is_object(self, node: Node, value: dict[str, Any]) -> bool:
+        schema = node.schema
+        if not _is_between(len(value), counts_of(node, "minProperties", "maxProperties")):
+            return False
+        if not set(strings_of(node, "required", schema.get("required", []))) <= value.keys():
+            return False
+        for name, names in mapping_of(node, "dependentRequired").items():
+            if name in value and not set(strings_of(node, "dependentRequired", names)) <= value.keys():
+                return False
+        for name, one in mapping_of(node, "dependentSchemas").items():
+            if name in value and not self._holds(
+                _under(node, f"dependentSchemas/{escaped(name)}", one), value
+            ):
+                return False
+        return all(self._is_member(node, name, one) for name, one in value.items())
+
+    def _is_member(self, node: Node, name: str, value: Any) -> bool:
+        schema = node.schema
+        parts = []
+        properties = mapping_of(node, "properties")
+        if name in properties:
+            parts.append(_under(node, f"properties/{escaped(name)}", properties[name]))
+        for pattern, one in mapping_of(node, "patternProperties").items():
+            where = f"patternProperties/{escaped(pattern)}"
+            if self._matches(_under(node, where, {"pattern": pattern}), name):
+                parts.append(_under(node, where, one))
+        if not parts:
+            is_said = "additionalProperties" in schema
+            others = (
+                schema["additionalProperties"] if is_said else _lets_others(node, "unevaluatedProperties")
+            )
+            parts.append(_under(node, "additionalProperties", others))
+        if "propertyNames" in schema and not self._holds(
+            _under(node, "propertyNames", schema["propertyNames"]), name
+        ):
+            return False
+        return all(self._holds(part, value) for part in parts)
+
+    def _applied(self, node: Node, value: Any) -> bool:
+        """Whether a value satisfies the schemas that apply to itself."""
+        schema = node.schema
+        if "$ref" in schema and not self._holds(self._resolve(node), value):
+            return False
+        if not all(self._holds(branch, value) for branch in branches_of(node, "allOf")):
+            return False
+        if "anyOf" in schema and not any(self._holds(branch, value) for branch in branches_of(node, "anyOf")):
+            return False
+        if "oneOf" in schema:
+            branches = branches_of(node, "oneOf")
+            if sum(self._holds(branch, value) for branch in branches) != 1:
+                return False
+        if "not" in schema and self._holds(_under(node, "not", schema["not"]), value):
+            return False
+        if "if" not in schema:
+            return True
+        keyword = "then" if self._holds(_under(node, "if", schema["if"]), value) else "else"
+        return keyword not in schema or self._holds(_under(node, keyword, schema[keyword]), value)
+
+
+def _under(node: Node, path: str, schema: Any) -> Node:
+    return Node(schema, f"{node.where}/{path}")
+
+
+def _is_between(count: int, bounds: tuple[int, int | None]) -> bool:
+    return bounds[0] <= count and (bounds[1] is None or count <= bounds[1])
+
+
+def _has_type(node: Node, value: Any) -> bool:
+    names = {
+        type(None): ("null",),
+        bool: ("boolean",),
+        str: ("string",),
+        list: ("array",),
+        dict: ("object",),
+        int: ("integer", "number"),
+        float: ("integer", "number") if isinstance(value, float) and value.is_integer() else ("number",),
+    }
+    types = types_of(node)
+    return any(name in types for name in names[type(value)])
+
+
+def _fits(node: Node, value: int | float) -> bool:
+    number = decimal_of(value)
+    low, high = number_of(node, "minimum"), number_of(node, "maximum")
+    above, below = number_of(node, "exclusiveMinimum"), number_of(node, "exclusiveMaximum")
+    if (low is not None and number < low) or (high is not None and number > high):
+        return False
+    if (above is not None and number <= above) or (below is not None and number >= below):
+        return False
+    factor = number_of(node, "multipleOf")
+    if factor is None:
+        return True
+    if factor <= 0:
+        raise wrong(node, "multipleOf", "a number greater than 0")
+    top, bottom = number.as_integer_ratio()
+    factor_top, factor_bottom = factor.as_integer_ratio()
+    return top * factor_bottom % (bottom * factor_top) == 0
+
+
+def _lets_others(node: Node, keyword: str) -> bool:
+    """What an ``unevaluated...`` says, which must be true or false."""
+    given = node.schema.get(keyword, True)
+    applicators = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "if")
+    if given is not True and (given is not False or any(one in node.schema for one in applicators)):
+        raise UnsupportedSchemaError(keyword, node.where, "only true and false are, beside no other schemas")
+    return given is True

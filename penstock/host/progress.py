@@ -1,0 +1,101 @@
+"""Progress bars of a load and of a batch, on standard error, where that is a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+_MIN_LOAD = 256 << 20  # bytes; what is less is there before a bar is read
+
+
+class LoadingProgress:
+    """Counts the bytes of a checkpoint as they are read and packed, or checked. In the end it vanishes.
+
+    Args:
+        num_bytes: how many there are.
+        title: what is done with them.
+    """
+
+    def __init__(self, num_bytes: int, *, title: str = "loading") -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=num_bytes < _MIN_LOAD or not _is_terminal(),
+        )
+        self._task = self._bar.add_task(title, total=num_bytes)
+
+    def advance(self, num_bytes: int) -> None:
+        """Adds the bytes of one tensor, or of a part of a file."""
+        if not self._bar.disable:
+            self._bar.update(self._task, advance=num_bytes)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+class GenerationProgress:
+    """Counts prompts and tokens.
+
+    Args:
+        num_prompts: how many there are.
+        shown: draw the bar, if standard error is a terminal.
+    """
+
+    def __init__(self, num_prompts: int, *, shown: bool = True) -> None:
+        self._num_tokens = 0
+        self._start = time.perf_counter()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not shown or not _is_terminal(),
+        )
+        self._task = self._bar.add_task("prompts", total=num_prompts, speed="")
+
+    def advance(self, *, num_tokens: int, num_prompts: int) -> None:
+        """Adds the tokens of one step, and the prompts that it finished."""
+        if self._bar.disable:
+            return
+        self._num_tokens += num_tokens
+        speed = self._num_tokens / max(time.perf_counter() - self._start, 1e-9)
+        self._bar.update(self._task, advance=num_prompts, speed=f"{speed:,.0f} tokens/s")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()

@@ -1,0 +1,393 @@
+"""Slots, block tables and shared prefixes: `KVCacheManager`, the paged KV cache of a model.
+
+The block table of a context, S = 4 tokens a block, window 6 in one of two groups of layers::
+
+    tokens             0 1 2 3 | 4 5 6 7 | 8 9 . . | . . . .       start_idx = 10
+    without a window     7     |    2    |    5    |    9
+    window 6             0     |    4    |    6    |    1          the query at 10 sees 5 .. 10
+                       committed: full,    ours alone:
+                       read-only, perhaps  this step writes here,
+                       shared              or the next (lookahead)
+
+Behind the window stands the null block, 0. All tables of a context have the same length.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.errors import InputError, InsufficientBlocksError
+from penstock.kernels import KVCacheInputs, KVGroupInputs
+from penstock.kv_cache.block_pool import NULL_BLOCK, BlockPool
+from penstock.kv_cache.prefixes import PrefixIndex
+from penstock.kv_cache.spec import KVCacheSpec
+from penstock.kv_cache.storage import KVCacheStorage
+from penstock.pipelines.core import InputContext
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What the cache knows of a claimed context."""
+
+    request_id: str
+    slot: int
+    behind: list[int]  # a group: table entries that are null because a window has passed them
+    regime: int  # whose keys it holds, see `KVCacheSpec.regime`
+    root: bytes | None = None  # None: its blocks are not to be known to others
+    num_blocks: int = 0  # length of each table
+    num_full: int = 0  # of these, the committed ones: read-only from here on
+    digests: list[bytes] = field(default_factory=list)  # of the committed blocks
+    promised: list[bytes] = field(default_factory=list)  # of the blocks after them, last one first
+
+
+class KVCacheManager:
+    """The paged KV cache of a model; see `KVCache` for what its methods mean.
+
+    Args:
+        spec: the groups of layers of the model.
+        num_blocks: for each group, blocks to allocate, the null block included.
+        block_size: tokens a block, a power of two.
+        device: where keys and values are kept.
+        enable_prefix_caching: whether contexts that begin alike share blocks.
+        adapter_digest: the digest of the content that a context's adapter has. Without it contexts with an
+            adapter share nothing.
+    """
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_blocks: Sequence[int],
+        block_size: int = 32,
+        *,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  # immutable
+        enable_prefix_caching: bool = True,
+        adapter_digest: Callable[[InputContext], bytes] | None = None,
+    ) -> None:
+        assert len(num_blocks) == len(spec.groups), f"{len(num_blocks)} pools, {len(spec.groups)} groups"
+        assert block_size.bit_count() == 1, f"the block size must be a power of two, was {block_size}"
+        self.spec = spec
+        self.block_size = block_size
+        self.device = device
+        self.storage = KVCacheStorage(spec, num_blocks, block_size, device)
+        self._group_of_layer = spec.group_of_layer
+        self._windowed = [(i, group) for i, group in enumerate(spec.groups) if group.window is not None]
+        self._enable_prefix_caching = enable_prefix_caching
+        self._pools = [BlockPool(count) for count in num_blocks]
+        self._prefixes = PrefixIndex(spec, self._pools, block_size, adapter_digest)
+        self._sequences: dict[int, _Sequence] = {}  # by slot
+        self._free_slots: list[int] = []  # a heap: the lowest first
+        self._tables = np.full((len(spec.groups), 8, 8), NULL_BLOCK, np.int32)  # [groups, slots, M]
+
+    @property
+    def num_blocks(self) -> int:
+        return min(pool.num_blocks for pool in self._pools)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return min(pool.num_free for pool in self._pools)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return min(self._pools, key=lambda pool: pool.num_free).num_cached
+
+    def fits(self, num_tokens: int, chunk_size: int | None = None) -> bool:
+        return all(
+            group.max_blocks(num_tokens, self.block_size, chunk_size) <= pool.num_blocks
+            for group, pool in zip(self.spec.groups, self._pools, strict=True)
+        )
+
+    def admits(self, context: InputContext, *, chunk_size: int | None = None, headroom: int = 0) -> bool:
+        digests: list[bytes] = []
+        chain = self._prefixes.chain(context) if self._looks_up(context) else None
+        if chain is not None:
+            digests = chain.digests[: self._prefixes.hit(chain, self._hit_limit(context))]
+        whole = -(-context.current_length // self.block_size)
+        for group, pool in zip(self.spec.groups, self._pools, strict=True):
+            first = group.first_visible(len(digests) * self.block_size) // self.block_size
+            hits = [pool.lookup(digest) for digest in digests[first:]]
+            shared = sum(block is not None and pool.references(block) > 0 for block in hits)
+            most = group.max_blocks(context.current_length, self.block_size, chunk_size)
+            if pool.num_free < min(most, whole - first - shared) + headroom:
+                return False
+        return True
+
+    def claim(self, context: InputContext) -> None:
+        if context.is_assigned_to_cache:
+            self._sequence(context)
+            return
+        sequence = self._open(context)
+        if self._enable_prefix_caching:
+            self._adopt_prefix(context, sequence)
+        self._prefixes.forget(context.request_id)
+        cached = sequence.num_full * self.block_size
+        context.set_token_indices(start_idx=cached, committed_idx=cached)
+        if not len(context.generated_tokens):
+            context.num_cached_tokens = cached
+
+    def reserve(self, context: InputContext, lookahead: int = 0) -> None:
+        sequence = self._sequence(context)
+        if self._is_rolled_back(context, sequence):
+            self._reopen(context, sequence)
+        end = context.active_idx + lookahead
+        if end <= sequence.num_blocks * self.block_size:
+            return
+        length = -(-end // self.block_size)
+        missing = length - sequence.num_blocks
+        self._require(missing)
+        self._grow_tables(length)
+        for tables, pool in zip(self._tables, self._pools, strict=True):
+            tables[sequence.slot, sequence.num_blocks : length] = pool.allocate(missing)
+        sequence.num_blocks = length
+
+    def commit(self, context: InputContext) -> None:
+        sequence = self._sequence(context)
+        num_full = min(context.start_idx // self.block_size, sequence.num_blocks)
+        if num_full > sequence.num_full:
+            self._register(context, sequence, num_full)
+            context.set_token_indices(committed_idx=num_full * self.block_size)
+        for index, group in self._windowed:
+            first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_full)
+            if first > sequence.behind[index]:
+                row = self._tables[index, sequence.slot, sequence.behind[index] : first]
+                self._pools[index].release(row.tolist())
+                row[:] = NULL_BLOCK
+                sequence.behind[index] = first
+
+    def fork(self, parent: InputContext, child: InputContext) -> None:
+        assert not child.is_assigned_to_cache, f"{child.request_id} is claimed already"
+        source = self._sequence(parent)
+        if self._is_rolled_back(parent, source):
+            self._reopen(parent, source)
+        self.commit(parent)
+        start = parent.start_idx
+        assert np.array_equal(parent.all_tokens[:start], child.all_tokens[:start]), (
+            f"{child.request_id} does not begin with the {start} tokens computed of {parent.request_id}"
+        )
+        num_full, num_partial = source.num_full, int(start % self.block_size > 0)
+        self._require(num_partial)
+        sequence = self._open(child)
+        sequence.regime = source.regime
+        sequence.root, sequence.digests = source.root, list(source.digests)
+        sequence.behind = list(source.behind)
+        sequence.num_full, sequence.num_blocks = num_full, num_full + num_partial
+        self._grow_tables(sequence.num_blocks)
+        for index, pool in enumerate(self._pools):
+            original, copy = self._tables[index, source.slot], self._tables[index, sequence.slot]
+            pool.retain(original[source.behind[index] : num_full].tolist())
+            copy[:num_full] = original[:num_full]
+            for block in pool.allocate(num_partial):
+                self.storage.copy_block(index, int(original[num_full]), block)
+                copy[num_full] = block
+        child.set_token_indices(start_idx=start, committed_idx=num_full * self.block_size)
+
+    def release(self, context: InputContext) -> None:
+        self._prefixes.forget(context.request_id)
+        if not context.is_assigned_to_cache:
+            return
+        sequence = self._sequence(context)
+        self._truncate(sequence, 0)
+        del self._sequences[sequence.slot]
+        heapq.heappush(self._free_slots, sequence.slot)
+        context.unassign_from_cache()
+
+    def waits_for(self, context: InputContext) -> bool:
+        if context.is_assigned_to_cache or not self._prefixes.has_in_flight or not self._looks_up(context):
+            return False
+        chain = self._prefixes.chain(context)
+        return chain is not None and self._prefixes.is_awaited(chain, self._hit_limit(context))
+
+    def is_stale(self, context: InputContext) -> bool:
+        if not (self.spec.key_limits and context.is_assigned_to_cache):
+            return False
+        return self._sequence(context).regime != self.spec.regime(context.current_length)
+
+    def inputs(
+        self,
+        contexts: Sequence[InputContext],
+        starts: Sequence[int] | None = None,  # [B]
+        counts: Sequence[int] | None = None,  # [B]
+    ) -> KVCacheInputs:
+        """What the kernels see of a batch whose blocks are reserved.
+
+        Args:
+            contexts: the batch.
+            starts: position of each context's first row in this step; its ``start_idx`` if not given.
+            counts: how many rows it has; its ``active_length`` if not given. May be more, by drafts.
+        """
+        if starts is None:
+            starts = [context.start_idx for context in contexts]
+        if counts is None:
+            counts = [context.active_length for context in contexts]
+        sequences = [self._sequence(context) for context in contexts]
+        slots = [sequence.slot for sequence in sequences]
+        longest = max([1, *[sequence.num_blocks for sequence in sequences]])
+        ends = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
+        rows, positions = np.arange(len(sequences)), ends - 1  # of one row a context
+        if sum(counts) > len(sequences):
+            rows = np.repeat(rows, counts)  # [T]
+            positions = np.arange(len(rows)) + (ends - np.cumsum(counts))[rows]  # [T]
+        columns, within = np.divmod(positions, self.block_size)
+        groups = []
+        for group, table in zip(self.spec.groups, self._tables, strict=True):
+            tables = table[slots, :longest]  # [B, M], a copy
+            stored = tables[rows, columns].astype(np.int64) * self.block_size + within
+            groups.append(KVGroupInputs(self._upload(tables), self._upload(stored), group.window))
+        return KVCacheInputs(
+            lengths=self._upload(ends.astype(np.int32)),
+            groups=tuple(groups),
+            group_of_layer=self._group_of_layer,
+            caches=self.storage.caches,
+            scales=self.storage.scales,
+            block_size=self.block_size,
+        )
+
+    def check_integrity(self) -> None:
+        for index, pool in enumerate(self._pools):
+            pool.check_integrity()
+            held = np.zeros(pool.num_blocks + 1, np.int64)
+            for sequence in self._sequences.values():
+                row = self._tables[index, sequence.slot]
+                behind, length = sequence.behind[index], sequence.num_blocks
+                assert behind <= sequence.num_full <= length, f"{sequence}"
+                held_columns = np.flatnonzero(row).tolist()
+                assert held_columns == list(range(behind, length)), (
+                    f"group {index}: table {row.tolist()} of {sequence}"
+                )
+                held += np.bincount(row[behind:length], minlength=len(held))
+            references = pool.all_references()
+            wrong = np.flatnonzero(held != references).tolist()
+            assert not wrong, (
+                f"group {index}: block {wrong[0]} has {references[wrong[0]]} references and is in "
+                f"{held[wrong[0]]} tables"
+            )
+        promised = sum(len(sequence.promised) for sequence in self._sequences.values())
+        assert promised == self._prefixes.num_in_flight, (
+            f"{promised} != {self._prefixes.num_in_flight} promises"
+        )
+        slots = sorted([*self._sequences, *self._free_slots])
+        assert slots == list(range(len(slots))), f"slots {slots}"
+
+    # -- How a sequence gets, keeps and loses its blocks ------------------------------------------------
+
+    def _open(self, context: InputContext) -> _Sequence:
+        slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._sequences)
+        context.assign_to_cache(slot)
+        if slot >= self._tables.shape[1]:
+            self._tables = _grown(self._tables, 1, slot + 1)
+        regime = self.spec.regime(context.current_length)
+        self._sequences[slot] = _Sequence(context.request_id, slot, [0] * len(self._pools), regime)
+        return self._sequences[slot]
+
+    def _sequence(self, context: InputContext) -> _Sequence:
+        sequence = self._sequences.get(context.cache_seq_id)
+        if sequence is None or sequence.request_id != context.request_id:
+            raise InputError(
+                f"request {context.request_id} is assigned to slot {context.cache_seq_id}, which this KV "
+                "cache did not give it: leave slots to KVCache.claim"
+            )
+        return sequence
+
+    def _adopt_prefix(self, context: InputContext, sequence: _Sequence) -> None:
+        """Takes the cached blocks of the beginning, and promises those that are not cached."""
+        chain = self._prefixes.chain(context)
+        if chain is None:
+            return
+        hit = self._prefixes.hit(chain, self._hit_limit(context)) if self._looks_up(context) else 0
+        self._grow_tables(hit)
+        for index, (group, pool) in enumerate(zip(self.spec.groups, self._pools, strict=True)):
+            first = group.first_visible(hit * self.block_size) // self.block_size
+            blocks = [pool.find(digest) for digest in chain.digests[first:hit]]
+            pool.retain(blocks)
+            self._tables[index, sequence.slot, first:hit] = blocks
+            sequence.behind[index] = first
+        sequence.root, sequence.digests = chain.root, chain.digests[:hit]
+        sequence.num_full = sequence.num_blocks = hit
+        sequence.promised = chain.digests[hit:][::-1]
+        self._prefixes.mark_in_flight(sequence.promised)
+
+    def _register(self, context: InputContext, sequence: _Sequence, num_full: int) -> None:
+        """Makes the blocks ``[sequence.num_full, num_full)`` known to others."""
+        blocks = range(sequence.num_full, num_full)
+        if sequence.root is not None:
+            # Not from the promises: tokens may have been rolled back and others taken since.
+            parent = sequence.digests[-1] if sequence.digests else sequence.root
+            digests = self._prefixes.digests(context, parent, blocks)
+            for tables, pool in zip(self._tables, self._pools, strict=True):
+                row = tables[sequence.slot, blocks.start : blocks.stop].tolist()
+                for block, digest in zip(row, digests, strict=True):
+                    pool.register(block, digest)
+            sequence.digests += digests
+        kept = sequence.promised[-len(blocks) :]
+        self._prefixes.clear_in_flight(kept)
+        del sequence.promised[len(sequence.promised) - len(kept) :]
+        sequence.num_full = num_full
+
+    def _is_rolled_back(self, context: InputContext, sequence: _Sequence) -> bool:
+        """Whether the next rows would go into committed blocks, or miss some that a window has passed."""
+        start, num_committed = context.start_idx, sequence.num_full * self.block_size
+        if start < num_committed or context.committed_idx < num_committed:
+            return True
+        for index, group in self._windowed:
+            if group.first_visible(start) // self.block_size < sequence.behind[index]:
+                return True
+        return False
+
+    def _reopen(self, context: InputContext, sequence: _Sequence) -> None:
+        """Goes back to the last block boundary from which the context can go on."""
+        length = min(context.start_idx, context.committed_idx) // self.block_size
+        for index, group in self._windowed:
+            if group.first_visible(length * self.block_size) // self.block_size < sequence.behind[index]:
+                length = 0  # what the window needs is gone: from the beginning, then
+        self._truncate(sequence, length)
+        start = length * self.block_size
+        context.set_token_indices(start_idx=start, committed_idx=start)
+
+    def _truncate(self, sequence: _Sequence, length: int) -> None:
+        for index, pool in enumerate(self._pools):
+            row = self._tables[index, sequence.slot, : sequence.num_blocks]
+            sequence.behind[index] = min(sequence.behind[index], length)
+            pool.release(block for block in row[length:].tolist() if block != NULL_BLOCK)
+            row[length:] = NULL_BLOCK
+        self._prefixes.clear_in_flight(sequence.promised)
+        sequence.promised = []
+        sequence.num_full = min(sequence.num_full, length)
+        sequence.num_blocks = length
+        del sequence.digests[length:]
+
+    def _require(self, count: int) -> None:
+        for pool in self._pools:
+            if pool.num_free < count:
+                raise InsufficientBlocksError(count, pool.num_free, pool.num_blocks)
+
+    # -- What is asked of a waiting context -------------------------------------------------------------
+
+    def _looks_up(self, context: InputContext) -> bool:
+        # Log probabilities of the prompt's tokens need the logits of all of its rows.
+        return self._enable_prefix_caching and not context.log_probabilities_echo
+
+    def _hit_limit(self, context: InputContext) -> int:
+        return (context.active_idx - 1) // self.block_size  # a row is left to compute, for its logits
+
+    # -- Arrays -----------------------------------------------------------------------------------------
+
+    def _grow_tables(self, length: int) -> None:
+        if length > self._tables.shape[2]:
+            self._tables = _grown(self._tables, 2, length)
+
+    def _upload(self, array: npt.NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _grown(tables: npt.NDArray[np.int32], axis: int, least: int) -> npt.NDArray[np.int32]:
+    shape = list(tables.shape)
+    shape[axis] = max(least, 2 * shape[axis])
+    grown = np.full(shape, NULL_BLOCK, np.int32)
+    grown[:, : tables.shape[1], : tables.shape[2]] = tables
+    return grown

@@ -1,0 +1,110 @@
+"""What KV cache a model needs, in numbers."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from penstock.dtype import DType
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share one block table, because they keep keys of the same shape equally long."""
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    dtype: DType
+    window: int | None = None
+    """A query sees itself and the ``window - 1`` keys before it; None: all of them."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError("layers", "a group of KV layers must have at least one layer")
+        for name in ("kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, f"must be at least 1, was {getattr(self, name)}")
+        if self.window is not None and self.window < 1:
+            raise ConfigError("window", f"must be at least 1, was {self.window}: None stands for no window")
+        if not (self.dtype.is_float() or self.dtype is DType.int8):
+            raise ConfigError("dtype", f"a KV cache holds floats or int8, not {self.dtype.value}")
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block of ``block_size`` tokens, over all layers, keys and values and scales."""
+        rows = 2 * len(self.layers) * self.kv_heads * block_size
+        scale = DType.float32.size_in_bytes if self.dtype is DType.int8 else 0
+        return rows * (self.head_dim * self.dtype.size_in_bytes + scale)
+
+    def first_visible(self, position: int) -> int:
+        """The first position that the query at ``position`` sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def max_blocks(self, num_tokens: int, block_size: int, chunk_size: int | None = None) -> int:
+        """The most blocks that a sequence of ``num_tokens`` holds at once.
+
+        Args:
+            num_tokens: how long the sequence gets.
+            block_size: tokens a block.
+            chunk_size: it is computed at most so many tokens at a time; None: all at once.
+        """
+        whole = -(-num_tokens // block_size)
+        if self.window is None or chunk_size is None:
+            return whole
+        span = self.window - 1 + chunk_size  # positions in use at once, wherever they begin in a block
+        return min(whole, (span + block_size - 2) // block_size + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """The groups of layers of a model (and of its draft model, where it has one)."""
+
+    groups: tuple[KVGroup, ...]
+    key_limits: tuple[int, ...] = ()
+    """Sequence lengths, ascending. A sequence that outgrows one of them needs other keys for all its tokens,
+    the computed ones too: LongRoPE changes its factors there. The lengths between two limits are a regime."""
+    shares_prefixes: bool = True
+    """Whether sequences of one regime that begin alike have the same keys there. False for dynamic rope: its
+    keys depend on the length of the prompt."""
+
+    def __post_init__(self) -> None:
+        layers = sorted(layer for group in self.groups for layer in group.layers)
+        if not layers or layers != list(range(len(layers))):
+            raise ConfigError(
+                "groups", f"each of the layers 0..L-1 must be in exactly one group, they hold {layers}"
+            )
+        if list(self.key_limits) != sorted(limit for limit in set(self.key_limits) if limit > 0):
+            raise ConfigError("key_limits", f"must ascend from 1 on, were {self.key_limits}")
+
+    def regime(self, length: int) -> int:
+        """Return the number of limits that a sequence of ``length`` tokens has outgrown."""
+        return bisect_left(self.key_limits, length)
+
+    def shortest(self, length: int) -> int:
+        """Return the length of the shortest sequence that has the keys of one of ``length`` tokens."""
+        regime = self.regime(length)
+        return self.key_limits[regime - 1] + 1 if regime else 0
+
+    def steps_left(self, length: int) -> int | None:
+        """Return how many tokens a sequence of ``length`` can generate with its keys; None for any number.
+
+        The last of them makes it outgrow the limit, which the step after it has to heed.
+        """
+        regime = self.regime(length)
+        return self.key_limits[regime] - length + 1 if regime < len(self.key_limits) else None
+
+    @property
+    def num_layers(self) -> int:
+        """L, the layers of all groups."""
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """``[L]``: the index of each layer's group."""
+        owner = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(owner[layer] for layer in range(self.num_layers))
+
+    def bytes_per_block(self, block_size: int) -> tuple[int, ...]:
+        """Bytes of one block of ``block_size`` tokens, for each group."""
+        return tuple(group.bytes_per_block(block_size) for group in self.groups)

@@ -1,0 +1,44 @@
+"""The tensors of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.driver import zeros
+from penstock.dtype import DType
+from penstock.kv_cache.spec import KVCacheSpec
+
+
+class KVCacheStorage:
+    """Keys and values of every block of every layer, zero to begin with.
+
+    A zero is finite: what a kernel reads beyond a sequence, and masks, can never be a NaN.
+    """
+
+    def __init__(
+        self, spec: KVCacheSpec, num_blocks: Sequence[int], block_size: int, device: torch.device
+    ) -> None:
+        self._spec = spec
+        caches: list[Tensor] = []
+        scales: list[Tensor | None] = []
+        for index in spec.group_of_layer:
+            group = spec.groups[index]
+            rows = (2, num_blocks[index], group.kv_heads, block_size)  # [2, N, K, S]
+            dtype = group.dtype.to_torch()
+            caches.append(zeros((*rows, group.head_dim), dtype, device))
+            is_int8 = group.dtype is DType.int8
+            scales.append(zeros(rows, torch.float32, device) if is_int8 else None)
+        self.caches = tuple(caches)
+        """L of ``[2, N, K, S, D]``: keys, then values."""
+        self.scales = tuple(scales)
+        """L of ``[2, N, K, S]`` float32, for layers kept in int8."""
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """Copies one block of all layers of a group."""
+        for layer in self._spec.groups[group].layers:
+            for tensor in (self.caches[layer], self.scales[layer]):
+                if tensor is not None:
+                    tensor[:, target] = tensor[:, source]

@@ -1,0 +1,364 @@
+"""Beam search over contexts, ``kv.fork`` and log probabilities: the pipeline knows nothing of it.
+
+At every step each prompt has up to ``num_beams`` running beams, of which the model scores all continuations,
+and the best ones run on. A beam that is continued once goes on in its own context; for each further
+continuation a context is forked off it, which shares all blocks but the last. What ends among the
+``num_beams`` best continuations is finished, its score the sum of log probabilities over
+``length ** length_penalty``.
+(Beam search as in Freitag & Al-Onaizan 2017, arXiv:1702.01806; end rules as those of transformers' generate.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+from uuid import uuid4
+
+import numpy as np
+
+from penstock.errors import InputError, InsufficientBlocksError, UnsupportedFeatureError
+from penstock.host.interrupts import deferred_interrupts
+from penstock.kv_cache.interface import restart
+from penstock.pipelines.core import Pipeline, TextContext, TextGenerationResponse
+from penstock.plain_numbers import checked_integer, checked_number, plain
+
+EarlyStopping: TypeAlias = bool | Literal["never"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeamOptions:
+    """How to search.
+
+    Raises:
+        InputError: a value is impossible, or two do not go together.
+    """
+
+    num_beams: int = 4
+    """Beams that run at once."""
+    num_return_sequences: int = 1
+    """How many of them are wanted; at most ``num_beams``."""
+    length_penalty: float = 1.0
+    """Above 0 favours long texts, below 0 short ones: scores are divided by ``length ** length_penalty``."""
+    early_stopping: EarlyStopping = False
+    """When to end: True, once ``num_beams`` are finished; False, once the best running beam would not become
+    one of them if it ended as long as it is; ``"never"``, once it could not however long it grew."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_beams", "num_return_sequences"):
+            object.__setattr__(self, name, checked_integer(name, getattr(self, name), minimum=1))
+        if self.num_return_sequences > self.num_beams:
+            raise InputError(
+                f"num_return_sequences is {self.num_return_sequences}, but only {self.num_beams} beams "
+                "run: raise num_beams"
+            )
+        penalty = checked_number("length_penalty", self.length_penalty, -100, 100)
+        object.__setattr__(self, "length_penalty", penalty)
+        object.__setattr__(self, "early_stopping", plain(self.early_stopping))
+        if self.early_stopping not in (True, False, "never"):
+            raise InputError(f"early_stopping must be True, False or 'never', was {self.early_stopping!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished beam."""
+
+    token_ids: list[int]
+    """What was generated, the token that ended it included."""
+    log_probabilities: list[float]
+    """Of each of them."""
+    score: float
+    ended: bool
+    """Whether a token ended it, and not its length."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    context: TextContext
+    token_ids: list[int]
+    log_probabilities: list[float]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Continuation:
+    beam: _Beam
+    token: int
+    log_probability: float
+
+    @property
+    def total(self) -> float:
+        return self.beam.total + self.log_probability
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """The search of one prompt."""
+
+    asked: TextContext
+    first: TextContext  # what computes its prompt
+    ends: frozenset[int]
+    max_new_tokens: int
+    beams: list[_Beam]
+    finished: list[Hypothesis] = field(default_factory=list)  # the best first
+    num_steps: int = 0
+
+
+def search(
+    pipeline: Pipeline[TextContext, TextGenerationResponse],
+    contexts: Sequence[TextContext],
+    options: BeamOptions,
+    max_batch_size: int,
+    max_batch_input_tokens: int,
+) -> Iterator[tuple[TextContext, list[Hypothesis]]]:
+    """Searches for any number of prompts, as many at once as the limits and the KV cache hold.
+
+    Yields:
+        Each context, and the ``num_return_sequences`` best that were found for it, the best first.
+
+    Raises:
+        InsufficientBlocksError: the beams of one prompt do not fit the KV cache.
+    """
+    left, size = list(contexts), max(1, max_batch_size // options.num_beams)
+    while left:
+        batch = left[:size]
+        beams = BeamSearch(
+            pipeline,
+            batch,
+            options,
+            max_batch_size=max_batch_size,
+            max_batch_input_tokens=max_batch_input_tokens,
+        )
+        try:
+            while not beams.is_done:
+                with deferred_interrupts():
+                    beams.step()
+        except InsufficientBlocksError:
+            if len(batch) == 1:
+                raise
+            size = len(batch) // 2
+            continue
+        finally:
+            with deferred_interrupts():
+                beams.close()
+        yield from zip(batch, beams.results(), strict=True)
+        del left[:size]
+
+
+class BeamSearch:
+    """Searches for several prompts at once: `step` until `is_done`, then `results`; `close` in any case.
+
+    Args:
+        pipeline: computes. Nobody else uses it meanwhile.
+        contexts: prompts that have not begun. Their ``eos_token_ids`` and ``max_length`` say what ends a
+            beam; their sampling parameters are not looked at.
+        options: how to search.
+        max_batch_size: contexts that one step computes at most.
+        max_batch_input_tokens: tokens that one step computes at most; longer prompts are cut.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline[TextContext, TextGenerationResponse],
+        contexts: Sequence[TextContext],
+        options: BeamOptions,
+        *,
+        max_batch_size: int,
+        max_batch_input_tokens: int,
+    ) -> None:
+        self._pipeline = pipeline
+        self._options = options
+        self._max_batch_size = max_batch_size
+        self._max_tokens = max_batch_input_tokens
+        self._open: dict[str, TextContext] = {}
+        self._prompts = [self._begin(context) for context in contexts]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all prompts have come to their end."""
+        return not any(prompt.beams for prompt in self._prompts)
+
+    def results(self) -> list[list[Hypothesis]]:
+        """The ``num_return_sequences`` best of each prompt, the best first."""
+        return [prompt.finished[: self._options.num_return_sequences] for prompt in self._prompts]
+
+    def step(self) -> None:
+        """Generates one more token for every beam.
+
+        Raises:
+            InsufficientBlocksError: the beams do not fit the KV cache together.
+        """
+        running = [prompt for prompt in self._prompts if prompt.beams]
+        scores = self._score([beam.context for prompt in running for beam in prompt.beams])
+        for prompt in running:
+            chosen = self._choose(prompt, scores)
+            self._move(prompt, chosen)
+
+    def close(self) -> None:
+        """Gives all blocks back, and tells each prompt what was cached of it; twice is once."""
+        for prompt in self._prompts:
+            prompt.asked.num_cached_tokens = prompt.first.num_cached_tokens
+        for context in self._open.values():
+            self._pipeline.release(context)
+        self._open.clear()
+
+    # -- Which beams run on ------------------------------------------------------------------------------
+
+    def _choose(self, prompt: _Prompt, scores: Mapping[str, Mapping[int, float]]) -> list[_Continuation]:
+        """The continuations that run on; those that end are put among the finished."""
+        options = self._options
+        prompt.num_steps += 1
+        best = sorted(
+            (
+                _Continuation(beam, token, log_probability)
+                for beam in prompt.beams
+                for token, log_probability in scores[beam.context.request_id].items()
+            ),
+            key=lambda one: -one.total,
+        )[: self._num_candidates(prompt.ends)]
+        at_limit = prompt.num_steps == prompt.max_new_tokens
+        for one in best[: options.num_beams]:
+            if at_limit or one.token in prompt.ends:
+                prompt.finished.append(self._hypothesis(prompt, one))
+        prompt.finished.sort(key=lambda one: -one.score)
+        del prompt.finished[options.num_beams :]
+        going_on = [one for one in best if one.token not in prompt.ends][: options.num_beams]
+        return [] if at_limit or self._is_over(prompt, going_on) else going_on
+
+    def _num_candidates(self, ends: frozenset[int]) -> int:
+        """Enough that ``num_beams`` are left when as many as can have ended."""
+        return max(2, 1 + len(ends)) * self._options.num_beams
+
+    def _hypothesis(self, prompt: _Prompt, last: _Continuation) -> Hypothesis:
+        return Hypothesis(
+            [*last.beam.token_ids, last.token],
+            [*last.beam.log_probabilities, last.log_probability],
+            last.total / prompt.num_steps**self._options.length_penalty,
+            last.token in prompt.ends,
+        )
+
+    def _is_over(self, prompt: _Prompt, going_on: Sequence[_Continuation]) -> bool:
+        """Whether no running beam can, or none shall, become one of the best."""
+        if not going_on:
+            return True  # the vocabulary has nothing but ends
+        if len(prompt.finished) < self._options.num_beams:
+            return False
+        if self._options.early_stopping is True:
+            return True
+        power = self._options.length_penalty
+        grows = self._options.early_stopping == "never" and power > 0
+        length = prompt.max_new_tokens if grows else prompt.num_steps
+        reachable: float = going_on[0].total / length**power
+        return reachable <= prompt.finished[-1].score
+
+    # -- Contexts ----------------------------------------------------------------------------------------
+
+    def _begin(self, prompt: TextContext) -> _Prompt:
+        ends = frozenset(prompt.eos_token_ids)
+        max_new_tokens = prompt.max_length - prompt.current_length
+        first = self._context_of(prompt, prompt.all_tokens.tolist(), prompt.max_length + 1, ends)
+        beams = [_Beam(first, [], [], 0.0)] if max_new_tokens else []
+        return _Prompt(prompt, first, ends, max_new_tokens, beams)
+
+    def _context_of(
+        self, like: TextContext, tokens: list[int], max_length: int, ends: frozenset[int]
+    ) -> TextContext:
+        """A context of which the model reports log probabilities, and that ends by nothing of its own."""
+        context = TextContext(
+            prompt=tokens,
+            max_length=max_length,
+            tokens=np.array(tokens, np.int64),
+            ignore_eos=True,
+            log_probabilities=self._num_candidates(ends),
+            model_name=like.model_name,
+            adapter=like.adapter,
+            cache_salt=like.cache_salt,
+            token_hash_overrides=dict(like.token_hash_overrides),
+            request_id=uuid4().hex,
+        )
+        self._open[context.request_id] = context
+        return context
+
+    def _move(self, prompt: _Prompt, chosen: Sequence[_Continuation]) -> None:
+        """Gives each continuation its context."""
+        children: dict[str, list[_Continuation]] = {}
+        for one in chosen:
+            children.setdefault(one.beam.context.request_id, []).append(one)
+        for beam in prompt.beams:
+            if beam.context.request_id not in children:
+                self._release(beam.context)
+        contexts: dict[int, TextContext] = {}
+        for first, *others in children.values():
+            for other in others:
+                contexts[id(other)] = self._fork(prompt, other)
+            _replace_last(first.beam.context, first.token)
+            contexts[id(first)] = first.beam.context
+        prompt.beams = [
+            _Beam(
+                contexts[id(one)],
+                [*one.beam.token_ids, one.token],
+                [*one.beam.log_probabilities, one.log_probability],
+                one.total,
+            )
+            for one in chosen
+        ]
+
+    def _fork(self, prompt: _Prompt, one: _Continuation) -> TextContext:
+        parent = one.beam.context
+        tokens = [*parent.all_tokens[: parent.start_idx].tolist(), one.token]
+        child = self._context_of(parent, tokens, parent.max_length, prompt.ends)
+        self._pipeline.kv.fork(parent, child)
+        return child
+
+    def _release(self, context: TextContext) -> None:
+        self._pipeline.release(self._open.pop(context.request_id))
+
+    # -- The model ---------------------------------------------------------------------------------------
+
+    def _score(self, contexts: Sequence[TextContext]) -> dict[str, Mapping[int, float]]:
+        """The best next tokens of each context, by its id. Computes prompts in chunks, if it must."""
+        for context in contexts:
+            if self._pipeline.kv.is_stale(context):
+                restart(self._pipeline.kv, context)
+            self._pipeline.kv.claim(context)
+        scores: dict[str, Mapping[int, float]] = {}
+        while pending := [context for context in contexts if context.request_id not in scores]:
+            batch: dict[str, TextContext] = {}
+            num_left = self._max_tokens
+            for context in pending[: min(self._max_batch_size, self._max_tokens)]:
+                if not num_left:
+                    break
+                rows = min(context.end_idx - context.start_idx, num_left)
+                context.set_token_indices(active_idx=context.start_idx + rows)
+                batch[context.request_id] = context
+                num_left -= rows
+            for request_id, response in self._execute(batch).items():
+                if response.tokens:  # the last chunk
+                    scores[request_id] = _next_tokens(response)
+        return scores
+
+    def _execute(self, batch: Mapping[str, TextContext]) -> dict[str, TextGenerationResponse]:
+        responses = self._pipeline.execute(batch)
+        failures = list(self._pipeline.failures.values())
+        self._pipeline.failures.clear()
+        if failures:
+            raise failures[0]
+        return responses
+
+
+def _next_tokens(response: TextGenerationResponse) -> Mapping[int, float]:
+    if len(response.tokens) > 1:
+        raise UnsupportedFeatureError("beam search", "this pipeline speculates: turn speculation off")
+    log_probabilities = response.tokens[0].log_probabilities
+    assert log_probabilities is not None, "they were asked for"
+    return log_probabilities.top_log_probabilities[-1]
+
+
+def _replace_last(context: TextContext, token: int) -> None:
+    """Puts ``token`` in place of the one just sampled, which no step has computed yet."""
+    if int(context.all_tokens[-1]) == token:
+        return
+    committed = context.committed_idx
+    context.rollback(1)
+    context.update(token)
+    context.set_token_indices(committed_idx=committed)  # what was computed stays as it is

@@ -1,0 +1,75 @@
+"""What callers may give `LLM`: one thing or a list of them, and how the two are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, TypeAlias, TypeVar
+
+from penstock.config import PipelineConfig
+from penstock.errors import InputError
+from penstock.pipelines.core import SamplingParams
+
+T = TypeVar("T")
+Prompt: TypeAlias = str | Sequence[int]
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages, such as ``{"role": "user", "content": "Hello"}`` (`TokenGeneratorRequestMessage`)."""
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""Descriptions of functions, as OpenAI's ``tools`` (`TokenGeneratorRequestTool`)."""
+
+_NO_BATCH = (str, bytes, bytearray, memoryview, Mapping, Set)
+"""What can be iterated over, and yet is one prompt: a text, or one that the tokenizer refuses."""
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """A list of prompts of what may be a single one. The tokenizer looks at each."""
+    if isinstance(prompts, _NO_BATCH) or not isinstance(prompts, Iterable):
+        return [prompts]
+    batch = list(prompts)
+    return [batch] if batch and all(_is_token(one) for one in batch) else batch
+
+
+def _is_token(value: object) -> bool:
+    return not isinstance(value, str | bytes | Iterable)
+
+
+def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Any]:
+    """A list of conversations of what may be a single one."""
+    given: Any = messages
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise InputError(f"messages must be a list of messages or of such lists, was {given!r}")
+    conversations = list(given)
+    return [conversations] if any(isinstance(one, Mapping) for one in conversations) else conversations
+
+
+def broadcast(name: str, given: T | Sequence[T], num_prompts: int) -> list[T]:
+    """A value a prompt, of what is either one for all or a list of them.
+
+    Raises:
+        InputError: there are more or fewer than prompts.
+    """
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InputError(
+            f"{len(given)} {name} were given for {num_prompts} prompts: give one for all, or as many"
+        )
+    return list(given)
+
+
+def params_for_each(
+    config: PipelineConfig, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """The sampling parameters of each prompt; the configured model's own, with a fresh seed, for None.
+
+    Raises:
+        InputError: there are more or fewer than prompts, or something else stands among them.
+    """
+    if given is None:
+        return [config.default_sampling_params() for _ in range(num_prompts)]
+    if isinstance(given, SamplingParams):
+        return [given] * num_prompts
+    params = list(given) if isinstance(given, Sequence) else [given]
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise InputError(f"sampling_params must be SamplingParams, was {type(one).__name__}")
+    return broadcast("sampling_params", params, num_prompts)

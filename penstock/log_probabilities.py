@@ -1,0 +1,90 @@
+"""Log probabilities of sampled and input tokens, from the model's own logits in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.architectures.model import ModelInputs, ModelOutputs
+from penstock.pipelines.core import LogProbabilities
+
+_MAX_CELLS = 1 << 23
+"""Logits that are looked at together: 32 MB in float32."""
+
+
+def compute_log_probabilities(
+    model_inputs: ModelInputs,
+    model_outputs: ModelOutputs,
+    next_tokens: Tensor,  # [B]
+    batch_top_n: Sequence[int],
+    batch_echo: Sequence[bool],
+) -> list[LogProbabilities | None]:
+    """See `PipelineModel.compute_log_probabilities`.
+
+    Without echo an entry covers one position, the sampled token's. With echo it covers every input token
+    of this step but the first (whose predecessor was in the step before) and then the sampled token; this
+    needs a row of logits for each, i.e. ``return_n_logits`` of at least the rows of that sequence.
+
+    Raises:
+        ValueError: echo is wanted, but the forward returned fewer rows.
+    """
+    assert model_outputs.logits is not None
+    rows = model_inputs.row_offsets.tolist()
+    offsets = model_inputs.logit_offsets.tolist()
+    batch: list[_Rows | None] = []
+    for sequence, (top_n, echo) in enumerate(zip(batch_top_n, batch_echo, strict=True)):
+        if top_n == 0:
+            batch.append(None)
+            continue
+        start, stop = offsets[sequence], offsets[sequence + 1]
+        targets = next_tokens[sequence : sequence + 1]
+        if echo:
+            inputs = model_inputs.tokens[rows[sequence] : rows[sequence + 1]]
+            if stop - start < len(inputs):
+                raise ValueError(
+                    f"echo needs logits of all {len(inputs)} input tokens, the model returned {stop - start}"
+                )
+            targets = torch.cat([inputs[1:], targets])
+        batch.append(_Rows(stop - len(targets), targets, min(top_n, model_outputs.logits.shape[-1])))
+    wanted = [rows for rows in batch if rows is not None]
+    for top_n in {rows.top_n for rows in wanted}:
+        # Apart, so that which of equal tokens is among the best does not depend on what others ask for.
+        _fill(model_outputs.logits, [rows for rows in wanted if rows.top_n == top_n], top_n)
+    return [None if rows is None else rows.entry for rows in batch]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rows of logits of one sequence, and what followed them."""
+
+    start: int
+    targets: Tensor  # [n]
+    top_n: int
+    entry: LogProbabilities = field(default_factory=lambda: LogProbabilities([], []))
+
+
+def _fill(logits: Tensor, sequences: Sequence[_Rows], top_n: int) -> None:  # [R, V]
+    """Computes the rows of all sequences together, so many at a time that the copies stay small."""
+    indices = torch.cat([torch.arange(s.start, s.start + len(s.targets)) for s in sequences])
+    indices = indices.to(logits.device)
+    targets = torch.cat([s.targets for s in sequences])
+    owners = [s.entry for s in sequences for _ in range(len(s.targets))]
+    chunk = max(1, _MAX_CELLS // logits.shape[-1])
+    for start in range(0, len(owners), chunk):
+        some = slice(start, start + chunk)
+        scores = torch.log_softmax(logits[indices[some]].float(), dim=-1)
+        chosen = scores.gather(1, targets[some, None])[:, 0].tolist()
+        best = scores.topk(top_n, dim=-1)
+        for entry, ids, values, token, value in zip(
+            owners[some],
+            best.indices.tolist(),
+            best.values.tolist(),
+            targets[some].tolist(),
+            chosen,
+            strict=True,
+        ):
+            entry.token_log_probabilities.append(value)
+            entry.top_log_probabilities.append(dict(zip(ids, values, strict=True)) | {token: value})

@@ -1,0 +1,273 @@
+"""``adapter_config.json`` of a PEFT directory: which layers an adapter is for, with which rank and scale.
+
+The format, and how its patterns match, is that of PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
+Whatever in it would change the result, and is not done here, is refused by its name; so is a field that is
+not known and set: an adapter is applied as it was trained, or not at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from penstock.errors import CheckpointError, CheckpointNotFoundError, UnsupportedFeatureError
+from penstock.weights.json_files import read_json_object
+
+CONFIG_FILE = "adapter_config.json"
+
+_REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA",
+    "modules_to_save": "a fully trained layer beside the adapter",
+    "trainable_token_indices": "a trained embedding of some tokens",
+    "target_parameters": "an adapter on a parameter that is no linear layer",
+    "layer_replication": "a model with replicated layers",
+    "megatron_config": "an adapter for Megatron's layers",
+    "lora_bias": "a bias in the adapter's matrices",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "alora_invocation_tokens": "an activated adapter (aLoRA)",
+    "arrow_config": "routing between adapters (Arrow)",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
+    "ensure_weight_tying": "an adapter that keeps head and embedding tied",
+}
+"""Fields that change the result when they are set, and what they stand for."""
+
+_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",  # how the matrices began: those that changed the base are refused by init_lora_weights
+    "eva_config",
+    "fan_in_fan_out",  # how the base's weight lies in memory
+    "inference_mode",
+    "loftq_config",
+    "lora_dropout",  # in training alone
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+}
+"""Fields that have no effect on the result of a trained adapter."""
+
+_READ = {
+    "alpha_pattern",
+    "bias",
+    "exclude_modules",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "task_type",
+    "use_rslora",
+}
+
+_HARMLESS_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Ways to begin training that leave the base model's weights as they are."""
+
+_HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What an ``adapter_config.json`` says that matters here. Layers have their names in the base model."""
+
+    path: Path
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    use_rslora: bool
+    target_modules: tuple[str, ...] | str | None
+    exclude_modules: tuple[str, ...] | str | None
+    layers: tuple[int, ...]
+    layers_pattern: tuple[str, ...]
+    base_model: str | None
+
+    @classmethod
+    def read(cls, folder: Path) -> AdapterConfig:
+        """Reads the file of an adapter's folder.
+
+        Raises:
+            CheckpointNotFoundError: there is no such folder.
+            CheckpointError: it holds no adapter, or the file is damaged.
+            UnsupportedFeatureError: it is an adapter of a kind that cannot be applied.
+        """
+        if not folder.is_dir():
+            raise CheckpointNotFoundError(folder, "no such folder: give the path of a PEFT directory")
+        path = folder / CONFIG_FILE
+        if not path.is_file():
+            raise CheckpointError(folder, f"is no LoRA adapter: it has no {CONFIG_FILE}")
+        fields = read_json_object(path)
+        _refuse_unsupported(path, fields)
+        return _Reader(path, fields).config()
+
+    def rank_of(self, layer: str) -> int:
+        """The rank of the matrices of a layer."""
+        return int(_first_match(self.rank_pattern, layer, self.rank))
+
+    def scale_of(self, layer: str) -> float:
+        """What the product of a layer's matrices is multiplied by.
+
+        ``alpha / rank``, with rsLoRA ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732).
+        """
+        rank, alpha = self.rank_of(layer), _first_match(self.alpha_pattern, layer, self.alpha)
+        return alpha / (rank**0.5 if self.use_rslora else rank)
+
+    def targets(self, layer: str) -> bool:
+        """Whether the adapter is for a layer. One without ``target_modules`` is for those it has."""
+        if self.target_modules is None:
+            return False
+        if self.exclude_modules is not None and _is_named(self.exclude_modules, layer):
+            return False
+        if self.target_modules == "all-linear":
+            return layer != _HEAD
+        if not _is_named(self.target_modules, layer):
+            return False
+        if isinstance(self.target_modules, str) or layer in self.target_modules or not self.layers:
+            return True
+        return self._layer_index(layer) in self.layers
+
+    def _layer_index(self, layer: str) -> int | None:
+        patterns = [rf"(?:.*\.)?(?:{pattern})" for pattern in self.layers_pattern] or [r".*\.[^.]*"]
+        for pattern in patterns:
+            match = re.match(rf"{pattern}\.(?P<index>\d+)\.", layer)
+            if match:
+                return int(match["index"])
+        return None
+
+
+class _Reader:
+    """Takes fields out of the file's object, each of the type it must have."""
+
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        self._path, self._fields = path, fields
+
+    def config(self) -> AdapterConfig:
+        config = AdapterConfig(
+            path=self._path,
+            rank=self._rank("r", self._fields.get("r", 8)),
+            alpha=self._number("lora_alpha", self._fields.get("lora_alpha", 8)),
+            rank_pattern={key: self._rank(f"rank_pattern {key!r}", r) for key, r in self._of("rank_pattern")},
+            alpha_pattern={
+                key: self._number(f"alpha_pattern {key!r}", a) for key, a in self._of("alpha_pattern")
+            },
+            use_rslora=self._flag("use_rslora"),
+            target_modules=self._names("target_modules"),
+            exclude_modules=self._names("exclude_modules"),
+            layers=self._layers(),
+            layers_pattern=self._patterns(),
+            base_model=self._base_model(),
+        )
+        if isinstance(config.target_modules, str) and config.layers:
+            self._refuse("layers_to_transform goes with a list of target_modules, not with a pattern")
+        self._check_patterns(config)
+        return config
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise CheckpointError(self._path, problem)
+
+    def _rank(self, name: str, value: Any) -> int:
+        if type(value) is not int or value < 1:
+            self._refuse(f"{name} must be a whole number of at least 1, is {value!r}")
+        return value
+
+    def _number(self, name: str, value: Any) -> float:
+        if type(value) not in (int, float) or not abs(value) < float("inf"):
+            self._refuse(f"{name} must be a number, is {value!r}")
+        return float(value)
+
+    def _flag(self, name: str) -> bool:
+        value = self._fields.get(name) or False
+        if not isinstance(value, bool):
+            self._refuse(f"{name} must be true or false, is {value!r}")
+        return value
+
+    def _of(self, name: str) -> Iterable[tuple[str, Any]]:
+        value = self._fields.get(name) or {}
+        if not isinstance(value, dict):
+            self._refuse(f"{name} must be an object, is {value!r}")
+        return value.items()
+
+    def _names(self, name: str) -> tuple[str, ...] | str | None:
+        value = self._fields.get(name)
+        if value is None or value == []:
+            return None
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            self._refuse(f"{name} must be text or a list of texts, is {value!r}")
+        return tuple(value)
+
+    def _patterns(self) -> tuple[str, ...]:
+        value = self._names("layers_pattern")
+        return (value,) if isinstance(value, str) else value or ()
+
+    def _layers(self) -> tuple[int, ...]:
+        value = self._fields.get("layers_to_transform")
+        value = [] if value is None else [value] if isinstance(value, int) else value
+        if not isinstance(value, list) or not all(type(one) is int for one in value):
+            self._refuse(f"layers_to_transform must be whole numbers, is {value!r}")
+        return tuple(value)
+
+    def _base_model(self) -> str | None:
+        value = self._fields.get("base_model_name_or_path")
+        return value if isinstance(value, str) and value else None
+
+    def _check_patterns(self, config: AdapterConfig) -> None:
+        modules = (config.target_modules, config.exclude_modules)
+        patterns = [*config.rank_pattern, *config.alpha_pattern, *config.layers_pattern]
+        for pattern in [*patterns, *(one for one in modules if isinstance(one, str))]:
+            try:
+                re.compile(pattern)
+            except re.error as problem:
+                self._refuse(f"{pattern!r} is not a regular expression: {problem}")
+
+
+def _refuse_unsupported(path: Path, fields: Mapping[str, Any]) -> None:
+    def refuse(feature: str, what: str) -> NoReturn:
+        raise UnsupportedFeatureError(
+            feature, f"{path} {what}; merge the adapter into its base model (merge_and_unload) and serve that"
+        )
+
+    kind = fields.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedFeatureError(f"the adapter type {kind!r}", f"{path} must have peft_type 'LORA'")
+    task = fields.get("task_type")
+    if task not in (None, "CAUSAL_LM"):
+        raise UnsupportedFeatureError(f"task_type {task!r}", f"{path} is no adapter for generating text")
+    if fields.get("bias", "none") != "none":
+        refuse(f"bias {fields['bias']!r}", "has biases trained with the adapter")
+    for name, meaning in _REFUSED.items():
+        if fields.get(name):
+            refuse(f"{meaning} ({name})", f"asks for it, with {fields[name]!r}")
+    beginning = fields.get("init_lora_weights")
+    if beginning not in _HARMLESS_BEGINNINGS:
+        refuse(f"init_lora_weights {beginning!r}", "was trained on a base model that this changes")
+    unknown = [name for name in fields if name not in {*_REFUSED, *_WITHOUT_EFFECT, *_READ} and fields[name]]
+    if unknown:
+        refuse(f"the field {unknown[0]!r}", f"sets it to {fields[unknown[0]]!r}")
+
+
+def _first_match(patterns: Mapping[str, float], layer: str, default: float) -> float:
+    """The value of the first pattern that matches a layer's name, or the end of it from some dot on."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(?:.*\.)?(?:{pattern})$", layer):
+            return value
+    return default
+
+
+def _is_named(names: tuple[str, ...] | str, layer: str) -> bool:
+    """Whether a pattern matches the whole name, or the name ends in one of a list."""
+    if isinstance(names, str):
+        return re.fullmatch(names, layer) is not None
+    return any(layer == name or layer.endswith(f".{name}") for name in names)

@@ -1,0 +1,94 @@
+"""The matrices of the adapters that run, stacked on the device: a slot for each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from penstock.lora.adapter import Adapter, Layers, layer_shape
+
+
+class AdapterSlots:
+    """As many adapters as there are slots, by their digests; the least recently used one makes room.
+
+    Memory for a layer is taken when the first adapter comes that has something for it. It stays where it is
+    from then on, whatever adapter comes into it: recorded steps read it there.
+
+    Args:
+        num_slots: n, how many adapters there is room for.
+        max_rank: R, the largest rank of one.
+        layers: the linear layers of the base model.
+        dtype: the type of the activations.
+        device: where the matrices are kept.
+    """
+
+    def __init__(
+        self, num_slots: int, max_rank: int, layers: Layers, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._max_rank, self._layers, self._dtype, self._device = max_rank, layers, dtype, device
+        self._held: list[Adapter | None] = [None] * num_slots
+        self._last_used = [0] * num_slots
+        self._clock = count(1)
+        self.matrices: Mapping[str, tuple[Tensor, Tensor]] = {}
+        """Layer -> A ``[n, R, in]`` and B ``[n, out, R]``, a view of ``[n, R, out]``.
+
+        Another mapping where layers are added: whoever holds one keeps the layers that it had."""
+        self.ranks: Mapping[str, Tensor] = {}
+        """Layer -> ``[n]`` int64 in the host's memory; what lies beyond a rank means nothing."""
+
+    @property
+    def held(self) -> list[bytes | None]:
+        """The digest of the adapter in each slot."""
+        return [None if adapter is None else adapter.digest for adapter in self._held]
+
+    def place(self, adapters: Mapping[bytes, Adapter], keep: Collection[bytes] = ()) -> dict[bytes, int]:
+        """Sees to it that these adapters have slots, and says which.
+
+        Args:
+            adapters: digest -> adapter; no more than there are slots.
+            keep: digests of others that had better stay.
+        """
+        assert len(adapters) <= len(self._held), f"{len(adapters)} adapters for {len(self._held)} slots"
+        held = self.held
+        slots = {digest: held.index(digest) for digest in adapters if digest in held}
+        for digest, adapter in adapters.items():
+            if digest not in slots:
+                slots[digest] = self._slot_to_take(set(slots.values()), keep)
+                self._put(slots[digest], adapter)
+        for digest in adapters:
+            self._last_used[slots[digest]] = next(self._clock)
+        return slots
+
+    def _slot_to_take(self, taken: Collection[int], keep: Collection[bytes]) -> int:
+        def cost(slot: int) -> tuple[bool, int]:
+            adapter = self._held[slot]
+            return adapter is not None and adapter.digest in keep, self._last_used[slot]
+
+        return min((slot for slot in range(len(self._held)) if slot not in taken), key=cost)
+
+    def _put(self, slot: int, adapter: Adapter) -> None:
+        for ranks in self.ranks.values():
+            ranks[slot] = 0
+        new = [layer for layer in adapter.matrices if layer not in self.matrices]
+        if new:
+            self.matrices = {**self.matrices, **{layer: self._room(layer) for layer in new}}
+            no_ranks = {layer: torch.zeros(len(self._held), dtype=torch.int64) for layer in new}
+            self.ranks = {**self.ranks, **no_ranks}
+        for layer, (down, up) in adapter.matrices.items():
+            all_down, all_up = self.matrices[layer]
+            rank = down.shape[0]
+            all_down[slot, :rank].copy_(down)
+            all_up[slot, :, :rank].copy_(up)
+            self.ranks[layer][slot] = rank
+        self._held[slot] = adapter
+
+    def _room(self, layer: str) -> tuple[Tensor, Tensor]:
+        num_slots, rank = len(self._held), self._max_rank
+        out_features, in_features = layer_shape(self._layers, layer)
+        options = {"dtype": self._dtype, "device": self._device}
+        down = torch.zeros(num_slots, rank, in_features, **options)  # type: ignore[call-overload]
+        up = torch.zeros(num_slots, rank, out_features, **options)  # type: ignore[call-overload]
+        return down, up.transpose(1, 2)

@@ -1,0 +1,23 @@
+"""Fits a model into the memory there is. Sizes are bytes everywhere."""
+
+from __future__ import annotations
+
+from penstock.memory.demand import MAX_DRAFT_ROWS
+from penstock.memory.estimates import (
+    estimate_activation_memory,
+    estimate_adapters_size,
+    estimate_packed_size,
+    estimate_weights_size,
+)
+from penstock.memory.plan import MemoryPlan, estimate_kv_cache_size, plan_memory
+
+__all__ = [
+    "MAX_DRAFT_ROWS",
+    "MemoryPlan",
+    "estimate_activation_memory",
+    "estimate_adapters_size",
+    "estimate_kv_cache_size",
+    "estimate_packed_size",
+    "estimate_weights_size",
+    "plan_memory",
+]

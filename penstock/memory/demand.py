@@ -1,0 +1,97 @@
+"""How many sequences run at once, and how many blocks of the KV cache they need."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.kv_cache.spec import KVCacheSpec, KVGroup
+
+
+DEFAULT_MAX_BATCH_SIZE: Mapping[str, int] = {"cpu": 32, "gpu": 256}
+"""By device type, where the configuration says nothing and the memory allows."""
+
+DEFAULT_STEP_SIZE: Mapping[str, int] = {"cpu": 1024, "gpu": 8192}
+"""Tokens, by device type. On a CPU a step of more gains nothing: its activations leave the caches, so that
+each token takes longer, and other requests wait for the whole of it."""
+
+
+def wanted_batch_size(pipeline_config: PipelineConfig) -> int:
+    """``max_batch_size``, or the default where none is configured: then each has a row in a step."""
+    if pipeline_config.max_batch_size is not None:
+        return pipeline_config.max_batch_size
+    default = DEFAULT_MAX_BATCH_SIZE[pipeline_config.model.devices[0].device_type]
+    return min(default, wanted_step_size(pipeline_config))
+
+
+def wanted_step_size(pipeline_config: PipelineConfig) -> int:
+    """``max_batch_input_tokens``, or the default where none is configured: at least the batch size."""
+    if pipeline_config.max_batch_input_tokens is not None:
+        return pipeline_config.max_batch_input_tokens
+    default = DEFAULT_STEP_SIZE[pipeline_config.model.devices[0].device_type]
+    return max(default, pipeline_config.max_batch_size or 0)
+
+
+MAX_DRAFT_ROWS = 256
+"""Drafts of a step, of all sequences together: each has a row of logits."""
+
+
+def wanted_logit_rows(pipeline_config: PipelineConfig) -> int:
+    """Rows of logits that a step is planned for: one a sequence, and one a draft."""
+    batch_size = wanted_batch_size(pipeline_config)
+    return batch_size + min(batch_size * pipeline_config.speculative.max_drafts, MAX_DRAFT_ROWS)
+
+
+class BlockDemand:
+    """How many blocks sequences need of each group, and what they take.
+
+    All numbers grow with the length and with the batch size, so that the largest that fits can be found
+    by halves. Those of a group with a window stop growing with the length: blocks behind it are freed.
+    """
+
+    def __init__(self, pipeline_config: PipelineConfig, spec: KVCacheSpec) -> None:
+        self._block_size = pipeline_config.kv_cache.block_size
+        self._groups = spec.groups
+        self._bytes_per_block = spec.bytes_per_block(self._block_size)
+        self._num_steps = max(pipeline_config.max_num_steps or 1, 1 + pipeline_config.speculative.max_drafts)
+        chunks = pipeline_config.enable_chunked_prefill
+        self._chunk_size = wanted_step_size(pipeline_config) if chunks else None
+
+    def size(self, num_blocks: tuple[int, ...]) -> int:
+        """Bytes of that many blocks of each group."""
+        return sum(count * size for count, size in zip(num_blocks, self._bytes_per_block, strict=True))
+
+    def least(self, length: int, batch_size: int) -> tuple[int, ...]:
+        """One whole sequence, or a block for each of the batch, whichever is more; and the null block."""
+        return tuple(max(self._one(group, length), batch_size) + 1 for group in self._groups)
+
+    def fill(self, length: int, batch_size: int, budget: int) -> tuple[int, ...]:
+        """The most blocks within the budget, equally many in all groups, but none without a use."""
+        least = self.least(length, batch_size)
+        most = [self._all(group, length, batch_size) + 1 for group in self._groups]
+
+        def blocks(count: int) -> tuple[int, ...]:
+            return tuple(min(max(low, count), high) for low, high in zip(least, most, strict=True))
+
+        return blocks(largest(max(most), lambda count: self.size(blocks(count)) <= budget))
+
+    def _one(self, group: KVGroup, length: int) -> int:
+        """One sequence, the chunk it is being extended by among it."""
+        rows = None if self._chunk_size is None else self._chunk_size + self._num_steps - 1
+        return group.max_blocks(length, self._block_size, rows)
+
+    def _all(self, group: KVGroup, length: int, batch_size: int) -> int:
+        """A whole batch, which shares the tokens of a step: not every window has a chunk ahead of it."""
+        each_alone = batch_size * self._one(group, length)
+        if self._chunk_size is None:
+            return each_alone
+        decoding = group.max_blocks(length, self._block_size, self._num_steps)
+        return min(each_alone, batch_size * (decoding + 1) + -(-self._chunk_size // self._block_size))
+
+
+def largest(upper: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to ``upper`` that fits, 0 where none does; all below a fitting one fit."""
+    return bisect_right(range(1, upper + 1), False, key=lambda count: not fits(count))

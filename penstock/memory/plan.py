@@ -1,0 +1,236 @@
+"""The planner: how long sequences may get, how many run at once, and how large the KV cache is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock.config import PipelineConfig, upper_bounded_default
+from penstock.errors import InsufficientMemoryError
+from penstock.memory.demand import BlockDemand, largest, wanted_batch_size, wanted_step_size
+from penstock.memory.refusals import format_bytes, refuse_cache, refuse_static
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from penstock.kv_cache.spec import KVCacheSpec
+
+MIN_STEP = 512
+"""Tokens. Steps of this size still keep a processor busy; smaller ones are for where nothing else fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How much of everything there will be. Sizes are bytes."""
+
+    max_length: int
+    """Longest sequence in tokens, prompt and output together."""
+    max_batch_size: int
+    max_batch_input_tokens: int
+    """Most tokens of a step; what was configured, or less to make room for the KV cache."""
+    num_blocks: tuple[int, ...]
+    """Blocks of each group of the KV cache, the null block among them; empty without a cache."""
+    block_size: int
+    weights_size: int
+    activation_size: int
+    kv_cache_size: int
+    available_memory: int
+    """What weights, activations and KV cache may take together."""
+    model_max_length: int
+    """What ``max_length`` would be with more memory."""
+    adapters_size: int = 0
+    """The room for LoRA adapters that run."""
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds, of all sequences together."""
+        # Groups without a window have equally many blocks, and none with a window has more.
+        return (max(self.num_blocks) - 1) * self.block_size if self.num_blocks else 0
+
+    @property
+    def is_shortened(self) -> bool:
+        """Whether the maximum length was lowered to fit."""
+        return self.max_length < self.model_max_length
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The plan for people to read: what, and how much of it."""
+        used = self.weights_size + self.adapters_size + self.activation_size + self.kv_cache_size
+        free = self.available_memory - used
+        shortened = f", shortened from {self.model_max_length:,} to fit" if self.is_shortened else ""
+        step = f"for steps of {self.max_batch_input_tokens:,} tokens"
+        adapters = [("adapters", format_bytes(self.adapters_size))] if self.adapters_size else []
+        return [
+            ("weights", format_bytes(self.weights_size)),
+            *adapters,
+            ("activations", f"{format_bytes(self.activation_size)} {step}"),
+            ("KV cache", f"{format_bytes(self.kv_cache_size)} for {self.num_cache_tokens:,} tokens"),
+            ("free", f"{format_bytes(free)} of {format_bytes(self.available_memory)}"),
+            ("max length", f"{self.max_length:,} tokens{shortened}"),
+            ("max batch size", f"{self.max_batch_size:,} requests"),
+        ]
+
+    def table(self) -> Table:
+        """`rows` as a table for a terminal."""
+        from rich.table import Table
+
+        table = Table("memory plan", "", show_edge=False)
+        for row in self.rows():
+            table.add_row(*row)
+        return table
+
+
+def plan_memory(
+    pipeline_config: PipelineConfig,
+    spec: KVCacheSpec | None,
+    *,
+    model_max_length: int,
+    weights_size: int,
+    activation_size: int,
+    free_memory: int,
+    adapters_size: int = 0,
+) -> MemoryPlan:
+    """Chooses the maximum length, the batch size, the step size and the size of the KV cache.
+
+    The cache is paged, so a plan works when one sequence of the maximum length fits, and a block for each
+    sequence of a batch. What the configuration leaves open is lowered until that holds: first the step
+    size, as far as `MIN_STEP` (activations shrink with it), then the length, then the batch, at last
+    the step size again. What is left of the memory becomes more blocks, up to a whole batch of whole
+    sequences.
+
+    Args:
+        pipeline_config: may fix ``max_length``, ``max_batch_size`` and ``kv_cache_memory``.
+        spec: the KV cache of the model, None where it has none.
+        model_max_length: the longest sequence that the model can do.
+        weights_size: see `estimate_weights_size`.
+        activation_size: see `estimate_activation_memory`; for steps of ``max_batch_input_tokens``.
+        free_memory: of all devices together, before anything is loaded.
+        adapters_size: see `estimate_adapters_size`.
+
+    Raises:
+        InsufficientMemoryError: it does not fit, and no setting that was left open would make it.
+        ConfigError: ``max_length`` is more than the model can do.
+    """
+
+    def plan(step_size: int) -> MemoryPlan:
+        return _plan(
+            replace(pipeline_config, max_batch_input_tokens=step_size),
+            spec,
+            model_max_length,
+            weights_size,
+            activation_size * step_size // wanted_step_size(pipeline_config),
+            free_memory,
+            adapters_size,
+        )
+
+    *larger, smallest = _step_sizes(pipeline_config, activation_size, MIN_STEP)
+    for step_size in larger:
+        with suppress(InsufficientMemoryError):
+            found = plan(step_size)
+            if not found.is_shortened:
+                return found
+    *smaller, least = _step_sizes(pipeline_config, activation_size, 1)
+    for step_size in (smallest, *smaller):
+        with suppress(InsufficientMemoryError):
+            return plan(step_size)
+    return plan(least)
+
+
+def estimate_kv_cache_size(
+    pipeline_config: PipelineConfig,
+    spec: KVCacheSpec | None,
+    *,
+    model_max_length: int,
+    available_cache_memory: int,
+) -> int:
+    """Bytes that the KV cache would take of those available to it.
+
+    Raises:
+        InsufficientMemoryError: they are too few for a cache of any use.
+    """
+    if spec is None:
+        return 0
+    _, _, num_blocks = _plan_cache(pipeline_config, spec, model_max_length, available_cache_memory)
+    return BlockDemand(pipeline_config, spec).size(num_blocks)
+
+
+def _step_sizes(pipeline_config: PipelineConfig, activation_size: int, least: int) -> Iterator[int]:
+    """The size configured, and its halves where prompts can be chunked and there is something to gain."""
+    size = wanted_step_size(pipeline_config)
+    yield size
+    while pipeline_config.enable_chunked_prefill and activation_size and size >= 2 * least:
+        size //= 2
+        yield size
+
+
+def _plan(
+    pipeline_config: PipelineConfig,
+    spec: KVCacheSpec | None,
+    model_max_length: int,
+    weights_size: int,
+    activation_size: int,
+    free_memory: int,
+    adapters_size: int,
+) -> MemoryPlan:
+    used = weights_size + adapters_size + activation_size
+    kv_config = pipeline_config.kv_cache
+    available = int(free_memory * kv_config.device_memory_utilization)
+    if kv_config.memory is not None:
+        available = min(used + kv_config.memory, free_memory)
+    if used + (kv_config.memory or 0) > available:
+        refuse_static(pipeline_config, weights_size, activation_size, available, free_memory, adapters_size)
+    wanted_length = upper_bounded_default(model_max_length, pipeline_config.model.max_length)
+    max_length, max_batch_size = wanted_length, wanted_batch_size(pipeline_config)
+    num_blocks: tuple[int, ...] = ()
+    kv_cache_size = 0
+    if spec is not None:
+        max_length, max_batch_size, num_blocks = _plan_cache(
+            pipeline_config, spec, model_max_length, available - used
+        )
+        kv_cache_size = BlockDemand(pipeline_config, spec).size(num_blocks)
+    return MemoryPlan(
+        max_length=max_length,
+        max_batch_size=max_batch_size,
+        max_batch_input_tokens=wanted_step_size(pipeline_config),
+        num_blocks=num_blocks,
+        block_size=kv_config.block_size,
+        weights_size=weights_size,
+        activation_size=activation_size,
+        kv_cache_size=kv_cache_size,
+        available_memory=available,
+        model_max_length=wanted_length,
+        adapters_size=adapters_size,
+    )
+
+
+def _plan_cache(
+    pipeline_config: PipelineConfig, spec: KVCacheSpec, model_max_length: int, budget: int
+) -> tuple[int, int, tuple[int, ...]]:
+    """Maximum length, batch size and blocks: what is open is lowered until the least that is needed fits."""
+    demand = BlockDemand(pipeline_config, spec)
+    fixed_length, fixed_batch = pipeline_config.model.max_length, pipeline_config.max_batch_size
+    length = upper_bounded_default(model_max_length, fixed_length)
+    batch_size = wanted_batch_size(pipeline_config)
+
+    def fits(length: int, batch_size: int) -> bool:
+        return demand.size(demand.least(length, batch_size)) <= budget
+
+    def longest(batch_size: int) -> int:
+        return largest(length, lambda candidate: fits(candidate, batch_size))
+
+    def broadest(length: int) -> int:
+        return largest(batch_size, lambda candidate: fits(length, candidate))
+
+    chosen_length = fixed_length or longest(fixed_batch or 1) or 1
+    chosen_batch = fixed_batch or broadest(chosen_length) or 1
+    if not fits(chosen_length, chosen_batch):
+        suggested_length = longest(1) if fixed_length else 1
+        refuse_cache(
+            pipeline_config,
+            needed=demand.size(demand.least(chosen_length, chosen_batch)),
+            available=budget,
+            suggested_length=suggested_length,
+            suggested_batch_size=broadest(suggested_length or 1),
+        )
+    return chosen_length, chosen_batch, demand.fill(chosen_length, chosen_batch, budget)

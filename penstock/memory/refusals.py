@@ -1,0 +1,81 @@
+"""What is said when a model does not fit: the numbers, and what to do next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from penstock.errors import InsufficientMemoryError
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+
+
+def refuse_static(
+    pipeline_config: PipelineConfig,
+    weights_size: int,
+    activation_size: int,
+    available: int,
+    free_memory: int,
+    adapters_size: int,
+) -> NoReturn:
+    """Weights and activations alone, or with the KV cache asked for, are too large."""
+    kv_memory = pipeline_config.kv_cache.memory
+    needed = weights_size + adapters_size + activation_size + (kv_memory or 0)
+    parts = f"weights take {format_bytes(weights_size)}, activations {format_bytes(activation_size)}"
+    advice = "use a smaller model or encoding, or lower --max-batch-input-tokens"
+    if adapters_size:
+        parts += f", LoRA adapters {format_bytes(adapters_size)}"
+        advice = f"lower --max-loras or --max-lora-rank, {advice}"
+    if kv_memory is not None:
+        parts += f", the KV cache {format_bytes(kv_memory)}"
+        advice = f"lower --kv-cache-memory, {advice}"
+    if pipeline_config.max_batch_size is not None:
+        advice += " or --max-batch-size"
+    if kv_memory is None and needed < free_memory:
+        advice = f"raise --device-memory-utilization, {advice}"
+    raise InsufficientMemoryError(
+        f"{parts}, but {format_bytes(available)} may be taken of {format_bytes(free_memory)} free: {advice}",
+        needed=needed,
+        available=available,
+    )
+
+
+def refuse_cache(
+    pipeline_config: PipelineConfig,
+    *,
+    needed: int,
+    available: int,
+    suggested_length: int,
+    suggested_batch_size: int,
+) -> NoReturn:
+    """The KV cache is too small for what was asked for; only what was asked for is blamed."""
+    length, batch_size = pipeline_config.model.max_length, pipeline_config.max_batch_size
+    asked, instead = [], []
+    if length is not None:
+        asked.append(f"max_length {length}")
+        instead.append(f"--max-length {suggested_length}")
+    if batch_size is not None:
+        asked.append(f"max_batch_size {batch_size}")
+        instead.append(f"--max-batch-size {suggested_batch_size}")
+    advice = f"try {' '.join(instead)}"
+    if not instead or not suggested_length or not suggested_batch_size:
+        advice = (
+            "raise --device-memory-utilization or --kv-cache-memory, lower --max-batch-input-tokens or "
+            "--kv-cache-block-size, or use a smaller model or encoding"
+        )
+    raise InsufficientMemoryError(
+        f"the KV cache needs {format_bytes(needed)} for {' and '.join(asked) or 'one block'}, but only "
+        f"{format_bytes(available)} are left for it: {advice}",
+        needed=needed,
+        available=available,
+    )
+
+
+def format_bytes(count: int) -> str:
+    """``1536`` -> ``1.5 KiB``."""
+    value = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

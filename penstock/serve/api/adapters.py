@@ -1,0 +1,101 @@
+"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``: adapters exchanged while the server runs.
+
+Whoever may call them has the server read a directory of its choice, and decides what a name stands for. So
+they work only where ``--enable-lora`` says so, and either an API key is asked for or nobody but this machine
+can connect; ``--lora-dir`` narrows the directories to those below one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+
+from penstock.serve.api.generation import in_pool
+from penstock.serve.api.schemas import LoadAdapterBody, UnloadAdapterBody
+from penstock.serve.api.text_generation import checked_body
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import OF_BODIES, body_of, responses
+from penstock.serve.http.origins import is_loopback
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.services import Services
+
+router = APIRouter(route_class=JsonRoute, tags=["adapters"], default_response_class=PlainTextResponse)
+
+
+@router.post(
+    "/v1/load_lora_adapter",
+    openapi_extra=body_of(LoadAdapterBody),
+    responses=responses(*OF_BODIES, 409),
+)
+async def load_adapter(request: Request) -> str:
+    """Loads a PEFT directory under a name, or another one in its place.
+
+    The answer comes when requests can use it. Requests that run already keep what the name stood for.
+    """
+    services = Services.of(request)
+    _check_that_it_is_allowed(services)
+    body = checked_body(services, LoadAdapterBody, await request.json())
+    name = body.lora_name
+    if name == services.model_name:
+        raise RequestProblem(409, f"{name!r} is the model itself", param="lora_name", code="name_in_use")
+    is_there = name in services.worker.adapters
+    if is_there and body.load_inplace is False:
+        raise RequestProblem(
+            409,
+            f"an adapter {name!r} is loaded, and load_inplace is false: unload it first",
+            param="lora_name",
+            code="name_in_use",
+        )
+    path = await in_pool(request, lambda: _allowed_path(services, body.lora_path))
+    await services.worker.load_adapter(name, path)
+    services.log.info("the adapter %s was %s from %s", name, "reloaded" if is_there else "loaded", path)
+    return f"The adapter {name!r} is {'reloaded' if is_there else 'loaded'}."
+
+
+@router.post(
+    "/v1/unload_lora_adapter",
+    openapi_extra=body_of(UnloadAdapterBody),
+    responses=responses(*OF_BODIES),
+)
+async def unload_adapter(request: Request) -> str:
+    """Forgets an adapter; requests that use it go on to their end."""
+    services = Services.of(request)
+    _check_that_it_is_allowed(services)
+    body = checked_body(services, UnloadAdapterBody, await request.json())
+    await services.worker.unload_adapter(body.lora_name)
+    services.log.info("the adapter %s was unloaded", body.lora_name)
+    return f"The adapter {body.lora_name!r} is unloaded."
+
+
+def _check_that_it_is_allowed(services: Services) -> None:
+    if not services.pipeline_config.lora.enable_lora:
+        raise RequestProblem(
+            403,
+            "adapters are loaded at the start alone: start the server with --enable-lora",
+            code="lora_disabled",
+        )
+    config = services.config
+    if not config.api_key and not is_loopback(config.host):
+        raise RequestProblem(
+            403,
+            "anybody could load adapters here: start the server with --api-key, or with --host 127.0.0.1",
+            code="lora_disabled",
+        )
+
+
+def _allowed_path(services: Services, given: str) -> str:
+    """Where an adapter lies: below ``--lora-dir`` where there is one, links followed."""
+    limit = services.pipeline_config.lora.lora_dir
+    if "\0" in given:
+        raise RequestProblem(400, "lora_path is no path: it holds a NUL", param="lora_path")
+    if limit is None:
+        return given
+    root = Path(limit).expanduser().resolve()
+    path = (root / given).resolve()
+    if not path.is_relative_to(root):
+        raise RequestProblem(
+            403, f"adapters are loaded from {root} alone, and {given!r} is not in it", param="lora_path"
+        )
+    return str(path)

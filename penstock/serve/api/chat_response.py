@@ -1,0 +1,231 @@
+"""Chats in OpenAI's shapes: the whole object, and the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from penstock.serve.api.choice_decoder import ChoiceDelta
+from penstock.serve.api.json_parts import Parts, array, event_parts, with_members
+from penstock.serve.api.token_scores import ChatScores
+from penstock.serve.http.sse import EventTemplate, event
+from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Envelope:
+    """What every object of one answer has around its choices."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def parts(self, kind: str, members: Mapping[str, Iterable[bytes]], **more: Any) -> Parts:
+        """Yield an object of a kind, as JSON; its choices and other members come in parts."""
+        plain = self.around(kind, [], **more)
+        del plain["choices"]
+        return with_members(plain, **members)
+
+    def around(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
+        """An object of a kind."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "system_fingerprint": self.system_fingerprint,
+            **more,
+        }
+
+
+class ChatResponse:
+    """Makes the objects of one chat.
+
+    Args:
+        envelope: what they have in common.
+        scores: writes log probabilities, where they were asked for.
+        prompt_scores: writes those of the prompt, where they were asked for; of whole answers alone.
+        prompt_token_ids: where token ids were asked for: the prompt's.
+        include_usage: whether chunks have a ``usage``, null but in the last.
+        reasoning_fields: what clients call the reasoning.
+    """
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        *,
+        scores: ChatScores | None = None,
+        prompt_scores: Callable[[], Parts] | None = None,
+        prompt_token_ids: list[int] | None = None,
+        include_usage: bool = False,
+        reasoning_fields: Sequence[str] = ("reasoning_content",),
+    ) -> None:
+        self._envelope = envelope
+        self._reasoning_fields = reasoning_fields
+        self._scores = scores
+        self._prompt_scores = prompt_scores
+        self._prompt_token_ids = prompt_token_ids
+        self._include_usage = include_usage
+        self._begun: set[int] = set()
+        self._templates: dict[int, EventTemplate] = {}
+
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Parts:
+        """Yield the answer of a request that does not stream."""
+        choices = (self._choice(index, piece) for index, piece in enumerate(pieces))
+        more: dict[str, Any] = {"usage": usage}
+        if self._prompt_token_ids is not None:
+            more["prompt_token_ids"] = self._prompt_token_ids
+        members: dict[str, Iterable[bytes]] = {"choices": array(choices)}
+        if self._prompt_scores is not None:
+            members["prompt_logprobs"] = self._prompt_scores()
+        return self._envelope.parts("chat.completion", members, **more)
+
+    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+        """The events for a piece of a choice; before its first, the one that names the role.
+
+        ``usage`` is what has come so far, this piece included, where every chunk is to tell; a chunk counts
+        the tokens up to its own.
+        """
+        before = _without(usage, piece.num_tokens)
+        first = b"" if index in self._begun else self._first(index, before)
+        text = piece.events[0] if len(piece.events) == 1 else None
+        is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
+        if is_plain and isinstance(text, Content):  # nearly all there are
+            last = b"" if piece.finish_reason is None else self._last(index, piece, None)
+            return (b"%b%b%b" % (first, self._template(index).with_value(text.text), last),)
+        delta = self._delta(piece.events)
+        last = b"" if piece.finish_reason is None else self._last(index, piece, usage)
+        so_far = _without(usage, piece.num_tokens - len(piece.token_ids))
+        if self._scores is not None and piece.scores:
+            return chain((first,), self._scored_chunk(index, delta, piece, so_far), (last,))
+        has_more = bool(delta or (self._prompt_token_ids is not None and piece.token_ids))
+        middle = self._chunk(index, delta, piece, usage=so_far) if has_more else b""
+        return (first + middle + last,)
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event with the usage of the whole answer, and no choices."""
+        return event(self._envelope.around("chat.completion.chunk", [], usage=usage))
+
+    def _first(self, index: int, usage: dict[str, Any] | None) -> bytes:
+        more: dict[str, Any] = {}
+        if self._prompt_token_ids is not None and not self._begun:
+            more["prompt_token_ids"] = self._prompt_token_ids
+        self._begun.add(index)
+        return self._chunk(index, {"role": "assistant", "content": ""}, usage=usage, **more)
+
+    def _last(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None) -> bytes:
+        return self._chunk(index, {}, finish_reason=piece.finish_reason, usage=usage)
+
+    def _template(self, index: int) -> EventTemplate:
+        if index not in self._templates:
+            chunk = self._chunk_object(index, {"content": EventTemplate.HOLE})
+            self._templates[index] = EventTemplate(chunk)
+        return self._templates[index]
+
+    def _scored_chunk(
+        self, index: int, delta: dict[str, Any], piece: ChoiceDelta, usage: dict[str, Any] | None
+    ) -> Parts:
+        assert self._scores is not None
+        chunk = self._chunk_object(index, delta, piece, usage=usage)
+        (choice,) = chunk.pop("choices")
+        del choice["logprobs"]
+        scored = with_members(choice, logprobs=self._scores.parts(piece.scores))
+        return event_parts(with_members(chunk, choices=array([scored])))
+
+    def _chunk(self, *args: Any, **kwargs: Any) -> bytes:
+        return event(self._chunk_object(*args, **kwargs))
+
+    def _chunk_object(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        piece: ChoiceDelta | None = None,
+        *,
+        finish_reason: str | None = None,
+        usage: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+        }
+        if piece is not None and self._prompt_token_ids is not None:
+            choice["token_ids"] = piece.token_ids
+        if self._include_usage or usage is not None:
+            more["usage"] = usage
+        return self._envelope.around("chat.completion.chunk", [choice], **more)
+
+    def _choice(self, index: int, piece: ChoiceDelta) -> Parts:
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": self._message(piece),
+            "finish_reason": piece.finish_reason,
+        }
+        if self._prompt_token_ids is not None:
+            choice["token_ids"] = piece.token_ids
+        scores = (b"null",) if self._scores is None else self._scores.parts(piece.scores)
+        return with_members(choice, logprobs=scores)
+
+    def _message(self, piece: ChoiceDelta) -> dict[str, Any]:
+        calls = _calls(piece.events)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": piece.content or (None if calls else ""),
+            "refusal": None,
+        }
+        if reasoning := piece.reasoning:
+            message |= dict.fromkeys(self._reasoning_fields, reasoning)
+        if calls:
+            message["tool_calls"] = [{**call, "id": call["id"]} for call in calls]
+            for call in message["tool_calls"]:
+                del call["index"]
+        return message
+
+    def _delta(self, events: Sequence[Event]) -> dict[str, Any]:
+        """What is new, and nothing else: strict clients refuse nulls."""
+        delta: dict[str, Any] = {}
+        reasoning = ""
+        for one in events:
+            if isinstance(one, Content):
+                delta["content"] = delta.get("content", "") + one.text
+            elif isinstance(one, Reasoning):
+                reasoning += one.text
+        if reasoning:
+            delta |= dict.fromkeys(self._reasoning_fields, reasoning)
+        if calls := _calls(events):
+            delta["tool_calls"] = calls
+        return delta
+
+
+def _without(usage: dict[str, Any] | None, num_tokens: int) -> dict[str, Any] | None:
+    """A usage before its last tokens."""
+    if usage is None or not num_tokens:
+        return usage
+    completion = usage["completion_tokens"] - num_tokens
+    details = usage["completion_tokens_details"]
+    reasoning = min(completion, details["reasoning_tokens"])
+    return {
+        **usage,
+        "completion_tokens": completion,
+        "total_tokens": usage["total_tokens"] - num_tokens,
+        "completion_tokens_details": {**details, "reasoning_tokens": reasoning},
+    }
+
+
+def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """The calls that the events begin or go on with, an entry each."""
+    calls: dict[int, dict[str, Any]] = {}
+    for one in events:
+        if isinstance(one, ToolCallStart):
+            function = {"name": one.name, "arguments": ""}
+            calls[one.index] = {"index": one.index, "id": one.id, "type": "function", "function": function}
+        elif isinstance(one, ToolCallArguments):
+            call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += one.text
+    return list(calls.values())

@@ -1,0 +1,265 @@
+"""What the tokens of one choice become: text, reasoning, tool calls, log probabilities, and why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from penstock.pipelines.core import LogProbabilities, TextContext, TextGenerationStatus, TextResponse
+from penstock.serve.parsers import Content, Event, OutputParser, Reasoning
+from penstock.text.detokenizer import Detokenizer, TokenDecoder, TokenIds, text_behind
+from penstock.worker.messages import PackedLogProbabilities
+from penstock.worker.results import WorkerToken
+
+Rows: TypeAlias = LogProbabilities | PackedLogProbabilities
+
+
+Top: TypeAlias = Mapping[int, float] | msgspec.Raw
+"""The most probable tokens in one place, the best first, id to log probability; perhaps not decoded yet."""
+PromptScore: TypeAlias = tuple[float, Top]
+"""The log probability of a token of the prompt, and the most probable ones in its place."""
+
+_decode_top = msgspec.msgpack.Decoder(dict[int, float]).decode
+
+
+def top_tokens(top: Top) -> Mapping[int, float]:
+    """Return the most probable tokens, decoded."""
+    return _decode_top(top) if isinstance(top, msgspec.Raw) else top
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The log probability of a token, and of the most probable ones in its place."""
+
+    token_id: int
+    logprob: float
+    top: Top
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What some tokens added to a choice. Joined, the pieces are the answer."""
+
+    events: list[Event]
+    """Content, reasoning and tool calls, in order."""
+    token_ids: list[int]
+    scores: list[Score]
+    """One a token, where log probabilities were asked for."""
+    finish_reason: str | None = None
+    """On the last piece."""
+    num_tokens: int = 0
+    """Tokens that it adds to the usage: its own, and the one that ended the answer."""
+
+    @property
+    def content(self) -> str:
+        """The text of the answer."""
+        return "".join([event.text for event in self.events if isinstance(event, Content)])
+
+    @property
+    def reasoning(self) -> str:
+        """The text of what the model thought before."""
+        return "".join([event.text for event in self.events if isinstance(event, Reasoning)])
+
+
+def finish_reason(status: TextGenerationStatus, *, ended_by_text: bool, has_tool_calls: bool) -> str:
+    """Why a choice ended, in OpenAI's words.
+
+    >>> finish_reason(TextGenerationStatus.MAXIMUM_LENGTH, ended_by_text=False, has_tool_calls=True)
+    'length'
+    """
+    if not ended_by_text and status is not TextGenerationStatus.END_OF_SEQUENCE:
+        return "length"
+    return "tool_calls" if has_tool_calls else "stop"
+
+
+class ChoiceDecoder:
+    """One choice, from its first token to its last.
+
+    Args:
+        context: the choice's request.
+        tokenizer: decodes its tokens.
+        parser: finds reasoning and tool calls in the text; None takes all of it as content.
+        skip_special_tokens: False where the parser's markup is made of special tokens.
+        token_by_token: parse after each token, to tell which of them belong to reasoning, and which one
+            completed the only call that was allowed.
+        keeps_stop: the text ends behind the stop string that ended it, not before.
+        at_once: nobody wants the text before its end, so it may be decoded in one go.
+    """
+
+    def __init__(
+        self,
+        context: TextContext,
+        tokenizer: TokenDecoder,
+        *,
+        parser: OutputParser | None = None,
+        skip_special_tokens: bool = True,
+        token_by_token: bool = False,
+        at_once: bool = False,
+        keeps_stop: bool = False,
+    ) -> None:
+        params = context.sampling_params
+        self._prompt = context.prompt_tokens
+        self.num_tokens = 0
+        """As ``usage`` counts them: those of the answer, and the one that ended it, where one did."""
+        self.num_cached_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.finish_reason: str | None = None
+        self.prompt_scores: list[PromptScore] = []
+        """Of the prompt's tokens but the first, once a token has come; with ``log_probabilities_echo``."""
+        self._parser = parser
+        self._text: _Text
+        if at_once and not params.stop and not token_by_token:
+            self._text = _WholeText(tokenizer, context.prompt_tokens, skip_special_tokens)
+        else:
+            self._text = Detokenizer(
+                tokenizer,
+                params.stop or (),
+                prompt=context.prompt_tokens,
+                skip_special_tokens=skip_special_tokens,
+                keeps_stop=keeps_stop,
+            )
+        self.decodes_at_end = isinstance(self._text, _WholeText)
+        """Whether only the worker can end it, and nobody looks at its text before."""
+        self._token_by_token = token_by_token
+        self._answer_begun = False  # text that is not reasoning has come
+        self._has_reasoning = False
+        self._has_tool_calls = False
+        self._num_taken = 0
+        self._end: int | None = None  # how many tokens there are to the one with which the text ended it
+        # The step that computes the prompt samples a token all the same.
+        self._wants_tokens = params.max_new_tokens != 0
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The tokens of the prompt."""
+        ids: list[int] = self._prompt.tolist()
+        return ids
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the choice has ended; by a stop string before the worker knows."""
+        return self.finish_reason is not None
+
+    @property
+    def ended_by_text(self) -> bool:
+        """Whether its text ended it, by a stop string or the only call allowed: the worker has to be told."""
+        return self._end is not None
+
+    def take(
+        self,
+        tokens: Sequence[TextResponse | WorkerToken],
+        status: TextGenerationStatus,
+        prompt_log_probabilities: Rows | None = None,
+    ) -> ChoiceDelta:
+        """Adds what came from the worker; nothing after the choice has ended."""
+        if self.is_done:
+            return ChoiceDelta([], [], [])
+        if prompt_log_probabilities is not None:
+            self._keep_prompt(prompt_log_probabilities)
+        if not self._wants_tokens:
+            for response in tokens:
+                self._score(response)
+            tokens = ()
+        ids = [int(response.next_token) for response in tokens]
+        events = self._parse_each(ids) if self._token_by_token else self._parse_together(ids)
+        if self._end is not None:
+            del ids[self._end - self._num_taken :]
+        before = self.num_tokens
+        self._num_taken += len(ids)
+        if self._end is not None or status.is_done:
+            events += self._finish(status)
+        self.num_tokens = self._num_taken
+        if self._end is None and self.finish_reason in ("stop", "tool_calls"):
+            self.num_tokens += 1  # the token that ended it
+        if self._has_reasoning and not self._answer_begun:
+            self.num_reasoning_tokens = self._num_taken
+        scores = [one for response in tokens[: len(ids)] for one in self._score(response)]
+        return ChoiceDelta(events, ids, scores, self.finish_reason, self.num_tokens - before)
+
+    def _parse_together(self, ids: Sequence[int]) -> list[Event]:
+        events = self._parse(self._text.append(ids))
+        if self._text.stop_match is not None:
+            self._end = self._text.num_tokens
+        return events
+
+    def _parse_each(self, ids: Sequence[int]) -> list[Event]:
+        events: list[Event] = []
+        for count, token_id in enumerate(ids, self._num_taken):
+            new = self._parse(self._text.append([token_id]))
+            if not self._answer_begun and any(not isinstance(event, Reasoning) for event in new):
+                self._answer_begun = True
+                self.num_reasoning_tokens = count if self._has_reasoning else 0
+            self._has_reasoning |= any(isinstance(event, Reasoning) for event in new)
+            events += new
+            if self._text.stop_match is not None or (self._parser is not None and self._parser.done):
+                self._end = count + 1
+                break
+        return events
+
+    def _parse(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        events: list[Event] = [Content(text)] if self._parser is None else self._parser.push(text)
+        self._has_tool_calls |= any(not isinstance(event, Content | Reasoning) for event in events)
+        return events
+
+    def _finish(self, status: TextGenerationStatus) -> list[Event]:
+        events = self._parse(self._text.finish())
+        if self._parser is not None:
+            rest = self._parser.finish()
+            self._has_tool_calls |= any(not isinstance(event, Content | Reasoning) for event in rest)
+            events = [*events, *rest]
+        if not self._wants_tokens:
+            status = TextGenerationStatus.MAXIMUM_LENGTH
+        self.finish_reason = finish_reason(
+            status, ended_by_text=self._end is not None, has_tool_calls=self._has_tool_calls
+        )
+        return events
+
+    def _score(self, response: TextResponse | WorkerToken) -> list[Score]:
+        rows = response.log_probabilities
+        if rows is None:
+            return []
+        *before, (logprob, top) = _positions(rows)
+        self.prompt_scores += before
+        return [Score(int(response.next_token), logprob, top)]
+
+    def _keep_prompt(self, rows: Rows) -> None:
+        self.prompt_scores += _positions(rows)
+
+
+def _positions(rows: Rows) -> Iterator[PromptScore]:
+    tops: Sequence[Top] = rows.top_log_probabilities
+    return zip(rows.token_log_probabilities, tops, strict=True)
+
+
+class _Text(Protocol):
+    stop_match: str | None
+    num_tokens: int
+
+    def append(self, token_ids: Sequence[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass
+class _WholeText:
+    """The text of all tokens in one piece, at the end: what a `Detokenizer` makes of them, for less."""
+
+    tokenizer: TokenDecoder
+    prompt: TokenIds
+    skip_special_tokens: bool
+    stop_match: str | None = None
+    num_tokens: int = 0
+    _ids: list[int] = field(default_factory=list)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        self._ids += token_ids
+        self.num_tokens += len(token_ids)
+        return ""
+
+    def finish(self) -> str:
+        return text_behind(self.tokenizer, self.prompt, self._ids, self.skip_special_tokens)

@@ -1,0 +1,148 @@
+"""Completions in OpenAI's shapes: the whole object, and the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from penstock.serve.api.chat_response import Envelope
+from penstock.serve.api.choice_decoder import ChoiceDecoder, ChoiceDelta, PromptScore, Top
+from penstock.serve.api.json_parts import Parts, array, event_parts, with_members
+from penstock.serve.api.token_scores import CompletionScores
+from penstock.serve.http.sse import EventTemplate, event
+
+KIND = "text_completion"
+PromptScores: TypeAlias = Callable[[Sequence[int], Sequence[PromptScore]], Parts]
+"""Writes ``prompt_logprobs`` of a prompt's tokens and their scores."""
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt, where it is part of the answer."""
+
+    text: str
+    token_ids: list[int]
+
+
+class CompletionResponse:
+    """Makes the objects of one completion request.
+
+    Args:
+        envelope: what they have in common.
+        choices: all choices of all prompts.
+        prompt_token_ids: of each choice, where token ids were asked for.
+        echoes: of each choice, where the prompt is part of the answer.
+        n: how many choices of a prompt stand side by side; the first may speak for all where nothing streams.
+        scores: of each choice, writes log probabilities, where they were asked for.
+        prompt_scores: writes those of a prompt, where they were asked for; of whole answers alone.
+        include_usage: whether chunks have a ``usage``, null but in the last.
+    """
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        choices: Sequence[ChoiceDecoder],
+        *,
+        prompt_token_ids: Sequence[list[int]] | None = None,
+        echoes: Sequence[Echo] | None = None,
+        n: int = 1,
+        scores: Sequence[CompletionScores] | None = None,
+        prompt_scores: PromptScores | None = None,
+        include_usage: bool = False,
+    ) -> None:
+        self._envelope = envelope
+        self._choices = choices
+        self._prompt_token_ids = prompt_token_ids
+        self._echoes = echoes
+        self._n = n
+        self._scores = scores
+        self._prompt_scores = prompt_scores
+        self._include_usage = include_usage
+        self._begun: set[int] = set()
+        self._templates: dict[int, EventTemplate] = {}
+
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Parts:
+        """Yield the answer of a request that does not stream."""
+        choices = (
+            with_members(self._choice(index, piece, is_first=True), **self._members(index, piece))
+            for index, piece in enumerate(pieces)
+        )
+        return self._envelope.parts(KIND, {"choices": array(choices)}, usage=usage)
+
+    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+        """The event for a piece of a choice; nothing where it adds nothing.
+
+        ``usage`` is what has come so far, where every chunk is to tell.
+        """
+        is_first = index not in self._begun
+        self._begun.add(index)
+        text = piece.content
+        is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
+        if is_plain and piece.finish_reason is None and not (is_first and self._echoes):
+            return (self._template(index).with_value(text),) if text else ()
+        choice = self._choice(index, piece, is_first=is_first)
+        scores = self._logprobs(index, piece, is_first=is_first)
+        has_ids = self._prompt_token_ids is not None and (is_first or piece.token_ids)
+        if not (choice["text"] or scores or piece.finish_reason or has_ids):
+            return ()
+        more = self._usage_field(usage)
+        if scores is None:
+            return (event(self._envelope.around(KIND, [{**choice, "logprobs": None}], **more)),)
+        scored = array([with_members(choice, logprobs=scores)])
+        return event_parts(self._envelope.parts(KIND, {"choices": scored}, **more))
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The event with the usage of the whole answer, and no choices."""
+        return event(self._envelope.around(KIND, [], usage=usage))
+
+    def _template(self, index: int) -> EventTemplate:
+        if index not in self._templates:
+            choice = {"index": index, "text": EventTemplate.HOLE, "logprobs": None, "finish_reason": None}
+            chunk = self._envelope.around(KIND, [choice], **self._usage_field(None))
+            self._templates[index] = EventTemplate(chunk)
+        return self._templates[index]
+
+    def _usage_field(self, usage: dict[str, Any] | None) -> dict[str, Any]:
+        return {"usage": usage} if self._include_usage or usage is not None else {}
+
+    def _choice(self, index: int, piece: ChoiceDelta, *, is_first: bool) -> dict[str, Any]:
+        """Return a choice without its log probabilities."""
+        echo = self._echoes[index] if self._echoes is not None and is_first else None
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": (echo.text if echo else "") + piece.content,
+            "finish_reason": piece.finish_reason,
+        }
+        if self._prompt_token_ids is not None:
+            if is_first:
+                choice["prompt_token_ids"] = self._prompt_token_ids[index]
+            choice["token_ids"] = piece.token_ids
+        return choice
+
+    def _members(self, index: int, piece: ChoiceDelta) -> dict[str, Iterable[bytes]]:
+        """Return the log probabilities of a whole choice, and of its prompt."""
+        scores = self._logprobs(index, piece, is_first=True)
+        members: dict[str, Iterable[bytes]] = {"logprobs": (b"null",) if scores is None else scores}
+        if self._prompt_scores is not None:
+            ids = self._choices[index].prompt_token_ids
+            members["prompt_logprobs"] = self._prompt_scores(ids, self._scores_of_prompt(index))
+        return members
+
+    def _logprobs(self, index: int, piece: ChoiceDelta, *, is_first: bool) -> Parts | None:
+        """Return the log probabilities of a piece; None where there are none."""
+        if self._scores is None:
+            return None
+        ids = [score.token_id for score in piece.scores]
+        logprobs: list[float | None] = [score.logprob for score in piece.scores]
+        tops: list[Top | None] = [score.top for score in piece.scores]
+        if self._echoes is not None and is_first:
+            echo, rows = self._echoes[index], self._scores_of_prompt(index)
+            assert len(rows) == len(echo.token_ids) - 1, "a row for each token of the prompt but the first"
+            ids = [*echo.token_ids, *ids]
+            logprobs = [None, *(logprob for logprob, _ in rows), *logprobs]
+            tops = [None, *(top for _, top in rows), *tops]
+        return self._scores[index].parts(ids, logprobs, tops) if ids else None
+
+    def _scores_of_prompt(self, index: int) -> Sequence[PromptScore]:
+        return self._choices[index].prompt_scores or self._choices[index - index % self._n].prompt_scores

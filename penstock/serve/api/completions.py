@@ -1,0 +1,182 @@
+"""``/v1/completions``: text after text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from penstock.pipelines.core import TextContext, TokenGeneratorRequest
+from penstock.pipelines.core.choices import choice_contexts
+from penstock.serve.api.choice_decoder import ChoiceDecoder
+from penstock.serve.api.completion_response import CompletionResponse, Echo, PromptScores
+from penstock.serve.api.generation import GenerationJob, check_choices, in_pool
+from penstock.serve.api.logprob_limit import (
+    check_num_logprobs,
+    num_best,
+    num_prompt_logprobs,
+    without_echo,
+)
+from penstock.serve.api.models import adapter_named
+from penstock.serve.api.output_format import check_enabled, output_grammar
+from penstock.serve.api.parameters import map_input_errors, sampling_params
+from penstock.serve.api.schemas import CompletionBody
+from penstock.serve.api.text_generation import answer_request, checked_body, envelope_of, note
+from penstock.serve.api.token_scores import CompletionScores, prompt_parts
+from penstock.serve.api.truncation import build_context
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.services import Services
+from penstock.text.detokenizer import prompt_text
+
+router = APIRouter(route_class=JsonRoute, tags=["completions"])
+
+
+@router.post(
+    "/v1/completions",
+    response_class=Response,
+    openapi_extra=body_of(CompletionBody),
+    responses=generated("The completions; with `stream`, in chunks."),
+)
+async def create_completion(request: Request) -> Response:
+    """Goes on with each of the prompts."""
+    services, record = Services.of(request), RequestRecord.of(request)
+    raw = await request.json()
+    completion = await in_pool(request, lambda: _Completion.of(services, raw))
+    body, work = completion.body, completion.work
+    note(body, record, work.contexts[0])
+    answer = CompletionResponse(
+        envelope_of(services, completion.id, body),
+        work.choices,
+        prompt_token_ids=(
+            [context.prompt_tokens.tolist() for context in work.contexts] if body.return_token_ids else None
+        ),
+        echoes=completion.echoes,
+        n=work.n,
+        scores=(
+            [
+                CompletionScores(
+                    services.tokenizer,
+                    services.fragments_for(body),
+                    body.logprobs,
+                    prompt=() if completion.echoes else context.prompt_tokens,
+                    skip_special_tokens=not body.shows_special_tokens,
+                )
+                for context in work.contexts
+            ]
+            if body.logprobs is not None
+            else None
+        ),
+        prompt_scores=_prompt_scores(services, body),
+        include_usage=body.includes_usage,
+    )
+    return await answer_request(request, services, body, work, answer)
+
+
+@dataclass(frozen=True)
+class _Completion:
+    """A checked request, and what it runs."""
+
+    id: str
+    body: CompletionBody
+    work: GenerationJob
+    echoes: list[Echo] | None
+
+    @classmethod
+    def of(cls, services: Services, raw: Any) -> _Completion:
+        """Checks a body and encodes its prompts. Slow: it belongs into the pool.
+
+        Raises:
+            RequestProblem: 400 that names the field.
+            UnknownModelError: it names no model that is served here.
+        """
+        body = checked_body(services, CompletionBody, raw)
+        adapter = adapter_named(services, body.model)
+        asked = output_grammar(services, body)
+        if asked is not None:
+            check_enabled(services, body, asked[1])
+        prompts, name = _prompts(body.prompt), f"cmpl-{uuid4().hex}"
+        n = body.n or 1
+        check_choices(services, len(prompts), n)
+        contexts: list[TextContext] = []
+        for index, prompt in enumerate(prompts):
+            request = TokenGeneratorRequest(
+                name if len(prompts) == 1 else f"{name}-{index}",
+                index,
+                body.model,
+                prompt=prompt,
+                logprobs=num_best(body, body.logprobs),
+                echo=(bool(body.echo) and body.logprobs is not None) or body.prompt_logprobs is not None,
+                # For each prompt anew: where no seed is given, equal prompts have different answers.
+                sampling_params=sampling_params(
+                    body,
+                    services.pipeline_config,
+                    tokenizer=services.tokenizer,
+                    default_limit=services.config.default_max_tokens_completions,
+                ),
+                adapter=adapter,
+                cache_salt=body.cache_salt,
+                priority=body.priority or 0,
+            )
+            with map_input_errors("prompt" if len(prompts) == 1 else f"prompt[{index}]"):
+                context = build_context(services.tokenizer, request, body.truncate_prompt_tokens)
+            if asked is not None:
+                context = msgspec.structs.replace(context, grammar=asked[0])
+            first, *others = choice_contexts(context, n)
+            if not body.stream:  # what the first says of the prompt holds for all of its answers
+                others = [without_echo(one, scored=body.logprobs is not None) for one in others]
+            contexts += [first, *others]
+        check_num_logprobs(
+            services,
+            contexts,
+            top=body.logprobs,
+            prompt_rows=num_prompt_logprobs(body, contexts, echoed=body.logprobs if body.echo else None),
+            param="prompt_logprobs" if body.logprobs is None else "logprobs",
+        )
+        choices = [
+            ChoiceDecoder(
+                context,
+                services.tokenizer,
+                skip_special_tokens=not body.shows_special_tokens,
+                at_once=not body.stream,
+                keeps_stop=bool(body.include_stop_str_in_output),
+            )
+            for context in contexts
+        ]
+        echoes = [_echo(services, context) for context in contexts] if body.echo else None
+        return cls(name, body, GenerationJob(contexts, choices, n), echoes)
+
+
+def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | None:
+    """Return what writes a choice's ``prompt_logprobs``; None where they are not part of the answer."""
+    top = body.prompt_logprobs
+    if top is None:
+        return None
+    best, fragments = num_best(body, body.logprobs), services.fragments_for(body)
+    return lambda ids, scores: prompt_parts(fragments, ids, scores, top, best)
+
+
+def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """One or several, as a list.
+
+    Raises:
+        RequestProblem: 400; there is none.
+    """
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise RequestProblem(400, "prompt is an empty list", param="prompt")
+    if isinstance(given[0], int):
+        return [given]
+    return list(given)
+
+
+def _echo(services: Services, context: TextContext) -> Echo:
+    ids = context.prompt_tokens.tolist()
+    text = context.prompt if isinstance(context.prompt, str) else prompt_text(services.tokenizer, ids)
+    return Echo(text, ids)

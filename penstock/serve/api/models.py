@@ -1,0 +1,88 @@
+"""Which models are served, and which one a request means."""
+
+from __future__ import annotations
+
+import time
+from hashlib import blake2b
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from penstock import __version__
+from penstock.errors import UnknownModelError
+from penstock.serve.http.openapi import responses
+from penstock.serve.services import Services
+
+router = APIRouter(tags=["models"])
+
+_STARTED = int(time.time())
+
+
+class Model(BaseModel):
+    """A model, or an adapter of one."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "penstock"
+    root: str
+    """Where it was loaded from."""
+    parent: str | None = None
+    """Of an adapter: the model that it adapts."""
+    max_model_len: int
+    """Most tokens of a request, prompt and output together."""
+
+
+class ModelList(BaseModel):
+    """All models that a request may name."""
+
+    object: str = "list"
+    data: list[Model] = Field(default_factory=list)
+
+
+@router.get("/v1/models", responses=responses(401, 421, 503))
+async def list_models(request: Request) -> ModelList:
+    """The model that is served, and its adapters."""
+    return ModelList(data=list(_models(Services.of(request)).values()))
+
+
+@router.get("/v1/models/{model:path}", responses=responses(401, 404, 421, 503))
+async def retrieve_model(model: str, request: Request) -> Model:
+    """One of them; a name may have slashes."""
+    models = _models(Services.of(request))
+    if model not in models:
+        raise UnknownModelError(model[:200], models)
+    return models[model]
+
+
+def adapter_named(services: Services, model: str) -> str | None:
+    """The adapter that a request means by its ``model``; None where it means the model itself.
+
+    Raises:
+        UnknownModelError: neither is called so.
+    """
+    if model == services.model_name:
+        return None
+    if model in services.worker.adapters:
+        return model
+    raise UnknownModelError(model[:200], [services.model_name, *services.worker.adapters])
+
+
+def system_fingerprint(services: Services) -> str:
+    """The same for as long as equal requests with equal seeds are answered alike."""
+    model = services.pipeline_config.model
+    parts = (__version__, model.model_path, model.revision, model.quantization_encoding or "")
+    return f"fp_{blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"
+
+
+def _models(services: Services) -> dict[str, Model]:
+    name = services.model_name
+    limits: dict[str, Any] = {
+        "created": _STARTED,
+        "max_model_len": services.worker.info.max_length,
+    }
+    models = {name: Model(id=name, root=services.pipeline_config.model.model_path, **limits)}
+    for adapter, path in services.worker.adapters.items():
+        models[adapter] = Model(id=adapter, root=path, parent=name, **limits)
+    return models

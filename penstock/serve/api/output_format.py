@@ -1,0 +1,191 @@
+"""What an answer has to look like: from ``response_format`` and ``structured_outputs`` to a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container
+from typing import Any
+
+from penstock.grammar.schema_keywords import check_grammar, check_json_schema
+from penstock.pipelines.core import Grammar
+from penstock.serve.api.parameters import map_input_errors
+from penstock.serve.api.schemas import ChatBody, GenerationBody, ResponseFormat, StructuredOutputs
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.services import Services
+
+
+def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, str] | None:
+    """The grammar that a request asks for and the field that does; None where any text will do.
+
+    Raises:
+        RequestProblem: 400; two fields ask, one asks for nothing that there is, or the schema has a keyword
+            that no grammar can be made of.
+    """
+    asked = []
+    if body.response_format is not None and body.response_format.type != "text":
+        asked.append(("response_format", *_of_format(body.response_format)))
+    if body.structured_outputs is not None:
+        asked.append(("structured_outputs", *_of_outputs(body.structured_outputs)))
+    asked += [(name, *_of_guide(name, value)) for name, value in _guides(body).items() if value is not None]
+    if len(asked) > 1:
+        names = " and ".join(name for name, *_ in asked)
+        raise RequestProblem(400, f"{names} both ask for a format: send one", param=asked[1][0])
+    for param, grammar, place in asked:
+        return _checked(services, grammar, place), param
+    return None
+
+
+def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
+    """Refuses what needs a grammar where the worker can make none, or the output could not end.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    if not services.worker.info.grammars_enabled:
+        raise RequestProblem(
+            400,
+            f"{param} needs grammars, which this server has not: pip install 'penstock-llm[grammar]'",
+            param=param,
+            code="unsupported_parameter",
+        )
+    if body.ignore_eos and not body.stop_token_ids:
+        raise RequestProblem(
+            400,
+            f"with {param} the text ends where its format does: leave out ignore_eos, or give stop_token_ids",
+            param="ignore_eos",
+        )
+
+
+def check_tools(services: Services, body: ChatBody, names: Container[str]) -> None:
+    """Refuses tools whose parameters no grammar can be made of.
+
+    Args:
+        names: those whose calls are to be held to their parameters.
+
+    Raises:
+        RequestProblem: 400 that names the tool.
+    """
+    for index, tool in enumerate(body.tools or ()):
+        if tool.function.name in names and tool.function.parameters is not None:
+            place = f"tools[{index}].function.parameters"
+            _check_size(services, len(json.dumps(tool.function.parameters, ensure_ascii=False)), place)
+            with map_input_errors(place):
+                check_json_schema(tool.function.parameters)
+
+
+def checked_grammar(services: Services, grammar: Grammar | None, place: str) -> Grammar | None:
+    """A grammar made of parts that were checked each by itself.
+
+    Raises:
+        RequestProblem: 400; together they are too much, or refer to something outside of them.
+    """
+    return None if grammar is None else _checked(services, grammar, place)
+
+
+def _of_format(form: ResponseFormat) -> tuple[Grammar, str]:
+    """The grammar, not looked at yet, and the field that holds its text."""
+    if form.type == "json_object":
+        return Grammar("json_object"), "response_format"
+    if form.type == "structural_tag":
+        tag = {"type": "structural_tag", **(form.model_extra or {})}
+        return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False)), "response_format"
+    if form.json_schema is None:
+        raise RequestProblem(
+            400,
+            "response_format of type json_schema needs a json_schema",
+            param="response_format.json_schema",
+        )
+    given = form.json_schema
+    schema = given.model_dump(exclude_unset=True, by_alias=True) if given.is_bare else given.schema_
+    place = "response_format.json_schema"
+    return _of_schema({} if schema is None else schema, place), place
+
+
+def _of_outputs(outputs: StructuredOutputs) -> tuple[Grammar, str]:
+    given = {name: value for name, value in _ways(outputs).items() if value is not None}
+    if len(given) != 1:
+        raise RequestProblem(
+            400,
+            f"structured_outputs has {', '.join(given) or 'nothing'}: "
+            "give one of json, regex, choice, grammar, structural_tag",
+            param="structured_outputs",
+        )
+    ((name, value),) = given.items()
+    place = f"structured_outputs.{name}"
+    match name:
+        case "json":
+            grammar = _of_schema(_loaded(value, place), place)
+        case "choice":
+            grammar = Grammar("choice", json.dumps(value, ensure_ascii=False))
+        case "structural_tag":
+            grammar = Grammar("structural_tag", json.dumps(_loaded(value, place), ensure_ascii=False))
+        case "grammar":
+            grammar = Grammar("ebnf", value)
+        case _:
+            grammar = Grammar("regex", value)
+    return grammar, place
+
+
+def _guides(body: GenerationBody) -> dict[str, Any]:
+    """Return other names of the members of ``structured_outputs``."""
+    return {
+        "guided_json": body.guided_json,
+        "guided_regex": body.guided_regex,
+        "guided_choice": body.guided_choice,
+        "guided_grammar": body.guided_grammar,
+    }
+
+
+def _of_guide(name: str, value: Any) -> tuple[Grammar, str]:
+    match name:
+        case "guided_json":
+            return _of_schema(_loaded(value, name), name), name
+        case "guided_choice":
+            return Grammar("choice", json.dumps(value, ensure_ascii=False)), name
+        case "guided_grammar":
+            return Grammar("ebnf", value), name
+    return Grammar("regex", value), name
+
+
+def _ways(outputs: StructuredOutputs) -> dict[str, Any]:
+    return {
+        "json": outputs.json_,
+        "regex": outputs.regex,
+        "choice": outputs.choice,
+        "grammar": outputs.grammar,
+        "structural_tag": outputs.structural_tag,
+    }
+
+
+def _loaded(value: Any, place: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RequestProblem(400, f"{place} is not JSON: {error}", param=place) from None
+
+
+def _of_schema(schema: Any, place: str) -> Grammar:
+    if not isinstance(schema, dict | bool):
+        raise RequestProblem(400, f"{place} must be a JSON schema, an object", param=place)
+    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
+
+
+def _checked(services: Services, grammar: Grammar, place: str) -> Grammar:
+    _check_size(services, len(grammar.text), place)
+    with map_input_errors(place):
+        check_grammar(grammar)
+    return grammar
+
+
+def _check_size(services: Services, size: int, place: str) -> None:
+    """Before anything is read of it: that takes a while, too."""
+    most = services.pipeline_config.structured_output.max_size
+    if size > most:
+        raise RequestProblem(
+            400,
+            f"{place} makes a grammar of {size} characters, {most} are the most: "
+            "make it smaller, or raise --max-grammar-size",
+            param=place,
+        )

@@ -1,0 +1,351 @@
+"""What each field of a request does: the tables of those that we have not, and the meaning of those we have.
+
+Nothing is ignored. A field is honoured (it is in `penstock.serve.api.schemas`), or it goes to the log alone
+(`LOGGED`), or it stands in a table here with the values that ask for nothing but what happens anyway, and
+any other value is refused; a field in none of these places is unknown, and refused unless the server was
+told to warn of it only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from penstock.config import PipelineConfig
+from penstock.errors import InputError
+from penstock.pipelines.core import SamplingParams
+from penstock.serve.api.bad_words import banned_sequences
+from penstock.serve.api.schemas import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    ContentPart,
+    GenerationBody,
+    JsonSchema,
+    RequestBody,
+    StreamOptions,
+    ToolCall,
+)
+from penstock.serve.http.problems import RequestProblem, problem_of
+from penstock.text.tokenizer import TextTokenizer
+
+LOGGED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+"""Fields that change no answer: they are written to the log of requests and nowhere else."""
+
+
+_MAX_NAME = 100
+"""Of what is quoted to a client."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field that is known, and not supported but for values that change nothing."""
+
+    reason: str
+    accepted: tuple[Any, ...] = ()
+    """Besides null, which is the same as absent."""
+
+
+_NO_BEAMS = "there are no beams behind HTTP: use n and choose among the answers"
+_USE_TOOLS = "it is the old form of tools: send tools and tool_choice"
+_TEXT_ONLY = "the model reads and writes text only"
+
+_USE_MAX_TOKENS = "send max_tokens"
+_USE_FORMAT = "send response_format, or structured_outputs: {json: ...} or {grammar: ...}"
+_NO_SAMPLER = "there is no such sampler: top_k, top_p, min_p and temperature choose the tokens"
+_ONE_PROVIDER = "this server runs the one model that it serves"
+
+_OF_BOTH: Mapping[str, Refused] = {
+    "use_beam_search": Refused(_NO_BEAMS, (False,)),
+    "length_penalty": Refused(_NO_BEAMS, (1, 1.0)),
+    "early_stopping": Refused(_NO_BEAMS, (False,)),
+    "spaces_between_special_tokens": Refused("text is what the tokens write, no more", (True, False)),
+    "truncation_side": Refused("the end of the prompt is kept", ("left",)),
+    "logits_processors": Refused("a request brings no code", ([],)),
+    "stream_interval": Refused("tokens are sent as they come", (1,)),
+    "service_tier": Refused("there is one tier of service", ("auto", "default")),
+    "store": Refused("answers are not stored", (False,)),
+    # Of clients of llama.cpp and Ollama. A value that switches a sampler off asks for what happens anyway.
+    "cache_prompt": Refused("the prefix cache is always on; cache_salt keeps prompts apart", (True,)),
+    "id_slot": Refused("the scheduler chooses", (-1,)),
+    "n_keep": Refused("a prompt is not shortened while it runs", (0,)),
+    "min_keep": Refused("at least one token is always kept", (0, 1)),
+    "repeat_last_n": Refused("repetition_penalty counts the prompt and the whole output", (-1,)),
+    "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
+    "tfs_z": Refused(_NO_SAMPLER, (1, 1.0)),
+    "top_a": Refused(_NO_SAMPLER, (0, 0.0)),
+    "top_n_sigma": Refused(_NO_SAMPLER, (-1, -1.0)),
+    "mirostat": Refused(_NO_SAMPLER, (0,)),
+    "dynatemp_range": Refused(_NO_SAMPLER, (0, 0.0)),
+    "xtc_probability": Refused(_NO_SAMPLER, (0, 0.0)),
+    "dry_multiplier": Refused(_NO_SAMPLER, (0, 0.0)),
+    "samplers": Refused(_NO_SAMPLER),
+    "timings_per_token": Refused("times are in /metrics and in the log", (False,)),
+    "post_sampling_probs": Refused("log probabilities are the model's own", (False,)),
+    "n_probs": Refused("send logprobs"),
+    "n_predict": Refused(_USE_MAX_TOKENS),
+    "num_predict": Refused(_USE_MAX_TOKENS),
+    "max_new_tokens": Refused(_USE_MAX_TOKENS),
+    "grammar": Refused(_USE_FORMAT),
+    "json_schema": Refused(_USE_FORMAT),
+    "format": Refused(_USE_FORMAT),
+    "options": Refused("write its fields beside model"),
+    "extra_body": Refused("write its fields beside model"),
+    "num_ctx": Refused("the server's --max-length says how long a request may be"),
+    "keep_alive": Refused("the model stays loaded", (-1, "-1")),
+    # Of clients of OpenRouter.
+    "transforms": Refused("prompts are not changed; truncate_prompt_tokens shortens them", ([],)),
+    "plugins": Refused("there are no plugins", ([],)),
+    "models": Refused(_ONE_PROVIDER, ([],)),
+    "provider": Refused(_ONE_PROVIDER, ({},)),
+    "route": Refused(_ONE_PROVIDER),
+    "usage": Refused("whole answers have it; streams with stream_options: {include_usage: true}"),
+}
+
+UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
+    ChatBody: {
+        **_OF_BOTH,
+        "audio": Refused(_TEXT_ONLY),
+        "best_of": Refused(_NO_BEAMS, (1,)),
+        "chat_template": Refused("templates are the server's: start it with --chat-template"),
+        "documents": Refused("give them in chat_template_kwargs, if the template reads them", ([],)),
+        "add_special_tokens": Refused("the chat template writes them", (False,)),
+        "echo": Refused("use continue_final_message, or /v1/completions with echo", (False,)),
+        "function_call": Refused(_USE_TOOLS, ("none", "auto")),
+        "functions": Refused(_USE_TOOLS, ([],)),
+        "modalities": Refused(_TEXT_ONLY, (["text"],)),
+        "moderation": Refused("there is no moderation here"),
+        "prediction": Refused("predicted outputs are not supported"),
+        "prompt_cache_options": Refused(
+            "the prefix cache has no options: it is always on, see --help", ({},)
+        ),
+        "prompt_cache_retention": Refused(
+            "cached prefixes stay in memory while there is room", ("in_memory", "in-memory", "24h")
+        ),
+        "reasoning": Refused("send reasoning_effort, and include_reasoning"),
+        "think": Refused("send reasoning_effort, or chat_template_kwargs"),
+        "verbosity": Refused("the model knows no verbosity", ("low", "medium", "high")),
+        "web_search_options": Refused("there is no web search"),
+    },
+    CompletionBody: {
+        **_OF_BOTH,
+        "add_special_tokens": Refused("prompts are encoded with the tokenizer's own special tokens", (True,)),
+        "suffix": Refused("the model does not fill in between", ("",)),
+    },
+    ChatMessage: {
+        "annotations": Refused("there is no web search", ([],)),
+        "audio": Refused(_TEXT_ONLY),
+        "function_call": Refused("it is the old form of tool_calls"),
+    },
+    ToolCall: {"index": Refused("the order of the calls says it", tuple(range(128)))},
+    StreamOptions: {"include_obfuscation": Refused("chunks are not padded", (False,))},
+}
+
+
+@dataclass(frozen=True)
+class UnknownFields:
+    """What becomes of fields that nobody knows: refused, or written to the log and dropped."""
+
+    refuse: bool
+    log: logging.Logger
+
+    def check(self, body: RequestBody, place: str = "") -> None:
+        """Looks at the fields that a body, and those in it, have beyond the honoured ones.
+
+        Raises:
+            RequestProblem: 400 that names the field.
+        """
+        table = UNSUPPORTED.get(type(body), {})
+        for name, value in (body.model_extra or {}).items():
+            if value is None and name in table:
+                continue
+            param = f"{place}.{name}" if place else name
+            if name in table:
+                _check_value(param, value, table[name])
+            elif not _is_open(body):
+                self._unknown(body, name, param)
+        for name in body.model_fields_set:
+            self._look_into(getattr(body, name, None), f"{place}.{name}" if place else name)
+
+    def _look_into(self, value: object, place: str) -> None:
+        if isinstance(value, RequestBody):
+            self.check(value, place)
+        elif isinstance(value, list) and value and isinstance(value[0], RequestBody):
+            for index, one in enumerate(value):
+                self.check(one, f"{place}[{index}]")
+
+    def _unknown(self, body: RequestBody, name: str, param: str) -> None:
+        name, param = name[:_MAX_NAME], param[: 2 * _MAX_NAME]
+        fields = type(body).model_fields.items()
+        known = [*(field.alias or own for own, field in fields), *UNSUPPORTED.get(type(body), {})]
+        nearest = get_close_matches(name, known, n=1, cutoff=0.7)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        if self.refuse:
+            raise RequestProblem(
+                400, f"the field {param!r} is not known{hint}", param=param, code="unknown_parameter"
+            )
+        self.log.warning("a request has the unknown field %r, which is dropped%s", param, hint)
+
+
+def _is_open(body: RequestBody) -> bool:
+    """Bodies whose other fields are looked at by whoever reads them."""
+    if isinstance(body, ContentPart):
+        return body.type not in ("text", "refusal")  # refused by its type
+    if isinstance(body, JsonSchema):
+        return body.is_bare
+    return getattr(body, "type", None) == "structural_tag"
+
+
+def _check_value(param: str, value: object, field: Refused) -> None:
+    if any(type(value) is type(one) and value == one for one in field.accepted):
+        return
+    accepted = f" (only {', '.join(map(json.dumps, field.accepted))})" if 0 < len(field.accepted) < 8 else ""
+    raise RequestProblem(
+        400, f"{param} is not supported{accepted}: {field.reason}", param=param, code="unsupported_parameter"
+    )
+
+
+@contextmanager
+def map_input_errors(param: str | None) -> Iterator[None]:
+    """Turns what a request is refused for into a problem that names the field, with the code that it has."""
+    try:
+        yield
+    except InputError as error:
+        problem = problem_of(error)
+        raise RequestProblem(
+            problem.status, problem.message, param=problem.param or param, code=problem.code
+        ) from error
+
+
+def output_limit(body: GenerationBody) -> int | None:
+    """``max_completion_tokens``, or ``max_tokens``, its older name.
+
+    Raises:
+        RequestProblem: 400; they differ.
+    """
+    newer = body.max_completion_tokens
+    if newer is not None and body.max_tokens is not None and newer != body.max_tokens:
+        raise RequestProblem(
+            400,
+            f"max_tokens is {body.max_tokens} and max_completion_tokens {newer}: give one of them",
+            param="max_tokens",
+        )
+    return body.max_tokens if newer is None else newer
+
+
+def repetition_penalty(body: GenerationBody) -> float | None:
+    """Return ``repetition_penalty``, or ``repeat_penalty``, its other name.
+
+    Raises:
+        RequestProblem: 400; they differ.
+    """
+    given, other = body.repetition_penalty, body.repeat_penalty
+    if given is not None and other is not None and given != other:
+        raise RequestProblem(
+            400,
+            f"repetition_penalty is {given:g} and repeat_penalty {other:g}: give one of them",
+            param="repeat_penalty",
+        )
+    return other if given is None else given
+
+
+def check_combinations(body: GenerationBody) -> None:
+    """Refuses fields that say nothing, or something impossible, without or beside another.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    limit = output_limit(body)
+    if body.stream_options is not None and not body.stream:
+        raise RequestProblem(400, "stream_options needs stream to be true", param="stream_options")
+    if limit is not None and (body.min_tokens or 0) > limit:
+        raise RequestProblem(
+            400, f"min_tokens is {body.min_tokens}, but max_tokens {limit}", param="min_tokens"
+        )
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestProblem(
+            400, "prompt_logprobs is for whole answers: leave out stream", param="prompt_logprobs"
+        )
+    if isinstance(body, ChatBody):
+        if body.top_logprobs is not None and not body.logprobs:
+            raise RequestProblem(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        if body.continue_final_message and body.add_generation_prompt:
+            raise RequestProblem(
+                400,
+                "continue_final_message and add_generation_prompt exclude each other",
+                param="add_generation_prompt",
+            )
+    elif isinstance(body, CompletionBody) and body.best_of not in (None, 1, body.n):
+        raise RequestProblem(
+            400, f"best_of is not supported (only 1, or the same as n): {_NO_BEAMS}", param="best_of"
+        )
+
+
+def sampling_params(
+    body: GenerationBody, config: PipelineConfig, *, tokenizer: TextTokenizer, default_limit: int | None
+) -> SamplingParams:
+    """How a request wants its tokens chosen; what it leaves open comes from the configuration.
+
+    Args:
+        body: the request.
+        config: its `PipelineConfig.default_sampling_params` fills what is absent, and draws a seed.
+        tokenizer: encodes bad words; token ids are below its ``vocab_size``.
+        default_limit: ``max_tokens`` where it is absent; None goes on to the model's limit.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    limit, vocab_size = output_limit(body), tokenizer.vocab_size
+    given: dict[str, Any] = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+        "repetition_penalty": repetition_penalty(body),
+        "max_new_tokens": default_limit if limit is None else limit,
+        "min_new_tokens": body.min_tokens,
+        "ignore_eos": body.ignore_eos,
+        "seed": body.seed,
+        "stop": body.stops or None,
+        "stop_token_ids": _checked_ids("stop_token_ids", body.stop_token_ids, vocab_size),
+        "logit_bias": _biases(body.logit_bias, vocab_size),
+        "allowed_token_ids": _checked_ids("allowed_token_ids", body.allowed_token_ids, vocab_size),
+        "banned_sequences": banned_sequences(body.bad_words, tokenizer),
+    }
+    with map_input_errors(None):
+        return config.default_sampling_params(**{name: one for name, one in given.items() if one is not None})
+
+
+def _biases(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if not given:
+        return None
+    biases: dict[int, float] = {}
+    for key, bias in given.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 20 and int(key) < vocab_size):
+            raise RequestProblem(
+                400,
+                f"logit_bias has the key {key!r}: keys are token ids from 0 to {vocab_size - 1}, as text",
+                param="logit_bias",
+            )
+        biases[int(key)] = bias
+    return biases
+
+
+def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int] | None:
+    wrong = next((one for one in ids or () if one >= vocab_size), None)
+    if wrong is not None:
+        raise RequestProblem(400, f"{param} has {wrong}: token ids are below {vocab_size}", param=param)
+    return ids
+
+
+def accepted_values(kind: type[RequestBody]) -> dict[str, dict[str, Any]]:
+    """A JSON schema for each field of the tables: the values that are accepted."""
+    table = UNSUPPORTED.get(kind, {})
+    return {name: {"enum": [None, *field.accepted]} for name, field in table.items()}

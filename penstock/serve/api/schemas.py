@@ -1,0 +1,356 @@
+"""The bodies that the routes take, in OpenAI's words.
+
+A class has the fields that are honoured, and those that only the log sees. What else OpenAI or others have
+is in the tables of `penstock.serve.api.parameters`. ``null`` is the same as absent, everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 2048
+"""Of all stop strings together: each new token is held against each beginning of each of them."""
+MAX_LABEL = 512
+"""Characters of what goes to the log, so that no line of it is a body long; as OpenAI bounds ``metadata``."""
+MAX_METADATA = 16
+MAX_ROLE = 64
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 16_384
+"""Of all bad words together."""
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Label = Annotated[str, Field(max_length=MAX_LABEL)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+class RequestBody(BaseModel):
+    """A JSON object. Types are strict: ``"1"`` and ``true`` are no numbers."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+
+class FunctionCall(RequestBody):
+    """A call that the model made in an earlier turn."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+    """JSON text, as answers have it; an object is taken too."""
+
+
+class ToolCall(RequestBody):
+    """One of an assistant message's calls."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ContentPart(RequestBody):
+    """A part of a message: ``{"type": "text", "text": ...}``, or in an assistant's a ``refusal``."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _has_its_text(self) -> Self:
+        if self.type == "text" and self.text is None:
+            raise ValueError("a part of type text needs text")
+        if self.type == "refusal" and self.refusal is None:
+            raise ValueError("a part of type refusal needs refusal")
+        return self
+
+
+class ChatMessage(RequestBody):
+    """A turn of a chat."""
+
+    role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE)]
+    """Also a role of the model's own, such as ``ipython``, where the chat template shows it."""
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    """Null, an empty list and an absent content are empty text."""
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another spelling of ``reasoning_content``."""
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Self:
+        if self.role != "assistant" and (self.tool_calls or self.refusal is not None):
+            raise ValueError(f"tool_calls and refusal are for assistant messages, not for role {self.role}")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of role tool needs the tool_call_id that it answers")
+        return self
+
+
+class FunctionDefinition(RequestBody):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema; absent for a function without parameters."""
+    strict: bool | None = None
+
+
+class Tool(RequestBody):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(RequestBody):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(RequestBody):
+    """A tool by its name: as ``tool_choice``, or in a list of those allowed."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedToolList(RequestBody):
+    """Some of a request's tools."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(RequestBody):
+    """A ``tool_choice`` among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolList
+
+
+class JsonSchema(RequestBody):
+    """A JSON schema under ``schema``, with a name; without both, the object is the schema itself."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+    """Schemas are kept to in any case."""
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is the schema itself."""
+        return self.name is None and self.schema_ is None
+
+
+class ResponseFormat(RequestBody):
+    """What the answer has to look like; a ``structural_tag`` has fields of its own."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(RequestBody):
+    """What the answer has to look like, in one of five ways: our own field."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    """A JSON schema, or its text."""
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+    """In EBNF."""
+    structural_tag: dict[str, Any] | str | None = None
+
+
+class StreamOptions(RequestBody):
+    """What a stream has besides its text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Usage so far on every chunk, and ``include_usage`` with it unless that is false: our own field."""
+
+
+class GenerationBody(RequestBody):
+    """What chats and completions have in common."""
+
+    model: str = ""
+    """Absent: the model that is served. `penstock.serve.api.text_generation.checked_body` fills it in."""
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    """Token id, as text, to what is added to its logit."""
+    max_tokens: Count | None = None
+    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
+    """OpenAI's is a field of chats alone; clients that measure servers send it to both."""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | Texts | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    response_format: ResponseFormat | None = None
+
+    # Our own.
+    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Whether log probabilities show ``token_id:17`` in place of a token's text."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """Best tokens beside each token of the prompt."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    """How many of the prompt's last tokens are kept; -1 keeps as many as fit."""
+    bad_words: Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: str | None = None
+
+    # Other names of fields above.
+    repeat_penalty: Annotated[Number, Field(gt=0)] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
+
+    # For the log alone.
+    user: Label | None = None
+    metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        """Whether special tokens inside of the answer are part of its text."""
+        return self.skip_special_tokens is False
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        options = self.stream_options
+        if options is None:
+            return False
+        if options.include_usage is None:
+            return bool(options.continuous_usage_stats)
+        return options.include_usage
+
+    @property
+    def tells_usage_so_far(self) -> bool:
+        """Whether every chunk of a stream has the usage up to it."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @field_validator("stop")
+    @classmethod
+    def _bound_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        stops = [stop] if isinstance(stop, str) else stop or []
+        if len(stops) > MAX_STOP_STRINGS:
+            raise ValueError(f"there are {len(stops)} stop strings, {MAX_STOP_STRINGS} are the most")
+        if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
+            raise ValueError(
+                f"the stop strings have {sum(map(len, stops))} characters, {MAX_STOP_CHARACTERS} are the most"
+            )
+        return stop
+
+    @field_validator("bad_words")
+    @classmethod
+    def _bound_bad_words(cls, words: list[str] | None) -> list[str] | None:
+        if any(not word.strip() for word in words or ()):
+            raise ValueError("a bad word is empty: leave it out")
+        size = sum(map(len, words or ()))
+        if size > MAX_BAD_WORD_CHARACTERS:
+            raise ValueError(
+                f"the bad words have {size} characters, {MAX_BAD_WORD_CHARACTERS} are the most: send fewer"
+            )
+        return words
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _keep_some(cls, count: int | None) -> int | None:
+        if count == 0:
+            raise ValueError("0 would leave no prompt: give at least 1, or -1 for as many tokens as fit")
+        return count
+
+
+class ChatBody(GenerationBody):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    max_tokens: Annotated[Count, Field(ge=1)] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+
+    # Our own.
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    """False leaves the reasoning out of the answer."""
+
+
+class CompletionBody(GenerationBody):
+    """``POST /v1/completions``."""
+
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+
+class TokenizeBody(RequestBody):
+    """``POST /tokenize``: of a text, or of messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(RequestBody):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class LoadAdapterBody(RequestBody):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: bool | None = None
+    """Whether the name may be in use already; false refuses that."""
+
+
+class UnloadAdapterBody(RequestBody):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: str = Field(min_length=1, max_length=256)

@@ -1,0 +1,181 @@
+"""Log probabilities in OpenAI's two shapes, and those of prompts; all as JSON in parts of bounded cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from penstock.serve.api.choice_decoder import PromptScore, Score, Top, top_tokens
+from penstock.serve.api.json_parts import Parts, encode
+from penstock.serve.api.token_fragments import COST_OF_TOKEN, MAX_COST, NumberWriter, TokenFragments, numbers
+from penstock.text.detokenizer import TokenIds, text_behind
+from penstock.text.tokenizer import TextTokenizer
+
+T = TypeVar("T")
+
+
+class ChatScores:
+    """``logprobs`` of chats: ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``.
+
+    Args:
+        fragments: the JSON of tokens.
+        top: how many of the best tokens to show.
+    """
+
+    def __init__(self, fragments: TokenFragments, top: int) -> None:
+        self._fragments = fragments
+        self._top = top
+
+    def parts(self, scores: Sequence[Score]) -> Parts:
+        """Yield the object for some tokens."""
+        yield b'{"content":['
+        writer, entries = NumberWriter(self._fragments), self._fragments.entries
+        separator = b""
+        for score in scores:
+            before, _, behind = entries[score.token_id]
+            ids, values = best_of(score.top, self._top)
+            own = before, b"", behind[:-1] + b',"top_logprobs":['
+            writer.add_row(separator, [own], [score.logprob], b"" if ids else b"]}")
+            if ids:
+                writer.add_row(b"", map(entries.__getitem__, ids), values, b"]}")
+            separator = b","
+            if writer.is_full:
+                yield writer.part()
+        yield writer.part()
+        yield b'],"refusal":null}'
+
+
+class CompletionScores:
+    """``logprobs`` of completions: lists in parallel, the best tokens keyed by their text.
+
+    Args:
+        tokenizer: of the model.
+        fragments: the JSON of tokens.
+        top: how many of the best tokens to show.
+        prompt: the tokens of the prompt, unless they are shown themselves.
+        skip_special_tokens: whether the text is without them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        fragments: TokenFragments,
+        top: int,
+        *,
+        prompt: TokenIds = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._fragments = fragments
+        self._top = top
+        self._prompt = prompt
+        self._is_first = True
+        self._skip_special_tokens = skip_special_tokens
+        self._offset = 0  # in characters, of the next token in the answer's text
+
+    def parts(
+        self, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Top | None]
+    ) -> Parts:
+        """Yield the object for the next tokens; None is the log probability of a text's first token."""
+        yield b'{"text_offset":['
+        yield from _slices(self._offsets(some) for some in _runs(token_ids, COST_OF_TOKEN))
+        yield b'],"token_logprobs":['
+        yield from _slices(numbers(some) for some in _runs(logprobs, MAX_COST))
+        yield b'],"tokens":['
+        keys = self._fragments.keys
+        yield from _slices([keys[one][0][1:-1] for one in some] for some in _runs(token_ids, COST_OF_TOKEN))
+        yield b'],"top_logprobs":['
+        yield from self._rows(token_ids, logprobs, tops)
+        yield b"]}"
+
+    def _offsets(self, token_ids: Sequence[int]) -> list[bytes]:
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(b"%d" % self._offset)
+            if self._tokenizer.is_visible(token_id, self._skip_special_tokens):
+                self._offset += self._num_characters(token_id)
+        return offsets
+
+    def _num_characters(self, token_id: int) -> int:
+        if self._is_first:  # of a text that begins with it, the tokenizer may drop its space
+            self._is_first = False
+            return len(text_behind(self._tokenizer, self._prompt, [token_id], self._skip_special_tokens))
+        # A character counts where its first byte is written.
+        return sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id))
+
+    def _rows(
+        self, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Top | None]
+    ) -> Parts:
+        writer, keys = NumberWriter(self._fragments), self._fragments.keys
+        separator = b""
+        for token_id, logprob, top in zip(token_ids, logprobs, tops, strict=True):
+            if logprob is None or top is None:
+                yield writer.part()
+                yield separator + b"null"
+                separator = b","
+                continue
+            ids, values = best_of(top, self._top)
+            if token_id not in ids:
+                ids, values = [*ids, token_id], [*values, logprob]
+            row = dict(zip(map(keys.__getitem__, ids), values, strict=True))
+            if len(row) < len(ids):  # of two tokens with one text the more probable stays
+                row = dict(zip(map(keys.__getitem__, reversed(ids)), reversed(values), strict=True))
+            writer.add_row(separator + b"{", row, row.values(), b"}")
+            separator = b","
+            if writer.is_full:
+                yield writer.part()
+        yield writer.part()
+
+
+def prompt_parts(
+    fragments: TokenFragments,
+    token_ids: Sequence[int],
+    scores: Sequence[PromptScore],
+    top: int,
+    num_best: int,
+) -> Parts:
+    """Yield ``prompt_logprobs``: null for the first token, then for each an object with token ids as keys.
+
+    A value is ``{"logprob", "rank", "decoded_token"}``. The token that stands there is always among them; its
+    rank is null where it is not one of the best tokens that were computed.
+
+    Args:
+        fragments: the JSON of tokens.
+        token_ids: the prompt.
+        scores: one for each of its tokens but the first.
+        top: how many of the best tokens to show.
+        num_best: how many were computed; a row may have the token that stands there behind them.
+    """
+    assert len(scores) == len(token_ids) - 1, "a row for each token of the prompt but the first"
+    yield b"[null"
+    writer, decoded = NumberWriter(fragments), fragments.decoded
+    for token_id, (logprob, row) in zip(token_ids[1:], scores, strict=True):
+        ids, values = best_of(row, num_best)
+        ranks = {one: rank for rank, one in enumerate(ids, 1)}
+        shown = {token_id: logprob} | dict(zip(ids[:top], values[:top], strict=True))
+        places = (
+            (before, b"", b',"rank":%b%b' % (encode(ranks.get(one)), behind))
+            for one in shown
+            for before, _, behind in (decoded[one],)
+        )
+        writer.add_row(b",{", places, shown.values(), b"}")
+        if writer.is_full:
+            yield writer.part()
+    yield writer.part()
+    yield b"]"
+
+
+def best_of(row: Top, count: int) -> tuple[list[int], list[float]]:
+    """Return the most probable tokens of a row and their log probabilities, the best first."""
+    top = top_tokens(row)
+    ids = sorted(top, key=top.__getitem__, reverse=True)[:count]
+    return ids, [top[one] for one in ids]
+
+
+def _runs(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _slices(runs: Iterator[list[bytes]]) -> Parts:
+    for index, run in enumerate(runs):
+        yield (b"," if index else b"") + b",".join(run)

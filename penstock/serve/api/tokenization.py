@@ -1,0 +1,120 @@
+"""``/tokenize`` and ``/detokenize``: what a text is to the model, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from penstock.pipelines.core import TokenGeneratorRequest
+from penstock.serve.api.chat_prompt import plain_tool, template_messages, template_options
+from penstock.serve.api.generation import in_pool
+from penstock.serve.api.models import adapter_named
+from penstock.serve.api.parameters import map_input_errors
+from penstock.serve.api.roles import check_roles
+from penstock.serve.api.schemas import DetokenizeBody, TokenizeBody
+from penstock.serve.api.text_generation import checked_body
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import OF_BODIES, body_of, responses
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.services import Services
+
+T = TypeVar("T")
+
+router = APIRouter(route_class=JsonRoute, tags=["tokens"])
+
+
+class TokenizeResponse(BaseModel):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int
+    """Most tokens of a request, prompt and output together."""
+    tokens: list[int]
+    token_strs: list[str] | None = None
+    """Their texts, where they were asked for."""
+
+
+class DetokenizeResponse(BaseModel):
+    """The text of tokens."""
+
+    prompt: str
+
+
+@router.post("/tokenize", openapi_extra=body_of(TokenizeBody), responses=responses(*OF_BODIES))
+async def tokenize(request: Request) -> TokenizeResponse:
+    """The tokens of a text, or of messages as the chat template puts them."""
+    return await _in_pool(request, _tokenize)
+
+
+@router.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses(*OF_BODIES))
+async def detokenize(request: Request) -> DetokenizeResponse:
+    """The text of tokens, special ones too."""
+    return await _in_pool(request, _detokenize)
+
+
+async def _in_pool(request: Request, work: Callable[[Services, Any], T]) -> T:
+    services = Services.of(request)
+    raw = await request.json()
+    return await in_pool(request, lambda: work(services, raw))
+
+
+def _tokenize(services: Services, raw: Any) -> TokenizeResponse:
+    body = checked_body(services, TokenizeBody, raw)
+    _check_model(services, body.model)
+    tokenizer = services.tokenizer
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestProblem(400, "give either a prompt or messages", param="prompt")
+    if body.prompt is not None:
+        for_messages = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+        if given := sorted(for_messages & {name for name, value in raw.items() if value is not None}):
+            raise RequestProblem(400, f"{given[0]} needs messages", param=given[0])
+        ids = tokenizer.encode_text(body.prompt, body.add_special_tokens is not False, limited=False).tolist()
+    else:
+        if body.add_special_tokens:
+            raise RequestProblem(
+                400,
+                "add_special_tokens is for a prompt: a chat template writes them",
+                param="add_special_tokens",
+            )
+        messages = template_messages(raw["messages"], tokenizer)
+        tools = [plain_tool(tool) for tool in raw.get("tools") or ()] or None
+        options = template_options(body, tokenizer, can_reason=False)
+        chat = TokenGeneratorRequest(
+            "",
+            0,
+            services.model_name,
+            messages=messages,  # type: ignore[arg-type]
+            tools=tools,  # type: ignore[arg-type]
+            chat_template_options=options,
+        )
+        with map_input_errors("messages"):
+            check_roles(messages, tokenizer, tools, options)
+            ids = tokenizer.prompt_of(chat)[1].tolist()
+    texts = (
+        [tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
+        if body.return_token_strs
+        else None
+    )
+    return TokenizeResponse(
+        count=len(ids), max_model_len=services.worker.info.max_length, tokens=ids, token_strs=texts
+    )
+
+
+def _detokenize(services: Services, raw: Any) -> DetokenizeResponse:
+    body = checked_body(services, DetokenizeBody, raw)
+    _check_model(services, body.model)
+    vocab_size = services.tokenizer.vocab_size
+    for index, one in enumerate(body.tokens):
+        if one >= vocab_size:
+            raise RequestProblem(
+                400, f"tokens[{index}] is {one}: token ids are below {vocab_size}", param=f"tokens[{index}]"
+            )
+    return DetokenizeResponse(prompt=services.tokenizer.decode_ids(body.tokens, skip_special_tokens=False))
+
+
+def _check_model(services: Services, model: str | None) -> None:
+    if model is not None:
+        adapter_named(services, model)

@@ -1,0 +1,132 @@
+"""How the bytes of a body become one of `penstock.serve.api.schemas`, and what is said of those that do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from penstock.serve.api.schemas import ChatMessage, RequestBody, Tool
+from penstock.serve.http.problems import RequestProblem
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+def validated(kind: type[Body], body: Any) -> Body:
+    """A body of one kind, its unknown fields not looked at yet.
+
+    Raises:
+        RequestProblem: 400 that names the first field that is wrong.
+    """
+    if not isinstance(body, dict):
+        raise RequestProblem(400, f"the body must be a JSON object, not {_beginning(body)}")
+    if len(body) > _MAX_FIELDS:  # pydantic would look at all of them in one call, which holds the GIL
+        raise RequestProblem(400, f"the body has {len(body)} fields, there can be {_MAX_FIELDS}")
+    try:
+        return kind.model_validate(_with_lists_validated(kind, body))
+    except ValidationError as error:
+        raise _problem_of(error, body) from None
+
+
+def _with_lists_validated(kind: type[RequestBody], body: dict[str, Any]) -> dict[str, Any]:
+    """A body whose long lists of objects are validated one by one: a call of pydantic holds the GIL.
+
+    Where an element is wrong the list ends with it, as it came, for the error of the whole to name it.
+    """
+    done = {}
+    for name, element in _LISTS.items():
+        given = body.get(name)
+        if name in kind.model_fields and isinstance(given, list) and len(given) > _LONG_LIST:
+            done[name] = _validated_elements(element, given)
+    return {**body, **done} if done else body
+
+
+def _validated_elements(kind: type[RequestBody], given: list[Any]) -> list[Any]:
+    elements: list[Any] = []
+    for one in given:
+        try:
+            elements.append(kind.model_validate(one))
+        except ValidationError:
+            return [*elements, one]
+    return elements
+
+
+def _beginning(body: Any) -> str:
+    return json.dumps(body[:10] if isinstance(body, list | str) else body)[:40]
+
+
+_MAX_FIELDS = 1000
+_LISTS: Mapping[str, type[RequestBody]] = {"messages": ChatMessage, "tools": Tool}
+_LONG_LIST = 64
+
+
+def _problem_of(error: ValidationError, body: Mapping[str, Any]) -> RequestProblem:
+    """The first wrong field; where it may be of several types, what is wrong with each."""
+    details = error.errors(include_url=False, include_context=False)
+    places = [_place(one, body) for one in details]
+    # Of alternatives, the one that got furthest is the one that was meant.
+    first = max((place for place in places if place.startswith(places[0])), key=len)
+    wrong = [one["msg"] for one, place in zip(details, places, strict=True) if place == first]
+    text = " or ".join(dict.fromkeys(_sentence(message) for message in wrong))
+    missing = details[places.index(first)]["type"] == "missing"
+    if missing:
+        return RequestProblem(400, f"{first} is required", param=first, code="missing_required_parameter")
+    return RequestProblem(400, f"{first}: {text}" if first else text, param=first or None)
+
+
+def _place(error: ErrorDetails, body: Mapping[str, Any]) -> str:
+    """``messages[0].content``: the error's location without the names that pydantic gives to alternatives."""
+    place, value = "", _Found(body)
+    absent = error["loc"][-1:] if error["type"] == "missing" else ()
+    for part in error["loc"]:
+        if isinstance(part, int) and value.has_index(part):
+            place, value = f"{place}[{part}]", value.at(part)
+        elif isinstance(part, str) and (value.has_key(part) or (part,) == absent):
+            place, value = f"{place}.{part}" if place else part, value.at(part)
+    return place
+
+
+class _Found:
+    """A value in the body, or none."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def has_index(self, index: int) -> bool:
+        return isinstance(self.value, list) and index < len(self.value)
+
+    def has_key(self, key: str) -> bool:
+        return isinstance(self.value, dict) and key in self.value
+
+    def at(self, part: int | str) -> _Found:
+        return _Found(self.value[part]) if self.has_index(part) or self.has_key(part) else _Found(None)  # type: ignore[arg-type]
+
+
+def _sentence(message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]
+
+
+def json_schema(kind: type[RequestBody]) -> dict[str, Any]:
+    """The JSON schema of a body for the OpenAPI document, whole: without references to other places."""
+    schema = kind.model_json_schema()
+    definitions = schema.pop("$defs", {})
+    inlined: dict[str, Any] = _inlined(schema, definitions)
+    return inlined
+
+
+def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
+    if isinstance(node, list):
+        return [_inlined(one, definitions) for one in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inlined(value, definitions) for key, value in _without_noise(node)}
+
+
+def _without_noise(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, value in node.items() if key != "additionalProperties" or value is not True)

@@ -1,0 +1,1 @@
+"""HTTP: the server, middleware, request bodies, server-sent events, time limits, authentication, errors."""

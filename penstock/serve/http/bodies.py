@@ -1,0 +1,156 @@
+"""The bodies of requests: bounded in size and time, and JSON in the strict sense.
+
+A router whose handlers take JSON is made with ``APIRouter(route_class=JsonRoute)``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+
+from penstock.serve.http.json_process import InvalidJsonError, TooManyValuesError, decode
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.services import LARGE_BODY_BYTES, Services
+
+_LARGE = 64 * 1024  # bytes; longer bodies are decoded in another process
+
+
+class JsonRequest(Request):
+    """A request whose body is read within the server's limits and decoded strictly."""
+
+    _read_body: bytes | None = None
+    _is_long = False
+
+    async def body(self) -> bytes:
+        """The whole body.
+
+        Raises:
+            RequestProblem: 413 too long, counted as it arrives; 408 too slow; 415 not said to be JSON.
+            OverloadedError: 429 it is long, and so are as many others as are held at once.
+        """
+        if self._read_body is None:
+            self._check_media_type()
+            config = Services.of(self).config
+            try:
+                async with asyncio.timeout(config.body_timeout):
+                    self._read_body = await self._read(config.max_body_size)
+            except TimeoutError:
+                raise RequestProblem(
+                    408,
+                    f"the body did not arrive within {config.body_timeout:g} seconds",
+                    headers={"connection": "close"},
+                ) from None
+        return self._read_body
+
+    async def json(self) -> Any:
+        """The decoded body.
+
+        Raises:
+            RequestProblem: 400 it is no JSON, or JSON that no client means, or has too many values.
+            UnavailableError: the process that decodes long bodies has ended.
+        """
+        body = await self.body()
+        services = Services.of(self)
+        limits = services.json_limits
+        if len(body) <= _LARGE:
+            return decode_json(body, *limits)
+        with _json_problems():
+            return await services.decoder_for(len(body)).decode(body, *limits)
+
+    def _check_media_type(self) -> None:
+        given = self.headers.get("content-type")
+        if given is None:  # pages of other sites may send such a request without a preflight
+            raise RequestProblem(
+                415, "the body must be JSON: send 'Content-Type: application/json', which is missing"
+            )
+        kind, _, charset = given.partition(";")
+        kind = kind.strip().lower()
+        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise RequestProblem(
+                415, f"the body must be JSON: send 'Content-Type: application/json', not {given!r}"
+            )
+        _, is_charset, name = charset.lower().partition("charset=")
+        if is_charset and name.strip(" \"'") not in ("utf-8", "utf8", "us-ascii"):
+            raise RequestProblem(415, f"the body must be UTF-8, not {name!r}")
+
+    async def _read(self, limit: int) -> bytes:
+        announced = self.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > limit:
+            _too_long(limit)
+        parts, size = [], 0
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                _too_long(limit)
+            if size > LARGE_BODY_BYTES and not self._is_long:
+                Services.of(self).large_bodies.enter()
+                self._is_long = True
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def let_go(self) -> None:
+        """Nobody reads the body any more."""
+        if self._is_long:
+            self._is_long = False
+            Services.of(self).large_bodies.leave()
+
+
+class JsonRoute(APIRoute):
+    """A route whose handlers are given a `JsonRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, behind a `JsonRequest`."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            json_request = JsonRequest(request.scope, request.receive, request._send)
+            try:
+                return await handler(json_request)
+            finally:
+                json_request.let_go()
+
+        return handle
+
+
+def decode_json(body: bytes, max_values: int = sys.maxsize, max_items: int = sys.maxsize) -> Any:
+    """Decodes JSON under the rules of `penstock.serve.http.json_process.decode`.
+
+    Raises:
+        RequestProblem: 400, which says what is wrong and where, or how many values there are.
+    """
+    with _json_problems():
+        return decode(body, max_values, max_items)
+
+
+@contextmanager
+def _json_problems() -> Iterator[None]:
+    try:
+        yield
+    except InvalidJsonError as error:
+        raise RequestProblem(400, str(error), code="invalid_json") from None
+    except TooManyValuesError as error:
+        raise RequestProblem(
+            400,
+            f"{error} (--max-json-values): send less, or send texts in place of token ids",
+            code="too_many_values",
+        ) from None
+
+
+def _too_long(limit: int) -> NoReturn:
+    raise RequestProblem(
+        413,
+        f"the body is longer than {limit} bytes, the limit of this server",
+        headers={"connection": "close"},
+    )

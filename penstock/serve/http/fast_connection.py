@@ -1,0 +1,77 @@
+"""HTTP connections that httptools parses; only imported where it is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from penstock.serve.http.connection import MAX_HEAD_SIZE, Connection, check_framing
+
+
+class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
+    """A connection that httptools parses. It bounds no head by itself, and pipelines without a limit."""
+
+    _is_in_head = True
+    _num_marks = 0  # ends of heads and of bodies
+    _head_size = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what arrives, while the head of a request stays within its limit."""
+        before = self._num_marks
+        super().data_received(data)
+        if self._num_marks != before:
+            self._head_size = 0
+        if self._num_marks != before or not self._is_in_head:
+            return
+        self._head_size += len(data)
+        if self._head_size > MAX_HEAD_SIZE and not self.transport.is_closing():
+            self._refuse(431, f"the head of the request is longer than {MAX_HEAD_SIZE} bytes")
+
+    def on_headers_complete(self) -> None:
+        """Begins to answer a request.
+
+        Raises:
+            RemoteProtocolError: its framing is ambiguous; httptools reports it as an error of the parser.
+        """
+        self._is_in_head = False
+        self._num_marks += 1
+        check_framing(self.headers, self.parser.get_http_version().encode())
+        super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.__class__ = _UnframedCycle  # uvicorn has no setting for the class
+
+    def on_message_complete(self) -> None:
+        """Ends the body of a request."""
+        self._is_in_head = True
+        self._num_marks += 1
+        super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends what the connection still runs, pipelined requests included."""
+        for cycle, _ in self.pipeline:
+            cycle.disconnected = True
+        super().connection_lost(exc)
+
+    def _is_answering(self) -> bool:
+        return bool(self.pipeline) or super()._is_answering()
+
+    def _drop_unfinished(self) -> None:
+        if self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()
+
+
+class _UnframedCycle(RequestResponseCycle):
+    """An answer in HTTP/1.0, which knows no chunks: without a length it ends with the connection."""
+
+    _is_unframed = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self._is_unframed = b"content-length" not in names
+            if self._is_unframed:
+                self.chunked_encoding = False
+        elif self._is_unframed:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)

@@ -1,0 +1,269 @@
+"""The life of a server: start, serve, drain, end.
+
+The worker's process is started first of all, so that it imports torch and loads the model while this one
+imports the HTTP framework and reads the tokenizer. The server listens from the beginning: until the model is
+loaded it answers 503 with Retry-After. What takes time to import is imported on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.host.garbage_collection import gc_disabled
+from penstock.serve.config import ServeConfig
+from penstock.serve.http.startup import Startup, announce
+from penstock.serve.observability.logs import configure_logging, log_event
+from penstock.worker.client import WorkerClient
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.serve.http.server import HttpServer
+    from penstock.serve.services import Services
+    from penstock.text.tokenizer import TextTokenizer
+
+_log = logging.getLogger(__name__)
+
+_NUM_POOL_THREADS = 2
+_SWITCH_INTERVAL = 0.001
+"""Seconds after which a thread that works on a request gives way to the event loop; Python's own is 0.005."""
+SHUTDOWN_TIMEOUT = 2.0
+"""Seconds in which the ends of answers that were cut off may still be sent."""
+
+
+class Server:
+    """One server, which runs once.
+
+    Args:
+        config: how to serve.
+        pipeline_config: what to serve.
+        worker: not yet launched.
+        load_tokenizer: makes the tokenizer, in this process.
+        startup: the clock of the start.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        pipeline_config: PipelineConfig,
+        worker: WorkerClient,
+        load_tokenizer: Callable[[], TextTokenizer],
+        startup: Startup,
+    ) -> None:
+        self._config = config
+        self._pipeline_config = pipeline_config
+        self._load_tokenizer = load_tokenizer
+        self._startup = startup
+        self._worker = worker
+        self._signals: list[int] = []
+        self._stop = asyncio.Event()
+
+    def run(self) -> int:
+        """Serves until a signal ends it.
+
+        Returns:
+            The exit status: 0 after a clean end, 1 where requests had to be cut off, 128 and the signal's
+            number where a second one ended all at once.
+
+        Raises:
+            ConfigError: the address cannot be listened at.
+            PenstockError: the model cannot be found or loaded.
+        """
+        configure_logging(self._config)
+        sys.setswitchinterval(_SWITCH_INTERVAL)
+        with listening_socket(self._config.host, self._config.port) as listener:
+            with self._startup.phase("find the model"):  # or fetch it: once, for both processes
+                self._pipeline_config.model.checkpoint  # noqa: B018
+            with self._startup.phase("start the worker's process"):
+                self._worker.launch()
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                return runner.run(self._run(listener))
+
+    async def _run(self, listener: socket.socket) -> int:
+        main, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert main is not None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number, main)
+        loading = asyncio.create_task(self._worker.start())
+        try:
+            services, server = await asyncio.to_thread(self._make_server)
+            async with server.listening(listener):
+                await self._serve(services, loading, listener)
+                return await self._drain(services)
+        except asyncio.CancelledError:
+            if len(self._signals) < 2:
+                raise
+            main.uncancel()
+            return 128 + self._signals[-1]
+        finally:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            await self._worker.stop(0)
+
+    def _on_signal(self, number: int, main: asyncio.Task[int]) -> None:
+        self._signals.append(number)
+        self._stop.set()
+        if len(self._signals) > 1:
+            main.cancel()
+
+    def _make_server(self) -> tuple[Services, HttpServer]:
+        """Everything but the worker: runs in a thread while the worker loads the model."""
+        with gc_disabled(), self._startup.phase("import the HTTP framework"):
+            from penstock.serve.app import create_app
+            from penstock.serve.http.gate import Gate
+            from penstock.serve.http.server import HttpServer
+            from penstock.serve.observability.metrics import Metrics
+            from penstock.serve.observability.tracing import Tracing
+            from penstock.serve.parsers import ParserFactory
+            from penstock.serve.services import Services
+        config = self._config
+        with self._startup.phase("read the tokenizer"):
+            tokenizer = self._load_tokenizer()
+        with self._startup.phase("make the routes"):
+            metrics = Metrics()
+            metrics.watch(self._worker)
+            services = Services(
+                config=config,
+                pipeline_config=self._pipeline_config,
+                tokenizer=tokenizer,
+                worker=self._worker,
+                metrics=metrics,
+                pool=ThreadPoolExecutor(_NUM_POOL_THREADS, thread_name_prefix="penstock-pool"),
+                parsers=ParserFactory.choose(
+                    tokenizer.chat_template_source,
+                    config.tool_call_parser,
+                    config.reasoning_parser,
+                    tokenizer.special_token_texts,
+                ),
+                gate=Gate(is_open=False),
+                tracing=Tracing.to_endpoint(config.otlp_endpoint) if config.otlp_endpoint else None,
+            )
+            return services, HttpServer(create_app(services), config)
+
+    async def _serve(self, services: Services, loading: asyncio.Task[None], listener: socket.socket) -> None:
+        """Until the first signal."""
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            with self._startup.phase("wait for the worker"):
+                await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.is_set():
+                return
+            loading.result()
+            await self._open(services, listener)
+            beside = [asyncio.create_task(self._watch()), asyncio.create_task(self._finish_warm_up(services))]
+            await stopping
+            for task in beside:
+                task.cancel()
+        finally:
+            stopping.cancel()
+
+    async def _open(self, services: Services, listener: socket.socket) -> None:
+        from penstock.serve.warmup import warm_up
+
+        info = self._worker.info
+        services.tokenizer.max_length = info.max_length
+        self._startup.add_worker(info.startup)
+        with self._startup.phase("warm up"):
+            await warm_up(self._worker, services.tokenizer)
+        gc.collect()
+        gc.freeze()  # what lives as long as the server need not be looked at again
+        services.gate.open()
+        services.metrics.describe_build(model=services.model_name, isa=info.isa)
+        services.metrics.report_startup((one.name, one.seconds) for one in self._startup.phases)
+        url = url_of(listener)
+        announce(self._startup, url, services.model_name, self._config.log_format)
+        from penstock.serve.http.origins import is_loopback
+
+        if not self._config.api_key and not is_loopback(self._config.host):
+            log_event(
+                _log, logging.WARNING, "whoever reaches this address may use it: set --api-key", url=url
+            )
+
+    async def _watch(self) -> None:
+        from penstock.serve.observability.watchdog import Watchdog
+
+        await Watchdog(self._worker, self._config.watchdog_timeout).run()
+
+    async def _finish_warm_up(self, services: Services) -> None:
+        """Of what many servers never need, while the first requests may come."""
+        from penstock.serve.warmup import warm_up_grammars
+
+        if self._worker.info.grammars_enabled:
+            try:
+                await warm_up_grammars(self._worker, services.tokenizer)
+            except PenstockError as error:
+                log_event(_log, logging.WARNING, "grammars could not be tried", error=str(error))
+
+    async def _drain(self, services: Services) -> int:
+        """Lets nobody in, and those inside finish."""
+        gate, grace = services.gate, self._config.shutdown_grace
+        gate.close()
+        log_event(_log, logging.INFO, "stopping", requests=gate.num_inside, grace_s=grace)
+        is_clean = await gate.emptied(grace)
+        if not is_clean:
+            log_event(_log, logging.WARNING, "requests are cut off", requests=gate.num_inside)
+        await self._worker.stop(0)
+        await gate.emptied(SHUTDOWN_TIMEOUT)
+        for pool in (services.pool, services.large_body_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for decoder in (services.decoder, services.long_decoder):
+            await decoder.close()
+        if services.tracing is not None:
+            await asyncio.to_thread(services.tracing.close)
+        log_event(_log, logging.INFO, "stopped", clean=is_clean)
+        return 0 if is_clean else 1
+
+
+_FAULTS_OF_PORTS = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
+"""Errors of a socket that another port would not have."""
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that takes connections; they wait until somebody serves them.
+
+    Raises:
+        ConfigError: names the port where it is in use or reserved, else the host.
+    """
+    if not _is_host_name(host):  # create_server leaves a socket open where the name is malformed
+        raise ConfigError("host", f"cannot listen at {host!r}: that is not an address or the name of a host")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (")[0]  # behind it, the address once more
+        field = "port" if error.errno in _FAULTS_OF_PORTS else "host"
+        raise ConfigError(field, f"cannot listen at {host}:{port}: {reason}") from error
+
+
+def _is_host_name(host: str) -> bool:
+    """Whether the resolver takes a name: its labels are neither empty nor too long."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return "\0" not in host
+
+
+def url_of(listener: socket.socket) -> str:
+    """The address of a listening socket, as a client writes it."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _loop_factory() -> Callable[[], Any] | None:
+    """uvloop's event loop, where it is installed; else Python's own."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        return uvloop.new_event_loop  # type: ignore[no-any-return]
+    return None

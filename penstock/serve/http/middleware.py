@@ -1,0 +1,199 @@
+"""What happens to every request, around the routes. Plain ASGI: nothing here buffers a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import MutableMapping
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.serve import playground
+from penstock.serve.http.auth import ApiKeys
+from penstock.serve.http.problems import Problem, RequestProblem, problem_of
+from penstock.serve.observability.access_log import log_request
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.services import Services
+
+_log = logging.getLogger(__name__)
+
+PROBES = (
+    frozenset({"/health", "/ping", "/load", "/ready", "/version", "/metrics", "/playground/stats"})
+    | playground.PATHS
+)
+"""Paths that look after the server, and the page: always open, not counted, and logged at level debug."""
+
+PUBLIC = PROBES | {"/openapi.json"}
+"""Paths that need no key and are served while the model is being loaded: they tell nothing of anybody."""
+
+_MAX_TO_TAKE_IN = 64 * 1024  # bytes
+_SECONDS_TO_TAKE_IN = 1.0
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class ObservabilityMiddleware:
+    """The outermost: request id, record, metrics, span, log line, and the answer to an unforeseen error."""
+
+    def __init__(self, app: ASGIApp, services: Services) -> None:
+        self._app = app
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, receive, send)
+        if scope["method"] == "HEAD":  # as GET; the HTTP server leaves the body out
+            scope = {**scope, "method": "GET"}
+        record = exchange.record
+        is_probe = scope["path"] in PROBES
+        metrics = None if is_probe else self._services.metrics.request_received()
+        tracing = None if is_probe else self._services.tracing
+        span = tracing.begin(record, scope["headers"]) if tracing is not None else None
+        record.observers += [observer for observer in (metrics, span) if observer is not None]
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        except ClientDisconnect:
+            record.client_left = True
+        except Exception as error:
+            await exchange.fail(error)
+        except BaseException:  # the server ends without waiting
+            record.failed("cancelled", 503)
+            raise
+        finally:
+            record.ended_at = time.perf_counter()
+            record.route = _route_of(scope)
+            if metrics is not None:
+                metrics.finished(record)
+            if span is not None:
+                span.finished(record)
+            if self._services.config.access_log:
+                log_request(record, is_probe=is_probe)
+
+
+class _Exchange:
+    """One request and its answer, watched as they pass."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        self.record = RequestRecord(_request_id(scope), method)
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._is_stream = False
+        self._is_complete = False
+        scope.setdefault("state", {})["record"] = self.record
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self._is_complete:
+            self.record.client_left = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self.record.request_id
+            self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
+            self.record.status = message["status"]
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._is_complete = True
+        await self._send(message)
+
+    async def fail(self, error: Exception) -> None:
+        """Answers after an error that nobody handled: as well as what has been sent already allows."""
+        known = error.__cause__ if isinstance(error, RuntimeError) and self.record.status else None
+        problem = problem_of(known or error)
+        self.record.failed(problem.code, problem.status)
+        if problem.status == 500 and not self.record.client_left:
+            _log.error("request failed", exc_info=error, extra={"fields": {"id": self.record.request_id}})
+        if self._is_complete or self.record.client_left:
+            return
+        if self.record.status is None:
+            await send_problem(problem, self._scope, self.receive, self.send)
+        elif self._is_stream:
+            event = b"data: " + problem.encode() + b"\n\n"
+            await self.send({"type": "http.response.body", "body": event})
+        else:
+            raise error  # half an answer is out: the HTTP server cuts the connection
+
+
+class AdmissionMiddleware:
+    """Lets a request in if the server takes requests now, and its key is right."""
+
+    def __init__(self, app: ASGIApp, services: Services) -> None:
+        self._app = app
+        self._gate = services.gate
+        self._keys = ApiKeys(services.config.api_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in PUBLIC:
+            await self._app(scope, receive, send)
+            return
+        try:
+            key = self._keys.check(scope["headers"])
+            scope["state"]["record"].client_id = _client_id(key, scope)
+            if self._gate.reason:
+                headers = {"connection": "close", "retry-after": "1"}
+                raise RequestProblem(503, f"{self._gate.reason}: try again", headers=headers)
+        except RequestProblem as error:
+            record: RequestRecord = scope["state"]["record"]
+            problem = problem_of(error)
+            record.failed(problem.code, problem.status)
+            await _take_in(receive)
+            await send_problem(problem, scope, receive, send)
+            return
+        with self._gate.inside():
+            await self._app(scope, receive, send)
+
+
+def _client_id(key: int | None, scope: Scope) -> str:
+    """Who shares the batch with others: the owner of a key, or a connection where keys do not tell."""
+    if key is not None:
+        return f"key {key}"
+    host, port = scope.get("client") or ("", 0)
+    return f"{host}:{port}"
+
+
+async def send_problem(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request with a problem."""
+    await problem.response()(scope, receive, send)
+
+
+async def _take_in(receive: Receive) -> None:
+    """Reads what a refused request still sends, if it is short.
+
+    A connection that is closed with bytes unread is reset, and the client may never see the answer.
+    """
+    size, more = 0, True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_SECONDS_TO_TAKE_IN):
+            while more and size <= _MAX_TO_TAKE_IN:
+                message = await receive()
+                size += len(message.get("body", b""))
+                more = message.get("more_body", False)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's, if it is short and plain; it is written into headers and logs. Else a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            given: str = value.decode("latin-1")
+            if _REQUEST_ID.fullmatch(given):
+                return given
+    return uuid4().hex
+
+
+def _route_of(scope: MutableMapping[str, Any]) -> str:
+    """The template of the route that was found, so that metrics have few labels and not one a path."""
+    route = scope.get("route")
+    return "unmatched" if route is None else str(route.path)

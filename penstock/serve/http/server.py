@@ -1,0 +1,64 @@
+"""uvicorn, run inside somebody else's event loop and without a will of its own about signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from penstock.serve.config import ServeConfig
+from penstock.serve.http.connection import connection_class
+
+DRAIN_TIMEOUT = 2
+"""Seconds that connections have to close by themselves at the end."""
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application on a socket.
+
+    Args:
+        app: the application.
+        config: for the time that idle connections are kept, and that a first request may take to begin.
+    """
+
+    def __init__(self, app: FastAPI, config: ServeConfig) -> None:
+        class Protocol(connection_class()):  # type: ignore[misc]
+            seconds_to_begin = config.body_timeout
+
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Protocol,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                timeout_keep_alive=max(1, round(config.keep_alive)),
+                timeout_graceful_shutdown=DRAIN_TIMEOUT,
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the business of whoever runs the server."""
+        yield
+
+    @asynccontextmanager
+    async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Serves while the block runs; then connections are closed, in good order unless in haste."""
+        serving = asyncio.create_task(self.serve(sockets=[listener]))
+        try:
+            yield
+        except BaseException:
+            self.force_exit = True
+            raise
+        finally:
+            self.should_exit = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving

@@ -1,0 +1,88 @@
+"""What a start took: its phases, and the page that is printed when it is over."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.serve.observability.logs import log_event, print_notice
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StartupPhase:
+    """A part of the start, in one of the two processes; they run beside each other."""
+
+    name: str
+    process: str
+    seconds: float
+
+
+class Startup:
+    """The clock of a start. It began with the process, where that can be known."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter() - process_age()
+        self.phases: list[StartupPhase] = []
+
+    @property
+    def seconds(self) -> float:
+        """Since the process began."""
+        return time.perf_counter() - self._began
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Takes the time of a part of the start, in this process."""
+        start = time.perf_counter()
+        yield
+        self.phases.append(StartupPhase(name, "server", time.perf_counter() - start))
+
+    def add_worker(self, phases: Iterable[tuple[str, float]]) -> None:
+        """Adds the phases that the worker reports."""
+        self.phases += [StartupPhase(name, "worker", seconds) for name, seconds in phases]
+
+
+def process_age() -> float:
+    """Seconds since this process began; 0 where the system does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return 0.0
+    return max(0.0, uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+
+
+def announce(startup: Startup, url: str, model: str, log_format: str) -> None:
+    """Says that the server is ready: a table of the phases and the address; as a line of the log in JSON."""
+    total = startup.seconds
+    if log_format == "json":
+        phases = {f"{one.process}: {one.name}": round(one.seconds, 3) for one in startup.phases}
+        log_event(_log, logging.INFO, "ready", url=url, model=model, seconds=round(total, 3), phases=phases)
+        return
+    if sys.stderr is not None and sys.stderr.isatty():
+        with suppress(OSError):
+            _print_table(startup)
+    else:
+        for phase in startup.phases:
+            print_notice(f"penstock: {phase.process} {phase.name}: {phase.seconds:.2f} s")
+    print_notice(f"penstock: serving {model} at {url} (ready after {total:.2f} s)")
+
+
+def _print_table(startup: Startup) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="start-up")
+    table.add_column("phase")
+    table.add_column("in")
+    table.add_column("seconds", justify="right")
+    for phase in startup.phases:
+        table.add_row(phase.name, phase.process, f"{phase.seconds:.2f}")
+    Console(stderr=True).print(table)

@@ -1,0 +1,1 @@
+"""Metrics, tracing, logs and the worker watchdog."""

@@ -1,0 +1,45 @@
+"""The line that the log gets at each request's end."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from penstock.serve.observability.logs import log_event
+from penstock.serve.observability.request_record import RequestRecord
+
+_log = logging.getLogger(__name__)
+
+
+def log_request(record: RequestRecord, *, is_probe: bool = False) -> None:
+    """Logs a request that has ended; one that only looks after the server's health at level debug."""
+    log_event(_log, logging.DEBUG if is_probe else logging.INFO, "request", **line_of(record))
+
+
+def line_of(record: RequestRecord) -> dict[str, Any]:
+    """Name -> value of the line; None where there is nothing to say. Nothing of prompt or answer."""
+    line: dict[str, Any] = {
+        "id": record.request_id,
+        "method": record.method,
+        "route": record.route,
+        "status": record.final_status,
+        "outcome": record.outcome,
+        "model": record.model,
+        "stream": record.stream or None,
+        "queue_s": _rounded(record.seconds_until(record.admitted_at)),
+        "first_token_s": _rounded(record.seconds_until(record.first_token_at)),
+        "total_s": _rounded(record.seconds_until(record.ended_at)),
+        "user": record.user,
+        "safety_identifier": record.safety_identifier,
+        "metadata": record.metadata,
+        **record.details,
+    }
+    if record.model is not None:
+        line["prompt_tokens"] = record.prompt_tokens
+        line["cached_tokens"] = record.cached_tokens
+        line["completion_tokens"] = record.completion_tokens
+    return line
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

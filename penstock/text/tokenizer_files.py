@@ -1,0 +1,240 @@
+"""A checkpoint's tokenizer as its files say it: special tokens, templates, ends of sequences."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.pre_tokenizers import Metaspace
+
+from penstock.errors import CheckpointError, MissingDependencyError
+from penstock.text.chat_template import find_templates
+from penstock.weights.checkpoint import is_gguf
+from penstock.weights.gguf_config import gguf_config
+from penstock.weights.gguf_tokenizer import read_gguf_tokenizer
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SLOW_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
+_NO_LIMIT = 10**9  # checkpoints without a limit say 10**30
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What there is to know about a checkpoint's tokenizer."""
+
+    tokenizer: Tokenizer
+    special_tokens: dict[str, str]  # by the name that templates use: "eos_token" -> "</s>"
+    templates: dict[str, str]  # Jinja text by name
+    eos_token_ids: tuple[int, ...]  # the first is the one that pipelines are told
+    origin: Path | str  # where it was read, for errors
+    vocab_size: int  # of the model, where config.json says it, else of the tokenizer
+    max_length: int | None
+
+
+def read_tokenizer_files(checkpoint: Path) -> TokenizerFiles:
+    """Reads the tokenizer in a checkpoint's folder, or that of a GGUF file.
+
+    A ``tokenizer.json`` beside a GGUF file, and what belongs to it, go before what the file itself holds.
+
+    Raises:
+        CheckpointError: there is none, or a file is damaged.
+        MissingDependencyError: it must be converted from an older format, and transformers is not installed.
+    """
+    return _read_gguf(checkpoint) if is_gguf(checkpoint) else _read_folder(checkpoint)
+
+
+def _read_gguf(path: Path) -> TokenizerFiles:
+    beside = _read_folder(path.parent) if (path.parent / "tokenizer.json").is_file() else None
+    own = read_gguf_tokenizer(path, beside.tokenizer if beside else None)
+    config = gguf_config(path)
+    own.tokenizer.no_truncation()
+    own.tokenizer.no_padding()
+    return TokenizerFiles(
+        origin=path,
+        tokenizer=own.tokenizer,
+        special_tokens=own.special_tokens | (beside.special_tokens if beside else {}),
+        templates=own.templates | (beside.templates if beside else {}),
+        eos_token_ids=tuple(dict.fromkeys((*(beside.eos_token_ids if beside else ()), *own.eos_token_ids))),
+        vocab_size=config["vocab_size"],
+        max_length=config.get("max_position_embeddings", config.get("n_positions")),
+    )
+
+
+def _read_folder(checkpoint: Path) -> TokenizerFiles:
+    settings = _read_object(checkpoint / "tokenizer_config.json")
+    settings = {**settings, **_read_object(checkpoint / "special_tokens_map.json")}
+    model = _read_object(checkpoint / "config.json")
+    special_tokens = dict(_named_tokens(settings))
+    if (checkpoint / "tokenizer.json").is_file():
+        tokenizer = _load_fast(checkpoint / "tokenizer.json")
+        try:
+            _add_missing_tokens(tokenizer, settings, special_tokens)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            problem = "its added or special tokens are not written as tokens"
+            raise CheckpointError(checkpoint / "tokenizer_config.json", problem) from error
+        _follow_prefix_rule(tokenizer, settings)
+    else:
+        tokenizer = _convert_slow(checkpoint)
+    # Left over from training: truncation would cut prompts, padding would lengthen them, without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return TokenizerFiles(
+        origin=checkpoint,
+        tokenizer=tokenizer,
+        special_tokens=special_tokens,
+        templates=find_templates(checkpoint, settings),
+        eos_token_ids=tuple(dict.fromkeys(_eos_token_ids(checkpoint, tokenizer, special_tokens, model))),
+        vocab_size=_count(checkpoint, model, "vocab_size")
+        or max(tokenizer.get_vocab().values(), default=-1) + 1,
+        max_length=_count(checkpoint, model, "max_position_embeddings")
+        or _limit(settings.get("model_max_length")),
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(path, f"is not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(path, f"must hold a JSON object, holds a {type(value).__name__}")
+    return value
+
+
+def _load_fast(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise CheckpointError(path, f"is not a tokenizer: {error}") from error
+
+
+def _convert_slow(checkpoint: Path) -> Tokenizer:
+    if not any((checkpoint / name).is_file() for name in _SLOW_TOKENIZERS):
+        raise CheckpointError(checkpoint, "has no tokenizer.json, and no older tokenizer to make one from")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        purpose = f"{checkpoint}: a tokenizer without tokenizer.json"
+        raise MissingDependencyError("transformers", "slow-tokenizers", purpose) from error
+    try:
+        with _quiet("transformers"):
+            tokenizer = AutoTokenizer.from_pretrained(str(checkpoint), use_fast=True).backend_tokenizer
+    except Exception as error:  # whatever its many readers raise, it is these files
+        raise CheckpointError(checkpoint, f"the tokenizer cannot be converted: {error}") from error
+    assert isinstance(tokenizer, Tokenizer)
+    return tokenizer
+
+
+@contextmanager
+def _quiet(library: str) -> Iterator[None]:
+    """Keeps back what a library logs beside the error that it raises."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    extra = settings.get("extra_special_tokens")
+    named = extra.items() if isinstance(extra, dict) else ()
+    for name, token in [*((name, settings.get(name)) for name in _NAMED_TOKENS), *named]:
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            yield name, text
+
+
+def _add_missing_tokens(
+    tokenizer: Tokenizer, settings: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> None:
+    """Tokens that only tokenizer_config.json has, and special ones that tokenizer.json does not mark so."""
+    for _, entry in sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        flags = {
+            name: bool(entry.get(name))
+            for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
+        }
+        tokenizer.add_tokens([AddedToken(entry["content"], **flags)])
+    listed = [settings.get("additional_special_tokens"), settings.get("extra_special_tokens")]
+    names = [
+        *special_tokens.values(),
+        *(token for tokens in listed if isinstance(tokens, list) for token in tokens),
+    ]
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    texts = [name["content"] if isinstance(name, dict) else name for name in names]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in texts if text not in known])
+
+
+def _follow_prefix_rule(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Where a Llama tokenizer puts its leading space, as its settings say and transformers does.
+
+    tokenizer.json says "before every piece of text between special tokens", which ``legacy: false``
+    corrects to "before the first".
+    """
+    if settings.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast"):
+        return
+    normalizer = tokenizer.normalizer
+    if (
+        normalizer is None
+        or tokenizer.pre_tokenizer is not None
+        or normalizer.normalize_str("ﬁ  x") != "▁ﬁ▁▁x"
+    ):
+        return
+    scheme = "always" if settings.get("legacy") else "first"
+    if settings.get("add_prefix_space") is False:
+        scheme = "never"
+        # The file's decoder also strips the first space, which is then one of the text's own.
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+
+
+def _eos_token_ids(
+    checkpoint: Path, tokenizer: Tokenizer, special_tokens: Mapping[str, str], model: Mapping[str, Any]
+) -> Iterator[int]:
+    token_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
+    if token_id is not None:
+        yield token_id
+    generation = checkpoint / "generation_config.json"
+    for path, value in (
+        (generation, _read_object(generation).get("eos_token_id")),
+        (checkpoint / "config.json", _from_model(model, "eos_token_id")),
+    ):
+        for token_id in value if isinstance(value, list) else [value]:
+            if type(token_id) is int:
+                yield token_id
+            elif token_id is not None:
+                raise CheckpointError(
+                    path, f"eos_token_id must be a token id or a list of them, is {value!r}"
+                )
+
+
+def _from_model(model: Mapping[str, Any], key: str) -> Any:
+    """A value of config.json; models of several modalities keep those of their text part one level down."""
+    text = model.get("text_config")
+    nested = text.get(key) if isinstance(text, dict) else None
+    return model.get(key, nested)
+
+
+def _count(checkpoint: Path, model: Mapping[str, Any], key: str) -> int | None:
+    value = _from_model(model, key)
+    if value is not None and (type(value) is not int or value < 1):
+        problem = f"{key} must be a whole number of at least 1, was {value!r}"
+        raise CheckpointError(checkpoint / "config.json", problem)
+    return value
+
+
+def _limit(length: Any) -> int | None:
+    return int(length) if isinstance(length, int | float) and 0 < length < _NO_LIMIT else None

@@ -1,0 +1,51 @@
+"""Whether the files of a downloaded model are what the hub has."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from penstock.errors import CheckpointError
+from penstock.host.progress import LoadingProgress
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_AT_ONCE = 4 << 20  # bytes
+
+
+def check_checksums(checkpoint: Path) -> int:
+    """Reads the large files of a snapshot in the hub's cache, and compares their SHA-256.
+
+    The cache has each file once, under the name that the hub gives its content: of weights, and of whatever
+    else is large, that is the SHA-256. Small files have another kind of name, and are not read.
+
+    Args:
+        checkpoint: a folder, or a GGUF file.
+
+    Returns:
+        How many files were compared; 0 for what is not from the hub.
+
+    Raises:
+        CheckpointError: a file is not what the hub has; says how to have it downloaded again.
+    """
+    files = sorted(checkpoint.rglob("*")) if checkpoint.is_dir() else [checkpoint]
+    blobs = {file: file.resolve() for file in files if file.is_symlink() and file.is_file()}
+    compared = {file: blob for file, blob in blobs.items() if _SHA256.fullmatch(blob.name)}
+    with LoadingProgress(
+        sum(blob.stat().st_size for blob in compared.values()), title="checking"
+    ) as progress:
+        for file, blob in compared.items():
+            if _sha256(blob, progress) != blob.name:
+                raise CheckpointError(
+                    file, f"is damaged: its SHA-256 is not the hub's; delete {blob} and download it again"
+                )
+    return len(compared)
+
+
+def _sha256(file: Path, progress: LoadingProgress) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while part := stream.read(_AT_ONCE):
+            digest.update(part)
+            progress.advance(len(part))
+    return digest.hexdigest()

@@ -1,0 +1,380 @@
+"""What a GGUF file holds: its metadata and where its tensors lie. No torch, no tensor is read.
+
+A file is a header (magic, version, counts), keys with typed values, descriptions of tensors and, aligned,
+the tensors' bytes (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). All sizes are held against
+the file's own before anything is allocated: a damaged header ends in an error that says where.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+from penstock.errors import WeightsError
+
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)  # the first had other sizes
+_DEFAULT_ALIGNMENT = 32
+_MAX_KEY = 65535
+_MAX_DIMS = 4
+_MAX_STRINGS = 10_000_000  # an array; no vocabulary comes near
+_DEEPEST = 4  # arrays in arrays
+_MAX_FLOATS = 65536  # of a tensor that belongs to the configuration
+
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Kinds of metadata values of a fixed size, by number, as `struct` spells them."""
+_FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
+_SIZES = {kind: struct.calcsize(f"<{code}") for kind, code in _FORMATS.items()} | {_STRING: 8, _ARRAY: 12}
+"""The fewest bytes that a value of each kind takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """How numbers are stored: ``num_bytes`` for each ``num_elements`` in a row."""
+
+    name: str
+    num_elements: int
+    num_bytes: int
+
+
+BLOCK_TYPES: Mapping[int, BlockType] = {
+    number: BlockType(name, num_elements, num_bytes)
+    for number, name, num_elements, num_bytes in (
+        (0, "F32", 1, 4),
+        (1, "F16", 1, 2),
+        (2, "Q4_0", 32, 18),
+        (3, "Q4_1", 32, 20),
+        (6, "Q5_0", 32, 22),
+        (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34),
+        (9, "Q8_1", 32, 40),
+        (10, "Q2_K", 256, 84),
+        (11, "Q3_K", 256, 110),
+        (12, "Q4_K", 256, 144),
+        (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210),
+        (15, "Q8_K", 256, 292),
+        (16, "IQ2_XXS", 256, 66),
+        (17, "IQ2_XS", 256, 74),
+        (18, "IQ3_XXS", 256, 98),
+        (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18),
+        (21, "IQ3_S", 256, 110),
+        (22, "IQ2_S", 256, 82),
+        (23, "IQ4_XS", 256, 136),
+        (24, "I8", 1, 1),
+        (25, "I16", 1, 2),
+        (26, "I32", 1, 4),
+        (27, "I64", 1, 8),
+        (28, "F64", 1, 8),
+        (29, "IQ1_M", 256, 56),
+        (30, "BF16", 1, 2),
+        (34, "TQ1_0", 256, 54),
+        (35, "TQ2_0", 256, 66),
+        (39, "MXFP4", 32, 17),
+    )
+}
+"""The format's types of tensors by number, those that nothing here can read among them."""
+
+BLOCK_SIZES: Mapping[str, int] = {kind.name: kind.num_bytes for kind in BLOCK_TYPES.values()}
+"""Bytes of a block, by the name of its type."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor as a file describes it."""
+
+    file: Path
+    name: str
+    block_type: BlockType
+    shape: tuple[int, ...]  # outermost dim first, against the file's own order
+    offset: int  # bytes from the start of the file
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it takes in the file."""
+        return prod(self.shape) // self.block_type.num_elements * self.block_type.num_bytes
+
+
+class GGUFFile:
+    """A GGUF file, or a model split over several, of which the first is given.
+
+    Arrays are walked over when the file is opened, and read only when one is asked for: vocabularies have
+    hundreds of thousands of entries.
+
+    Raises:
+        WeightsError: the file cannot be read, is cut short, is not in the format, or a part is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._header = _read_header(path)
+        self.metadata: Mapping[str, Any] = self._header.metadata
+        """Key -> value; arrays are to be had from `array`."""
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The tensors of all parts by the names that the files have for them.
+
+        Raises:
+            WeightsError: a part is missing or damaged.
+        """
+        tensors = dict(self._header.tensors)
+        for part in parts_of(self.path)[1:]:
+            for name, tensor in _read_header(part).tensors.items():
+                if name in tensors:
+                    raise WeightsError(part, f"holds {name}, which {tensors[name].file.name} holds already")
+                tensors[name] = tensor
+        count = self.metadata.get("split.tensors.count", len(tensors))
+        if count != len(tensors):
+            raise WeightsError(self.path, f"announces {count} tensors, its parts hold {len(tensors)}")
+        return tensors
+
+    def array(self, key: str) -> list[Any]:
+        """The array under ``key``, empty where there is none.
+
+        Raises:
+            WeightsError: what stands there is no array, or holds text that is not UTF-8.
+        """
+        value = self.metadata.get(key, _NO_ARRAY)
+        if not isinstance(value, _Array):
+            raise WeightsError(self.path, f"{key} must be an array, is {value!r}")
+        return self._header.read_array(value)
+
+    def floats(self, name: str) -> list[float] | None:
+        """The numbers of a small F32 tensor, None where there is none of this name.
+
+        Raises:
+            WeightsError: it is of another type, or large.
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return None
+        if tensor.block_type.name != "F32" or prod(tensor.shape) > _MAX_FLOATS:
+            problem = f"{name} must be at most {_MAX_FLOATS} numbers of type F32"
+            raise WeightsError(tensor.file, f"{problem}, is {list(tensor.shape)} of {tensor.block_type.name}")
+        with tensor.file.open("rb") as stream:
+            stream.seek(tensor.offset)
+            values = struct.unpack(f"<{prod(tensor.shape)}f", stream.read(tensor.num_bytes))
+        return [_shortest(value) for value in values]
+
+
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of a model, in order: one, or as many as the name of its first part says.
+
+    Raises:
+        WeightsError: a part is missing, or the file is a later part than the first.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None or match["count"] == "00000":
+        return [path]
+    first, *_ = parts = [
+        path.with_name(f"{match['stem']}-{number:05}-of-{match['count']}{SUFFIX}")
+        for number in range(1, int(match["count"]) + 1)
+    ]
+    if path != first:
+        raise WeightsError(path, f"is a later part of a model: give its first, {first.name}")
+    absent = [part.name for part in parts if not part.is_file()]
+    if absent:
+        raise WeightsError(path, f"{len(absent)} of {len(parts)} parts are missing: {', '.join(absent[:8])}")
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """An array of the metadata that has only been walked over."""
+
+    kind: int
+    length: int
+    start: int  # of its first element, bytes from the start of the file
+
+
+_NO_ARRAY = _Array(0, 0, 0)
+
+
+def _read_header(path: Path) -> _Header:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            if size < 24:
+                raise WeightsError(path, f"is not a GGUF file: it has only {size} bytes")
+            data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as problem:
+        raise WeightsError(path, f"cannot be read: {problem.strerror}") from problem
+    return _Header(path, data)
+
+
+class _Header:
+    """One file, read from its start to where its tensors begin."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._at = 0
+        self._check_kind()
+        num_tensors = self._count("tensors", 24)
+        self.metadata = dict(self._entries(self._count("metadata", 13)))
+        self.tensors = {tensor.name: tensor for tensor in self._tensors(num_tensors)}
+
+    def read_array(self, array: _Array) -> list[Any]:
+        """The elements of an array that was walked over."""
+        if array.kind in _FORMATS:
+            code = f"<{array.length}{_FORMATS[array.kind]}"
+            numbers = struct.unpack_from(code, self._data, array.start)
+            return [_shortest(number) for number in numbers] if array.kind == _FLOAT else list(numbers)
+        self._at = array.start
+        if array.kind == _STRING:
+            return [self._text() for _ in range(array.length)]
+        inner = [self._array(1) for _ in range(array.length)]
+        return [self.read_array(one) for one in inner]
+
+    def _check_kind(self) -> None:
+        if self._take(4) != _MAGIC:
+            raise WeightsError(self._path, "is not a GGUF file: it does not start with GGUF")
+        version = self._number("I")
+        if version in _VERSIONS:
+            return
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
+            raise WeightsError(self._path, "is a big-endian GGUF file: only little-endian ones can be read")
+        raise WeightsError(self._path, f"is of GGUF version {version}: readable are 2 and 3")
+
+    def _count(self, what: str, min_size: int) -> int:
+        start = self._at
+        count: int = self._number("Q")
+        if count > (len(self._data) - self._at) // min_size:
+            self._fail(start, f"{count} {what} announced in a file of {len(self._data)} bytes")
+        return count
+
+    def _entries(self, count: int) -> Iterator[tuple[str, Any]]:
+        keys = set()
+        for _ in range(count):
+            start = self._at
+            key = self._text(_MAX_KEY)
+            if key in keys:
+                self._fail(start, f"{key} is there twice")
+            keys.add(key)
+            yield key, self._value(self._number("I"))
+
+    def _value(self, kind: int) -> Any:
+        start = self._at
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            return self._array(0)
+        if kind not in _FORMATS:
+            self._fail(start - 4, f"a value is of kind {kind}, which the format does not have")
+        if kind == _BOOL and self._data[start : start + 1] not in (b"\0", b"\1"):
+            self._fail(start, "a value is neither true nor false")
+        value = self._number(_FORMATS[kind])
+        return _shortest(value) if kind == _FLOAT else value
+
+    def _array(self, depth: int) -> _Array:
+        """Walks over an array."""
+        start = self._at
+        kind, length = self._number("I"), self._number("Q")
+        if kind not in _SIZES or (kind == _ARRAY and depth >= _DEEPEST):
+            self._fail(start, f"an array holds values of kind {kind}")
+        if length > (len(self._data) - self._at) // _SIZES[kind]:
+            self._fail(start, f"an array of {length} values in a file of {len(self._data)} bytes")
+        array = _Array(kind, length, self._at)
+        if kind in _FORMATS:
+            self._at += length * _SIZES[kind]
+            return array
+        if length > _MAX_STRINGS:
+            self._fail(start, f"an array of {length} values: at most {_MAX_STRINGS} can be read")
+        if kind == _STRING:
+            self._skip_texts(length)
+        else:
+            for _ in range(length):
+                self._array(depth + 1)
+        return array
+
+    def _skip_texts(self, count: int) -> None:
+        at, data, size = self._at, self._data, len(self._data)
+        length_at = struct.Struct("<Q").unpack_from
+        for _ in range(count):  # some hundred thousand times for most files
+            if at + 8 > size:
+                self._fail(at, f"the file ends, of {size} bytes")
+            at += 8 + length_at(data, at)[0]
+        if at > size:
+            self._fail(self._at, f"a text runs past the file's end, of {size} bytes")
+        self._at = at
+
+    def _tensors(self, count: int) -> Iterator[StoredTensor]:
+        described = [(self._at, *self._tensor()) for _ in range(count)]
+        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 8 or alignment % 8:
+            raise WeightsError(self._path, f"general.alignment must be a multiple of 8, is {alignment!r}")
+        base = -(-self._at // alignment) * alignment
+        names = set()
+        for start, name, block_type, shape, offset in described:
+            tensor = StoredTensor(self._path, name, block_type, shape, base + offset)
+            if name in names:
+                self._fail(start, f"{name} is there twice")
+            names.add(name)
+            if offset % alignment:
+                self._fail(start, f"{name} lies at {offset}, which is no multiple of {alignment}")
+            if tensor.offset + tensor.num_bytes > len(self._data):
+                raise WeightsError(
+                    self._path,
+                    f"is cut short: {name} ends at byte {tensor.offset + tensor.num_bytes}, "
+                    f"the file at {len(self._data)}",
+                )
+            yield tensor
+
+    def _tensor(self) -> tuple[str, BlockType, tuple[int, ...], int]:
+        start = self._at
+        name = self._text(_MAX_KEY)
+        num_dims = self._number("I")
+        if not 1 <= num_dims <= _MAX_DIMS:
+            self._fail(start, f"{name} has {num_dims} dims: 1 to {_MAX_DIMS} can be read")
+        dims = [self._number("Q") for _ in range(num_dims)]
+        number = self._number("I")
+        if number not in BLOCK_TYPES:
+            self._fail(start, f"{name} is of type {number}, which is not known")
+        block_type = BLOCK_TYPES[number]
+        if min(dims) < 1 or dims[0] % block_type.num_elements:
+            self._fail(start, f"{name} of type {block_type.name} cannot have the dims {dims}")
+        return name, block_type, tuple(reversed(dims)), self._number("Q")
+
+    def _text(self, longest: int | None = None) -> str:
+        start = self._at
+        length = self._number("Q")
+        if longest is not None and length > longest:
+            self._fail(start, f"a name of {length} bytes: at most {longest} are legal")
+        try:
+            return self._take(length).decode()
+        except UnicodeDecodeError:
+            self._fail(start, f"a text of {length} bytes is not UTF-8")
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
+
+    def _take(self, size: int) -> bytes:
+        if size > len(self._data) - self._at:
+            self._fail(self._at, f"{size} bytes wanted, {len(self._data) - self._at} there")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def _fail(self, offset: int, problem: str) -> NoReturn:
+        raise WeightsError(self._path, f"is cut short or damaged at byte {offset}: {problem}")
+
+
+def _shortest(value: float) -> float:
+    """The number with the fewest digits that is the same in 32 bits: 1e-05, not 9.999999747378752e-06."""
+    for digits in (6, 7, 8):
+        shorter = float(f"{value:.{digits}g}")
+        if abs(shorter) < 3.4e38 and struct.pack("<f", shorter) == struct.pack("<f", value):
+            return shorter
+    return value

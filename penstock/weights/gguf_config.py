@@ -1,0 +1,404 @@
+"""The metadata of a GGUF file as the ``config.json`` and ``generation_config.json`` that it was made from.
+
+Keys are those of the format's specification and of the families' own; what is not in the metadata but
+follows from the tensors (biases, a tied head, factors of the rotary embedding) is read off them. A key that
+would change the arithmetic in a way that the family's network does not have is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from math import log
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import WeightsError
+from penstock.weights.gguf import GGUFFile
+from penstock.weights.gguf_names import architecture_of
+
+_log = logging.getLogger(__name__)
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def gguf_config(path: Path) -> dict[str, Any]:
+    """What ``config.json`` would hold for the model in a GGUF file.
+
+    Raises:
+        WeightsError: the file is damaged, lacks a key, or is of a model that nothing here computes.
+        UnknownArchitectureError: nothing is known of its family.
+    """
+    file = GGUFFile(path)
+    name = architecture_of(file)
+    keys = _Keys(file, name)
+    keys.refuse_unlike()
+    config = _FAMILIES[name](keys)
+    unread = keys.unread()
+    if unread:
+        _log.warning("%s: metadata that has no effect here: %s", path, ", ".join(unread))
+    return config | {
+        "vocab_size": keys.rows_of("token_embd.weight"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": _dtype(file),
+    }
+
+
+def gguf_generation_config(path: Path) -> dict[str, Any]:
+    """What a GGUF file recommends for sampling, by the names of ``generation_config.json``.
+
+    Raises:
+        WeightsError: the file is damaged.
+    """
+    metadata = GGUFFile(path).metadata
+    return {name: metadata[key] for key, name in _SAMPLING.items() if key in metadata}
+
+
+_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
+class _Keys:
+    """The keys of a file's family, ``llama.block_count`` as ``block_count``."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self.file = file
+        self._prefix = f"{architecture}."
+        self._asked: set[str] = set()
+
+    def get(self, key: str) -> Any:
+        """What stands under a key, None where there is none."""
+        self._asked.add(key)
+        return self.file.metadata.get(self._prefix + key)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1; an error without a default where there is none."""
+        value = self.get(key) if self.get(key) is not None else default
+        if value is None:
+            raise self.missing(key)
+        if type(value) is not int or value < 1:
+            raise self.fail(key, "must be a whole number of at least 1")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0; an error without a default where there is none."""
+        value = self.get(key) if self.get(key) is not None else default
+        if value is None:
+            raise self.missing(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.fail(key, "must be a number above 0")
+        return value
+
+    def window(self) -> int | None:
+        """The size of the sliding window, None where there is none; 0 is none, too."""
+        return self.count("attention.sliding_window") if self.get("attention.sliding_window") else None
+
+    def has(self, tensor: str) -> bool:
+        """Whether the first block has a tensor."""
+        return f"blk.0.{tensor}" in self.file.tensors
+
+    def rows_of(self, tensor: str) -> int:
+        """The first size of a tensor that must be there."""
+        if tensor not in self.file.tensors:
+            raise WeightsError(self.file.path, f"has no tensor {tensor}")
+        return self.file.tensors[tensor].shape[0]
+
+    def array(self, key: str) -> list[Any]:
+        """The elements of an array."""
+        self._asked.add(key)
+        return self.file.array(self._prefix + key)
+
+    def missing(self, key: str) -> WeightsError:
+        """The error that there is no such key."""
+        return WeightsError(self.file.path, f"has no {self._prefix}{key}")
+
+    def fail(self, key: str, problem: str) -> WeightsError:
+        """The error that a value is impossible."""
+        return WeightsError(self.file.path, f"{self._prefix}{key} {problem}, was {self.get(key)!r}")
+
+    def unread(self) -> list[str]:
+        """The family's keys that nobody has asked for, but those known to change nothing."""
+        keys = (key for key in self.file.metadata if key.startswith(self._prefix))
+        known = self._asked | _WITHOUT_EFFECT
+        return sorted(key for key in keys if key.removeprefix(self._prefix) not in known)
+
+    def refuse_unlike(self) -> None:
+        """Refuses what none of the families is."""
+        for key in _UNLIKE:
+            if self.get(key):
+                raise self.fail(key, "is of a model that cannot be computed here")
+        if self.get("attention.causal") is False:
+            raise self.fail("attention.causal", "must be true: text is generated by causal attention alone")
+        if self.get("tensor_data_layout") not in (None, "reference", "Meta AI original pth"):
+            raise self.fail("tensor_data_layout", "is not known")
+        if self.count("attention.value_length", self.head_dim) != self.head_dim:
+            raise self.fail("attention.value_length", f"must be the length of keys, {self.head_dim}")
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        heads = self.count("attention.head_count")
+        return self.count("attention.key_length", max(1, self.count("embedding_length") // heads))
+
+
+_UNLIKE = (
+    "attention.max_alibi_bias",
+    "attention.clamp_kqv",
+    "use_parallel_residual",
+    "leading_dense_block_count",
+    "expert_shared_count",
+    "expert_group_count",
+    "nextn_predict_layers",
+    "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
+    "router_logit_softcapping",
+)
+_WITHOUT_EFFECT = {
+    "vocab_size",  # the embedding table has it
+    "rope.scaling.finetuned",
+    "rope.dimension_count_swa",
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+}
+
+
+def _decoder(keys: _Keys, *, partial_rotary: bool = False) -> dict[str, Any]:
+    """What all families but GPT-2 spell alike.
+
+    Args:
+        keys: the file's keys.
+        partial_rotary: whether the family can rotate a part of each head.
+    """
+    heads = keys.count("attention.head_count")
+    return {
+        "hidden_size": keys.count("embedding_length"),
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_hidden_layers": keys.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "head_dim": keys.head_dim,
+        "max_position_embeddings": keys.count("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "hidden_act": "silu",
+        "attention_bias": keys.has("attn_q.bias"),
+        "mlp_bias": keys.has("ffn_up.bias"),
+        **_rope(keys, partial_rotary),
+    }
+
+
+def _rope(keys: _Keys, partial_rotary: bool) -> dict[str, Any]:
+    config: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
+    dims = keys.count("rope.dimension_count", keys.head_dim)
+    if dims != keys.head_dim:
+        if not partial_rotary:
+            raise keys.fail("rope.dimension_count", f"must be the length of keys, {keys.head_dim}")
+        config["partial_rotary_factor"] = dims / keys.head_dim
+    factors = {which: keys.file.floats(f"rope_{name}.weight") for which, name in _FACTORS.items()}
+    kind = keys.get("rope.scaling.type") or "none"
+    factor = keys.number("rope.scaling.factor", 1.0)
+    if kind == "none" and keys.get("rope.scale_linear"):  # how the first files spell it
+        kind, factor = "linear", keys.number("rope.scale_linear")
+    scaling: dict[str, Any] = {}
+    if factors["short_factor"] and factors["long_factor"]:
+        scaling = _longrope(keys, factors["short_factor"], factors["long_factor"])
+        config["original_max_position_embeddings"] = keys.count(
+            "rope.scaling.original_context_length", keys.count("context_length")
+        )
+    elif factors["freq_factor"]:
+        # A factor for each pair of dims at every length is what LongRoPE is with equal lists: Llama 3's
+        # own way of saying it, four numbers, is not in the file.
+        scaling = _longrope(keys, factors["freq_factor"], factors["freq_factor"]) | {"attention_factor": 1.0}
+        config["original_max_position_embeddings"] = keys.count("context_length")
+    elif kind == "linear":
+        scaling = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        scaling = _yarn(keys)
+    elif kind != "none":
+        raise keys.fail("rope.scaling.type", "must be none, linear, yarn, or come with factors in tensors")
+    return config | ({"rope_scaling": scaling} if scaling else {})
+
+
+_FACTORS = {
+    "freq_factor": "freqs",
+    "short_factor": "factors_short",
+    "long_factor": "factors_long",
+}
+
+
+def _longrope(keys: _Keys, short: list[float], long: list[float]) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    if keys.get("rope.scaling.attn_factor"):
+        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
+    return scaling
+
+
+def _yarn(keys: _Keys) -> dict[str, Any]:
+    factor = keys.number("rope.scaling.factor")
+    scaling: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": keys.count("rope.scaling.original_context_length"),
+    }
+    for name in ("beta_fast", "beta_slow"):
+        if keys.get(f"rope.scaling.yarn_{name}") is not None:
+            scaling[name] = keys.number(f"rope.scaling.yarn_{name}")
+    if keys.get("rope.scaling.attn_factor"):  # on top of what follows from the factor
+        usual = 0.1 * log(factor) + 1 if factor > 1 else 1.0
+        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor") * usual
+    return scaling
+
+
+def _llama(keys: _Keys) -> dict[str, Any]:
+    """Llama; Mistral if it has a window, Mixtral if it has experts."""
+    config = _decoder(keys)
+    window = keys.window()
+    if keys.get("expert_count"):
+        experts = {
+            "num_local_experts": keys.count("expert_count"),
+            "num_experts_per_tok": keys.count("expert_used_count"),
+        }
+        return config | experts | {"model_type": "mixtral", "sliding_window": window}
+    if window is not None:
+        return config | {"model_type": "mistral", "sliding_window": window}
+    return config | {"model_type": "llama"}
+
+
+def _granite(keys: _Keys) -> dict[str, Any]:
+    return _decoder(keys) | {
+        "model_type": "granite",
+        "embedding_multiplier": keys.number("embedding_scale", 1.0),
+        "attention_multiplier": keys.number("attention.scale", keys.head_dim**-0.5),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "logits_scaling": keys.number("logit_scale", 1.0),
+    }
+
+
+def _smollm3(keys: _Keys) -> dict[str, Any]:
+    return _decoder(keys) | {"model_type": "smollm3", "no_rope_layer_interval": 4}
+
+
+def _qwen2(keys: _Keys) -> dict[str, Any]:
+    return _decoder(keys) | {"model_type": "qwen2"}
+
+
+def _qwen3(keys: _Keys) -> dict[str, Any]:
+    return _decoder(keys) | {"model_type": "qwen3"}
+
+
+def _qwen3_moe(keys: _Keys) -> dict[str, Any]:
+    return _decoder(keys) | {
+        "model_type": "qwen3_moe",
+        "intermediate_size": keys.count("feed_forward_length", keys.count("expert_feed_forward_length")),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "num_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "norm_topk_prob": keys.get("expert_weights_norm") is not False,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    }
+
+
+def _olmo2(keys: _Keys) -> dict[str, Any]:
+    if keys.get("attention.sliding_window"):  # OLMo 3 goes under this name, too
+        raise keys.fail("attention.sliding_window", "must be absent: OLMo 2 has no window")
+    return _decoder(keys) | {"model_type": "olmo2"}
+
+
+def _phi3(keys: _Keys) -> dict[str, Any]:
+    return _decoder(keys, partial_rotary=True) | {
+        "model_type": "phi3",
+        "sliding_window": keys.window(),
+    }
+
+
+def _gemma2(keys: _Keys) -> dict[str, Any]:
+    return _gemma(keys, layers_of_27b=46) | {
+        "model_type": "gemma2",
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        "layer_types": _layer_types(keys, 2),
+    }
+
+
+def _gemma3(keys: _Keys) -> dict[str, Any]:
+    config = _gemma(keys, layers_of_27b=62)
+    full = {"rope_theta": keys.number("rope.freq_base", 1_000_000.0)} | config.pop("rope_scaling", {})
+    return config | {
+        "model_type": "gemma3_text",
+        "final_logit_softcapping": keys.get("final_logit_softcapping"),
+        "layer_types": _layer_types(keys, 6),
+        "rope_parameters": {
+            _FULL: {"rope_type": "default"} | full,
+            _SLIDING: {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10_000.0)},
+        },
+    }
+
+
+def _gemma(keys: _Keys, layers_of_27b: int) -> dict[str, Any]:
+    config = _decoder(keys)
+    # The 27B models alone scale scores by another size than that of a head; no key says so.
+    scalar: float = keys.head_dim
+    if keys.count("block_count") == layers_of_27b:
+        scalar = keys.count("embedding_length") // keys.count("attention.head_count")
+    if keys.get("attention.scale"):
+        scalar = keys.number("attention.scale") ** -2
+    del config["hidden_act"]
+    return config | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": keys.count("attention.sliding_window", 4096),
+    }
+
+
+def _layer_types(keys: _Keys, period: int) -> list[str]:
+    """Full attention in every layer that ends a period; a file may have its own, or say it layer by layer."""
+    key = "attention.sliding_window_pattern"
+    if keys.get(key) is None or type(keys.get(key)) is int:
+        period = keys.count(key, period)
+        return [_SLIDING if (layer + 1) % period else _FULL for layer in range(keys.count("block_count"))]
+    return [_SLIDING if slides else _FULL for slides in keys.array(key)]
+
+
+def _gpt2(keys: _Keys) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "n_embd": keys.count("embedding_length"),
+        "n_layer": keys.count("block_count"),
+        "n_head": keys.count("attention.head_count"),
+        "n_inner": keys.count("feed_forward_length", 4 * keys.count("embedding_length")),
+        "n_positions": keys.count("context_length"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+    }
+
+
+_FAMILIES: Mapping[str, Callable[[_Keys], dict[str, Any]]] = {
+    "llama": _llama,
+    "granite": _granite,
+    "smollm3": _smollm3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
+    "olmo2": _olmo2,
+    "phi3": _phi3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt2": _gpt2,
+}
+
+
+def _dtype(file: GGUFFile) -> str:
+    """The type that most numbers are stored in. Blocks of Q4_0 are what the encoding ``int4`` is; others
+    become bfloat16, which has digits enough for all of them."""
+    sizes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        name = tensor.block_type.name
+        sizes[name] = sizes.get(name, 0) + tensor.num_bytes
+    largest = max(sizes, key=lambda name: sizes[name], default="")
+    known = {"F32": "float32", "F64": "float32", "F16": "float16", "Q4_0": "int4"}
+    return known.get(largest, "bfloat16")

@@ -1,0 +1,65 @@
+"""The tensors of GGUF files as torch has them.
+
+Numbers come as floats, which the model then packs in its own encoding. Those of Q4_0 can also be had as the
+integers and scales that they are (`gguf_rows`), for an encoding with the same groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.weights.gguf import BLOCK_SIZES
+from penstock.weights.gguf_blocks import READERS, dequantize
+from penstock.weights.gguf_names import GGUFTensor
+
+
+def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
+    """One tensor, in the shape and order of its header.
+
+    Args:
+        data: the bytes of its file; plain floats that lie as they should are a view of them.
+        header: which tensor.
+    """
+    stored = data[header.offset : header.offset + header.num_bytes]
+    if header.type_name in READERS:
+        numbers = dequantize(stored.view(-1, BLOCK_SIZES[header.type_name]), header.type_name)
+    else:
+        assert header.dtype is not None
+        numbers = stored.view(header.dtype.to_torch())
+    if header.is_transposed:
+        return numbers.view(header.shape[::-1]).T
+    tensor = numbers.view(header.shape)
+    if header.heads:
+        tensor = _unpaired(tensor, header.heads)
+    return tensor - header.excess if header.excess else tensor
+
+
+def gguf_rows(data: Tensor, header: GGUFTensor) -> dict[str, Tensor] | None:
+    """A linear layer's weight as the encoding ``int4`` has it, where it is stored in just these numbers.
+
+    Args:
+        data: the bytes of its file.
+        header: which tensor.
+
+    Returns:
+        ``weight`` int8 ``[out, in]`` and ``scales`` float16 ``[out, in / 32]``, rows in the order of the
+        header; None for all other types.
+    """
+    if header.encoding != "int4":
+        return None
+    in_features = header.shape[0 if header.is_transposed else 1]
+    stored = data[header.offset : header.offset + header.num_bytes]
+    blocks = stored.view(-1, in_features // 32, BLOCK_SIZES["Q4_0"])  # [out, G, 18]
+    scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+    codes = torch.cat([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], dim=2)
+    integers = codes.flatten(1).to(torch.int8) - 8
+    if header.heads:
+        integers, scales = _unpaired(integers, header.heads), _unpaired(scales, header.heads)
+    return {"weight": integers, "scales": scales}
+
+
+def _unpaired(rows: Tensor, heads: int) -> Tensor:
+    """Within each head from ``0 D/2 1 D/2+1 ...``, pairs side by side, to ``0 1 2 ...``."""
+    pairs = rows.view(heads, -1, 2, *rows.shape[1:])  # [H, D / 2, 2, ...]
+    return pairs.transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,93 @@
+"""Files as memory: their bytes are read as they are looked at, and can be let go of again."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.errors import WeightsError
+from penstock.host.memory import advise_huge_pages
+from penstock.host.private_memory import mapping
+
+
+def map_file(file: Path) -> Tensor:
+    """The bytes of a file ``[size]``, mapped: read as it is looked at, and writes never reach the file.
+
+    Raises:
+        WeightsError: it cannot be mapped.
+    """
+    try:
+        size = file.stat().st_size
+        with mapping(size):
+            return torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as problem:
+        raise WeightsError(file, f"cannot be mapped: {problem}") from problem
+
+
+def map_in_huge_pages(file: Path) -> Tensor:
+    """As `map_file`, of a file that is read again and again: in huge pages where the system's cache of it can
+    have them, which saves the processor most look-ups of pages.
+
+    Raises:
+        WeightsError: it cannot be mapped.
+    """
+    try:
+        with file.open("rb") as stream, mapping(file.stat().st_size):
+            content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as problem:
+        raise WeightsError(file, f"cannot be mapped: {problem}") from problem
+    advise_huge_pages(content)
+    return torch.frombuffer(content, dtype=torch.uint8)  # keeps the mapping
+
+
+def read_in_huge_pages(file: Path) -> None:
+    """Has the system take a file that was just written into its cache anew: as it was written, most of it
+    lies in small pages there, and they stay."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    content = map_in_huge_pages(file)
+    content[:: mmap.PAGESIZE].max()  # a look at each page
+
+
+def drop_pages(tensor: Tensor) -> None:
+    """Takes the whole pages of a contiguous tensor that is mapped from a file, and was never written to, out
+    of this process; a look at them brings them back, from the system's cache of the file or the file itself.
+
+    Without this a model that is packed as it is read takes twice its memory until the file is closed, in the
+    eyes of whoever limits a process by the pages it holds.
+    """
+    page = mmap.PAGESIZE
+    begin = -(-tensor.data_ptr() // page) * page
+    end = (tensor.data_ptr() + tensor.nbytes) // page * page
+    if end > begin and (advise := _madvise()) is not None and _is_of_a_file(begin, end):
+        advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def _is_of_a_file(begin: int, end: int) -> bool:
+    """Whether these addresses lie in one mapping of a file: pages of anything else come back as zeros."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return False
+    for line in lines:  # "7f00-7f10 r--p 00000000 08:01 1234 /path"
+        addresses, _, _, _, inode, *_ = line.split(maxsplit=5)
+        first, last = (int(address, 16) for address in addresses.split("-"))
+        if first <= begin < last:
+            return end <= last and inode != "0"
+    return False
+
+
+@cache
+def _madvise() -> ctypes._NamedFuncPointer | None:
+    """The C library's function; None where there is none of that meaning, as on Windows."""
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return None
+    return ctypes.CDLL(None).madvise

@@ -1,0 +1,185 @@
+"""Packed weights in a file: a load that finds them maps what the kernels read, and packs nothing.
+
+``penstock warm-cache --pack`` writes such a file. It is a safetensors file
+(https://huggingface.co/docs/safetensors) of the layers in the order of their load, whose metadata says what
+they were made of: as soon as the checkpoint, the encoding or Penstock is another one, it counts for nothing.
+The system keeps its pages as it does those of the checkpoint, for all processes together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from penstock import __version__
+from penstock.errors import WeightsError
+from penstock.kernels import LinearSlice, PackedLinear
+from penstock.kernels.linear import Layout, layer_of
+from penstock.kernels.panels import LAYOUTS_VERSION
+from penstock.weights.mapping import map_in_huge_pages, read_in_huge_pages
+from penstock.weights.packed_file import packed_file
+from penstock.weights.safetensors import read_header
+
+if TYPE_CHECKING:
+    from penstock.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 64  # bytes: of a cache line, which no load of a kernel crosses
+_TYPES = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+
+
+def open_packed(model: ModelConfig, layout: Layout) -> PackedLayerReader | None:
+    """The layers of a model that were packed before for back ends of this layout, if there are any."""
+    file = packed_file(model)
+    if layout != "panels" or not file.is_file():
+        return None
+    try:
+        header, start = _read_header(file)
+    except WeightsError as problem:
+        logger.warning("packed weights are not used: %s", problem)
+        return None
+    metadata = header.pop("__metadata__", {})
+    if metadata.get("made_of") != _made_of(model):
+        logger.info("packed weights are not used: %s is of another checkpoint or version", file)
+        return None
+    logger.info("packed weights are mapped from %s", file)
+    content = map_in_huge_pages(file)[start:]
+    tensors = {name: _view(content, entry) for name, entry in header.items()}
+    return PackedLayerReader([_Layer.parsed(one) for one in json.loads(metadata["layers"])], tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What a file says of a layer."""
+
+    encoding: str
+    shape: tuple[int, int]  # [out, in]
+    slices: tuple[LinearSlice, ...]
+    tensors: tuple[str, ...]  # what `PackedLinear` calls them
+
+    @classmethod
+    def of(cls, packed: PackedLinear) -> _Layer:
+        shape = (packed.out_features, packed.in_features)
+        return cls(packed.encoding, shape, packed.slices, tuple(packed.tensors))
+
+    @classmethod
+    def parsed(cls, fields: Mapping[str, Any]) -> _Layer:
+        slices = tuple(LinearSlice(*one) for one in fields["slices"])
+        return cls(fields["encoding"], tuple(fields["shape"]), slices, tuple(fields["tensors"]))
+
+    def fields(self) -> dict[str, Any]:
+        slices = [(one.name, one.start, one.stop) for one in self.slices]
+        return {
+            "encoding": self.encoding,
+            "shape": self.shape,
+            "slices": slices,
+            "tensors": self.tensors,
+        }
+
+
+class PackedLayerReader:
+    """Hands out layers that were packed before, in the order of their load: a `LayerStore`.
+
+    Args:
+        layers: what there is.
+        tensors: by place and name: ``3.panels``.
+    """
+
+    def __init__(self, layers: Sequence[_Layer], tensors: Mapping[str, Tensor]) -> None:
+        self._layers = layers
+        self._tensors = tensors
+        self._next = 0
+
+    def take(
+        self, encoding: str, shape: tuple[int, int], bias: Tensor | None, slices: Sequence[LinearSlice]
+    ) -> PackedLinear | None:
+        place, self._next = self._next, self._next + 1
+        layer = self._layers[place] if place < len(self._layers) else None
+        if layer is None or layer != _Layer(encoding, shape, tuple(slices), layer.tensors):
+            return None
+        tensors = {name: self._tensors[f"{place}.{name}"] for name in layer.tensors}
+        return layer_of(tensors, shape, encoding, bias, layer.slices, "panels")
+
+
+def write_packed(model: ModelConfig, packed: Sequence[PackedLinear]) -> Path:
+    """Writes the layers of a load where the next ones of the model find them, in place of what is there.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    assert all(layer.layout == "panels" for layer in packed)
+    file = packed_file(model)
+    named = [
+        (f"{place}.{name}", tensor)
+        for place, layer in enumerate(packed)
+        for name, tensor in layer.tensors.items()
+    ]
+    named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # what would leave a gap comes last
+    layers = [_Layer.of(layer).fields() for layer in packed]
+    header: dict[str, Any] = {"__metadata__": {"made_of": _made_of(model), "layers": json.dumps(layers)}}
+    end = 0
+    for name, tensor in named:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for _, tensor in named:
+                stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
+        read_in_huge_pages(unfinished)
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return file
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where the tensors begin.
+
+    Raises:
+        WeightsError: the file is damaged: tensors do not lie in it, or do not fill their shapes.
+    """
+    read_header(file)
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        return json.loads(stream.read(length)), 8 + length
+
+
+def _view(content: Tensor, entry: Mapping[str, Any]) -> Tensor:
+    begin, end = entry["data_offsets"]
+    return content[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
+
+
+def _made_of(model: ModelConfig) -> str:
+    """All that packed layers depend on: files are told apart by place, size and time, as reading gigabytes
+    to compare them would take longer than packing."""
+    files = sorted({header.file.resolve() for header in model.tensor_headers.values()})
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    config = json.dumps(model.huggingface_config.to_dict(), sort_keys=True, default=str)
+    digest = hashlib.sha256(config.encode()).hexdigest()
+    return json.dumps([__version__, LAYOUTS_VERSION, model.encoding, states, digest])

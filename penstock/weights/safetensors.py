@@ -1,0 +1,189 @@
+"""What safetensors files hold, from their headers alone: no torch, no tensor is read.
+
+A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the
+tensors' bytes (https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+from penstock.dtype import DType
+from penstock.errors import WeightsError
+from penstock.weights.json_files import read_json_object
+from penstock.weights.names import plain_names
+
+SINGLE_FILE = "model.safetensors"
+SHARD_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """One tensor of a file, before it is read."""
+
+    file: Path
+    type_name: str  # as the format spells it: F32, BF16, F8_E4M3
+    shape: tuple[int, ...]
+    num_bytes: int
+    stored_name: str  # in the file
+
+    @property
+    def dtype(self) -> DType | None:
+        """The element type, or None for one that Penstock has no name for (the 8-bit floats)."""
+        return _DTYPES.get(self.type_name)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds floats that can be computed with."""
+        return self.dtype is not None and self.dtype.is_float()
+
+    @property
+    def encoding(self) -> str | None:
+        """The encoding of linear layers in which it has its numbers; None where it has floats."""
+        return None
+
+    @property
+    def num_elements(self) -> int:
+        """How many numbers the tensor holds."""
+        return prod(self.shape)
+
+
+def read_checkpoint_headers(path: Path) -> dict[str, TensorHeader]:
+    """The tensors of a checkpoint by their plain names (see `plain_names`).
+
+    Args:
+        path: a safetensors file, or a folder with one, or with shards and their index.
+
+    Raises:
+        WeightsError: there are none, a shard is missing, or a file is damaged.
+    """
+    headers = _read_files(path)
+    names = plain_names(headers)
+    if len(set(names.values())) < len(names):  # rather two names than a tensor that nobody sees
+        return headers
+    return {names[name]: header for name, header in headers.items()}
+
+
+def _read_files(path: Path) -> dict[str, TensorHeader]:
+    if path.is_file():
+        return read_header(path)
+    if (path / SINGLE_FILE).is_file():
+        return read_header(path / SINGLE_FILE)
+    if (path / SHARD_INDEX).is_file():
+        return _read_shards(path)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return read_header(files[0])
+    if files:
+        raise WeightsError(path, f"has {len(files)} safetensors files but no {SHARD_INDEX}")
+    raise WeightsError(path, "has no safetensors file")
+
+
+def read_header(file: Path) -> dict[str, TensorHeader]:
+    """The tensors of one safetensors file by name.
+
+    Raises:
+        WeightsError: the file cannot be read, is cut short, or is not in the format.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            text = stream.read(length) if 8 + length <= size else b""
+    except OSError as problem:
+        raise WeightsError(file, f"cannot be read: {problem.strerror}") from problem
+    if size < 8:
+        raise WeightsError(file, f"is not a safetensors file: it has only {size} bytes")
+    if 8 + length > size:
+        _refuse_length(file, length, size)
+    return _parse_header(file, text, size - 8 - length)
+
+
+def _refuse_length(file: Path, length: int, size: int) -> NoReturn:
+    # Other files' first 8 bytes read as an absurd length; a real header stays under the format's 100 MB.
+    if length > 100_000_000:
+        raise WeightsError(file, "is not a safetensors file: its first 8 bytes are no header length")
+    raise WeightsError(file, f"is cut short inside its header: {8 + length} bytes announced, {size} there")
+
+
+def _parse_header(file: Path, text: bytes, data_size: int) -> dict[str, TensorHeader]:
+    try:
+        entries = json.loads(text)
+        metadata = entries.pop("__metadata__", None) or {}
+        headers = {name: _tensor_header(file, name, entry) for name, entry in entries.items()}
+        # Where tensors share their numbers some writers keep one, and tell here whose names are left out.
+        headers |= {
+            name: headers[kept]
+            for name, kept in metadata.items()
+            if name not in headers and isinstance(kept, str) and kept in headers
+        }
+        ranges = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
+        raise WeightsError(file, "is not a safetensors file: its header is damaged") from problem
+    announced = ranges[-1][1] if ranges else 0
+    if announced > data_size:
+        raise WeightsError(file, f"is cut short: {announced} bytes of tensors announced, {data_size} there")
+    if announced < data_size or any(end != start for (_, end), (start, _) in pairwise([(0, 0), *ranges])):
+        raise WeightsError(file, "is not a safetensors file: its tensors do not fill it without gaps")
+    return headers
+
+
+def _tensor_header(file: Path, name: str, entry: Mapping[str, Any]) -> TensorHeader:
+    shape = tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    header = TensorHeader(file, entry["dtype"], shape, end - begin, name)
+    if not all(isinstance(size, int) and size >= 0 for size in (*shape, begin, end - begin)):
+        raise ValueError("a shape or a byte range is no count")
+    if header.dtype and header.num_elements * header.dtype.size_in_bytes != header.num_bytes:
+        raise ValueError("a byte range is not what its shape takes")
+    return header
+
+
+def _read_shards(folder: Path) -> dict[str, TensorHeader]:
+    index = folder / SHARD_INDEX
+    weight_map = read_json_object(index, WeightsError).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise WeightsError(index, "has no weight_map from tensor names to files")
+    headers: dict[str, TensorHeader] = {}
+    for file in _shards(index, weight_map):
+        headers |= read_header(file)
+    absent = [name for name in weight_map if name not in headers]
+    if absent:
+        raise WeightsError(
+            index,
+            f"places {absent[0]} in {weight_map[absent[0]]}, which does not hold it ({len(absent)} such)",
+        )
+    return headers
+
+
+def _shards(index: Path, weight_map: Mapping[str, Any]) -> Iterator[Path]:
+    names = sorted({str(name) for name in weight_map.values()})
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise WeightsError(index, f"names {outside[0]!r}, which is not a file beside it")
+    absent = [name for name in names if not (index.parent / name).is_file()]
+    if absent:
+        raise WeightsError(
+            index, f"{len(absent)} of {len(names)} shards are missing: {', '.join(absent[:8])}"
+        )
+    return (index.parent / name for name in names)
+
+
+_DTYPES = {
+    "BOOL": DType.bool,
+    "U8": DType.uint8,
+    "I8": DType.int8,
+    "I16": DType.int16,
+    "I32": DType.int32,
+    "I64": DType.int64,
+    "F16": DType.float16,
+    "BF16": DType.bfloat16,
+    "F32": DType.float32,
+    "F64": DType.float64,
+}

@@ -1,0 +1,1 @@
+"""The worker process that runs the model, its messages, and the client that the server uses."""

@@ -1,0 +1,62 @@
+"""The inputs of a forward, against the rows one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import write_checkpoint
+from support.random_draws import examples
+from support.running import context_of, open_pipeline
+
+from penstock.architectures.llama import tiny_config
+
+FEW = st.integers(0, 3)
+SEQUENCES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), FEW, st.integers(1, 5)), min_size=1)
+"""Of each: tokens computed before, tokens to compute, drafts behind them, rows of logits wanted."""
+DECODING = st.lists(st.tuples(st.integers(0, 9), st.just(1), st.just(0), st.just(1)), min_size=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return open_pipeline(write_checkpoint(tmp_path_factory.mktemp("inputs"), tiny_config())).model
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(sequences=st.one_of(SEQUENCES, DECODING))
+def test_every_row_has_its_token_and_its_place(
+    model: Any, sequences: list[tuple[int, int, int, int]]
+) -> None:
+    contexts, drafts, tokens, positions = [], [], [], []
+    row_offsets, logit_rows, logit_offsets = [0], [], [0]
+    for number, (start, count, num_drafts, wanted) in enumerate(sequences):
+        text = [(7 * number + place) % 50 for place in range(start + count)]
+        context = context_of(text)
+        context.set_token_indices(start_idx=start)
+        contexts.append(context)
+        drafts.append([60 + place for place in range(num_drafts)])
+        rows = text[start:] + drafts[-1]
+        tokens += rows
+        positions += range(start, start + len(rows))
+        row_offsets.append(row_offsets[-1] + len(rows))
+        logit_rows += range(row_offsets[-1] - min(wanted, len(rows)), row_offsets[-1])
+        logit_offsets.append(len(logit_rows))
+    wanted_rows = [wanted for *_, wanted in sequences]
+    inputs = model.prepare_initial_token_inputs([contexts], None, wanted_rows, drafts=drafts)
+    expected = {
+        "tokens": (tokens, torch.int64),
+        "positions": (positions, torch.int64),
+        "row_offsets": (row_offsets, torch.int32),
+        "logit_rows": (logit_rows, torch.int64),
+        "logit_offsets": (logit_offsets, torch.int64),
+    }
+    for name, (values, dtype) in expected.items():
+        tensor = getattr(inputs, name)
+        assert (tensor.tolist(), tensor.dtype) == (values, dtype), name
+        assert tensor.is_contiguous()
+    assert inputs.drafts == tuple(map(len, drafts))
+    pointers = {getattr(inputs, name).untyped_storage().data_ptr() for name in expected}
+    assert len(pointers) == len(expected), "each has memory of its own, by which a recorded step knows it"

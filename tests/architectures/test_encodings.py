@@ -1,0 +1,116 @@
+"""Every family in every encoding: close to float32, the more bits the closer, and of the size foretold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import write_checkpoint
+from support.networks import held_bytes, parts_of
+from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
+
+from penstock.kernels import PackedExperts, PackedLinear
+from penstock.memory import estimate_weights_size
+from penstock.nn import Attention, Experts
+from penstock.nn import loader as loading
+from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
+
+PROMPT = random_tokens(30, 130, seed=7)
+_WIDER = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_embd", "n_inner", "head_dim")
+FARTHEST = {"bfloat16": 0.05, "int8": 0.12, "int5": 0.25, "int4": 0.5}
+"""The error of logits against float32, as a share of their size: ``int4`` of layers that are not narrow,
+``int5`` of those that are."""
+
+
+def wide_config(tiny: dict[str, Any]) -> dict[str, Any]:
+    """A family's tiny configuration, made wide enough for few bits."""
+    wide = {key: 4 * value if key in _WIDER and value else value for key, value in tiny.items()}
+    return wide | ({"query_pre_attn_scalar": wide["head_dim"]} if "query_pre_attn_scalar" in wide else {})
+
+
+@pytest.fixture(
+    scope="module", params=PIPELINE_REGISTRY.architectures, ids=lambda architecture: architecture.name
+)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encodings")
+    write_checkpoint(folder, wide_config(request.param.tiny_config()))
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():  # of a size at which errors do not grow from layer to layer
+        if tensor.dim() > 1 and not any(part in name for part in ("embed", "wte", "wpe", "_bias")):
+            tensor *= 0.35
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def opened(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> TextGenerationPipeline:
+    if encoding == "int4":
+        monkeypatch.setattr(loading, "NARROW", 0)  # nothing is narrow
+    encoding = "int4" if encoding == "int5" else encoding
+    return open_pipeline(checkpoint, quantization_encoding=encoding, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def exact(checkpoint: Path) -> torch.Tensor:  # [T, V]
+    return step_logits(open_pipeline(checkpoint, num_threads=1), [context_of(PROMPT)])[0]
+
+
+@pytest.mark.parametrize("encoding", FARTHEST)
+def test_close_to_float32(
+    checkpoint: Path, exact: torch.Tensor, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = opened(checkpoint, encoding, monkeypatch)
+    logits = step_logits(pipeline, [context_of(PROMPT)])[0]
+    error = float((logits - exact).norm() / exact.norm())
+    assert 0 < error < FARTHEST[encoding]
+    assert len(generate(pipeline, [context_of(PROMPT, 5)])[0]) == 5
+
+
+@pytest.mark.parametrize("encoding", ["float32", *FARTHEST])
+def test_the_size_foretold(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = opened(checkpoint, encoding, monkeypatch)
+    held = held_bytes(pipeline)
+    foretold = estimate_weights_size(pipeline.model.pipeline_config)
+    assert 0.995 * held <= foretold <= 1.15 * held, "each part of a fused layer may fill a panel of its own"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_narrow_experts_of_a_wide_model_have_four_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
+    assert architecture.tiny_config is not None
+    sizes = {"hidden_size": 192, "intermediate_size": 64, "moe_intermediate_size": 64}
+    checkpoint = write_checkpoint(tmp_path, architecture.tiny_config() | sizes)
+    monkeypatch.setattr(loading, "NARROW", 192)
+    pipeline = open_pipeline(checkpoint, quantization_encoding="int4", num_threads=1)
+    model: Any = pipeline.model
+    experts = [one for one in parts_of(model.network) if isinstance(one, PackedExperts)]
+    assert {one.encoding for each in experts for one in (*each.gate_up, *each.down)} == {"int4"}
+    held, foretold = held_bytes(pipeline), estimate_weights_size(model.pipeline_config)
+    assert 0.995 * held <= foretold <= 1.15 * held
+
+
+@pytest.mark.parametrize("encoding", ["int5", "int4"])
+def test_which_layers_are_in_which_encoding(
+    checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = opened(checkpoint, encoding, monkeypatch)
+    model: Any = pipeline.model
+    network = model.network
+    routers = [id(one.router.packed) for one in parts_of(network) if isinstance(one, Experts)]
+    linears = [one for one in parts_of(network) if isinstance(one, PackedLinear)]
+    attentions = [one for one in parts_of(network) if isinstance(one, Attention)]
+    values = [id(one.values.packed) for one in attentions if one.values is not None]
+    is_apart = f"{attentions[0].layer}.self_attn.v_proj" in " ".join(model.weights.names)
+    assert len(values) == (len(attentions) if is_apart else 0)
+    assert network.head.linear.packed.encoding == "int8"
+    for packed in linears:
+        if id(packed) in routers:
+            assert packed.encoding == "bfloat16"
+        elif packed is not network.head.linear.packed:
+            is_small = min(packed.in_features, packed.out_features) < 64
+            assert packed.encoding == ("int8" if is_small or id(packed) in values else encoding)
+    assert encoding in {packed.encoding for packed in linears}

@@ -1,0 +1,420 @@
+"""The families with experts: their variants, both layouts of checkpoints, MXFP4, adapters, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import oracle, oracle_logits, write_checkpoint
+from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+
+from penstock.dtype import DType
+from penstock.errors import ConfigError, UnsupportedFeatureError, WeightsError
+from penstock.kernels import (
+    ENCODINGS,
+    ClampedSwiGLU,
+    PackedExperts,
+    PackedLinear,
+    pack_linear,
+    unpack_linear,
+)
+from penstock.kernels.linear import multiply_floats
+from penstock.memory import estimate_activation_memory, estimate_weights_size
+from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGenerationPipeline
+from penstock.weights.mxfp4 import dequantized
+
+TOKENS = random_tokens(60, 130, seed=5)
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
+TINY = {one.name: one.tiny_config for one in PIPELINE_REGISTRY.architectures if one.tiny_config is not None}
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    """The family's tiny configuration; a change to ... leaves a key out."""
+    values = TINY[family]() | changes
+    return {key: value for key, value in values.items() if value is not ...}
+
+
+def logits_of(pipeline: TextGenerationPipeline) -> torch.Tensor:
+    """Those of a prompt, then of single tokens."""
+    context = context_of(TOKENS[:50], log_probabilities_echo=True)  # every row computed, none from the cache
+    rows = [step_logits(pipeline, [context])[0]]
+    for token in TOKENS[50:]:
+        feed(pipeline, context, token)
+        rows.append(step_logits(pipeline, [context])[0])
+    pipeline.release(context)
+    return torch.cat(rows)
+
+
+def deviation(pipeline: TextGenerationPipeline, reference: Any) -> float:
+    """How far the logits are from transformers', in tolerances."""
+    expected = oracle_logits(reference, TOKENS)
+    tolerance = 1e-4 * max(1.0, float(expected.std()))
+    return float((logits_of(pipeline) - expected).abs().max()) / tolerance
+
+
+# ---- variants ----
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral with a window": ("mixtral", {"sliding_window": 20}),
+    "mixtral, all experts": ("mixtral", {"num_experts_per_tok": 5, "tie_word_embeddings": True}),
+    "mixtral, wide heads": ("mixtral", {"head_dim": 24, "hidden_act": "gelu", "num_key_value_heads": 6}),
+    "mixtral, one expert": ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}),
+    "qwen, not normed": ("qwen3_moe", {"norm_topk_prob": False, "attention_bias": True}),
+    "qwen, every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    "qwen, one expert a token": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "qwen with windows": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
+    "gpt-oss, all full": ("gpt_oss", {"layer_types": ["full_attention"] * 2, "num_experts_per_tok": 5}),
+    "gpt-oss, a narrow window": (
+        "gpt_oss",
+        {"layer_types": ..., "num_hidden_layers": 4, "sliding_window": 3},
+    ),
+    "gpt-oss, plain rope": ("gpt_oss", {"rope_scaling": {"rope_type": "default"}, "attention_bias": False}),
+    "gpt-oss, rope truncated": (
+        "gpt_oss",
+        {"rope_scaling": TINY["gpt_oss"]()["rope_scaling"] | {"truncate": True}, "hidden_size": 40},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant: str, tmp_path: Path) -> None:
+    family, changes = VARIANTS[variant]
+    write_checkpoint(tmp_path, config_of(family, **changes))
+    reference = oracle(tmp_path)
+    assert deviation(open_pipeline(tmp_path, kv_cache_block_size=16), reference) <= 1
+
+
+FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen with windows unused": ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 20}),
+    "qwen as before transformers 5": ("qwen3_moe", {"num_experts": 7, "num_local_experts": ...}),
+    "qwen without a list of layers": ("qwen3_moe", {"mlp_only_layers": None, "decoder_sparse_step": 2}),
+    "gpt-oss, layers in turns": ("gpt_oss", {"layer_types": ...}),
+    "gpt-oss with OpenAI's own keys": ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 32}),
+    "mixtral that was trained with noise": ("mixtral", {"router_jitter_noise": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_what_files_say_otherwise(case: str, tmp_path: Path) -> None:
+    """Keys as they are found in published files, which transformers writes in another way."""
+    family, changes = FILES[case]
+    dense = {"mlp_only_layers": [], "decoder_sparse_step": 2} if "mlp_only_layers" in changes else {}
+    write_checkpoint(tmp_path, config_of(family, **dense))
+    written = json.loads((tmp_path / "config.json").read_text()) | changes
+    values = {key: value for key, value in written.items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert deviation(open_pipeline(tmp_path, kv_cache_block_size=16), oracle(tmp_path)) <= 1
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp(request.param), config_of(request.param))
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gates so large that many are clamped."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("gpt_oss"), config_of("gpt_oss"))
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            tensor *= 12
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_bfloat16_is_near(checkpoint: Path) -> None:
+    exact = logits_of(open_pipeline(checkpoint, kv_cache_block_size=16))
+    near = logits_of(open_pipeline(checkpoint, kv_cache_block_size=16, quantization_encoding="bfloat16"))
+    assert float((near - exact).abs().median()) < 0.1 * float(exact.std())  # some rows visit other experts
+
+
+# ---- mistakes ----
+
+
+def altered(network: Any, **parts: Callable[[Any], Any]) -> Any:
+    """The network, with parts of its experts put through functions."""
+
+    def alter(block: Any) -> Any:
+        if not isinstance(getattr(block.mlp, "packed", None), PackedExperts):
+            return block
+        changes = {name: change(getattr(block.mlp, name)) for name, change in parts.items()}
+        return replace(block, mlp=replace(block.mlp, **changes))
+
+    return replace(network, blocks=tuple(alter(block) for block in network.blocks))
+
+
+def swapped(packed: PackedExperts) -> PackedExperts:
+    gate_up, down = list(packed.gate_up), list(packed.down)
+    gate_up[0], gate_up[1], down[0], down[1] = gate_up[1], gate_up[0], down[1], down[0]
+    return PackedExperts(tuple(gate_up), tuple(down))
+
+
+def gates_for_ups(packed: PackedExperts) -> PackedExperts:
+    def turned(linear: PackedLinear) -> PackedLinear:
+        assert linear.bias is not None
+        half = linear.out_features // 2
+        weight, bias = unpack_linear(linear).roll(half, 0), linear.bias.roll(half, 0)
+        return pack_linear(weight, linear.encoding, bias=bias, slices=linear.slices)
+
+    return replace(packed, gate_up=tuple(map(turned, packed.gate_up)))
+
+
+def without_bias(linear: Any) -> Any:
+    return replace(linear, packed=replace(linear.packed, bias=None))
+
+
+MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "two experts swapped": lambda n: altered(n, packed=swapped),
+    "shares not normed": lambda n: altered(n, routing=lambda _: "all"),
+    "one expert too few": lambda n: altered(n, top=lambda top: top - 1),
+    "one expert too many": lambda n: altered(n, top=lambda top: top + 1),
+}
+GPT_OSS_MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "gates for ups": lambda n: altered(n, packed=gates_for_ups),
+    "a router without its bias": lambda n: altered(n, router=without_bias),
+    "another limit": lambda n: altered(n, gating=lambda gate: ClampedSwiGLU(gate.alpha, 7.5)),
+    "another slope": lambda n: altered(n, gating=lambda gate: ClampedSwiGLU(1.6, gate.limit)),
+    "downs without biases": lambda n: altered(
+        n, packed=lambda p: replace(p, down=tuple(replace(one, bias=None) for one in p.down))
+    ),
+    "no sinks": lambda n: replace(
+        n, blocks=tuple(replace(b, attention=replace(b.attention, sinks=None)) for b in n.blocks)
+    ),
+}
+
+
+def test_mistakes_show(checkpoint: Path) -> None:
+    reference, pipeline = oracle(checkpoint), open_pipeline(checkpoint, kv_cache_block_size=16)
+    model: Any = pipeline.model
+    network = model.network
+    for name, mistake in MISTAKES.items():
+        model.network = mistake(network)
+        assert deviation(pipeline, reference) > 10, name
+    model.network = network
+    assert deviation(pipeline, reference) <= 1
+
+
+def test_mistakes_in_gpt_oss_show(gpt_oss: Path) -> None:
+    reference, pipeline = oracle(gpt_oss), open_pipeline(gpt_oss, kv_cache_block_size=16)
+    assert deviation(pipeline, reference) <= 1
+    model: Any = pipeline.model
+    network = model.network
+    for name, mistake in GPT_OSS_MISTAKES.items():
+        model.network = mistake(network)
+        assert deviation(pipeline, reference) > 10, name
+
+
+# ---- layouts ----
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_in_one_tensor(family: str, tmp_path: Path) -> None:
+    """As transformers 5 holds them in memory, and writes them when told not to convert."""
+    older = write_checkpoint(tmp_path / "older", config_of(family))
+    oracle(older).save_pretrained(tmp_path / "newer", save_original_format=False)
+    names = load_file(tmp_path / "newer" / "model.safetensors").keys()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    assert not any(".experts.0." in name for name in names)
+    pipelines = [open_pipeline(folder) for folder in (older, tmp_path / "newer")]
+    assert torch.equal(*map(logits_of, pipelines))
+    first, second = (
+        [part.name.rpartition("experts")[2] for one in packed.gate_up + packed.down for part in one.slices]
+        for packed in (pipeline.model.network.blocks[0].mlp.packed for pipeline in pipelines)  # type: ignore[attr-defined]
+    )
+    assert first == second, "adapters find each expert's layers in both"
+
+
+class OneOfThem:
+    """An encoding that is plain floats under another name."""
+
+    name = "other"
+    compute_dtype = DType.float32
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        return 4 * out_features * in_features
+
+    def pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"same": weight.float().contiguous()}
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return tensors["same"]
+
+    def multiply(
+        self, x: torch.Tensor, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return multiply_floats(x, tensors["same"], bias)
+
+
+def test_experts_are_encoded_and_routers_are_not(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENCODINGS, "other", OneOfThem())
+    pipeline = open_pipeline(checkpoint, quantization_encoding="other", kv_cache_block_size=16)
+    model: Any = pipeline.model
+    layer = model.network.blocks[0].mlp
+    assert layer.router.packed.encoding == "float32"
+    assert {one.encoding for one in layer.packed.gate_up + layer.packed.down} == {"other"}
+    assert deviation(pipeline, oracle(checkpoint)) <= 1
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, config_of("mixtral"))
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_local_experts": 6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match=r"experts\.5\.w1\.weight.*\[5, 48\].*\[6, 48\]"):
+        open_pipeline(tmp_path)
+
+
+def as_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
+    """A gpt-oss checkpoint with random MXFP4 experts, and one of the plain floats that they stand for."""
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    packed, plain = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = tensor.shape
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator).byte()
+            scales = torch.randint(120, 126, (experts, outputs, inputs // 32), generator=generator).byte()
+            del packed[name]
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            plain[name] = dequantized(blocks, scales).transpose(1, 2).float().contiguous()
+    written = json.loads((folder / "config.json").read_text())
+    for name, content, more in (
+        ("packed", packed, {"quantization_config": {"quant_method": "mxfp4"}} | config),
+        ("plain", plain, {}),
+    ):
+        (to / name).mkdir()
+        save_file(content, to / name / "model.safetensors", metadata={"format": "pt"})
+        values = {key: value for key, value in (written | more).items() if value is not ...}
+        (to / name / "config.json").write_text(json.dumps(values))
+    return to / "packed", to / "plain"
+
+
+def test_mxfp4_experts_are_the_floats_they_stand_for(gpt_oss: Path, tmp_path: Path) -> None:
+    packed, plain = as_mxfp4(gpt_oss, tmp_path)
+    pipeline = open_pipeline(packed, kv_cache_block_size=16)
+    assert deviation(pipeline, oracle(plain)) <= 1
+    assert torch.equal(logits_of(pipeline), logits_of(open_pipeline(plain, kv_cache_block_size=16)))
+
+
+def test_mxfp4_takes_the_type_of_the_other_tensors(gpt_oss: Path, tmp_path: Path) -> None:
+    """OpenAI's files name no type."""
+    packed, plain = as_mxfp4(gpt_oss, tmp_path, dtype=...)
+    configs = [PipelineConfig.from_flat({"model_path": str(path)}) for path in (packed, plain)]
+    sizes = [estimate_weights_size(config) for config in configs]
+    exact = sum(4 * one.numel() for one in load_file(plain / "model.safetensors").values())
+    assert all(exact <= size <= 2 * exact for size in sizes), "what they take once loaded, panels filled up"
+    activations = [estimate_activation_memory(one, one.model.huggingface_config) for one in configs]
+    assert activations[0] == activations[1]
+    tensors = load_file(packed / "model.safetensors")
+    tensors["more_blocks"] = torch.zeros(1 << 20).byte()  # by far the largest
+    save_file(tensors, packed / "model.safetensors")
+    assert PipelineConfig.from_flat({"model_path": str(packed)}).model.encoding == "float32"
+
+
+def test_faults_of_mxfp4_tensors(gpt_oss: Path, tmp_path: Path) -> None:
+    packed, _ = as_mxfp4(gpt_oss, tmp_path)
+    tensors = load_file(packed / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    del tensors[f"{name}_scales"]
+    tensors[f"{name}_blocks"] = tensors[f"{name}_blocks"][:, :, :, :8].contiguous()
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"down_proj_scales.*down_proj_blocks is \[5, 64, 1, 8\]"):
+        open_pipeline(packed)
+
+
+def test_mxfp4_of_a_size_that_has_no_blocks(gpt_oss: Path, tmp_path: Path) -> None:
+    packed, _ = as_mxfp4(gpt_oss, tmp_path, intermediate_size=40)
+    with pytest.raises(ConfigError, match="multiple of 32"):
+        open_pipeline(packed)
+
+
+# ---- adapters ----
+
+
+def write_old_adapter(
+    folder: Path, targets: list[str], matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]
+) -> Path:
+    """As peft wrote adapters while experts were modules of their own."""
+    folder.mkdir()
+    tensors = {}
+    for name, (down, up) in matrices.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down
+        tensors[f"base_model.model.{name}.lora_B.weight"] = up
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"), [("mixtral", ["w1", "w2"]), ("qwen3_moe", ["up_proj", "gate"])]
+)
+def test_an_adapter_on_single_experts(family: str, targets: list[str], tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path / "base", config_of(family))
+    tensors = load_file(base / "model.safetensors")
+    matrices = {}
+    for name, weight in list(tensors.items()):
+        layer = name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in targets:
+            matrices[layer] = (torch.randn(2, weight.shape[1]) / 5, torch.randn(weight.shape[0], 2) / 5)
+            tensors[name] = weight + matrices[layer][1] @ matrices[layer][0]
+    assert len(matrices) >= 10
+    adapter = write_old_adapter(tmp_path / "adapter", targets, matrices)
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+    (merged / "config.json").write_text((base / "config.json").read_text())
+    pipeline = open_pipeline(base, enable_lora=True, lora=(f"tone={adapter}",))
+    contexts = [context_of(TOKENS, adapter="tone"), context_of(TOKENS)]
+    adapted, plain = step_logits(pipeline, contexts)
+    (expected,) = step_logits(open_pipeline(merged), [context_of(TOKENS)])
+    torch.testing.assert_close(adapted, expected, atol=2e-4, rtol=1e-4)
+    assert not torch.allclose(adapted, plain, atol=0.1)
+
+
+def test_an_adapter_on_a_tensor_of_all_experts_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    adapter = write_old_adapter(tmp_path / "adapter", ["q_proj"], {})
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["target_parameters"] = ["mlp.experts.gate_up_proj"]
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedFeatureError, match="target_parameters"):
+        open_pipeline(checkpoint, enable_lora=True, lora=(f"tone={adapter}",))
+
+
+# ---- refusals ----
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "more experts than there are": ("mixtral", {"num_experts_per_tok": 6}, "6 experts .* of 5"),
+    "a count of none": ("qwen3_moe", {"num_experts_per_tok": 8}, "8 experts .* of 7"),
+    "more than gpt-oss has": ("gpt_oss", {"num_experts_per_tok": 9}, "9 experts .* of 5"),
+    "experts for all tokens": ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert.*64"),
+    "layers by name": ("qwen3_moe", {"mlp_only_layers": ["first"]}, "mlp_only_layers.*first"),
+    "another gate": ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act.*gelu"),
+    "a window of null": ("gpt_oss", {"sliding_window": None}, "sliding_window"),
+    "another quantisation": (
+        "mixtral",
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "mixtral does not read checkpoints of 'gptq': give one of plain floats, as the model",
+    ),
+    "another than MXFP4": (
+        "gpt_oss",
+        {"quantization_config": {"quant_method": "awq"}},
+        "'awq': give one of plain floats, mxfp4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str, tmp_path: Path) -> None:
+    family, changes, message = REFUSED[case]
+    write_checkpoint(tmp_path, config_of(family))
+    values = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=message):
+        open_pipeline(tmp_path)

@@ -1,0 +1,244 @@
+"""Mistakes that the parity tests must notice: each is made on purpose and seen to be caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import oracle_logits, write_checkpoint
+from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
+
+from penstock.kernels import Activation, KVCacheInputs, Ops
+from penstock.kv_cache import KVCacheManager
+from penstock.nn import DecoderNetwork, Head, RotaryConfig
+from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
+
+TOKENS = random_tokens(60, 130, seed=9)
+
+
+@pytest.fixture
+def pipeline(checkpoint: Path) -> TextGenerationPipeline:
+    return open_pipeline(checkpoint, kernels="reference", kv_cache_block_size=16)
+
+
+def deviation(pipeline: TextGenerationPipeline, reference: Any) -> float:
+    """How far the logits of a prefill and twenty decode steps are from transformers', in tolerances."""
+    expected = oracle_logits(reference, TOKENS)
+    context = context_of(TOKENS[:40])
+    ours = [step_logits(pipeline, [context])[0]]
+    for token in TOKENS[40:]:
+        feed(pipeline, context, token)
+        ours.append(step_logits(pipeline, [context])[0])
+    pipeline.release(context)
+    tolerance = 1e-4 * max(1.0, float(expected.std()))
+    return float((torch.cat(ours) - expected[: len(torch.cat(ours))]).abs().max()) / tolerance
+
+
+def test_without_a_mistake_there_is_no_deviation(pipeline: TextGenerationPipeline, reference: Any) -> None:
+    assert deviation(pipeline, reference) <= 1
+
+
+def test_rope_base_doubled(checkpoint: Path, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.nn import rotary
+
+    original, calls = rotary._plain_frequencies, []
+
+    def mutated(config: RotaryConfig) -> torch.Tensor:
+        calls.append(config)
+        return original(replace(config, base=2 * config.base))
+
+    monkeypatch.setattr(rotary, "_plain_frequencies", mutated)
+    pipeline = open_pipeline(checkpoint, kernels="reference", kv_cache_block_size=16)
+    if not calls:
+        pytest.skip("has no rotary embedding")
+    assert deviation(pipeline, reference) > 10
+
+
+def test_gate_and_up_swapped(
+    pipeline: TextGenerationPipeline, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back_end: Any = type(pipeline.model.session.ops)
+    original, calls = back_end.gated_activation, []
+
+    def mutated(self: Ops, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        calls.append(activation)
+        return original(self, x.roll(x.shape[1] // 2, dims=1), activation)
+
+    monkeypatch.setattr(back_end, "gated_activation", mutated)
+    off = deviation(pipeline, reference)
+    if not calls:
+        pytest.skip("has no gated layer")
+    assert off > 10
+
+
+def test_keys_and_values_swapped(
+    pipeline: TextGenerationPipeline, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back_end: Any = type(pipeline.model.session.ops)
+    original = back_end.store_kv
+    monkeypatch.setattr(back_end, "store_kv", lambda self, k, v, kv: original(self, v, k, kv))
+    assert deviation(pipeline, reference) > 10
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_window_off_by_one(
+    pipeline: TextGenerationPipeline, reference: Any, by: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if all(group.window is None for group in pipeline.model.kv_cache_spec.groups):
+        pytest.skip("has no window")
+    original = KVCacheManager.inputs
+
+    def mutated(self: KVCacheManager, *args: Any, **kwargs: Any) -> KVCacheInputs:
+        inputs = original(self, *args, **kwargs)
+        moved = [replace(g, window=None if g.window is None else g.window + by) for g in inputs.groups]
+        return replace(inputs, groups=tuple(moved))
+
+    monkeypatch.setattr(KVCacheManager, "inputs", mutated)
+    assert deviation(pipeline, reference) > 10
+
+
+def attention_without(**parts: Any) -> Callable[[Any], Any]:
+    """A network whose attention has other parts; None where it has none of them anyway."""
+
+    def alter(network: Any) -> Any:
+        blocks = [replace(one, attention=replace(one.attention, **parts)) for one in network.blocks]
+        same = all(
+            getattr(one.attention, part) is value for one in network.blocks for part, value in parts.items()
+        )
+        return None if same else replace(network, blocks=tuple(blocks))
+
+    return alter
+
+
+def with_norms_of_one(network: Any) -> Any:
+    ones = torch.ones_like(network.norm.weight)
+    return replace(network, norm=replace(network.norm, weight=ones))
+
+
+def with_ropes_swapped(network: Any) -> Any:
+    if not isinstance(network, DecoderNetwork) or len(network.rotaries) < 2:
+        return None
+    return replace(network, rotaries=network.rotaries[::-1])
+
+
+def with_rope_everywhere(network: Any) -> Any:
+    if not isinstance(network, DecoderNetwork) or all(b.attention.rotary == 0 for b in network.blocks):
+        return None
+    return attention_without(rotary=0)(network)
+
+
+def with_a_plain_head(network: Any) -> Any:
+    head = network.head
+    return None if (head.scale, head.soft_cap) == (1, None) else replace(network, head=Head(head.linear))
+
+
+def with_plain_embeddings(network: Any) -> Any:
+    embedding = network.embedding
+    return None if embedding.scale == 1 else replace(network, embedding=replace(embedding, scale=1.0))
+
+
+def with_branches_of_scale_one(network: Any) -> Any:
+    if not isinstance(network, DecoderNetwork) or all(b.mlp_branch.scale == 1 for b in network.blocks):
+        return None
+    return replace(
+        network,
+        blocks=tuple(replace(b, mlp_branch=replace(b.mlp_branch, scale=1.0)) for b in network.blocks),
+    )
+
+
+ALTERATIONS: dict[str, Callable[[Any], Any]] = {
+    "queries not normed": attention_without(q_norm=None),
+    "keys not normed": attention_without(k_norm=None),
+    "no soft cap of scores": attention_without(soft_cap=None),
+    "no cap or scale of logits": with_a_plain_head,
+    "embeddings not scaled": with_plain_embeddings,
+    "a residual multiplier forgotten": with_branches_of_scale_one,
+    "final norm without its weight": with_norms_of_one,
+    "local and global rope swapped": with_ropes_swapped,
+    "rope in layers that have none": with_rope_everywhere,
+}
+
+
+def test_altered_networks(pipeline: TextGenerationPipeline, reference: Any) -> None:
+    model: Any = pipeline.model
+    network = model.network
+    for name, alter in ALTERATIONS.items():
+        altered = alter(network)
+        if altered is not None:
+            model.network = altered
+            assert deviation(pipeline, reference) > 10, name
+
+
+def test_every_alteration_is_one_for_some_architecture(tmp_path: Path) -> None:
+    networks = []
+    for architecture in PIPELINE_REGISTRY.architectures:
+        assert architecture.tiny_config is not None
+        folder = write_checkpoint(tmp_path / architecture.name, architecture.tiny_config())
+        model: Any = open_pipeline(folder).model
+        networks.append(model.network)
+    for name, alter in ALTERATIONS.items():
+        assert any(alter(network) is not None for network in networks), name
+
+
+def test_block_table_off_by_one(
+    pipeline: TextGenerationPipeline, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = KVCacheManager.inputs
+
+    def mutated(self: KVCacheManager, *args: Any, **kwargs: Any) -> KVCacheInputs:
+        inputs = original(self, *args, **kwargs)
+        shifted = [replace(g, block_tables=g.block_tables.roll(1, dims=1)) for g in inputs.groups]
+        return replace(inputs, groups=tuple(shifted))
+
+    monkeypatch.setattr(KVCacheManager, "inputs", mutated)
+    assert deviation(pipeline, reference) > 10
+
+
+def test_rows_stored_one_slot_late(
+    pipeline: TextGenerationPipeline, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = KVCacheManager.inputs
+
+    def mutated(self: KVCacheManager, *args: Any, **kwargs: Any) -> KVCacheInputs:
+        inputs = original(self, *args, **kwargs)
+        return replace(inputs, groups=tuple(replace(g, slots=g.slots + 1) for g in inputs.groups))
+
+    monkeypatch.setattr(KVCacheManager, "inputs", mutated)
+    assert deviation(pipeline, reference) > 10
+
+
+def test_stale_prefix_block(pipeline: TextGenerationPipeline, reference: Any) -> None:
+    """A cached block whose content is another prompt's shows in the logits of whoever finds it."""
+    assert deviation(pipeline, reference) <= 1  # leaves its blocks in the prefix cache
+    context = context_of(TOKENS)
+    pipeline.kv.claim(context)
+    pipeline.kv.reserve(context)
+    assert context.start_idx >= 32
+    manager = pipeline.kv
+    assert isinstance(manager, KVCacheManager)
+    groups = manager.inputs([context]).groups
+    for cache, group in zip(manager.storage.caches, manager.spec.group_of_layer, strict=True):
+        cache[:, groups[group].block_tables[0, context.start_idx // 16 - 1]] += 1.0
+    pipeline.release(context)
+    again = context_of(TOKENS)
+    logits = step_logits(pipeline, [again])[0]
+    expected = oracle_logits(reference, TOKENS)[again.start_idx :]
+    assert float((logits - expected).abs().max()) > 1e-3 * max(1.0, float(expected.std()))
+
+
+def test_swapped_layers(tmp_path: Path) -> None:
+    """Two layers of the checkpoint exchanged: the oracle is not blind to the order of blocks."""
+    for architecture in PIPELINE_REGISTRY.architectures:
+        assert architecture.tiny_config is not None
+        folder = write_checkpoint(tmp_path / architecture.name, architecture.tiny_config())
+        straight = step_logits(open_pipeline(folder), [context_of(TOKENS)])[0]
+        model: Any = open_pipeline(folder).model
+        blocks = list(model.network.blocks)
+        swapped = open_pipeline(folder)
+        network: Any = swapped.model
+        network.network = replace(network.network, blocks=(blocks[1], blocks[0], *blocks[2:]))
+        assert not torch.allclose(step_logits(swapped, [context_of(TOKENS)])[0], straight, atol=1e-2)

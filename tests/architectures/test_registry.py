@@ -1,0 +1,161 @@
+"""Architectures: found by folder, loaded when asked for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.architectures.registry import PIPELINE_REGISTRY, PipelineRegistry, SupportedArchitecture
+from penstock.config import HuggingFaceConfig
+from penstock.errors import CheckpointError, ConfigError, UnknownArchitectureError
+from penstock.kernels import ENCODINGS
+from penstock.pipelines.core import PipelineTask
+
+RECORD = """
+from penstock.pipelines.core import PipelineTask
+from penstock.architectures.registry import SupportedArchitecture
+
+ARCHITECTURE = SupportedArchitecture(
+    name={name!r},
+    task=PipelineTask.TEXT_GENERATION,
+    pipeline_model="model:Model",
+    supported_encodings=("float32",),
+)
+"""
+
+
+def add_folder(parent: Path, folder: str, name: str) -> None:
+    (parent / folder).mkdir()
+    (parent / folder / "__init__.py").write_text(RECORD.format(name=name))
+    (parent / folder / "config.py").write_text(f"SIZE = {len(name)}\n")
+    (parent / folder / "model.py").write_text("from .config import SIZE\n\nclass Model:\n    size = SIZE\n")
+
+
+def config(model_type: Any) -> HuggingFaceConfig:
+    return HuggingFaceConfig({"model_type": model_type})
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> PipelineRegistry:
+    add_folder(tmp_path, "toy", "toy")
+    add_folder(tmp_path, "with_dash", "with-dash")
+    (tmp_path / "no_package").mkdir()
+    (tmp_path / "a_module.py").write_text("raise RuntimeError('not a folder')")
+    return PipelineRegistry([tmp_path])
+
+
+def hand_made(name: str = "hand-made", model: str | type = dict) -> SupportedArchitecture:
+    return SupportedArchitecture(
+        name=name,
+        task=PipelineTask.TEXT_GENERATION,
+        pipeline_model=model,
+        supported_encodings=("float32",),
+    )
+
+
+def test_folders_are_architectures(registry: PipelineRegistry) -> None:
+    names = [architecture.name for architecture in registry.architectures]
+    assert {"toy", "with-dash"} <= set(names)
+    assert names == sorted(names)
+    assert len(names) == len(PIPELINE_REGISTRY.architectures) + 2
+
+
+def test_a_model_is_loaded_only_when_asked_for(registry: PipelineRegistry) -> None:
+    architecture = registry.retrieve_architecture(config("toy"), "checkpoint")
+    assert f"{architecture.package}.model" not in sys.modules
+    model = architecture.load_pipeline_model()
+    assert (model.__name__, model.size) == ("Model", 3)
+
+
+def test_a_model_type_that_is_no_identifier(registry: PipelineRegistry) -> None:
+    architecture = registry.retrieve_architecture(config("with-dash"), "checkpoint")
+    assert architecture.load_pipeline_model().size == 9
+
+
+def test_retrieving_one_imports_no_other(registry: PipelineRegistry, tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("raise RuntimeError('imported')")
+    assert registry.retrieve_architecture(config("toy"), "checkpoint").name == "toy"
+
+
+def test_an_unknown_architecture_names_the_nearest(registry: PipelineRegistry) -> None:
+    with pytest.raises(UnknownArchitectureError, match="did you mean toy") as error:
+        registry.retrieve_architecture(config("toyy"), "/some/checkpoint")
+    assert str(error.value).startswith("/some/checkpoint: architecture 'toyy' is not known (known: ")
+    assert {"toy", "with-dash", "llama"} <= set(error.value.known)
+
+
+@pytest.mark.parametrize("model_type", ["", "..", "toy/..", None, 3])
+def test_a_type_that_can_be_no_folder(registry: PipelineRegistry, model_type: Any) -> None:
+    with pytest.raises(UnknownArchitectureError):
+        registry.retrieve_architecture(config(model_type), "checkpoint")
+
+
+def test_a_checkpoint_without_a_type(registry: PipelineRegistry) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: has no 'model_type'"):
+        registry.retrieve_architecture(HuggingFaceConfig({}), "checkpoint")
+
+
+def test_an_encoding_that_it_cannot_run(registry: PipelineRegistry) -> None:
+    assert registry.retrieve_architecture(config("toy"), "x", encoding="float32").name == "toy"
+    with pytest.raises(ConfigError, match=r"toy does not run in 'bfloat16': use one of float32, or a model"):
+        registry.retrieve_architecture(config("toy"), "x", encoding="bfloat16")
+
+
+def test_a_record_that_is_missing_or_misplaced(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "__init__.py").write_text("")
+    registry = PipelineRegistry([tmp_path])
+    with pytest.raises(ConfigError, match="must hold ARCHITECTURE"):
+        registry.retrieve_architecture(config("empty"), "x")
+    add_folder(tmp_path, "elsewhere", "other")
+    registry = PipelineRegistry([tmp_path])
+    with pytest.raises(ConfigError, match="is of model_type 'other': its folder must be other"):
+        registry.retrieve_architecture(config("elsewhere"), "x")
+
+
+def test_one_may_be_registered_by_hand(registry: PipelineRegistry) -> None:
+    registry.register(hand_made())
+    found = registry.retrieve_architecture(config("hand-made"), "x")
+    assert found.load_pipeline_model() is dict
+    assert found in registry.architectures
+
+
+def test_a_class_may_be_named_by_module(registry: PipelineRegistry) -> None:
+    registry.register(hand_made(model="collections:OrderedDict"))
+    found = registry.retrieve_architecture(config("hand-made"), "x")
+    assert found.load_pipeline_model().__name__ == "OrderedDict"
+    with pytest.raises(ConfigError, match="must be written module:Class"):
+        hand_made(model="collections.OrderedDict").load_pipeline_model()
+
+
+@pytest.mark.parametrize("name", ["toy", "llama", "hand-made"])
+def test_a_name_is_taken_once_unless_overridden(registry: PipelineRegistry, name: str) -> None:
+    registry.register(hand_made())
+    with pytest.raises(ConfigError, match=f"'{name}' is registered already"):
+        registry.register(hand_made(name, list))
+    registry.register(hand_made(name, list), allow_override=True)
+    assert registry.retrieve_architecture(config(name), "x").load_pipeline_model() is list
+    assert [one.name for one in registry.architectures].count(name) == 1
+
+
+@pytest.mark.parametrize("architecture", PIPELINE_REGISTRY.architectures, ids=lambda one: one.name)
+class TestWhatIsFound:
+    def test_it_is_found_by_its_type(self, architecture: SupportedArchitecture) -> None:
+        assert PIPELINE_REGISTRY.retrieve_architecture(config(architecture.name), "x") == architecture
+
+    def test_its_record_is_whole(self, architecture: SupportedArchitecture) -> None:
+        assert architecture.tiny_config is not None
+        assert architecture.tiny_config()["model_type"] == architecture.name
+        assert architecture.supported_encodings
+        assert set(architecture.supported_encodings) <= set(ENCODINGS)
+        assert architecture.example_repo_ids
+
+    def test_its_classes_load(self, architecture: SupportedArchitecture) -> None:
+        from penstock.pipelines import PipelineModel
+
+        assert issubclass(architecture.load_pipeline_model(), PipelineModel)
+        assert architecture.load_tokenizer().__name__.endswith("Tokenizer")

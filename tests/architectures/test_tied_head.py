@@ -1,0 +1,86 @@
+"""An output head in the file although ``tie_word_embeddings`` is true: the same as in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import oracle, oracle_logits, write_checkpoint
+from support.running import context_of, open_pipeline, random_tokens, step_logits
+
+from penstock.architectures.registry import SupportedArchitecture
+from penstock.pipelines import PIPELINE_REGISTRY
+
+TOKENS = random_tokens(20, 130, seed=1)
+HEAD = "lm_head.weight"
+
+
+@pytest.fixture(params=PIPELINE_REGISTRY.architectures, ids=lambda architecture: architecture.name)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A checkpoint whose head is not its embedding table, though ``config.json`` says so."""
+    return write_untied(tmp_path, request.param)
+
+
+def write_untied(folder: Path, architecture: SupportedArchitecture) -> Path:
+    assert architecture.tiny_config is not None
+    write_checkpoint(folder, architecture.tiny_config() | {"tie_word_embeddings": False})
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replaces the tensors whose names begin so; None removes them."""
+    file = folder / "model.safetensors"
+    stored: dict[str, Any] = load_file(file)
+    for name in list(stored):
+        for key in tensors.keys() & {"head" if name == HEAD else "table" if is_table(name) else ""}:
+            stored[name] = tensors[key]
+    save_file({name: one.clone() for name, one in stored.items() if one is not None}, file)
+
+
+def is_table(name: str) -> bool:
+    return name.endswith(("embed_tokens.weight", "wte.weight"))
+
+
+def table_of(folder: Path) -> torch.Tensor:
+    (table,) = (one for name, one in load_file(folder / "model.safetensors").items() if is_table(name))
+    return table
+
+
+def assert_is_that_of_transformers(folder: Path) -> torch.Tensor:
+    expected = oracle_logits(oracle(folder), TOKENS)
+    ours = step_logits(open_pipeline(folder), [context_of(TOKENS)])[0]
+    torch.testing.assert_close(ours, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
+    return ours
+
+
+def test_a_head_of_its_own_is_used(checkpoint: Path) -> None:
+    ours = assert_is_that_of_transformers(checkpoint)
+    change(checkpoint, head=None)
+    tied = assert_is_that_of_transformers(checkpoint)
+    assert (ours - tied).abs().max() > 1
+
+
+def test_a_head_that_repeats_the_table(checkpoint: Path) -> None:
+    change(checkpoint, head=None)
+    once = step_logits(open_pipeline(checkpoint), [context_of(TOKENS)])[0]
+    file = checkpoint / "model.safetensors"
+    save_file(load_file(file) | {HEAD: table_of(checkpoint).clone()}, file)
+    assert torch.equal(assert_is_that_of_transformers(checkpoint), once)
+
+
+def test_a_head_without_a_table_is_both(checkpoint: Path) -> None:
+    head = load_file(checkpoint / "model.safetensors")[HEAD]
+    change(checkpoint, table=None)
+    ours = assert_is_that_of_transformers(checkpoint)
+    change(checkpoint, head=None)
+    file = checkpoint / "model.safetensors"
+    config = json.loads((checkpoint / "config.json").read_text())
+    name = "transformer.wte.weight" if config["model_type"] == "gpt2" else "model.embed_tokens.weight"
+    save_file(load_file(file) | {name: head}, file)
+    assert torch.equal(step_logits(open_pipeline(checkpoint), [context_of(TOKENS)])[0], ours)

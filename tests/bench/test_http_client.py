@@ -1,0 +1,169 @@
+"""The load generator's HTTP client, against servers that write what a test wants, cut where it wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from penstock.bench.http_client import HttpClient, IncompleteResponseError
+from penstock.errors import ConfigError
+
+PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Name: a: b\r\n\r\nhello"
+CHUNKED = (
+    b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 429 Too Many\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"3;x=y\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"
+)
+TO_THE_END = b"HTTP/1.0 200 OK\r\n\r\nhello"
+
+
+@asynccontextmanager
+async def answering(
+    answer: Callable[[bytes, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[tuple[HttpClient, list[bytes]]]:
+    """A client of a server that hands each request to a function; what it has read, a list a connection."""
+    seen: list[bytes] = []
+
+    serving: set[asyncio.Task[None] | None] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.current_task())
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                _, is_post, length = head.partition(b"Content-Length: ")
+                body = await reader.readexactly(int(length.split(b"\r\n")[0])) if is_post else b""
+                seen.append(head + body)
+                await answer(head, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.transport.abort()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/prefix/", {"X-Key": "k"})
+    try:
+        yield client, seen
+    finally:
+        client.close()
+        server.close()
+        tasks = [task for task in serving if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # or the loop ends before their connections do
+
+
+def writing(
+    *pieces: bytes, then_close: bool = False
+) -> Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]:
+    async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        if then_close:
+            writer.close()
+
+    return answer
+
+
+def cut(data: bytes, size: int) -> list[bytes]:
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(("data", "status"), [(PLAIN, 200), (CHUNKED, 429)])
+async def test_an_answer_in_pieces(data: bytes, status: int, size: int) -> None:
+    async with answering(writing(*cut(data, size))) as (client, seen):
+        for _ in range(2):  # on the same connection
+            answer = await client.post("/path", {"a": 1})
+            assert (answer.status, answer.body) == (status, b"hello")
+        times = [when for when, _ in answer.pieces]
+        assert times == sorted(times)
+        if data is PLAIN:
+            assert answer.headers["x-name"] == "a: b"
+        assert seen[1].startswith(b"POST /prefix/path HTTP/1.1\r\nHost: 127.0.0.1:")
+        assert seen[1].endswith(b'\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n{"a":1}')
+        assert b"\r\nX-Key: k\r\n" in seen[1]
+
+
+async def test_an_answer_that_ends_with_its_connection() -> None:
+    async with answering(writing(TO_THE_END, then_close=True)) as (client, _):
+        for _ in range(2):
+            assert (await client.get("/")).body == b"hello"
+
+
+async def test_a_connection_that_the_server_gave_up_is_opened_anew() -> None:
+    count = 0
+
+    async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            writer.close()  # instead of an answer, in the moment when it is used again
+        else:
+            writer.write(PLAIN)
+
+    async with answering(answer) as (client, _):
+        assert (await client.get("/")).body == b"hello"
+        assert (await client.get("/")).body == b"hello"
+        assert count == 3
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b""],
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhel"],
+        [b"HTTP/1.1 200 OK\r\nContent-Le"],
+        [CHUNKED[:-4]],
+        [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"],
+        [b"nonsense\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\nContent-Length: ten\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000],
+    ],
+    ids=["nothing", "short", "head", "chunks", "chunk size", "status", "length", "long head"],
+)
+async def test_a_broken_answer(pieces: Sequence[bytes]) -> None:
+    async with answering(writing(*pieces, then_close=True)) as (client, _):
+        with pytest.raises(IncompleteResponseError):
+            await client.post("/", {})
+
+
+async def test_nobody_there() -> None:
+    with pytest.raises(OSError, match=r"127\.0\.0\.1"):
+        await HttpClient("http://127.0.0.1:9").get("/")
+
+
+async def test_a_request_that_is_cancelled_closes_its_connection() -> None:
+    begun, gone = asyncio.Event(), asyncio.Event()
+
+    async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        begun.set()
+        try:
+            while True:
+                writer.write(b"1\r\na\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.001)
+        except ConnectionError:
+            gone.set()
+            raise
+
+    async with answering(answer) as (client, _):
+        task = asyncio.create_task(client.post("/", {}))
+        await asyncio.wait_for(begun.wait(), 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(gone.wait(), 30)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a:port", ""])
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no address"):
+        HttpClient(url)

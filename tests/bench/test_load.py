@@ -1,0 +1,137 @@
+"""Closed loops and open ones, against a server that answers when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from penstock.bench.http_client import HttpClient, HttpResponse, IncompleteResponseError
+from penstock.bench.load import INTERRUPTED, Load, Measurement, measure, round_trips
+from penstock.bench.summary import Summary
+
+GOOD = b'{"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
+
+
+class Client(HttpClient):
+    """Answers by itself."""
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        super().__init__("http://nowhere")
+        self.seconds = seconds
+        self.num_now = self.num_most = 0
+        self.indices: list[int] = []
+
+    async def post(self, path: str, body: Any) -> HttpResponse:
+        assert path == "/v1/completions"
+        self.indices.append(body["index"])
+        self.num_now += 1
+        self.num_most = max(self.num_most, self.num_now)
+        try:
+            await asyncio.sleep(self.seconds)
+            if "error" in body:
+                raise body["error"]
+            return HttpResponse(200, {}, [(time.perf_counter(), GOOD)])
+        finally:
+            self.num_now -= 1
+
+    async def get(self, path: str) -> HttpResponse:
+        self.num_now += 1
+        if self.num_now > 7:
+            raise ConnectionResetError
+        await asyncio.sleep(self.seconds)
+        return HttpResponse(200)
+
+
+def bodies(count: int) -> list[dict[str, Any]]:
+    return [{"index": index} for index in range(count)]
+
+
+async def run(
+    client: Client, bodies: list[dict[str, Any]], stop: asyncio.Event | None = None, **load: Any
+) -> Any:
+    return await measure(client, "/v1/completions", bodies, Load(**load), stop=stop)
+
+
+async def test_a_closed_loop_keeps_its_number() -> None:
+    client = Client()
+    found = await run(client, bodies(20), concurrency=4)
+    assert client.num_most == 4
+    assert client.indices == list(range(20))
+    assert [one.error for one in found.outcomes] == [None] * 20
+    assert not found.is_interrupted
+    assert found.seconds >= 5 * 0.01
+
+
+async def test_an_open_loop_waits_for_nobody() -> None:
+    client = Client(seconds=0.3)
+    found = await run(client, bodies(30), rate=300.0, seed=3)
+    assert client.num_most > 10
+    dues = [one.scheduled - found.started for one in found.outcomes]
+    assert dues == sorted(dues)
+    again = await run(Client(0.0), bodies(30), rate=300.0, seed=3)
+    assert [one.scheduled - again.started for one in again.outcomes] == pytest.approx(dues)
+    other = await run(Client(0.0), bodies(30), rate=300.0, seed=4)
+    assert other.outcomes[-1].scheduled - other.started != pytest.approx(dues[-1])
+
+
+async def test_arrivals_are_a_poisson_process() -> None:
+    found = await run(Client(0.0), bodies(2000), rate=20_000.0)
+    dues = [one.scheduled for one in found.outcomes]
+    gaps = [20_000 * (b - a) for a, b in pairwise(dues)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1, abs=0.1)
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(1, abs=0.25)
+
+
+async def test_whoever_is_sent_late_was_late_all_the_same() -> None:
+    """No coordinated omission: the client lets two through at a time, and the others' waiting counts."""
+    client = Client(seconds=0.05)
+    found = await run(client, bodies(10), rate=10_000.0, concurrency=2)
+    assert client.num_most == 2
+    assert max(one.seconds for one in found.outcomes) >= 5 * 0.05
+    last = max(found.outcomes, key=lambda one: one.sent)
+    assert last.sent - last.scheduled >= 3 * 0.05
+
+
+async def test_errors_are_counted_by_their_kinds() -> None:
+    client = Client()
+    errors = [IncompleteResponseError("cut"), ConnectionRefusedError("no"), IncompleteResponseError("cut")]
+    found = await run(
+        client, [*bodies(2), *({"index": 2, "error": error} for error in errors)], concurrency=2
+    )
+    assert Summary.of(found).errors == {"broken connection": 2, "no connection": 1}
+    client.seconds = 5
+    found = await run(client, bodies(2), concurrency=2, timeout=0.05)
+    assert Summary.of(found).errors == {"timeout": 2}
+
+
+@pytest.mark.parametrize("load", [{"concurrency": 3}, {"rate": 1000.0}])
+async def test_an_interrupted_run_keeps_what_it_has(load: dict[str, Any]) -> None:
+    client, stop = Client(seconds=0.02), asyncio.Event()
+    asyncio.get_running_loop().call_later(0.2, stop.set)
+    found = await run(client, [*bodies(4), *({"index": i} for i in range(4, 10_000))], stop, **load)
+    assert found.is_interrupted
+    assert client.num_now == 0
+    summary = Summary.of(found)
+    assert 0 < summary.completed < 10_000
+    assert set(summary.errors) <= {INTERRUPTED}
+    assert summary.requests == len(client.indices) or load == {"rate": 1000.0}
+
+
+async def test_a_mistake_of_ours_is_not_an_error_of_the_server() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await run(Client(), [{"index": 0, "error": ZeroDivisionError()}], concurrency=1)
+
+
+async def test_round_trips_are_those_behind_the_first() -> None:
+    found = await round_trips(Client(), "/v1/models", 5)
+    assert len(found) == 5
+    assert min(found) >= 0.009
+    summary = Summary.of(Measurement(round_trips=found))
+    assert summary.latencies()["keep-alive"].count == 5
+    assert len(await round_trips(Client(), "/v1/models", 50)) == 6, "the server ended its connection"
+    assert "keep-alive" not in Summary.of(Measurement()).latencies()

@@ -1,0 +1,142 @@
+"""What is read of answers, and what the numbers are that come out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.bench.http_client import HttpResponse
+from penstock.bench.load import Measurement
+from penstock.bench.outcome import Outcome, events_of, read_response
+from penstock.bench.summary import Summary, report_of
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
+SSE = {"content-type": "text/event-stream; charset=utf-8"}
+
+
+def chunk(text: str | None, **more: Any) -> bytes:
+    choice = {"index": 0, "delta": {} if text is None else {"content": text}, "finish_reason": None}
+    return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
+
+
+LAST = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+def stream(*pieces: tuple[float, bytes]) -> Outcome:
+    return outcome_of(HttpResponse(200, dict(SSE), list(pieces)))
+
+
+def outcome_of(answer: HttpResponse) -> Outcome:
+    outcome = Outcome(0, scheduled=1.0, sent=1.5, ended=9.0)
+    read_response(outcome, answer)
+    return outcome
+
+
+def test_the_times_of_a_stream() -> None:
+    outcome = stream(
+        (2.0, chunk("")),  # names the role
+        (3.0, chunk("He") + b": ping\n\n"),
+        (3.5, b": ping\n\n"),
+        (5.0, chunk("llo") + chunk(" you")),
+        (6.0, chunk(None, usage=None)),
+        (7.0, LAST),
+    )
+    assert outcome.error is None
+    assert (outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens) == (7, 5, 3)
+    assert outcome.first_token_seconds == 2.0  # since it was due
+    assert outcome.gaps == [2.0, 0.0]
+    assert outcome.token_seconds == 0.5  # two seconds for the four after the first
+    assert outcome.seconds == 8.0
+
+
+def test_tokens_come_from_usage_and_not_from_events() -> None:
+    outcome = stream((2.0, chunk("a")), (3.0, chunk("b")), (4.0, LAST))
+    assert outcome.completion_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "delta", [{"reasoning_content": "a"}, {"tool_calls": [{"index": 0}]}, {"reasoning": "a"}]
+)
+def test_what_is_text_too(delta: dict[str, Any]) -> None:
+    data = json.dumps({"choices": [{"index": 0, "delta": delta}], "usage": USAGE}).encode()
+    outcome = stream((2.0, b"data: " + data + b"\n\ndata: [DONE]\n\n"))
+    assert (outcome.text_times, outcome.error) == ([2.0], None)
+
+
+@given(st.integers(1, 30), st.booleans())
+def test_events_are_the_same_however_they_are_cut(size: int, with_returns: bool) -> None:
+    text = b"data: a\n\n: ping\n\nevent: x\ndata:b\ndata: c\n\ndata: d\n\n"
+    if with_returns:
+        text = text.replace(b"\n", b"\r\n")
+    pieces = [(float(start), text[start : start + size]) for start in range(0, len(text), size)]
+    assert [data for _, data in events_of(pieces)] == [b"a", b"b\nc", b"d"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "detail"),
+    [
+        (
+            HttpResponse(429, {}, [(1.0, b'{"error": {"message": "wait", "code": "rate"}}')]),
+            "HTTP 429 (rate)",
+            "wait",
+        ),
+        (HttpResponse(500, {}, [(1.0, b"<html>")]), "HTTP 500", "<html>"),
+        (HttpResponse(400, {}, [(1.0, b'{"object": "error", "message": "no"}')]), "HTTP 400", "no"),
+        (HttpResponse(200, {}, [(1.0, b"{")]), "an answer that cannot be read", "truncated"),
+        (HttpResponse(200, {}, [(1.0, b'{"choices": []}')]), "no usage", "how many tokens"),
+        (HttpResponse(200, SSE, [(1.0, chunk("a"))]), "a stream without [DONE]", ""),
+        (
+            HttpResponse(
+                200, SSE, [(1.0, chunk("a") + b'data: {"error": {"message": "m", "type": "t"}}\n\n')]
+            ),
+            "error in the answer (t)",
+            "m",
+        ),
+    ],
+)
+def test_what_went_wrong(answer: HttpResponse, kind: str, detail: str) -> None:
+    outcome = outcome_of(answer)
+    assert outcome.error == kind
+    assert detail in outcome.detail
+
+
+def test_a_summary_loses_nothing() -> None:
+    good = [
+        Outcome(
+            index, float(index), float(index), index + 10.0, [index + 2.0, index + 4.0, index + 8.0], 10, 2, 4
+        )
+        for index in range(100)
+    ]
+    bad = [Outcome(200, 0.0, ended=1.0, error="timeout", detail="first")] * 2
+    bad.append(
+        Outcome(201, 0.0, 0.0, 1.0, [0.1, 0.9], prompt_tokens=9, completion_tokens=9, error="HTTP 500")
+    )
+    found = Measurement([*good, *bad], started=0.0, ended=50.0)
+    summary = Summary.of(found)
+    assert (summary.requests, summary.completed) == (103, 100)
+    assert summary.errors == {"timeout": 2, "HTTP 500": 1}
+    assert summary.error_details["timeout"] == "first"
+    assert summary.completion_tokens == 400
+    assert summary.completion_tokens_per_second == 8.0
+    assert summary.prompt_tokens_per_second == 20.0
+    assert summary.cached_tokens == 200
+    assert summary.requests_per_second == 2.0
+    latencies = summary.latencies()
+    assert latencies["time to first token"].percentiles == {"p50": 2, "p90": 2, "p95": 2, "p99": 2}
+    assert latencies["end to end"].mean == 10.0
+    assert latencies["time per token"].mean == 2.0
+    assert (latencies["inter-token"].count, latencies["inter-token"].mean) == (200, 3.0)
+    report = json.loads(json.dumps(report_of(found, {"url": "x"})))
+    assert len(report["requests"]) == 103
+    assert report["summary"]["end_to_end"]["percentiles"]["p99"] == 10.0
+    assert report["requests"][100]["error"] == "timeout"
+
+
+def test_a_summary_of_nothing() -> None:
+    summary = Summary.of(Measurement([Outcome(0, 0.0, error="no connection")], 0.0, 0.0))
+    assert summary.latencies() == {}
+    assert summary.completion_tokens_per_second == 0.0

@@ -1,0 +1,29 @@
+"""Plots have room for their titles."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.bench.plot_title import wrap_title
+
+LONG = (
+    "/models/a-model-with-a-rather-long-name, bfloat16, kernels cpu (avx512), "
+    "2 threads, AMD EPYC 9B45 128-Core Processor; decoding replayed"
+)
+
+
+@pytest.mark.parametrize("inches", [4.2, 7.4, 11.0])
+@pytest.mark.parametrize("title", ["short", LONG, "x" * 200])
+def test_a_title_is_wrapped_to_the_width_of_the_picture(inches: float, title: str) -> None:
+    figures = pytest.importorskip("matplotlib.figure", reason="needs the extra bench")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = figures.Figure(figsize=(inches, 4))
+    FigureCanvasAgg(figure)
+    wrap_title(figure, title)
+    (text,) = figure.texts
+    assert "".join(text.get_text().split()) == "".join(title.split())
+    extent = text.get_window_extent()
+    assert extent.x0 >= 0
+    assert extent.x1 <= figure.bbox.width
+    assert ("\n" in text.get_text()) == (title != "short")

@@ -1,0 +1,423 @@
+"""Configurations: every way to give a value, and every way to get it wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import (
+    FLOAT_ENCODINGS,
+    KVCacheConfig,
+    ModelConfig,
+    PipelineConfig,
+    SamplingConfig,
+    config_fields,
+    parse_devices,
+    upper_bounded_default,
+)
+from penstock.config.model import _warn_encoding_fallback
+from penstock.driver import DeviceSpec
+from penstock.dtype import ENCODINGS as DTYPE_ENCODINGS
+from penstock.errors import ConfigError
+from penstock.kernels import ENCODINGS, FloatEncoding
+from penstock.nn import encoding_of_linear
+from penstock.serve.config import serve_fields
+
+LEGAL: dict[str, st.SearchStrategy[Any]] = {
+    "model_path": st.sampled_from(["demo", "./folder", "name/space"]),
+    "revision": st.sampled_from(["main", "v1"]),
+    "gguf_file": st.sampled_from([None, "Q4_K_M"]),
+    "quantization_encoding": st.sampled_from([None, *FLOAT_ENCODINGS]),
+    "max_length": st.none() | st.integers(1, 2**40),
+    "devices": st.sampled_from([parse_devices(text) for text in ("cpu", "gpu", "gpu:0,1")]),
+    "chat_template": st.sampled_from([None, "template.jinja"]),
+    "special_tokens_in_content": st.booleans(),
+    "served_model_name": st.sampled_from([None, "name"]),
+    "kv_cache_block_size": st.sampled_from([16, 32, 64, 128]),
+    "enable_prefix_caching": st.booleans(),
+    "device_memory_utilization": st.floats(0, 1, exclude_min=True),
+    "kv_cache_dtype": st.sampled_from([None, "float32", "bfloat16", "float16", "int8"]),
+    "kv_cache_memory": st.none() | st.integers(1, 2**40),
+    "use_generation_config": st.booleans(),
+    "lora": st.sampled_from([(), ("tone=/adapters/tone",), ("a=x", "b=y=z")]),
+    "enable_lora": st.booleans(),
+    "lora_dir": st.sampled_from([None, "/adapters"]),
+    "max_loras": st.integers(1, 100),
+    "max_loaded_loras": st.integers(1, 1000),
+    "max_lora_rank": st.integers(1, 1024),
+    "speculative_method": st.sampled_from([None, "ngram"]),
+    "draft_model_path": st.none(),  # for another method, which needs it
+    "draft_quantization_encoding": st.none(),
+    "num_speculative_tokens": st.integers(1, 64),
+    "adaptive_speculation": st.booleans(),
+    "ngram_min": st.integers(1, 3),
+    "ngram_max": st.integers(3, 9),
+    "enable_structured_output": st.booleans(),
+    "grammar_compile_timeout": st.floats(0.01, 1000),
+    "max_grammar_size": st.integers(1, 2**30),
+    "grammar_cache_size": st.integers(1, 2**40),
+    "json_whitespace": st.sampled_from(["flexible", "compact"]),
+    "max_batch_size": st.none() | st.integers(1, 2**20),
+    "max_batch_input_tokens": st.integers(1, 2**20),
+    "enable_chunked_prefill": st.booleans(),
+    "max_num_steps": st.integers(1, 100),
+    "deterministic": st.just(False),
+    "num_threads": st.none() | st.integers(1, 1000),
+}
+
+
+def values_of(config: PipelineConfig) -> dict[str, Any]:
+    return {name: value for name, value, _ in config.describe()}
+
+
+def as_text(value: Any) -> str:
+    if isinstance(value, tuple) and all(isinstance(one, str) for one in value):
+        return ",".join(value)
+    if isinstance(value, tuple):
+        ids = ",".join(str(device.id) for device in value)
+        return f"gpu:{ids}" if value[0].device_type == "gpu" else "cpu"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def test_every_setting_is_known_here() -> None:
+    assert [field.name for field in config_fields()] == list(LEGAL)
+
+
+@given(values=st.fixed_dictionaries({}, optional=LEGAL))
+def test_what_is_given_is_what_the_configuration_holds(values: dict[str, Any]) -> None:
+    config = PipelineConfig.from_flat(values)
+    assert values_of(config) == values_of(PipelineConfig()) | values
+    assert PipelineConfig.from_flat(values_of(config)) == config
+
+
+@given(values=st.fixed_dictionaries({}, optional=LEGAL))
+def test_text_from_flags_and_environment_means_the_same(values: dict[str, Any]) -> None:
+    text = {name: as_text(value) for name, value in values.items() if value is not None}
+    expected = values_of(PipelineConfig.from_flat(values))
+    variables = {f"PENSTOCK_{name.upper()}": value for name, value in text.items()}
+    assert values_of(PipelineConfig.from_flat(text, "flag")) == expected
+    assert values_of(PipelineConfig.from_flat({}, environment=variables)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "legal"),
+    [
+        ({"max_length": 0}, "a whole number of at least 1, was 0"),
+        ({"max_length": -3}, "a whole number of at least 1, was -3"),
+        ({"max_length": 4.0}, "a whole number of at least 1, was 4.0"),
+        ({"max_length": True}, "a whole number of at least 1, was True"),
+        ({"max_length": "12"}, "a whole number of at least 1, was '12'"),
+        ({"max_batch_size": 0}, "at least 1"),
+        ({"max_batch_input_tokens": 0}, "at least 1"),
+        ({"max_num_steps": 0}, "at least 1"),
+        ({"num_threads": 0}, "from 1 to 1024, was 0"),
+        ({"num_threads": 100_000}, "from 1 to 1024, was 100000"),
+        ({"kv_cache_memory": 0}, "a number of bytes"),
+        ({"kv_cache_block_size": 8}, "a power of two from 16 to 128, was 8"),
+        ({"kv_cache_block_size": 48}, "a power of two from 16 to 128, was 48"),
+        ({"kv_cache_block_size": 256}, "a power of two from 16 to 128, was 256"),
+        ({"device_memory_utilization": 0.0}, "above 0 and at most 1, was 0.0"),
+        ({"device_memory_utilization": 1.01}, "above 0 and at most 1"),
+        ({"device_memory_utilization": float("nan")}, "above 0 and at most 1, was nan"),
+        ({"device_memory_utilization": float("inf")}, "above 0 and at most 1, was inf"),
+        ({"enable_prefix_caching": 1}, "true or false, was 1"),
+        ({"kv_cache_dtype": "float64"}, "one of float32, bfloat16, float16, int8"),
+        ({"quantization_encoding": "q9"}, "use one of float32"),
+        ({"quantization_encoding": 16}, "the name of an encoding, was 16"),
+        ({"devices": "tpu"}, "cpu, gpu, gpu:1 or gpu:0,1, was 'tpu'"),
+        ({"devices": "cpu:1"}, "was 'cpu:1'"),
+        ({"devices": "gpu:"}, "was 'gpu:'"),
+        ({"devices": "gpu:-1"}, "was 'gpu:-1'"),
+        ({"devices": "gpu:0,0"}, "names a device twice"),
+        ({"devices": ()}, r"was \(\)"),
+        ({"devices": ["cpu"]}, "was"),
+        ({"model_path": ""}, "not empty"),
+        ({"served_model_name": " "}, "not empty"),
+    ],
+)
+def test_an_impossible_value_is_refused_with_the_legal_ones(values: dict[str, Any], legal: str) -> None:
+    with pytest.raises(ConfigError, match=legal) as error:
+        PipelineConfig.from_flat(values)
+    assert error.value.field == next(iter(values))
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: ModelConfig(max_length=-1), "max_length"),
+        (lambda: KVCacheConfig(block_size=17), "kv_cache_block_size"),
+        (lambda: SamplingConfig(use_generation_config=None), "use_generation_config"),  # type: ignore[arg-type]
+        (lambda: PipelineConfig(max_num_steps="2"), "max_num_steps"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_class_built_directly_is_checked_too(make: Any, field: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert error.value.field == field
+
+
+def test_settings_of_other_types_of_numbers() -> None:
+    values: dict[str, Any] = {
+        "max_length": np.int64(64),
+        "device_memory_utilization": np.float32(0.5),
+        "deterministic": np.True_,
+    }
+    config = PipelineConfig.from_flat(values)
+    assert (config.model.max_length, config.deterministic) == (64, True)
+    assert repr(KVCacheConfig(**{"block_size": np.int16(64)})) == repr(KVCacheConfig(block_size=64))
+    plain = PipelineConfig(max_batch_size=4, deterministic=False)
+    assert repr(PipelineConfig(max_batch_size=np.int8(4), deterministic=np.False_)) == repr(plain)
+
+
+@pytest.mark.parametrize("value", [np.float64("nan"), np.float32("inf"), np.int64(0), np.True_], ids=repr)
+def test_impossible_numbers_of_other_types(value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="device_memory_utilization: must be a number above 0 and at most 1"
+    ):
+        PipelineConfig.from_flat({"device_memory_utilization": value})
+
+
+@pytest.mark.parametrize("text", ["yes", "on", "2", "x"])
+def test_text_that_is_no_truth_value_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="true or false"):
+        PipelineConfig.from_flat({"deterministic": text}, "flag")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("max_lenght", "max_length"),
+        ("block_size", "kv_cache_block_size"),
+        ("max-batch-size", "max_batch_size"),
+    ],
+)
+def test_an_unknown_field_suggests_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {nearest}"):
+        PipelineConfig.from_flat({name: 1})
+
+
+def test_a_field_like_no_other_lists_them_all() -> None:
+    with pytest.raises(ConfigError, match=r"the fields are model_path, .*, config_file"):
+        PipelineConfig.from_flat({"zzz": 1})
+
+
+def test_the_order_of_sources(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("max_length = 1\nmax_batch_size = 1\nnum_threads = 1\n")
+    config = PipelineConfig.from_flat(
+        {"max_length": "3", "config_file": file, "revision": None},
+        "flag",
+        environment={"PENSTOCK_MAX_LENGTH": "2", "PENSTOCK_MAX_BATCH_SIZE": "2", "PENSTOCK_REVISION": ""},
+    )
+    described = {name: (value, source) for name, value, source in config.describe()}
+    assert described["max_length"] == (3, "flag")
+    assert described["max_batch_size"] == (2, "environment PENSTOCK_MAX_BATCH_SIZE")
+    assert described["num_threads"] == (1, f"file {file}")
+    assert described["revision"] == ("main", "default")
+
+
+def test_a_configuration_built_directly_knows_what_is_no_default() -> None:
+    described = {name: source for name, _, source in PipelineConfig(max_batch_size=3).describe()}
+    assert described["max_batch_size"] == "argument"
+    assert described["max_num_steps"] == "default"
+
+
+def test_a_json_file_named_by_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"model_path": "a/b", "devices": "gpu:1", "device_memory_utilization": 1}))
+    config = PipelineConfig.from_flat({}, environment={"PENSTOCK_CONFIG_FILE": str(file)})
+    assert config.model.devices == (DeviceSpec(1, "gpu"),)
+    assert config.kv_cache.device_memory_utilization == 1.0
+
+
+def test_an_argument_names_another_file_than_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"max_num_steps": 2}')
+    environment = {"PENSTOCK_CONFIG_FILE": str(tmp_path / "gone.json")}
+    config = PipelineConfig.from_flat({"config_file": str(tmp_path / "a.json")}, environment=environment)
+    assert config.max_num_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "{", "is not valid JSON"),
+        ("a.json", "[1]", "must hold a JSON object, holds a list"),
+        ("a.toml", "x = = 1", "is not valid TOML"),
+        ("a.toml", "x = " + "[" * 10_000, "is not valid TOML"),
+        ("a.yaml", "x: 1", r"must end in .json or .toml"),
+        ("a.json", '{"max_length": "12"}', r"max_length: must be .*, was '12' \(from file .*a.json\)"),
+        ("a.json", '{"max_lenght": 12}', r"\(from file .*a.json\): did you mean max_length"),
+        ("a.toml", "config_file = 'b.toml'", "config_file: is not a configuration field"),
+    ],
+)
+def test_a_file_that_cannot_be_used(tmp_path: Path, name: str, content: str, message: str) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        PipelineConfig.from_flat({"config_file": str(file)})
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config_file: .*gone.toml: cannot be read: No such file"):
+        PipelineConfig.from_flat({"config_file": tmp_path / "gone.toml"})
+    with pytest.raises(ConfigError, match="config_file: must be a path, was 3"):
+        PipelineConfig.from_flat({"config_file": 3})
+
+
+def test_the_environment_is_read_by_exact_names() -> None:
+    assert (
+        PipelineConfig.from_flat({}, environment={"PENSTOCK_HOME": "/x", "MAX_LENGTH": "1"})
+        == PipelineConfig()
+    )
+    with pytest.raises(ConfigError, match=r"from environment PENSTOCK_MAX_LENGHT\): did you mean max_length"):
+        PipelineConfig.from_flat({}, environment={"PENSTOCK_MAX_LENGHT": "1"})
+    with pytest.raises(ConfigError, match=r"was 'many' \(from environment PENSTOCK_MAX_LENGTH\)"):
+        PipelineConfig.from_flat({}, environment={"PENSTOCK_MAX_LENGTH": "many"})
+
+
+def test_deterministic_runs_in_all_but_float16() -> None:
+    assert PipelineConfig.from_flat({"deterministic": True}).model.encoding == "bfloat16", "the demo's own"
+    for encoding in DTYPE_ENCODINGS:  # float16 on the CPU is bfloat16
+        PipelineConfig.from_flat({"deterministic": True, "quantization_encoding": encoding})
+    there = {"devices": "gpu", "quantization_encoding": "float16"}
+    PipelineConfig.from_flat(there)
+    with pytest.raises(ConfigError, match=r"deterministic: .* one of float32, bfloat16, .* is 'float16'"):
+        PipelineConfig.from_flat({"deterministic": True} | there)
+
+
+def test_float16_is_bfloat16_where_there_is_no_arithmetic_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_encoding_fallback.cache_clear()
+    assert ModelConfig(quantization_encoding="float16").encoding == "bfloat16"
+    assert checkpoint(tmp_path, {"dtype": "float16"}).encoding == "bfloat16"
+    (told,) = caplog.messages
+    assert "float16 weights run in bfloat16 on cpu" in told
+    assert "--quantization-encoding float32" in told
+    there = ModelConfig(quantization_encoding="float16", devices=(DeviceSpec.accelerator(),))
+    assert there.encoding == "float16"
+    assert len(caplog.messages) == 1
+
+
+def test_configurations_are_frozen_hashable_and_cross_processes() -> None:
+    config = PipelineConfig.from_flat({"max_length": 7})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_num_steps = 2  # type: ignore[misc]
+    again = pickle.loads(pickle.dumps(config))
+    assert (again, again.describe(), hash(again)) == (config, config.describe(), hash(config))
+
+
+def test_encodings_known_without_torch_are_encodings() -> None:
+    assert all(isinstance(ENCODINGS[name], FloatEncoding) for name in FLOAT_ENCODINGS)
+    assert tuple(name for name in ENCODINGS if name != "int5") == DTYPE_ENCODINGS
+    assert encoding_of_linear("int4", 64, 64) == "int5", "which layers have, in models of another"
+
+
+def test_an_encoding_added_to_the_kernels_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENCODINGS, "fake", ENCODINGS["float32"])
+    assert ModelConfig(quantization_encoding="fake").encoding == "fake"
+
+
+def checkpoint(folder: Path, config: Mapping[str, Any]) -> ModelConfig:
+    from safetensors.torch import save_file
+    from torch import zeros
+
+    tensors = {"norm": zeros(2).float(), "table": zeros(3, 4).bfloat16()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelConfig(model_path=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("config", "encoding"),
+    [
+        ({"torch_dtype": "float16"}, "bfloat16"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "torch.float32"}, "float32"),
+        ({"text_config": {"dtype": "float32"}}, "float32"),
+        ({"torch_dtype": None}, "bfloat16"),  # that of the largest tensor
+    ],
+)
+def test_the_encoding_is_that_of_the_checkpoint(
+    tmp_path: Path, config: dict[str, Any], encoding: str
+) -> None:
+    assert checkpoint(tmp_path, config).encoding == encoding
+
+
+def test_an_encoding_asked_for_comes_first(tmp_path: Path) -> None:
+    config = checkpoint(tmp_path, {"dtype": "float16"})
+    assert dataclasses.replace(config, quantization_encoding="float32").encoding == "float32"
+
+
+def test_a_checkpoint_of_another_type_needs_an_encoding(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be one of float32, .* stored in float64"):
+        _ = checkpoint(tmp_path, {"dtype": "float64"}).encoding
+
+
+def test_generation_config_is_empty_where_there_is_none(tmp_path: Path) -> None:
+    assert checkpoint(tmp_path, {}).generation_config == {}
+
+
+def test_a_local_model_is_called_as_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "mine-1.5b"
+    folder.mkdir()
+    file = tmp_path / "small.Q4_K_M.gguf"
+    file.touch()
+    monkeypatch.chdir(folder)
+    names = {
+        str(folder): "mine-1.5b",
+        f"{folder}/": "mine-1.5b",
+        ".": "mine-1.5b",
+        "../mine-1.5b": "mine-1.5b",
+        "/models/not-there": "not-there",
+        str(file): "small.Q4_K_M",
+        "demo": "demo",
+        "owner/model-0.6B": "owner/model-0.6B",
+        "/": "/",
+    }
+    for path, name in names.items():
+        assert ModelConfig(model_path=path).name == name
+        assert ModelConfig(model_path=path, served_model_name="other").name == "other"
+
+
+def test_upper_bounded_default() -> None:
+    assert upper_bounded_default(10, None) == 10
+    assert upper_bounded_default(10, 10) == 10
+    with pytest.raises(ConfigError, match=r"max_length: .*\(11\) exceeds .*\(10\)"):
+        upper_bounded_default(upper_bound=10, default=11)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GiB", 4 << 30), ("1.5 mib", 3 << 19), ("500MB", 500_000_000), ("2kB", 2000), ("1TiB", 1 << 40)],
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert PipelineConfig.from_flat({"kv_cache_memory": text}).kv_cache.memory == size
+    assert KVCacheConfig(memory=text).memory == size  # type: ignore[arg-type]
+    environment = {"PENSTOCK_KV_CACHE_MEMORY": text}
+    assert PipelineConfig.from_flat({}, environment=environment).kv_cache.memory == size
+
+
+def test_every_setting_in_bytes_takes_sizes() -> None:
+    sizes = {"kv_cache_memory", "grammar_cache_size", "max_body_size", "worker_memory_limit"}
+    fields = {field.name: field for field in (*config_fields(), *serve_fields())}
+    assert {
+        name for name, field in fields.items() if re.search(r"\bbytes\b", field.help, re.IGNORECASE)
+    } <= sizes
+    assert all(fields[name].convert("3MiB", from_text=True) == 3 << 20 for name in sizes)
+
+
+@pytest.mark.parametrize("text", ["4", "4 G", "GiB", "-1GiB", "4GiBs", "1,5GiB", "0.0001KiB"])
+def test_other_texts_are_no_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_memory: must be a number of bytes.* such as 4GiB"):
+        PipelineConfig.from_flat({"kv_cache_memory": text})

@@ -1,0 +1,108 @@
+"""Sampling parameters of requests that leave some open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import ModelConfig, PipelineConfig, SamplingConfig
+from penstock.errors import CheckpointError, InputError
+from penstock.pipelines.core import SamplingParams
+
+
+def config_with(folder: Path, generation_config: Any, *, use: bool = True) -> PipelineConfig:
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    return PipelineConfig(
+        model=ModelConfig(model_path=str(folder)), sampling=SamplingConfig(use_generation_config=use)
+    )
+
+
+def test_without_a_file_the_defaults_are_openais(tmp_path: Path) -> None:
+    config = config_with(tmp_path, {})
+    (tmp_path / "generation_config.json").unlink()
+    expected = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, seed=5)
+    assert config.default_sampling_params(seed=5) == expected
+
+
+def test_given_comes_before_the_file_before_the_default(tmp_path: Path) -> None:
+    config = config_with(
+        tmp_path,
+        {"temperature": 0.6, "top_k": 20, "min_p": None, "repetition_penalty": 1.1, "max_new_tokens": 99},
+    )
+    params = config.default_sampling_params(top_k=3, temperature=None, seed=0, stop=["x"])
+    assert params == SamplingParams(
+        temperature=0.6,
+        top_k=3,
+        top_p=1.0,
+        repetition_penalty=1.1,
+        max_new_tokens=99,
+        seed=0,
+        stop=["x"],
+    )
+
+
+def test_do_sample_false_is_greedy_unless_a_temperature_is_given(tmp_path: Path) -> None:
+    config = config_with(tmp_path, {"do_sample": False, "temperature": 0.6})
+    assert config.default_sampling_params().temperature == 0
+    assert config.default_sampling_params(temperature=0.5).temperature == 0.5
+
+
+def test_do_sample_true_changes_nothing(tmp_path: Path) -> None:
+    assert config_with(tmp_path, {"do_sample": True}).default_sampling_params().temperature == 1
+
+
+def test_keys_that_say_nothing_of_sampling_are_none_of_ours(tmp_path: Path) -> None:
+    config = config_with(tmp_path, {"eos_token_id": [1, 2], "max_length": "x", "num_beams": 4})
+    assert config.default_sampling_params(seed=1) == SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=-1, seed=1
+    )
+
+
+def test_an_absent_seed_is_drawn(tmp_path: Path) -> None:
+    config = config_with(tmp_path, {})
+    assert len({config.default_sampling_params().seed for _ in range(5)}) > 1
+    assert config.default_sampling_params(seed=0).seed == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", -1),
+        ("temperature", True),
+        ("top_k", 1.5),
+        ("top_k", -2),
+        ("top_p", 3),
+        ("max_new_tokens", "16"),
+        ("repetition_penalty", 0),
+        ("do_sample", "no"),
+        ("do_sample", 0),
+    ],
+)
+def test_an_unusable_value_is_the_checkpoints_fault(tmp_path: Path, key: str, value: Any) -> None:
+    config = config_with(tmp_path, {key: value})
+    with pytest.raises(CheckpointError, match=f"generation_config.json: {key} "):
+        config.default_sampling_params()
+
+
+def test_the_file_can_be_left_aside(tmp_path: Path) -> None:
+    config = config_with(tmp_path, {"temperature": "hot", "top_k": 2}, use=False)
+    assert config.default_sampling_params(seed=1) == SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=-1, seed=1
+    )
+
+
+def test_a_given_value_out_of_range_is_the_callers_fault(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="top_p"):
+        config_with(tmp_path, {}).default_sampling_params(top_p=2.0)
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    config = config_with(tmp_path, [])
+    with pytest.raises(CheckpointError, match=r"generation_config.json: must hold a JSON object"):
+        config.default_sampling_params()

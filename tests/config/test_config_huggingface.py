@@ -1,0 +1,151 @@
+"""``config.json`` as an object."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from penstock.config import HuggingFaceConfig
+from penstock.errors import CheckpointError
+
+VALUES = {
+    "hidden_size": 64,
+    "text_config": {"vocab_size": 10, "rope_scaling": {"factor": 8.0}},
+    "layers": [{"a": 1}],
+    "nothing": None,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> HuggingFaceConfig:
+    (tmp_path / "config.json").write_text(json.dumps(VALUES))
+    return HuggingFaceConfig.from_checkpoint(tmp_path)
+
+
+def test_keys_are_attributes_and_items(config: HuggingFaceConfig) -> None:
+    assert config.hidden_size == config["hidden_size"] == config.get("hidden_size") == 64
+    assert config.text_config.rope_scaling.factor == 8.0
+    assert config.get("text_config")["rope_scaling"].get("factor") == 8.0
+    assert "hidden_size" in config
+    assert "head_dim" not in config
+    assert list(config) == list(VALUES)
+    assert config.nothing is None
+
+
+def test_a_copy_as_a_dict_is_its_own(config: HuggingFaceConfig) -> None:
+    plain = config.to_dict()
+    assert plain == VALUES
+    assert type(plain["text_config"]) is dict
+    plain["text_config"]["vocab_size"] = 11
+    plain["layers"][0]["a"] = 2
+    assert config.to_dict() == VALUES
+
+
+def test_a_missing_key_names_itself_and_the_file(config: HuggingFaceConfig, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as error:
+        _ = config.head_dim
+    assert str(error.value) == f"{tmp_path}/config.json: has no 'head_dim'"
+    with pytest.raises(CheckpointError) as error:
+        _ = config.text_config["head_dim"]
+    assert str(error.value) == f"{tmp_path}/config.json: text_config: has no 'head_dim'"
+
+
+def test_a_missing_key_has_a_default_where_one_is_given(config: HuggingFaceConfig) -> None:
+    assert getattr(config, "head_dim", 8) == 8
+    assert config.get("head_dim", 8) == 8
+    assert config.get("head_dim") is None
+
+
+@pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
+def test_both_spellings_of_the_type(spelling: str) -> None:
+    config = HuggingFaceConfig({spelling: "bfloat16"})
+    assert config.dtype == config.torch_dtype == config.get("dtype") == "bfloat16"
+    assert config.to_dict() == {spelling: "bfloat16"}
+
+
+def test_each_spelling_keeps_its_own_value() -> None:
+    config = HuggingFaceConfig({"dtype": "float32", "torch_dtype": "float16"})
+    assert (config.dtype, config.torch_dtype) == ("float32", "float16")
+
+
+def test_it_can_be_copied_and_sent(config: HuggingFaceConfig) -> None:
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert copy.deepcopy(config).text_config.vocab_size == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b'"llama"', "must hold a JSON object, holds a str"),
+    ],
+)
+def test_a_damaged_file(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"config.json: {message}"):
+        HuggingFaceConfig.from_checkpoint(tmp_path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config.json: cannot be read: No such file"):
+        HuggingFaceConfig.from_checkpoint(tmp_path)
+
+
+def test_checked_values() -> None:
+    config = HuggingFaceConfig({"heads": 4, "eps": 1e-5, "tied": True, "nothing": None})
+    assert (config.count("heads"), config.count("nothing", default=7), config.count("gone", default=8)) == (
+        4,
+        7,
+        8,
+    )
+    assert (config.positive("eps", 1.0), config.positive("gone", 2.5)) == (1e-5, 2.5)
+    assert (config.flag("tied"), config.flag("gone"), config.flag("nothing", default=True)) == (
+        True,
+        False,
+        True,
+    )
+
+
+@pytest.mark.parametrize("value", ["four", 0, -1, 2.0, True, [4], None])
+def test_what_is_no_count(value: object) -> None:
+    with pytest.raises(CheckpointError, match=r"heads must be a whole number of at least 1, was"):
+        HuggingFaceConfig({"heads": value}).count("heads")
+
+
+def test_what_is_no_count_of_anything_that_exists() -> None:
+    with pytest.raises(CheckpointError, match=f"heads must be at most 2147483647, was {10**30}"):
+        HuggingFaceConfig({"heads": 10**30}).count("heads")
+    with pytest.raises(CheckpointError, match="layers must be at most 9, was 10"):
+        HuggingFaceConfig({"layers": 10}).count("layers", most=9)
+
+
+@pytest.mark.parametrize("value", ["small", 0, -1e-5, float("nan"), float("inf"), False, 10**400])
+def test_what_is_no_positive_number(value: object) -> None:
+    with pytest.raises(CheckpointError, match="eps must be a number above 0"):
+        HuggingFaceConfig({"eps": value}).positive("eps", 1.0)
+
+
+def test_sections(config: HuggingFaceConfig) -> None:
+    assert config.section("text_config").vocab_size == 10
+    assert not config.section("nothing")
+    assert not config.section("gone")
+    with pytest.raises(CheckpointError, match="hidden_size must be a JSON object, was 64"):
+        config.section("hidden_size")
+
+
+def test_what_is_no_flag() -> None:
+    with pytest.raises(CheckpointError, match="tied must be true or false, was 1"):
+        HuggingFaceConfig({"tied": 1}).flag("tied")
+
+
+def test_how_many_tokens_there_are(config: HuggingFaceConfig) -> None:
+    assert config.vocabulary_size == 10, "those of the text model of a larger one"
+    assert HuggingFaceConfig({"vocab_size": 12}).vocabulary_size == 12
+    assert HuggingFaceConfig({}).vocabulary_size == 0

@@ -1,0 +1,219 @@
+"""Formats of strings: what grammars write of them, and which values of enum and const have them."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from support.byte_grammar import accepts, compiled, walk
+
+from penstock.errors import InputError
+from penstock.grammar.schema import schema_ebnf
+from penstock.grammar.schema.formats import SUPPORTED, UNSUPPORTED, has_format
+
+# Format -> members that a grammar writes, members that are only accepted from enum and const, others.
+CASES: dict[str, tuple[list[str], list[str], list[str]]] = {
+    name: (row["written"], row["listed"], row["others"])
+    for name, row in json.loads((Path(__file__).parent / "format_cases.json").read_text()).items()
+}
+
+
+@cache
+def grammar_of(name: str, **keywords: int) -> Any:
+    return compiled(schema_ebnf({"type": "string", "format": name, **keywords}, compact=True))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def test_every_format_of_the_standard_has_cases() -> None:
+    assert CASES.keys() == SUPPORTED.keys() | UNSUPPORTED
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_members_and_others(name: str) -> None:
+    written, listed, others = CASES[name]
+    for value in written + listed:
+        assert has_format(name, value), value
+    for value in others:
+        assert not has_format(name, value), value
+    if name in SUPPORTED:
+        for value in written:
+            assert accepts(grammar_of(name), _json(value)), value
+        for value in others:
+            assert not accepts(grammar_of(name), _json(value)), value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_enum_and_const_are_tested_by_value(name: str) -> None:
+    written, listed, others = CASES[name]
+    grammar = compiled(schema_ebnf({"format": name, "enum": [*others, *written, *listed, 7]}, compact=True))
+    for value in [*written, *listed, 7]:  # a format says nothing about numbers
+        assert accepts(grammar, _json(value)), value
+    for value in set(others) - {*written, *listed}:
+        assert not accepts(grammar, _json(value)), value
+    for value in written + listed:
+        assert schema_ebnf({"format": name, "const": value})
+    for value in others:
+        with pytest.raises(InputError, match="nothing satisfies"):
+            schema_ebnf({"format": name, "const": value})
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+@given(seed=st.integers(0, 10_000), patience=st.integers(0, 40))
+@settings(max_examples=40, deadline=None)
+def test_what_is_written_has_the_format(name: str, seed: int, patience: int) -> None:
+    value = json.loads(walk(grammar_of(name), seed, patience))
+    assert has_format(name, value), value
+    checker = Draft202012Validator.FORMAT_CHECKER
+    if name not in (
+        "iri",
+        "iri-reference",
+        "uri-template",
+        "relative-json-pointer",
+    ):  # checkers that are narrower
+        assert checker.conforms(value, name), value
+
+
+_IPV6 = st.text("0:1.f2", max_size=12) | st.ip_addresses(v=6).flatmap(
+    lambda address: st.sampled_from([str(address), address.exploded, address.exploded.upper()])
+)
+
+
+@given(_IPV6)
+@settings(deadline=None)
+def test_ipv6_is_what_python_reads(text: str) -> None:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        is_valid = False
+    else:
+        is_valid = True
+    assert has_format("ipv6", text) == is_valid
+    assert accepts(grammar_of("ipv6"), f'"{text}"') == is_valid
+
+
+def test_grammars_of_formats_are_small() -> None:
+    sizes = {name: len(schema_ebnf({"type": "string", "format": name})) for name in SUPPORTED}
+    assert max(sizes.values()) < 12_000, sizes
+    bounded = [{"format": name, "maxLength": most} for name in SUPPORTED for most in (60, 2083)]
+    assert max(len(schema_ebnf({"type": "string", **one})) for one in bounded) < 65_000
+
+
+# -- Formats with other keywords --------------------------------------------------------------------------
+
+_LONG_URL = "https://example.com/" + "a" * 1000 + "/%E4%BD%A0" * 30 + "?q=1#x"
+COMBINED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"format": "ipv6", "maxLength": 5}, ["::1", "::", "1::", "a::b"], ["fe80::1", "12::34", "1.2.3"]),
+    ({"format": "ipv6", "minLength": 6}, ["1111:2222:3333:4444:5555:6666:7777:8888"], ["::1"]),
+    ({"format": "uri", "maxLength": 2083, "minLength": 1}, [_LONG_URL, "mailto:a@b.c"], ["x:" + "a" * 2082]),
+    ({"format": "uri", "maxLength": 20}, ["https://example.com/", "mailto:a@b.c"], ["https://example.com/a"]),
+    ({"format": "uri", "pattern": "^https?://"}, ["http://a/", "https://[::1]"], ["ftp://a/", "http:"]),
+    ({"format": "email", "maxLength": 50}, ["root@localhost", "a.b@[127.0.0.1]"], ["a" * 48 + "@b"]),
+    ({"format": "email", "pattern": "@example\\.com$"}, ["a.b@example.com"], ["a@example.org"]),
+    ({"format": "email", "minLength": 10}, ["root@localhost"], ["a@b"]),
+    ({"format": "hostname", "maxLength": 63}, ["a.b.c.example-host.com"], ["a" * 64]),
+    ({"format": "date-time", "pattern": "Z$"}, ["2024-01-01T00:00:00.5Z"], ["2024-01-01T00:00:00+01:00"]),
+    ({"format": "date", "pattern": "^2024-"}, ["2024-02-29"], ["2023-01-01"]),
+    ({"format": "uuid", "maxLength": 36, "minLength": 36}, ["2eb8aa08-aa98-11ea-b4aa-73b441d16380"], []),
+    ({"format": "duration", "maxLength": 300, "minLength": 4}, ["PT36H"], ["P1D"]),
+    ({"pattern": "^[a-z]+(-[a-z]+)*$", "maxLength": 200, "minLength": 3}, ["ab-cd"], ["ab", "a-", "a" * 201]),
+]
+
+
+@pytest.mark.parametrize(("keywords", "inside", "outside"), COMBINED, ids=lambda value: str(value)[:50])
+def test_formats_with_length_and_pattern(
+    keywords: dict[str, Any], inside: list[str], outside: list[str]
+) -> None:
+    schema = {"type": "string", **keywords}
+    grammar = compiled(schema_ebnf(schema, compact=True))
+    for value in inside:
+        assert accepts(grammar, _json(value)), value
+    for value in outside:
+        assert not accepts(grammar, _json(value)), value
+    checker = Draft202012Validator.FORMAT_CHECKER
+    for seed in range(20):
+        value = json.loads(walk(grammar, seed, 10 * (seed % 7)))
+        Draft202012Validator(schema, format_checker=checker).validate(value)
+        assert has_format(keywords.get("format", ""), value)
+
+
+@given(
+    name=st.sampled_from(sorted(SUPPORTED)),
+    least=st.integers(0, 12),
+    most=st.integers(0, 70) | st.none(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_lengths_are_kept(name: str, least: int, most: int | None, seed: int) -> None:
+    schema = {"type": "string", "format": name, "minLength": least}
+    if most is not None:
+        schema["maxLength"] = most
+    try:
+        grammar = compiled(schema_ebnf(schema, compact=True))
+    except InputError:
+        return
+    value = json.loads(walk(grammar, seed, seed % 60))
+    assert least <= len(value) <= (most if most is not None else len(value))
+    assert has_format(name, value)
+
+
+@pytest.mark.parametrize("name", [name for name in SUPPORTED if not name.startswith("i")])
+def test_a_member_is_accepted_whatever_longer_maximum_stands_beside(name: str) -> None:
+    written, _, _ = CASES[name]
+    for value in written:
+        if "[" in value or len(value) > 40:  # addresses in brackets need room in a counted grammar
+            continue
+        for most in (2 * len(value) + 2, 100):
+            assert accepts(grammar_of(name, maxLength=most), _json(value)), (value, most)
+
+
+# -- Expressions that are combined ------------------------------------------------------------------------
+
+_PATTERNS = st.sampled_from(
+    [
+        "^[ab]*$",
+        "a",
+        "b{2,3}",
+        "^(?:ab|c)+$",
+        "[^a]$",
+        "^.{2,5}$",
+        "^(?!ab)",
+        "^(?=.*b)(?!.*c)",
+        "^(?!(a|b)*$)[abc]+$",
+    ]
+)
+
+
+@given(
+    first=_PATTERNS,
+    second=_PATTERNS,
+    least=st.integers(0, 3),
+    most=st.integers(2, 7) | st.none(),
+    texts=st.lists(st.text("abc", max_size=8), min_size=8, max_size=8),
+)
+@settings(max_examples=60, deadline=None)
+def test_patterns_together_accept_what_each_accepts(
+    first: str, second: str, least: int, most: int | None, texts: list[str]
+) -> None:
+    schema: dict[str, Any] = {"type": "string", "pattern": first, "allOf": [{"pattern": second}]}
+    schema["minLength"] = least
+    if most is not None:
+        schema["maxLength"] = most
+    try:
+        grammar = compiled(schema_ebnf(schema))
+    except InputError:
+        grammar = None
+    for text in texts:
+        is_valid = all(re.search(one, text) for one in (first, second))
+        is_valid = is_valid and least <= len(text) and (most is None or len(text) <= most)
+        assert (grammar is not None and accepts(grammar, f'"{text}"')) == is_valid, text

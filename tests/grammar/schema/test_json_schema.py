@@ -1,0 +1,373 @@
+"""Grammars of JSON schemas, held against jsonschema: what they let through satisfies the schema, always."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.byte_grammar import accepts, compiled, walk
+from support.random_draws import examples
+
+from penstock.errors import InputError, UnsupportedSchemaError
+from penstock.grammar.schema import schema_ebnf
+
+INTEGER, STRING = {"type": "integer"}, {"type": "string"}
+
+
+def grammar_of(schema: Any, *, compact: bool = False) -> Any:
+    return compiled(schema_ebnf(schema, compact=compact))
+
+
+# Schema, texts of the grammar, texts that are not of it.
+CASES: list[tuple[Any, list[str], list[str]]] = [
+    (
+        {},
+        ["null", "[1, {}]", '{"a": [true]}', "-1.5e+3", '"\\ud83d\\ude00"'],
+        ["", "01", '"\\ud83d"', "[1,]"],
+    ),
+    ({"minimum": 5}, ["5", '"a"', "[]", "5.5"], ["4", "4.99999999999999999999"]),
+    (
+        {"type": "number", "exclusiveMaximum": 1.5},
+        ["1.4", "-7", "0.25"],
+        ["1.5", "1.4999999999999999999", "2"],
+    ),
+    ({"type": "integer", "exclusiveMinimum": 1.5, "maximum": 12}, ["2", "12"], ["1", "13", "2.0", "-2"]),
+    ({"type": "integer", "multipleOf": 7}, ["0", "-14", "49"], ["5", "-0", "07"]),
+    ({"type": "integer", "multipleOf": 7, "minimum": 10, "maximum": 30}, ["14", "28"], ["7", "15", "35"]),
+    ({"type": "string", "maxLength": 2}, ['"é😀"', '"\\""', '"\\u0041b"'], ['"abc"', '"\\ud83d\\ude00ab"']),
+    ({"type": "string", "minLength": 2}, ['"ab"', '"\\n\\\\c"'], ['"\\n"', '""']),
+    ({"type": "string", "pattern": "b"}, ['"abc"', '"b"'], ['"ac"', '"\\u0062"']),
+    ({"type": "string", "pattern": '^"\\\\\\n$'}, ['"\\"\\\\\\n"'], ['"a"']),
+    ({"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}, ['"abc"'], ['"abcd"', '""']),
+    ({"type": "string", "pattern": "^a|bc*$", "maxLength": 3}, ['"abc"', '"xbc"', '"b"'], ['"xa"', '"abcc"']),
+    ({"type": "string", "allOf": [{"pattern": "a"}, {"pattern": "b"}]}, ['"b-a"', '"ab"'], ['"a"', '"bb"']),
+    ({"type": "string", "pattern": "^(?!b)(?=.*1)[a-z1]{2,4}$"}, ['"a1"', '"1zzz"'], ['"b1"', '"aa"', '"a"']),
+    ({"type": "string", "pattern": "^(?!\\d)"}, ['"a1"', '""'], ['"1a"', '"٣"']),
+    ({"type": "string", "enum": ["a", 1, "b"]}, ['"a"', '"b"'], ["1", '"c"']),
+    ({"enum": [1, 2, 3], "minimum": 2}, ["2", "3"], ["1"]),
+    ({"const": {"a": [1, "x"]}}, ['{"a": [1, "x"]}', '{"a":[1,"x"]}'], ['{"a":[1]}']),
+    ({"enum": [1, 2, 3], "exclusiveMinimum": 1, "exclusiveMaximum": 3}, ["2"], ["1", "3"]),
+    ({"const": True}, ["true"], ["1", "false"]),
+    ({"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 2}, ["[1]", "[1, 2]"], ["[]", "[1,2,3]"]),
+    (
+        {"type": "array", "prefixItems": [INTEGER, STRING], "minItems": 1, "maxItems": 3},
+        ["[1]", '[1, "a"]', '[1,"a",null]'],
+        ["[]", '["a"]', '[1,"a",2,3]', "[1,2]"],
+    ),
+    ({"type": "array", "prefixItems": [INTEGER, False, INTEGER]}, ["[]", "[1]"], ["[1,2]", "[1,2,3]"]),
+    (
+        {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "required": ["b"]},
+        ['{"b":1}', '{"a": 1, "b": 2}', '{\n  "b": 3\n}'],
+        ["{}", '{"a":1}', '{"b":1,"a":2}', '{"b":1,"b":2}', '{"b":1,"c":2}'],
+    ),
+    (
+        {"properties": {"name": INTEGER, "é": INTEGER, 'x"': INTEGER}, "additionalProperties": STRING},
+        ['{"name":1,"nam":"x"}', '{"é":1}', '{"":""}', '{"names":"s"}', '{"e":"x","x":"y"}', '{"\\n":"x"}'],
+        ['{"name":"x"}', '{"\\u006eame":"x"}', '{"é":"x"}', '{"\\u00e9":"x"}', '{"x\\"":"s"}', '{"nam":1}'],
+    ),
+    ({"type": "object", "required": ["a"]}, ['{"a":[1]}'], ["{}", '{"b":1}']),
+    (
+        {"properties": {"a": INTEGER, "b": INTEGER, "c": INTEGER}, "type": "object", "minProperties": 2},
+        ['{"a":1,"c":1}', '{"b":1,"c":2}', '{"a":1,"b":2,"c":3}'],
+        ["{}", '{"a":1}', '{"c":1}'],
+    ),
+    (
+        {"properties": {"a": INTEGER, "b": INTEGER}, "maxProperties": 1, "type": "object"},
+        ["{}", '{"b":1}'],
+        ['{"a":1,"b":1}'],
+    ),
+    ({"type": "object", "minProperties": 1}, ['{"a":1}', '{"a":1,"b":2}'], ["{}"]),
+    ({"type": "object", "maxProperties": 1}, ["{}", '{"a":1}'], ['{"a":1,"b":1}']),
+    (
+        {"type": "object", "properties": {"a": STRING}, "patternProperties": {"^x": INTEGER}},
+        ['{"x1":1,"xx":2}', '{"a":"s","x":3}'],
+        ['{"x":"s"}', '{"b":1}'],
+    ),
+    ({"type": "object", "propertyNames": {"pattern": "^x"}}, ['{"x":{}}', "{}"], ['{"a":1}']),
+    ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, ['{"a":1,"b":[]}'], ['{"c":1}']),
+    (
+        {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "dependentRequired": {"a": ["b"]}},
+        ['{"b":1}', '{"a":1,"b":2}', "{}"],
+        ['{"a":1}'],
+    ),
+    ({"allOf": [INTEGER, {"minimum": 5}]}, ["5"], ["4", '"a"']),
+    (
+        {
+            "allOf": [
+                {"properties": {"a": INTEGER}, "required": ["a"]},
+                {"properties": {"b": STRING}, "type": "object"},
+            ]
+        },
+        ['{"a":1}', '{"a":1,"b":"x"}'],
+        ['{"b":"x"}', '{"a":"x"}', "1"],
+    ),
+    ({"minimum": 3, "anyOf": [INTEGER, STRING]}, ["3", '"a"'], ["2", "3.5"]),
+    ({"oneOf": [INTEGER, STRING]}, ["3", '"a"'], ["null"]),
+    ({"oneOf": [{"enum": [1, 2]}, {"enum": [1.0, 3]}, {"const": "x"}]}, ["2", "3", '"x"'], ["1", "1.0"]),
+    ({"oneOf": [{"minimum": 5}, {"maximum": 4}]}, ["5", "3"], ["4.5", "null", '"a"', "[]"]),
+    (
+        {
+            "type": "object",
+            "properties": {"x": INTEGER, "y": INTEGER},
+            "oneOf": [{"required": ["x"]}, {"required": ["y"]}],
+        },
+        ['{"x":1}', '{"y":1}'],
+        ["{}", '{"x":1,"y":1}'],
+    ),
+    ({"$ref": "#/$defs/x", "minimum": 5, "$defs": {"x": INTEGER}}, ["5"], ["4", "5.5"]),
+    ({"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": INTEGER}}, ["5"], ['"a"']),
+    (
+        {
+            "type": "object",
+            "properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+            "required": ["n"],
+        },
+        ['{"n":{"n":null}}'],
+        ['{"n":{}}'],
+    ),
+    ({"type": "object", "properties": {"n": {"$ref": "#"}}}, ['{"n":{"n":{}}}'], ['{"n":1}']),
+    (
+        {"type": "string", "format": "date"},
+        ['"2024-02-29"'],
+        ['"2023-02-29"', '"2020-04-31"', '"0000-01-01"'],
+    ),
+    ({"type": "string", "format": "int32", "title": "x", "x-order": 3}, ['"a"'], ["1"]),
+    ({"type": "object", "properties": {"a": False, "b": INTEGER}}, ['{"b":1}'], ['{"a":1}']),
+    (
+        {"type": "object", "propertyNames": {"minLength": 5, "maxLength": 2}},  # no name can be so
+        ["{}"],
+        ['{"ab":1}', '{"abcde":1}'],
+    ),
+    ({"type": "object", "propertyNames": {"pattern": "^abc$", "maxLength": 1}}, ["{}"], ['{"abc":1}']),
+    (
+        {"type": "object", "required": ["id"], "patternProperties": {"^x": INTEGER}},
+        ['{"id":"a"}', '{"id":1,"xa":2}'],
+        ["{}", '{"id":1,"xa":"b"}', '{"id":1,"y":1}'],
+    ),
+    ({"enum": [1e40, 10**30, 7], "multipleOf": 7}, ["7"], ["1e+40", str(10**30)]),
+    ({"type": "number", "minimum": -(10**35) - 7, "maximum": -(10**35) - 7}, [str(-(10**35) - 7)], ["-1"]),
+    # Read as a float, a fraction there would be rounded past the bound.
+    ({"type": "number", "exclusiveMinimum": 1e21}, [str(10**21 + 1)], ["1000000000000000000000.1"]),
+    ({"minimum": -(2**53) + 1, "exclusiveMaximum": 2**53 - 1}, ["0.5", "-7"], ["9007199254740990.9"]),
+    ({"type": "string", "maxLength": 10**30}, ['"a"'], ["1"]),
+    ({"type": "array", "maxItems": 10**12}, ["[1]"], ["1"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "inside", "outside"), CASES, ids=lambda value: str(value)[:40])
+def test_accepts_what_satisfies_the_schema(schema: Any, inside: list[str], outside: list[str]) -> None:
+    grammar = grammar_of(schema)
+    for text in inside:
+        jsonschema.validate(json.loads(text), schema)
+        assert accepts(grammar, text), text
+    for text in outside:
+        assert not accepts(grammar, text), text
+
+
+@pytest.mark.parametrize(("schema", "inside", "outside"), CASES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("compact", [False, True])
+def test_writes_nothing_else(schema: Any, inside: list[str], outside: list[str], compact: bool) -> None:
+    grammar = grammar_of(schema, compact=compact)
+    for seed in range(5):
+        jsonschema.validate(json.loads(walk(grammar, seed)), schema)
+
+
+def test_compact_has_no_white_space() -> None:
+    grammar = grammar_of({"properties": {"a": {"type": "array"}}, "type": "object"}, compact=True)
+    assert accepts(grammar, '{"a":[1,{"b":2}]}')
+    assert not accepts(grammar, '{"a": [1]}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword", "where"),
+    [
+        ({"not": {}}, "not", "#"),
+        ({"properties": {"a/b": {"if": {}, "then": {}}}}, "if", "#/properties/a~1b"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems", "#"),
+        ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems", "#"),
+        ({"items": {"contains": {}}}, "contains", "#/items"),
+        ({"type": "number", "multipleOf": 0.5}, "multipleOf", "#"),
+        ({"type": "integer", "multipleOf": 7, "minimum": 1}, "multipleOf", "#"),
+        ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf", "#"),
+        ({"oneOf": [INTEGER, {"enum": [1.0, 2]}]}, "oneOf", "#"),
+        ({"type": "string", "pattern": "(?=a)b"}, "pattern", "#"),
+        ({"type": "string", "pattern": r"(a)\1"}, "pattern", "#"),
+        (
+            {"type": "string", "pattern": "^(a|b|ab)*c{2,900}$", "maxLength": 2000, "minLength": 40},
+            "pattern",
+            "#",
+        ),
+        ({"type": "string", "pattern": "^a(?=b)"}, "pattern", "#"),
+        ({"type": "string", "format": "regex"}, "format", "#"),
+        ({"allOf": [{"pattern": "a.{300}b"}, {"pattern": "b.{300}c"}]}, "pattern", "#/allOf/1"),
+        ({"type": "object", "minProperties": 2}, "minProperties", "#"),
+        ({"patternProperties": {"a": {}, "b": {}}}, "patternProperties", "#"),
+        ({"properties": {"xa": {}}, "patternProperties": {"^x": {}}}, "patternProperties", "#"),
+        ({"properties": {"a": {}}, "propertyNames": {"maxLength": 2}}, "propertyNames", "#"),
+        ({"$ref": "http://example.com/x.json"}, "$ref", "#"),
+        ({"$ref": "#"}, "$ref", "#"),
+        ({"items": [{}]}, "items", "#"),
+        ({"properties": {"a": {"$id": "http://x"}}}, "$id", "#/properties/a"),
+        ({"allOf": [{}], "unevaluatedProperties": False}, "unevaluatedProperties", "#"),
+        ({"dependencies": {"a": ["b"]}}, "dependencies", "#"),
+        (
+            {"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [STRING], "items": INTEGER},
+            "prefixItems",
+            "#",
+        ),
+        ({"maximum": 10**400}, "maximum", "#"),
+        ({"minItems": 10**10}, "minItems", "#"),
+        ({"pattern": "\ud800"}, "pattern", "#"),
+        (
+            {  # a name that the first branch's pattern writes all the same cannot be left to the second
+                "oneOf": [
+                    {"properties": {"y": {}}, "required": ["y"], "patternProperties": {"^x": {}}},
+                    {"type": "object", "required": ["xa"]},
+                ]
+            },
+            "oneOf",
+            "#",
+        ),
+    ],
+)
+def test_refuses_by_name_what_it_cannot_honour(schema: Any, keyword: str, where: str) -> None:
+    with pytest.raises(UnsupportedSchemaError) as caught:
+        schema_ebnf(schema)
+    assert (caught.value.keyword, caught.value.where) == (keyword, where)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        False,
+        3,
+        {"type": "foo"},
+        {"type": []},
+        {"enum": []},
+        {"anyOf": []},
+        {"type": "integer", "minimum": 5, "maximum": 3},
+        {"allOf": [INTEGER, STRING]},
+        {"minimum": "5"},
+        {"type": "string", "minLength": -1},
+        {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]},
+        {"type": "object", "required": ["a"], "additionalProperties": False},
+        {"type": "object", "properties": {"a": {}}, "minProperties": 3},
+        {"$ref": "#/$defs/none"},
+        {"properties": []},
+        {"const": "\ud800"},
+        {"const": [float("inf")]},
+        {"type": "number", "enum": [float("nan"), 1]},
+        {"minLength": float("inf")},
+        {"minimum": float("inf")},
+        {"format": ["date"]},
+        {"anyOf": [INTEGER, {"$ref": "#/anyOf/-2"}]},
+    ],
+    ids=str,
+)
+def test_refuses_what_is_no_schema_or_holds_for_nothing(schema: Any) -> None:
+    with pytest.raises(InputError):
+        schema_ebnf(schema)
+
+
+def test_long_lists_are_not_compared_each_with_each() -> None:
+    values = [str(number) for number in range(15_000)]  # which would take minutes
+    ebnf = schema_ebnf({"allOf": [{"enum": values}, {"enum": values[::-1]}], "maxLength": 1})
+    assert ebnf.count("|") == 9
+
+
+# -- Random schemas -------------------------------------------------------------------------------------
+
+_NAMES = st.sampled_from(["a", "b", "ab", "é", 'q"'])
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-30, 30) | st.sampled_from(["", "a", "é\n", "ab", 1.5]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_NAMES, inner, max_size=2),
+    max_leaves=3,
+)
+
+
+def _some(**keywords: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=keywords)
+
+
+def _typed(name: str | list[str], **keywords: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return _some(**keywords).map(lambda given: {"type": name, **given})
+
+
+_BOUND = st.integers(-120, 120) | st.sampled_from([0.5, -1.25, 99.75, -0.001])
+_NUMERIC = {"minimum": _BOUND, "maximum": _BOUND, "exclusiveMinimum": _BOUND, "exclusiveMaximum": _BOUND}
+_COUNT = st.integers(0, 3)
+_PATTERN = st.sampled_from(["^a", "[a-z]$", "^[a-z]{1,3}$", "é|\\d+", "^(?:x|yz)*$", "[^a-z]", "^\\S\\s?$"])
+_LEAVES = st.one_of(
+    st.booleans(),
+    _typed("null"),
+    _typed("boolean"),
+    _typed("integer", **_NUMERIC),
+    _typed("number", **_NUMERIC),
+    _typed("integer", multipleOf=st.integers(1, 30)),
+    _typed("string", minLength=_COUNT, maxLength=_COUNT),
+    _typed("string", pattern=_PATTERN),
+    _typed("string", format=st.sampled_from(["date", "uuid", "email", "ipv4", "time", "password"])),
+    _typed(["string", "null", "integer"], maxLength=_COUNT, minimum=_BOUND),
+    st.lists(_VALUES, min_size=1, max_size=3).map(lambda values: {"enum": values}),
+    _VALUES.map(lambda value: {"const": value}),
+    st.just({"$ref": "#/$defs/d"}),
+)
+
+
+def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    some = st.lists(inner, min_size=1, max_size=3)
+    return st.one_of(
+        _typed("array", items=inner, prefixItems=some, minItems=_COUNT, maxItems=_COUNT),
+        _typed(
+            "object",
+            properties=st.dictionaries(_NAMES, inner, max_size=3),
+            required=st.lists(_NAMES, max_size=2, unique=True),
+            additionalProperties=inner,
+            maxProperties=_COUNT,
+        ),
+        _some(
+            properties=st.dictionaries(_NAMES, inner, max_size=3),
+            minProperties=st.integers(0, 2),
+            dependentRequired=st.dictionaries(_NAMES, st.lists(_NAMES, max_size=1), max_size=1),
+            items=inner,
+            minimum=_BOUND,
+        ),
+        _typed("object", patternProperties=inner.map(lambda one: {"^x": one}), required=st.just(["a"])),
+        some.map(lambda branches: {"anyOf": branches}),
+        some.map(lambda branches: {"oneOf": branches}),
+        st.tuples(some, _some(type=st.sampled_from(["object", "string"]))).map(
+            lambda pair: {"allOf": pair[0], **pair[1]}
+        ),
+    )
+
+
+SCHEMAS = st.tuples(st.recursive(_LEAVES, _containers, max_leaves=6), _LEAVES).map(
+    lambda pair: {**pair[0], "$defs": {"d": pair[1]}} if isinstance(pair[0], dict) else pair[0]
+)
+
+
+@given(schema=SCHEMAS, seed=st.integers(0, 1000))
+@settings(max_examples=examples(300), deadline=None)
+def test_every_output_of_a_random_schema_validates(schema: Any, seed: int) -> None:
+    try:
+        ebnf = schema_ebnf(schema, compact=bool(seed % 2))
+    except InputError:
+        return
+    grammar = compiled(ebnf)
+    for more in range(3):
+        jsonschema.validate(json.loads(walk(grammar, seed + more)), schema)
+
+
+@given(schema=SCHEMAS, value=_VALUES)
+@settings(max_examples=examples(300), deadline=None)
+def test_lets_through_no_value_that_does_not_validate(schema: Any, value: Any) -> None:
+    try:
+        ebnf = schema_ebnf(schema)
+    except InputError:
+        return
+    if accepts(compiled(ebnf), json.dumps(value, ensure_ascii=False)):
+        jsonschema.validate(value, schema)

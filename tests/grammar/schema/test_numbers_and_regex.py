@@ -1,0 +1,91 @@
+"""Numbers between bounds, and regular expressions, each against an oracle."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.byte_grammar import accepts, compiled
+from support.random_draws import examples
+
+from penstock.errors import InputError
+from penstock.grammar.schema import regex
+from penstock.grammar.schema.numbers import Bounds, integers_between, numbers_between
+
+BOUND = st.none() | st.integers(-1200, 1200)
+DECIMAL = st.decimals(-20, 20, places=2)
+
+
+@given(BOUND, BOUND, st.lists(st.integers(-1300, 1300), min_size=5, max_size=20))
+@settings(max_examples=examples(60), deadline=None)
+def test_integers_between(low: int | None, high: int | None, values: list[int]) -> None:
+    body = integers_between(low, high)
+    ends = [end + step for end in (low, high) if end is not None for step in (-1, 0, 1)]
+    inside = [
+        value
+        for value in {*values, *ends}
+        if (low is None or value >= low) and (high is None or value <= high)
+    ]
+    if body is None:
+        assert not inside
+        return
+    grammar = compiled(f"root ::= {body}")
+    for value in {*values, *ends}:
+        assert accepts(grammar, str(value)) == (value in inside), value
+
+
+@given(st.none() | DECIMAL, st.none() | DECIMAL, st.booleans(), st.booleans(), st.lists(DECIMAL, max_size=20))
+@settings(max_examples=examples(100), deadline=None)
+def test_numbers_between(
+    low: Decimal | None, high: Decimal | None, no_low: bool, no_high: bool, values: list[Decimal]
+) -> None:
+    bounds = Bounds(low, high, low is not None and no_low, high is not None and no_high)
+    body = numbers_between(bounds)
+    ends = [
+        end + step
+        for end in (low, high)
+        if end is not None
+        for step in map(Decimal, ("-0.01", "0", "0.001", "1"))
+    ]
+    for value in {*values, *ends}:
+        if value == 0:
+            continue  # its sign is a spelling
+        text = format(value.normalize(), "f")
+        expected = bounds.contains(value)
+        assert (body is not None and accepts(compiled(f"root ::= {body}"), text)) == expected, text
+
+
+PATTERNS = [
+    "a|b*c",
+    "(ab){2,3}",
+    "[^a-c]+",
+    "a?b??",
+    "(?:a|bc)*d",
+    "[a\\-\\]]",
+    "\\x41\\u0042",
+    "",
+    "[\\d_]{2}",
+]
+
+
+@given(st.sampled_from(PATTERNS), st.text("abcdAB-]_19", max_size=6))
+@settings(max_examples=examples(200), deadline=None)
+def test_regex_matches_as_python_does(pattern: str, text: str) -> None:
+    for search in (False, True):
+        tree = regex.parse_regex(pattern, search=search)
+        expected = (re.search if search else re.fullmatch)(pattern, text) is not None
+        assert regex.matches(tree, text) == expected
+        assert accepts(compiled(f"root ::= {regex.to_plain_ebnf(tree)}"), text) == expected
+        low, high = regex.lengths(tree)
+        assert not expected or low <= len(text) <= (len(text) if high is None else high)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(", "a)", "[z-a]", "*a", "a{2,1}", "a**", "(?=a)", "\\1", "\\bx", "a^b", "[]", "{"]
+)
+def test_what_is_no_regular_language_or_no_expression_is_refused(pattern: str) -> None:
+    with pytest.raises(InputError, match="regular expression"):
+        regex.parse_regex(pattern, search=False)

@@ -1,0 +1,85 @@
+"""Parts of a schema that nothing satisfies: an optional one is left out, the rest is written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from support.byte_grammar import accepts, compiled, walk
+
+from penstock.errors import InputError
+from penstock.grammar.schema import schema_ebnf
+
+NOTHING: list[Any] = [
+    False,
+    {"enum": []},
+    {"type": "string", "pattern": "^abc$", "maxLength": 2},
+    {"type": "string", "format": "uuid", "maxLength": 5},
+    {"type": "string", "format": "date", "pattern": "x"},
+    {"type": "string", "allOf": [{"format": "ipv4"}, {"format": "ipv6"}]},
+    {"type": "string", "pattern": "^(?!a)a$"},
+    {"format": "ipv6", "const": "x"},
+    {"type": "integer", "minimum": 8, "maximum": 13, "multipleOf": 7},
+    {"type": "integer", "minimum": 1.1, "maximum": 1.9},
+    {"type": "number", "minimum": 5, "maximum": 4},
+    {"type": "object", "required": ["a", "b"], "maxProperties": 1},
+    {
+        "type": "object",
+        "properties": {"a": False, "b": {}},
+        "additionalProperties": False,
+        "minProperties": 2,
+    },
+    {"type": "object", "required": ["a"], "propertyNames": {"const": "b"}},
+    {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "minItems": 3},
+    {"type": "array", "items": {"enum": []}, "minItems": 1},
+    {"type": "array", "prefixItems": [{"const": 1}, {"const": 1}], "uniqueItems": True, "minItems": 2},
+]
+
+
+@pytest.mark.parametrize("nothing", NOTHING, ids=str)
+def test_the_part_alone_is_refused(nothing: Any) -> None:
+    with pytest.raises(InputError, match="nothing satisfies"):
+        schema_ebnf(nothing)
+
+
+@pytest.mark.parametrize("nothing", NOTHING, ids=str)
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [("property", "{}"), ("branch", "7"), ("items", "[]"), ("prefix", "[true]"), ("others", '{"a":1}')],
+)
+def test_the_rest_is_written(nothing: Any, name: str, inside: str) -> None:
+    schema: Any = {
+        "property": {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}},
+        "branch": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "integer"}]},
+        "items": {"type": "array", "items": {"$ref": "#/$defs/n"}},
+        "prefix": {"type": "array", "prefixItems": [{"type": "boolean"}, {"$ref": "#/$defs/n"}]},
+        "others": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "additionalProperties": {"$ref": "#/$defs/n"},
+        },
+    }[name]
+    schema["$defs"] = {"n": nothing}
+    grammar = compiled(schema_ebnf(schema, compact=True))
+    assert accepts(grammar, inside)
+    for seed in range(4):
+        Draft202012Validator(schema).validate(json.loads(walk(grammar, seed)))
+
+
+def test_a_required_part_refuses_the_whole() -> None:
+    with pytest.raises(InputError, match="nothing satisfies"):
+        schema_ebnf({"type": "object", "properties": {"a": NOTHING[2]}, "required": ["a"]})
+
+
+def test_enough_properties_that_can_be_are_counted() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": False, "b": {"type": "null"}, "c": {"type": "null"}},
+        "additionalProperties": False,
+        "minProperties": 2,
+    }
+    grammar = compiled(schema_ebnf(schema, compact=True))
+    assert accepts(grammar, '{"b":null,"c":null}')
+    assert not accepts(grammar, '{"b":null}')

@@ -1,0 +1,124 @@
+"""Arrays with uniqueItems over few values."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from support.byte_grammar import accepts, compiled, walk
+
+from penstock.errors import InputError, UnsupportedSchemaError
+from penstock.grammar.schema import schema_ebnf
+
+
+def unique(items: Any, **keywords: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, "uniqueItems": True, **keywords}
+
+
+_ITEMS = st.sampled_from(
+    [
+        {"enum": ["a", "b", "c"]},
+        {"type": "boolean"},
+        {"type": ["boolean", "null"]},
+        {"type": "integer", "minimum": 0, "maximum": 3},
+        {"type": "integer", "minimum": 0, "maximum": 6, "multipleOf": 3},
+        {"enum": [1, 1.0, True, 2]},
+        {"enum": [[1], [1.0], {"a": 1}]},
+        {"anyOf": [{"const": "a"}, {"enum": ["a", 1]}]},
+        {"const": "a"},
+        False,
+    ]
+)
+_CANDIDATES = ["a", "b", "c", True, False, None, 0, 1, 2, 3, 6, [1], {"a": 1}]
+
+
+@given(
+    items=_ITEMS,
+    prefix=st.lists(_ITEMS, max_size=2),
+    least=st.integers(0, 4),
+    most=st.integers(0, 4) | st.none(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=80, deadline=None)
+def test_arrays_are_those_that_jsonschema_accepts(
+    items: Any, prefix: list[Any], least: int, most: int | None, seed: int
+) -> None:
+    schema = unique(items, minItems=least)
+    if prefix:
+        schema["prefixItems"] = prefix
+    if most is not None:
+        schema["maxItems"] = most
+    checker = Draft202012Validator(schema)
+    arrays = [list(one) for size in range(4) for one in itertools.product(_CANDIDATES, repeat=size)]
+    valid = [one for one in arrays if checker.is_valid(one)]
+    try:
+        grammar = compiled(schema_ebnf(schema, compact=True))
+    except InputError:
+        assert not valid
+        return
+    assert checker.is_valid(json.loads(walk(grammar, seed)))
+    for one in valid[:: max(len(valid) // 50, 1)]:
+        assert accepts(grammar, json.dumps(one, separators=(",", ":"))), one
+    for one in arrays[seed::97]:
+        if one not in valid:
+            assert not accepts(grammar, json.dumps(one, separators=(",", ":"))), one
+
+
+def test_eight_values_come_in_any_order() -> None:
+    ebnf = schema_ebnf(unique({"enum": list("abcdefgh")}), compact=True)
+    grammar = compiled(ebnf)
+    for values in ("abcdefgh", "hgfedcba", "cab", "h"):
+        assert accepts(grammar, json.dumps(list(values), separators=(",", ":")))
+    assert not accepts(grammar, '["a","b","a"]')
+    assert len(ebnf) < 40_000
+
+
+@pytest.mark.parametrize("bounds", [{}, {"minItems": 2}, {"maxItems": 3}, {"minItems": 1, "maxItems": 25}])
+def test_more_values_come_in_the_order_of_the_schema(bounds: dict[str, int]) -> None:
+    values = [f"v{number}" for number in range(30)]
+    schema = unique({"enum": values}, **bounds)
+    ebnf = schema_ebnf(schema, compact=True)
+    grammar = compiled(ebnf)
+    assert accepts(grammar, '["v2","v7","v29"]')
+    assert not accepts(grammar, '["v2","v2"]')
+    assert accepts(grammar, json.dumps(values, separators=(",", ":"))) == ("maxItems" not in bounds)
+    assert accepts(grammar, "[]") == ("minItems" not in bounds)
+    for seed in range(5):
+        Draft202012Validator(schema).validate(json.loads(walk(grammar, seed)))
+    assert len(ebnf) < 60_000
+
+
+def test_few_of_many_values_come_in_any_order() -> None:
+    grammar = compiled(schema_ebnf(unique({"enum": list(range(20))}, maxItems=2)))
+    assert accepts(grammar, "[19, 3]")
+    assert not accepts(grammar, "[3, 3]")
+
+
+def test_one_item_need_not_be_listed() -> None:
+    grammar = compiled(schema_ebnf(unique({"type": "string"}, maxItems=1)))
+    assert accepts(grammar, '["any"]')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        unique({"type": "string"}),
+        unique({"type": "number", "minimum": 0, "maximum": 1}),
+        unique({"type": "integer", "minimum": 0}),
+        unique({"enum": list(range(40))}, prefixItems=[{"enum": list(range(40))}]),
+    ],
+)
+def test_values_that_are_not_few_are_refused(schema: Any) -> None:
+    with pytest.raises(UnsupportedSchemaError) as caught:
+        schema_ebnf(schema)
+    assert caught.value.keyword == "uniqueItems"
+
+
+def test_too_few_values_are_refused() -> None:
+    with pytest.raises(InputError, match="nothing satisfies"):
+        schema_ebnf(unique({"type": "boolean"}, minItems=3))

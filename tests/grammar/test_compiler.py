@@ -1,0 +1,291 @@
+"""Compilation beside the model: limits, refusals, what is kept, and the matchers that contexts get."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from support.grammars import EOS, context_for, new_compiler, wait
+
+from penstock.errors import InputError, PenstockError, UnavailableError, UnsupportedFeatureError
+from penstock.grammar import compiler, llguidance_backend
+from penstock.grammar.schema import sources
+from penstock.pipelines.core import Grammar, SamplingParams, TextContext
+
+
+def accepts(context: TextContext, text: str) -> bool:
+    matcher = context.matcher
+    assert matcher is not None
+    return all(map(matcher.accept_token, text.encode())) and bool(matcher.is_completed())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "inside", "outside"),
+    [
+        ("json_schema", {"type": "integer"}, "12", "1.2"),
+        ("json_object", "", '{"a": [1]}', "[1]"),
+        ("regex", "a+(?:b|c)", "aab", "aabc"),
+        ("choice", ["yes", "no!\n"], "no!\n", "maybe"),
+        ("ebnf", 'root ::= "a" root | "b"', "aab", "aa"),
+        (
+            "structural_tag",
+            {
+                "type": "structural_tag",
+                "format": {
+                    "type": "sequence",
+                    "elements": [
+                        {"type": "const_string", "value": "<call>"},
+                        {"type": "json_schema", "json_schema": {"type": "integer", "minimum": 5}},
+                        {"type": "regex", "pattern": "[ab]?"},
+                        {"type": "json_schema", "json_schema": {"type": "string", "maxLength": 1}},
+                    ],
+                },
+            },
+            '<call>5a"é"',
+            "<call>4",
+        ),
+    ],
+)
+def test_every_kind_of_grammar(kind: str, text: Any, inside: str, outside: str) -> None:
+    grammars = new_compiler()
+    assert accepts(wait(grammars, context_for(kind, text)), inside)
+    assert not accepts(wait(grammars, context_for(kind, text)), outside)
+
+
+def test_the_matcher_stands_behind_generated_tokens() -> None:
+    context = wait(new_compiler(), context_for("regex", "abc", generated=b"ab"))
+    context.update(ord("c"))
+    context.update(EOS)
+    assert context.is_done
+    with pytest.raises(InputError, match="token 120, number 0"):
+        wait(new_compiler(), context_for("regex", "abc", generated=b"x"))
+
+
+def test_each_matcher_has_the_ends_of_its_context() -> None:
+    grammars = new_compiler()
+    first = wait(grammars, context_for("regex", "a", eos_token_ids={7, 9}))
+    second = wait(grammars, context_for("regex", "a", eos_token_ids=set()))
+    assert first.matcher is not None
+    assert second.matcher is not None
+    assert sorted(first.matcher.stop_token_ids) == [7, 9]
+    assert second.matcher.stop_token_ids == [EOS]
+
+
+def test_without_a_token_that_ends_the_output_a_grammar_is_refused() -> None:
+    context = context_for(
+        "regex", "a", eos_token_ids=set(), ignore_eos=True, sampling_params=SamplingParams(ignore_eos=True)
+    )
+    with pytest.raises(UnsupportedFeatureError, match="ignore_eos"):
+        new_compiler().ready(context)
+
+
+def test_no_grammar_is_ready_at_once() -> None:
+    context = TextContext(prompt=[1], max_length=5, tokens=np.array([1]))
+    assert new_compiler().ready(context)
+    assert context.matcher is None
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Grammar] = []
+    original = llguidance_backend.grammar_source
+
+    def counting(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+        compiled.append(grammar)
+        return original(grammar, **options)
+
+    monkeypatch.setattr(llguidance_backend, "grammar_source", counting)
+    grammars = new_compiler(cache_size=600_000)
+    for text in ("a", "b", "a", "a"):
+        wait(grammars, context_for("regex", text))
+    assert [grammar.text for grammar in compiled] == ["a", "b"]
+    for number in range(12):
+        wait(grammars, context_for("regex", f"x{number}"))
+    assert 0 < grammars.num_kept_bytes <= 600_000
+    wait(grammars, context_for("regex", "a"))
+    assert compiled[-1].text == "a"
+
+
+ENDLESS_NEST = {"type": "array", "items": {}}
+for _ in range(300):
+    ENDLESS_NEST = {"type": "array", "items": ENDLESS_NEST}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "(((a{1,100}){1,100}){1,100}){1,100}"),
+        ("regex", "(a|a)*(a|aa)*(b|a)*c"),
+        ("regex", "(" * 5000 + "a" + ")" * 5000),
+        ("regex", "(a|b)*" * 500),
+        ("regex", "[ab]{100000}"),
+        ("regex", "a{1,9999999}"),
+        ("regex", r"(a)\1"),
+        ("regex", ""),
+        ("ebnf", 'root ::= root "a" | "b"'),
+        ("ebnf", 'root ::= root "a"'),
+        ("ebnf", "root ::= root"),
+        ("ebnf", 'root ::= ("" | root)*'),
+        (
+            "ebnf",
+            "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(30)) + 'r30 ::= "c"',
+        ),
+        ("ebnf", "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(6_000)) + 'r6000 ::= "c"'),
+        (
+            "ebnf",
+            "root ::= r0\n"
+            + "".join(f'r{i} ::= "a" r{i + 1} | root\n' for i in range(6_000))
+            + 'r6000 ::= "c"',
+        ),
+        ("regex", "([a-z]{0,100}[0-9]{0,100}){0,100}"),
+        ("json_schema", {"type": "string", "pattern": "^([a-z]{0,1000}[0-9]{0,1000}){0,1000}$"}),
+        ("ebnf", 'root ::= "a" root root root | ""'),
+        ("ebnf", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
+        ("ebnf", ""),
+        ("ebnf", "root ::= nothing"),
+        ("ebnf", "(((("),
+        ("json_schema", '{"items":' * 10_000 + "{}" + "}" * 10_000),
+        ("json_schema", ENDLESS_NEST),
+        ("json_schema", {"$ref": "#"}),
+        (
+            "json_schema",
+            {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        ),
+        ("json_schema", {"type": "string", "maxLength": 10**9}),
+        ("json_schema", {"type": "string", "minLength": 10**9}),
+        ("json_schema", {"type": "array", "minItems": 10**9}),
+        ("json_schema", {"type": "integer", "minimum": -(10**30), "maximum": 10**30}),
+        ("json_schema", {"enum": [f"value {number}" for number in range(900_000)]}),
+        ("json_schema", {"enum": [f"value {number}" for number in range(5000)]}),
+        ("json_schema", {"oneOf": [{"const": number} for number in range(1500)]}),
+        (
+            "json_schema",
+            {"allOf": [{"anyOf": [{"minLength": i}, {"maxLength": j}]} for i in range(9) for j in range(9)]},
+        ),
+        ("json_schema", {"pattern": "^(a+)+$", "enum": ["a" * 60 + "!", "a"]}),
+        ("json_schema", {"properties": {f"p{number}": {} for number in range(300)}}),
+        ("json_schema", "{"),
+        ("json_schema", ""),
+        ("json_schema", "false"),
+        ("json_schema", "true"),
+        ("json_schema", "{}"),
+        ("json_schema", '{"const": NaN}'),
+        ("choice", "[]"),
+        ("choice", "{}"),
+        ("choice", [""]),
+        ("structural_tag", "{}"),
+        ("structural_tag", "[]"),
+        (
+            "structural_tag",
+            {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}},
+        ),
+        ("structural_tag", {"type": "structural_tag", "format": {"type": "token", "token": "<none>"}}),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_every_grammar_gets_an_answer(kind: str, text: Any) -> None:
+    grammars = new_compiler(compile_timeout=2.0)
+    try:
+        context = wait(grammars, context_for(kind, text))
+    except InputError:
+        assert grammars.ready(TextContext(prompt=[1], max_length=5, tokens=np.array([1])))
+    else:
+        assert context.matcher is not None
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"style": "qwen_xml"}, {"any_order": True}, {"excludes": ["a"]}, {"max_whitespace_cnt": 1}],
+    ids=str,
+)
+def test_a_schema_of_a_tag_that_wants_another_spelling_is_refused(wish: dict[str, Any]) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}, **wish}}
+    with pytest.raises(UnsupportedFeatureError, match=next(iter(wish))):
+        wait(new_compiler(), context_for("structural_tag", tag))
+
+
+def test_slow_ones_are_refused_and_others_wait_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on = threading.Event()
+    original = llguidance_backend.grammar_source
+
+    def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+        if grammar.text.startswith("slow"):
+            going_on.wait(60)
+        return original(grammar, **options)
+
+    monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
+    grammars = new_compiler(compile_timeout=0.2)
+    other = context_for("regex", "other")
+    try:
+        assert not grammars.ready(context_for("regex", "slow 1"))
+        wait(grammars, context_for("regex", "quick"))
+        for number in range(1, 5):
+            with pytest.raises(InputError, match=rf"'slow {number}' was not compiled within 0\.2 s"):
+                wait(grammars, context_for("regex", f"slow {number}"))
+        with pytest.raises(InputError, match=r"'slow 1' was not compiled"):
+            grammars.ready(context_for("regex", "slow 1"))  # remembered
+        assert not grammars.ready(other), "it waits for a thread"
+        with pytest.raises(UnavailableError, match="4 other grammars"):  # in the end there is an answer
+            wait(grammars, other)
+        assert not grammars.ready(other)
+        wait(grammars, context_for("regex", "quick"))  # was kept
+    finally:
+        going_on.set()
+    wait(grammars, other)
+
+
+def test_a_thread_ends_when_its_grammar_has_had_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = llguidance_backend.grammar_source
+
+    def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+        time.sleep(0.3)
+        return original(grammar, **options)
+
+    monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
+    translated: list[object] = []
+    monkeypatch.setattr(llguidance_backend, "lark_text", lambda *_, **__: translated.append(1))
+    grammars = new_compiler(compile_timeout=0.2)
+    with pytest.raises(InputError, match="not compiled"):
+        wait(grammars, context_for("regex", "a"))
+    end = time.monotonic() + 30
+    while any(thread.name == "penstock-grammar" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert translated == []
+
+
+def test_a_slow_one_goes_on_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on = threading.Event()
+    original = llguidance_backend.grammar_source
+
+    def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+        if grammar.text == "slow":
+            going_on.wait(60)
+        return original(grammar, **options)
+
+    monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
+    monkeypatch.setattr(compiler, "_TURN", 0.05)
+    grammars = new_compiler(compile_timeout=60)
+    try:
+        assert not grammars.ready(context_for("regex", "slow"))
+        wait(grammars, context_for("regex", "quick"))
+        assert not grammars.ready(context_for("regex", "slow")), "it is in time still"
+    finally:
+        going_on.set()
+    wait(grammars, context_for("regex", "slow"))
+
+
+def test_what_is_too_large_is_refused_at_once() -> None:
+    with pytest.raises(InputError, match="11 characters, more than the 10"):
+        new_compiler(max_size=10).ready(context_for("regex", "a" * 11))
+
+
+def test_errors_name_what_is_wrong_and_no_source_files() -> None:
+    grammars = new_compiler()
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(PenstockError) as caught:
+            wait(grammars, context_for("ebnf", "root ::= nothing"))
+        assert "nothing" in str(caught.value)
+        assert ".cc" not in str(caught.value)

@@ -1,0 +1,144 @@
+"""Grammars that are made to cost much: each ends with an error or goes on, and harms no other request."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from support.grammars import EOS, context_for, new_compiler, wait
+
+from penstock.errors import InputError
+from penstock.grammar import grammar_bitmask
+from penstock.grammar.llguidance_backend import LLGuidanceMatcher
+from penstock.pipelines.core import TextContext
+
+pytest.importorskip("llguidance")
+BOMB = "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(30)) + 'r30 ::= "c"'
+COUNTS = "([a-z]{0,100}[0-9]{0,100}){0,100}"
+MORE_COUNTS = {"type": "string", "pattern": "^([a-z]{0,1000}[0-9]{0,1000}){0,1000}$"}
+
+
+def follow(context: TextContext, text: str) -> None:
+    """Computes a mask before each token, as generation does."""
+    for token in text.encode():
+        grammar_bitmask([context], np.array([0]), EOS + 1)
+        context.update(token)
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar", "text"),
+    [
+        ("ebnf", BOMB, "c" * 100),
+        ("regex", COUNTS, "abc123" * 3),
+        ("json_schema", MORE_COUNTS, '"' + "abc123" * 3),
+    ],
+)
+def test_what_stalled_a_batch_is_matched(kind: str, grammar: object, text: str) -> None:
+    context = wait(new_compiler(), context_for(kind, grammar))
+    follow(context, text)
+    assert context.generated_tokens.tolist() == list(text.encode())
+
+
+AMBIGUOUS = 'root ::= e\ne ::= e e | [a-z] | "(" e ")"'
+
+
+def test_a_limit_ends_one_request_and_names_its_grammar() -> None:
+    grammars = new_compiler(mask_items=200)
+    costly = wait(grammars, context_for("ebnf", AMBIGUOUS))
+    other = wait(grammars, context_for("regex", "[ab]*"))
+    alone = grammar_bitmask([other], np.array([0]), EOS + 1)
+    assert alone is not None
+    for _ in range(300):
+        mask = grammar_bitmask([costly, other], np.array([0, 1]), EOS + 1)
+        assert mask is not None
+        assert mask[1].tolist() == alone[0].tolist()
+        other.update(ord("a"))
+        try:
+            costly.update(ord("a"))
+        except InputError as error:
+            message = str(error)
+            break
+    assert message.startswith("the ebnf grammar 'root ::= e")
+    assert "too complex" in message
+    assert "--grammar-mask-items" in message
+    assert isinstance(costly.matcher, LLGuidanceMatcher)
+    assert costly.matcher.failure is not None
+    mask = torch.zeros((1, EOS // 32 + 1), dtype=torch.int32)
+    costly.matcher.fill_next_token_bitmask(mask)  # in a batch it must not raise
+    assert mask.all()
+
+
+def test_a_grammar_that_met_a_limit_is_compiled_again() -> None:
+    """The states of its lexer are counted for all requests together: the next one begins with none."""
+    grammars = new_compiler(max_states=400)
+    pattern, choose = "[ab]*a[ab]{30}", random.Random(0)
+    for _ in range(2):
+        context = wait(grammars, context_for("regex", pattern))
+        with pytest.raises(InputError, match="too complex"):
+            follow(context, "".join(choose.choices("ab", k=480)))
+        assert len(context.generated_tokens) > 10
+
+
+def test_more_symbols_than_allowed_are_refused() -> None:
+    grammar = 'root ::= "(" root ")" | "x" | ' + " | ".join(f'"{number}" root' for number in range(300))
+    with pytest.raises(InputError, match="too complex"):
+        wait(new_compiler(max_symbols=100), context_for("ebnf", grammar))
+    wait(new_compiler(), context_for("ebnf", grammar))
+
+
+def test_special_tokens_are_no_text_and_the_end_comes_last() -> None:
+    context = wait(new_compiler(), context_for("regex", "(?:.|\n)*x"))
+    assert context.matcher is not None
+    assert not context.matcher.accept_token(EOS)
+    assert context.matcher.accept_token(ord("x"))
+    assert context.matcher.accept_token(EOS)
+    assert context.matcher.is_terminated()
+    context.matcher.rollback(2)
+    assert not context.matcher.is_completed()
+
+
+def test_what_the_user_passes_may_be_of_xgrammar() -> None:
+    xgr = pytest.importorskip("xgrammar")
+    vocabulary = [*(bytes([byte]) for byte in range(256)), b"<end>"]
+    info = xgr.TokenizerInfo(vocabulary, xgr.VocabType.RAW, vocab_size=EOS + 1, stop_token_ids=[EOS])
+    compiled = xgr.GrammarCompiler(info, cache_enabled=False).compile_grammar('root ::= "ab"')
+    context = TextContext(prompt=[1], max_length=50, tokens=np.array([1]))
+    context.set_matcher(xgr.GrammarMatcher(compiled))
+    mask = grammar_bitmask(
+        [context, wait(new_compiler(), context_for("regex", "c"))], np.array([0, 1]), EOS + 1
+    )
+    assert mask is not None
+    bits = np.unpackbits(mask.numpy().view(np.uint8), axis=1, bitorder="little")[:, : EOS + 1]
+    assert [np.flatnonzero(row).tolist() for row in bits] == [[ord("a")], [ord("c")]]
+    context.update(ord("a"))
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_a_setting_selects_the_library(backend: str) -> None:
+    pytest.importorskip(backend)
+    context = wait(new_compiler(backend=backend), context_for("regex", "ab"))
+    assert type(context.matcher).__module__.startswith("penstock" if backend == "llguidance" else "xgrammar")
+    follow(context, "ab")
+
+
+def test_a_process_with_a_grammar_ends_without_a_word() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from support.grammars import *\n"
+        "context = wait(new_compiler(), context_for('regex', 'ab'))\n"
+        "print(sorted({'xgrammar', 'triton', 'transformers'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("[]\n", "")
+
+
+def test_a_check_of_a_checkpoint_prints_nothing_after_success() -> None:
+    """Where triton is installed, importing torch._dynamo would make it report leaks at exit."""
+    command = [sys.executable, "-m", "penstock", "warm-cache", "--model-path", "demo"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stderr == ""
+    assert "tokenizer" in run.stdout

@@ -1,0 +1,61 @@
+"""The bytes of tokens: joined they are the text, for every kind of tokenizer there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import xgrammar as xgr
+
+import penstock.demo
+from penstock.errors import UnsupportedFeatureError
+from penstock.grammar.vocabulary import NO_TEXT, token_bytes
+from penstock.testing import FakeTokenizer
+from penstock.text.tokenizer import TextTokenizer
+
+TEXTS = ['{"name": "Ünïcode 😀", "x": [1, 2.5e-3]}\n\tend  of', "Hello world", "a<0x41>b ▁ c", "日本語\x00"]
+
+
+def real(shared_data: Path, name: str) -> Path:
+    folder = shared_data / "tokenizers" / name
+    if not folder.is_dir():
+        pytest.skip(f"no tokenizer {name} here")
+    return folder
+
+
+def check_joins(tokenizer: TextTokenizer, texts: list[str]) -> None:
+    tokens = token_bytes(tokenizer.backend, tokenizer.vocab_size + 5)
+    assert tokens[-5:] == [b""] * 5  # a padded vocabulary
+    for text in texts:
+        ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
+        joined = b"".join(tokens[token] for token in ids)
+        assert joined.removeprefix(b" ") == text.encode()  # some put a space before the first word
+
+
+def test_the_bytes_of_tokens_join_to_the_text() -> None:
+    check_joins(FakeTokenizer(), TEXTS)
+    check_joins(TextTokenizer(Path(penstock.demo.__file__).parent), TEXTS)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "tinyllama", "qwen3"])
+def test_of_real_tokenizers_as_xgrammar_reads_them_too(name: str, shared_data: Path) -> None:
+    folder = real(shared_data, name)
+    tokenizer = TextTokenizer(folder)
+    # Some write a space as that very sign.
+    check_joins(tokenizer, [text for text in TEXTS if "▁" not in text or name != "tinyllama"])
+    transformers = pytest.importorskip("transformers")
+    peer = transformers.AutoTokenizer.from_pretrained(str(folder))
+    theirs = xgr.TokenizerInfo.from_huggingface(peer, vocab_size=tokenizer.vocab_size).decoded_vocab
+    ours = token_bytes(tokenizer.backend, tokenizer.vocab_size)
+    different = [token for token in range(tokenizer.vocab_size) if ours[token] != theirs[token]]
+    assert all(ours[token].startswith(NO_TEXT) for token in different)
+
+
+def test_special_tokens_spell_no_text() -> None:
+    assert token_bytes(FakeTokenizer().backend, 257)[FakeTokenizer.EOS] == NO_TEXT + b"<|end|>"
+
+
+def test_wordpiece_is_refused(shared_data: Path) -> None:
+    tokenizer = TextTokenizer(real(shared_data, "bert-base-uncased"))
+    with pytest.raises(UnsupportedFeatureError, match="WordPiece"):
+        token_bytes(tokenizer.backend, 100)

@@ -1,0 +1,60 @@
+"""Imports and loads without the garbage collector, which is as it was afterwards."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.host.garbage_collection import gc_disabled
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_it_is_as_it_was_afterwards(was_enabled: bool) -> None:
+    if not was_enabled:
+        gc.disable()
+    with gc_disabled():
+        assert not gc.isenabled()
+        with gc_disabled():
+            assert not gc.isenabled()
+        assert not gc.isenabled(), "the inner one ends within the outer one"
+    assert gc.isenabled() == was_enabled
+
+
+def test_an_error_ends_it() -> None:
+    with pytest.raises(ValueError), gc_disabled():  # noqa: PT011  # whichever
+        raise ValueError
+    assert gc.isenabled()
+
+
+def test_nothing_is_frozen_for_good_and_what_was_stays_so() -> None:
+    """In a process of its own: what is frozen here may be anybody's."""
+    code = """
+import gc
+from penstock.host.garbage_collection import gc_disabled
+class Node: pass
+def cycle():
+    node = Node(); node.itself = node
+with gc_disabled():
+    made = [Node() for _ in range(5000)]
+    cycle()
+assert gc.get_freeze_count() == 0
+assert sum(isinstance(one, Node) for one in gc.get_objects(generation=0)) < 100, "all would be looked at next"
+gc.collect()
+assert sum(isinstance(one, Node) for one in gc.get_objects()) == 5000, "a cycle is still found"
+gc.freeze()
+frozen = gc.get_freeze_count()
+with gc_disabled():
+    pass
+assert gc.get_freeze_count() >= frozen - 10
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

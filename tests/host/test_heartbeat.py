@@ -1,0 +1,59 @@
+"""Progress is counted where another process reads it, by Python and by the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock import LLM, SamplingParams
+from penstock.host import heartbeat
+from penstock.host.heartbeat import ProgressFile
+from penstock.kernels.cpu import library
+
+
+def test_another_process_counts(tmp_path: Path) -> None:
+    file = ProgressFile(str(tmp_path / "progress"))
+    assert file.count == 0
+    script = (
+        "import sys; from penstock.host import heartbeat; heartbeat.publish(sys.argv[1])\n"
+        "for _ in range(300): heartbeat.beat()\n"
+        "import ctypes; assert ctypes.c_int64.from_address(heartbeat.counter_address()).value == 300"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "progress")], check=True)
+    assert file.count == 300
+    file.close()
+
+
+def count() -> int:
+    return ctypes.c_int64.from_address(heartbeat.counter_address()).value
+
+
+def test_it_loads_nothing_large() -> None:
+    script = "import penstock.host.heartbeat, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not library.is_usable(), reason="no kernels are built")
+def test_one_call_of_a_kernel_counts_its_pieces() -> None:
+    from penstock.driver import DeviceSpec, load_devices
+    from penstock.engine import InferenceSession
+
+    ops = InferenceSession(load_devices([DeviceSpec.cpu()])).ops
+    layer = ops.pack_linear([torch.zeros(4096, 512)], "float32", bias=None, slices=())
+    before = count()
+    ops.linear(torch.zeros(600, 512), layer)
+    assert count() - before >= 10
+
+
+def test_a_load_and_each_layer_of_a_step_count() -> None:
+    before = count()
+    llm = LLM("demo", max_length=256)
+    loaded = count()
+    assert loaded - before >= 20, "tensors"
+    llm.generate("Hello", SamplingParams(max_new_tokens=1))
+    assert count() - loaded >= 2, "layers"

@@ -1,0 +1,124 @@
+"""Limits of a container or a service, read from control groups of both versions."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock import driver
+from penstock.engine import InferenceSession
+from penstock.host import limits
+
+GIB = 2**30
+
+
+@pytest.fixture
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in place of the control groups' mount; `member` says where the process is."""
+    monkeypatch.setattr(limits, "_MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(limits, "_MEMBERSHIP", tmp_path / "member")
+    return tmp_path / "mount"
+
+
+def write(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def member(mount: Path, *lines: str) -> None:
+    (mount.parent / "member").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_nothing_limits(mount: Path) -> None:
+    assert (limits.memory(), limits.cores()) == (None, None)
+    member(mount, "0::/a")
+    write(mount / "a", memory__max="max", memory__current=5, cpu__max="max 100000")
+    assert (limits.memory(), limits.cores()) == (None, None)
+
+
+def test_a_container(mount: Path) -> None:
+    member(mount, "0::/")
+    stat = f"anon {GIB}\nfile {4 * GIB}\ninactive_file {GIB}\nactive_file {GIB}\nshmem {2 * GIB}"
+    write(mount, memory__max=8 * GIB, memory__current=5 * GIB, memory__stat=stat, cpu__max="150000 100000")
+    assert limits.memory() == (8 * GIB, 5 * GIB)  # the file cache can be had, shared memory cannot
+    assert limits.cores() == 1.5
+
+
+def test_the_groups_above_limit_too(mount: Path) -> None:
+    member(mount, "0::/slice/service")
+    write(mount / "slice", memory__max=6 * GIB, memory__current=5 * GIB, cpu__max="200000 100000")
+    write(mount / "slice" / "service", memory__max=4 * GIB, memory__current=GIB, cpu__max="400000 100000")
+    assert limits.memory() == (4 * GIB, GIB)
+    assert limits.cores() == 2
+
+
+def test_more_than_the_limit_in_use_leaves_nothing(mount: Path) -> None:
+    member(mount, "0::/")
+    write(mount, memory__max=GIB, memory__current=2 * GIB)
+    assert limits.memory() == (GIB, 0)
+
+
+def test_version_1_in_a_container_that_sees_its_group_at_the_top(mount: Path) -> None:
+    member(mount, "9:memory:/docker/1f", "4:cpu,cpuacct:/docker/1f", "1:name=systemd:/a", "0::/docker/1f")
+    stat = f"inactive_file 1\ntotal_inactive_file {GIB}\ntotal_active_file 0"
+    write(mount / "memory", memory__limit_in_bytes=3 * GIB, memory__usage_in_bytes=2 * GIB, memory__stat=stat)
+    write(mount / "cpu", cpu__cfs_quota_us=100000, cpu__cfs_period_us=50000)
+    assert limits.memory() == (3 * GIB, 2 * GIB)
+    assert limits.cores() == 2
+
+
+def test_version_1_without_a_limit_of_time(mount: Path) -> None:
+    member(mount, "4:cpu:/", "0::/")
+    write(mount / "cpu", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
+    assert limits.cores() is None
+
+
+def test_a_group_outside_of_what_is_seen(mount: Path) -> None:
+    member(mount, "0::/../other")
+    write(mount, cpu__max="300000 100000")
+    write(mount.parent / "other", cpu__max="100000 100000")
+    assert limits.cores() == 3
+
+
+def test_the_hosts_memory_is_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "num_reserved", lambda: 0)  # to weights of other tests
+    total, _ = driver._host_memory()
+    monkeypatch.setattr(limits, "memory", lambda: (GIB, 1000))
+    assert driver.CPU().stats == {"total_memory": GIB, "free_memory": 1000}
+    monkeypatch.setattr(limits, "memory", lambda: (2**63, 2**63))
+    assert driver._host_memory()[0] == total
+    assert driver._host_memory()[1] <= total
+
+
+@pytest.mark.parametrize(
+    ("granted", "given", "named", "threads"),
+    [
+        (2.9, None, None, 2),
+        (0.5, None, None, 1),
+        (64.0, None, None, 3),
+        (None, None, None, 3),
+        (1.0, 2, None, 2),
+        (1.0, None, "3", 3),
+    ],
+)
+def test_threads(
+    granted: float | None,
+    given: int | None,
+    named: str | None,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No more than a limit is worth, unless the caller or the environment says how many."""
+    monkeypatch.setattr(limits, "cores", lambda: granted)
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": named} if named else {})
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        InferenceSession(num_threads=given)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

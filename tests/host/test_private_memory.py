@@ -1,0 +1,66 @@
+"""A limit on private memory: files that are mapped do not count, and errors say that it was reached."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.host import private_memory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from penstock.host import private_memory
+from penstock.driver import CPU
+from penstock.weights.mapping import map_file, map_in_huge_pages
+
+MIB = 1 << 20
+assert private_memory.free() is None
+with open("/proc/self/status") as status:
+    used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+private_memory.bound(used + 200 * MIB)
+free = private_memory.free()  # libraries' own data, which is mapped, is counted above and not here
+assert 190 * MIB < free < 400 * MIB, free
+assert CPU().stats["free_memory"] <= free
+file = Path(sys.argv[1])
+mapped = [map_file(file), map_in_huge_pages(file)]
+assert abs(private_memory.free() - free) < 20 * MIB, (private_memory.free(), free)
+kept = bytearray(100 * MIB)
+errors = []
+for allocate in (lambda: bytearray(free), lambda: torch.empty(free, dtype=torch.uint8)):
+    try:
+        allocate()
+    except Exception as error:
+        errors.append(error)
+assert [private_memory.is_exceeded(error) for error in errors] == [True, True], errors
+del mapped
+private_memory.follow_mapped_files()
+assert free - private_memory.free() >= 100 * MIB
+"""
+
+
+def test_mapped_files_do_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    with file.open("wb") as stream:
+        stream.truncate(600 << 20)  # three times the limit
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_errors_that_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = OSError(errno.ENOMEM, "Cannot allocate memory")
+    assert not private_memory.is_exceeded(MemoryError())
+    monkeypatch.setattr(private_memory, "_limit", 1 << 40)
+    outer = RuntimeError("a request failed")
+    outer.__cause__ = MemoryError()
+    for error in (MemoryError(), out, outer, RuntimeError("std::bad_alloc")):
+        assert private_memory.is_exceeded(error)
+    for other in (ValueError("no"), OSError(errno.ENOSPC, "No space")):
+        assert not private_memory.is_exceeded(other)

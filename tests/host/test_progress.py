@@ -1,0 +1,89 @@
+"""The progress bars: drawn on a terminal only, and never on standard output."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from support.tiny_llm import write_tiny_llm
+
+from penstock import LLM
+from penstock.host import progress
+from penstock.host.progress import GenerationProgress, LoadingProgress
+from penstock.weights import Weights
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "shown", "drawn"),
+    [
+        (Terminal, True, True),
+        (Terminal, False, False),
+        (io.StringIO, True, False),
+    ],
+)
+def test_it_is_drawn_on_a_terminal_only(
+    stream: type[io.StringIO],
+    shown: bool,
+    drawn: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream())
+    monkeypatch.setenv("TERM", "xterm")
+    with GenerationProgress(3, shown=shown) as progress:
+        progress.advance(num_tokens=70, num_prompts=2)
+        progress.advance(num_tokens=30, num_prompts=1)
+    text = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert ("3/3" in text and "tokens/s" in text) == drawn
+    assert bool(text) == drawn
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("stream", "num_bytes", "drawn"),
+    [(Terminal, 1 << 30, True), (Terminal, 1 << 20, False), (io.StringIO, 1 << 30, False)],
+    ids=["terminal", "small", "file"],
+)
+def test_loading_is_drawn_on_a_terminal_where_it_takes_time(
+    stream: type[io.StringIO],
+    num_bytes: int,
+    drawn: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream())
+    monkeypatch.setenv("TERM", "xterm")
+    with LoadingProgress(num_bytes) as loading:
+        loading.advance(num_bytes // 2)
+        loading.advance(num_bytes // 2)
+    text = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert ("loading" in text and "1.0/1.0 GiB" in text) == drawn
+    assert bool(text) == drawn
+    assert capsys.readouterr().out == ""
+
+
+def test_a_load_counts_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_llm(tmp_path / "tiny")
+    monkeypatch.setattr(progress, "_MIN_LOAD", 0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    counted: list[int] = []
+    monkeypatch.setattr(LoadingProgress, "advance", lambda self, num_bytes: counted.append(num_bytes))
+    LLM(str(folder)).close()
+    assert sum(counted) == Weights.open(folder).num_bytes
+    assert len(counted) == len(Weights.open(folder).names)
+    assert "loading" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+
+def test_no_terminal_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with LoadingProgress(1 << 30) as loading, GenerationProgress(1) as generating:
+        loading.advance(1)
+        generating.advance(num_tokens=1, num_prompts=1)

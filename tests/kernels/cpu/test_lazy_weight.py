@@ -1,0 +1,84 @@
+"""Weights in rows are multiplied as they are in panels, to the bit, and packed when somebody asks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.kernels import LazyWeight, PackedLinear
+from penstock.kernels.cpu import CpuOps, linear, variants
+
+VARIANTS = {ops.isa: ops for ops in variants()}
+
+
+@pytest.fixture(params=VARIANTS or [pytest.param("none", marks=pytest.mark.skip("no kernels are built"))])
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    torch.manual_seed(0)
+    return VARIANTS[request.param]
+
+
+def lazy_weight(packed: PackedLinear) -> LazyWeight:
+    assert isinstance(packed.tensors, LazyWeight)
+    return packed.tensors
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [0, 1, 5, 33, 300])
+@pytest.mark.parametrize("sizes", [(70,), (64, 128, 1), (640, 64), (33, 100, 7)], ids=str)
+def test_rows_and_panels_give_the_same_bits(
+    ops: CpuOps,
+    stored: torch.dtype,
+    encoding: str,
+    rows: int,
+    sizes: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "_SLICE_BYTES", 64 * 81 * 4 * 2)  # two panels at a time, or four
+    parts = [torch.randn(size, 90).to(stored)[:, 3:84] for size in sizes]  # rows apart, and not aligned
+    dtype = getattr(torch, encoding)
+    x, bias = torch.randn(rows, 85).to(dtype)[:, 4:], torch.randn(sum(sizes))
+    packed = ops.pack_lazily(parts, encoding, bias=bias)
+    expected = ops.linear(x, ops.pack_linear(parts, encoding, bias=bias))
+    assert torch.equal(ops.linear(x, packed), expected)
+    assert len(lazy_weight(packed).parts) == len(sizes), "it is not packed yet"
+    assert set(packed.tensors) == {"panels"}
+    assert not lazy_weight(packed).parts
+    assert torch.equal(ops.linear(x, packed), expected)
+
+
+def test_it_is_packed_once(ops: CpuOps) -> None:
+    packed, calls = ops.pack_lazily([torch.randn(70, 33)], "float32"), []
+    lazy_weight(packed).release = lambda: calls.append(1)
+    panels = packed.tensors["panels"]
+    assert packed.tensors["panels"] is panels
+    assert lazy_weight(packed).pack()["panels"] is panels
+    assert packed.tensors.get("scales") is None
+    assert len(packed.tensors) == 1
+    assert calls == [1]
+
+
+def test_floats_are_multiplied_until_integers_are_made(ops: CpuOps) -> None:
+    """In the encoding of the activations, as nothing else is known of the inputs yet."""
+    weight, x = torch.randn(70, 33), torch.randn(5, 33)
+    for encoding in ("int8", "int5", "int4"):
+        packed = ops.pack_lazily([weight], encoding)
+        assert torch.equal(ops.linear(x, packed), ops.linear(x, ops.pack_linear(weight, "float32")))
+        lazy_weight(packed).pack()
+        assert torch.equal(ops.linear(x, packed), ops.linear(x, ops.pack_linear(weight, encoding)))
+    packed = ops.pack_lazily([weight], "bfloat16")
+    expected = ops.linear(x, ops.pack_linear(weight, "bfloat16"))
+    assert torch.equal(ops.linear(x, packed), expected), "floats are those of the encoding"
+
+
+def test_weights_that_are_stored_the_other_way(ops: CpuOps) -> None:
+    weight, x = torch.randn(33, 700).T, torch.randn(5, 33)
+    packed = ops.pack_lazily([weight], "float32")
+    expected = ops.linear(x, ops.pack_linear(weight, "float32"))
+    assert torch.equal(ops.linear(x, packed), expected)
+    assert set(packed.tensors) == {"panels"}
+    assert torch.equal(ops.linear(x, packed), expected)
+
+
+def test_what_has_no_panels_does_not_wait(ops: CpuOps) -> None:
+    assert not isinstance(ops.pack_lazily([torch.randn(70, 33)], "float16").tensors, LazyWeight)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.random_draws import examples
+
+from penstock.errors import InsufficientBlocksError
+from penstock.kv_cache.block_pool import BlockPool
+
+
+def test_blocks_are_handed_out_from_one_upwards_and_never_the_null_block() -> None:
+    pool = BlockPool(5)
+    assert pool.allocate(4) == [1, 2, 3, 4]
+    assert (pool.num_blocks, pool.num_free) == (4, 0)
+
+
+def test_too_many_blocks_are_refused_with_the_numbers_and_none_is_taken() -> None:
+    pool = BlockPool(5)
+    pool.allocate(2)
+    with pytest.raises(InsufficientBlocksError, match="3 KV blocks are needed, 2 of 4 are free") as caught:
+        pool.allocate(3)
+    assert (caught.value.needed, caught.value.free, caught.value.total) == (3, 2, 4)
+    assert pool.num_free == 2
+    pool.check_integrity()
+
+
+def test_a_released_block_of_known_content_is_found_until_it_is_evicted() -> None:
+    pool = BlockPool(3)
+    one, two = pool.allocate(2)
+    pool.register(one, b"one")
+    pool.release([one, two])
+    assert (pool.num_free, pool.num_cached) == (2, 1)
+    assert pool.lookup(b"one") == one
+    assert pool.allocate(1) == [two]  # a free block goes before a cached one
+    assert pool.allocate(1) == [one]
+    assert pool.lookup(b"one") is None
+
+
+def test_the_end_of_what_is_released_together_is_evicted_first() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    for block in blocks:
+        pool.register(block, b"%d" % block)
+    pool.release(blocks)
+    assert [pool.allocate(1)[0] for _ in blocks] == blocks[::-1]
+
+
+def test_the_least_recently_used_block_is_evicted_first() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    for block in blocks:
+        pool.register(block, b"%d" % block)
+        pool.release([block])
+    pool.retain([blocks[0]])
+    pool.release([blocks[0]])
+    assert [pool.allocate(1)[0] for _ in blocks] == [blocks[1], blocks[2], blocks[0]]
+
+
+def test_the_first_of_two_equal_blocks_stays_known() -> None:
+    pool = BlockPool(3)
+    one, two = pool.allocate(2)
+    assert pool.register(one, b"same")
+    assert not pool.register(two, b"same")
+    pool.release([one, two])
+    assert pool.lookup(b"same") == one
+    assert (pool.num_free, pool.num_cached) == (2, 1)
+    pool.check_integrity()
+
+
+def test_a_referenced_block_is_not_evicted() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    pool.register(block, b"kept")
+    pool.retain([block])
+    pool.release([block])
+    with pytest.raises(InsufficientBlocksError):
+        pool.allocate(1)
+    assert pool.lookup(b"kept") == block
+
+
+def test_releasing_a_block_twice_is_a_mistake_of_ours() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="block 1 is released but not in use"):
+        pool.release(blocks)
+
+
+def test_a_lost_block_is_noticed_with_the_numbers() -> None:
+    pool = BlockPool(5)
+    pool.allocate(1)
+    pool._free.pop()
+    with pytest.raises(AssertionError, match=r"2 free \+ 1 referenced \+ 0 cached blocks != 4"):
+        pool.check_integrity()
+
+
+class Pools(RuleBasedStateMachine):
+    """The pool against a model that keeps everything in plain lists."""
+
+    SIZE = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(self.SIZE + 1)
+        self.held: list[int] = []  # one entry a reference
+        self.known: dict[int, bytes] = {}
+        self.unused: list[int] = []  # known and without references, least recently used first
+
+    @rule(count=st.integers(0, SIZE + 1))
+    def allocate(self, count: int) -> None:
+        if count > self.SIZE - len(set(self.held)):
+            with pytest.raises(InsufficientBlocksError):
+                self.pool.allocate(count)
+            return
+        free = self.SIZE - len(set(self.held)) - len(self.unused)
+        evicted, self.unused = self.unused[: max(0, count - free)], self.unused[max(0, count - free) :]
+        for block in evicted:
+            del self.known[block]
+        blocks = self.pool.allocate(count)
+        assert blocks[min(count, free) :] == evicted
+        assert not set(blocks) & {0, *self.held, *self.unused}
+        assert len(set(blocks)) == count
+        self.held += blocks
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.held.remove(block)
+        self.pool.release([block])
+        if block not in self.held and block in self.known:
+            self.unused.append(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), content=st.integers(0, 6))
+    def register(self, data: st.DataObject, content: int) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        if block in self.known:
+            return
+        is_new = b"%d" % content not in self.known.values()
+        assert self.pool.register(block, b"%d" % content) == is_new
+        if is_new:
+            self.known[block] = b"%d" % content
+
+    @rule(content=st.integers(0, 6))
+    def use_again(self, content: int) -> None:
+        block = self.pool.lookup(b"%d" % content)
+        if block is not None:
+            self.pool.retain([block])
+            self.held.append(block)
+            if block in self.unused:
+                self.unused.remove(block)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check_integrity()
+        assert {block: self.pool.references(block) for block in set(self.held)} == Counter(self.held)
+        assert self.pool.num_free == self.SIZE - len(set(self.held))
+        assert self.pool.num_cached == len(self.unused)
+        assert all(self.pool.lookup(digest) == block for block, digest in self.known.items())
+
+
+TestPools = Pools.TestCase
+TestPools.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

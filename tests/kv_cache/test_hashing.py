@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.kv_cache.hashing import chain_digests, chain_root
+
+ROOT = chain_root(None, None)
+TOKENS = np.arange(12)
+
+
+def digests(
+    tokens: np.ndarray = TOKENS, root: bytes = ROOT, overrides: dict[int, int] | None = None
+) -> list[bytes]:
+    return chain_digests(root, tokens, overrides or {}, range(len(tokens) // 4), 4)
+
+
+def test_a_digest_stands_for_its_block_and_all_before() -> None:
+    other = TOKENS.copy()
+    other[5] = 99
+    ours, theirs = digests(), digests(other)
+    assert ours[0] == theirs[0]
+    assert ours[1] != theirs[1]
+    assert ours[2] != theirs[2]
+
+
+def test_blocks_may_be_digested_one_by_one() -> None:
+    whole, parent = digests(), ROOT
+    for block in range(3):
+        (parent,) = chain_digests(parent, TOKENS, {}, range(block, block + 1), 4)
+        assert parent == whole[block]
+
+
+def test_only_full_blocks_count() -> None:
+    assert digests(np.arange(11)) == digests()[:2]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64, ">i8"])
+def test_the_type_of_the_tokens_does_not_matter(dtype: str) -> None:
+    assert digests(TOKENS.astype(dtype)) == digests()
+
+
+def test_roots_differ_by_adapter_and_salt() -> None:
+    roots = [chain_root(a, s) for a in (None, b"", b"a", b"ab") for s in (None, "", "a", "ba", "b")]
+    assert len(set(roots)) == len(roots)
+
+
+def test_an_override_stands_for_its_token_and_is_not_taken_for_one() -> None:
+    plain, image, other = digests(), digests(overrides={5: 77}), digests(overrides={5: 78})
+    assert plain[0] == image[0]
+    assert len({plain[1], image[1], other[1]}) == 3
+    assert digests(overrides={5: 5})[1] != plain[1]
+    same_number = TOKENS.copy()
+    same_number[5] = 77
+    assert digests(same_number)[1] != image[1]
+
+
+@given(st.integers(-(2**70), 2**70))
+def test_an_override_may_be_any_number(number: int) -> None:
+    assert digests(overrides={0: number})[0] != ROOT
+
+
+def test_tokens_are_left_alone() -> None:
+    tokens = TOKENS.copy()
+    digests(tokens, overrides={0: 1})
+    np.testing.assert_array_equal(tokens, TOKENS)
+
+
+def test_blocks_and_digests_are_the_same_in_every_process() -> None:
+    script = """
+from penstock.kv_cache import BlockPool
+from penstock.kv_cache.hashing import chain_digests, chain_root
+import numpy as np, sys
+pool, log = BlockPool(9), []
+for round in range(40):
+    chain = chain_digests(chain_root(None, str(round % 3)), np.arange(16) // (1 + round % 5), {}, range(4), 4)
+    known = [block for digest in chain if (block := pool.lookup(digest)) is not None]
+    pool.retain(known)
+    new = pool.allocate(4 - len(known))
+    log.append((known, new))
+    for block, digest in zip(new, (d for d in chain if pool.lookup(d) is None)):
+        pool.register(block, digest)
+    pool.release(known + new)
+assert "torch" not in sys.modules
+print(log)
+"""
+    logs = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert logs[0] == logs[1]
+    assert len(logs[0]) > 400

@@ -1,0 +1,721 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.paged import advance, compute, kv_manager, kv_spec, tables, text_context
+
+from penstock.dtype import DType
+from penstock.errors import ConfigError, InputError, InsufficientBlocksError
+from penstock.kv_cache import KVCacheManager, KVCacheSpec, KVCacheStorage, KVGroup, restart
+from penstock.pipelines.core import InputContext, TextAndVisionContext
+
+PROMPT = list(range(10))
+
+
+def adapter_name(context: InputContext) -> bytes:
+    return str(context.adapter).encode()
+
+
+# -- claim --------------------------------------------------------------------------------------------
+
+
+def test_slots_are_the_lowest_free_numbers() -> None:
+    manager = kv_manager(8)
+    contexts = [text_context(PROMPT) for _ in range(3)]
+    for context in contexts:
+        manager.claim(context)
+    assert [context.cache_seq_id for context in contexts] == [0, 1, 2]
+    manager.release(contexts[0])
+    manager.release(contexts[1])
+    manager.claim(contexts[1])
+    assert contexts[1].cache_seq_id == 0
+    manager.check_integrity()
+
+
+def test_a_fresh_cache_has_nothing_of_a_prompt() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    manager.claim(context)
+    assert (context.start_idx, context.num_cached_tokens) == (0, 0)
+    assert manager.num_free_blocks == manager.num_blocks == 8
+
+
+def test_claiming_twice_changes_nothing() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    advance(manager, context)
+    manager.claim(context)
+    assert (context.cache_seq_id, context.start_idx) == (0, 10)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hit"),
+    [
+        (PROMPT, 8),
+        (PROMPT[:9], 8),
+        (PROMPT[:8], 4),  # the last token is computed, for its logits
+        (PROMPT[:7], 4),
+        (PROMPT[:4], 0),
+        ([*PROMPT[:5], 99, *PROMPT[6:]], 4),
+        ([99, *PROMPT[1:]], 0),
+    ],
+)
+def test_full_blocks_of_a_known_beginning_are_shared(prompt: list[int], hit: int) -> None:
+    manager, first = kv_manager(8), text_context(PROMPT)
+    advance(manager, first)
+    second = text_context(prompt)
+    manager.claim(second)
+    assert (second.start_idx, second.num_cached_tokens, second.committed_idx) == (hit, hit, hit)
+    assert tables(manager, second)[0][: hit // 4] == tables(manager, first)[0][: hit // 4]
+    advance(manager, second)
+    manager.check_integrity()
+
+
+def test_a_prefix_outlives_its_context() -> None:
+    manager, first = kv_manager(8), text_context(PROMPT)
+    advance(manager, first)
+    manager.release(first)
+    assert manager.num_free_blocks == 8
+    second = text_context(PROMPT)
+    advance(manager, second)
+    assert second.num_cached_tokens == 8
+
+
+def test_generated_tokens_are_shared_too() -> None:
+    manager, first = kv_manager(8), text_context(PROMPT)
+    for token in (50, 51, 52):
+        advance(manager, first, token)
+    manager.release(first)
+    second = text_context([*PROMPT, 50, 51, 52, 53])
+    manager.claim(second)
+    assert second.num_cached_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"cache_salt": "ours"}, {}),
+        ({"adapter": "poet"}, {"adapter_digest": adapter_name}),
+        ({"token_hash_overrides": {2: 7}}, {}),
+        ({"log_probabilities_echo": True}, {}),
+        ({}, {"enable_prefix_caching": False}),
+    ],
+)
+def test_what_differs_or_must_be_computed_is_not_shared(
+    fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    manager, first = kv_manager(9, **options), text_context(PROMPT)
+    advance(manager, first)
+    second = text_context(PROMPT, **fields)
+    manager.claim(second)
+    assert (second.start_idx, second.num_cached_tokens) == (0, 0)
+    advance(manager, second)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"cache_salt": "ours"}, {"adapter": "poet"}, {"token_hash_overrides": {2: 7}}]
+)
+def test_what_is_equal_is_shared(fields: dict[str, Any]) -> None:
+    manager = kv_manager(9, adapter_digest=adapter_name)
+    first, second = text_context(PROMPT, **fields), text_context(PROMPT, **fields)
+    advance(manager, first)
+    manager.claim(second)
+    assert second.num_cached_tokens == 8
+
+
+def test_images_are_shared_only_by_name() -> None:
+    def hit(overrides: dict[int, int], images: int = 1) -> int:
+        manager = kv_manager(8)
+        for _ in range(2):
+            context = TextAndVisionContext(
+                prompt="",
+                max_length=50,
+                tokens=np.array(PROMPT),
+                pixel_values=(np.ones(3),) * images,
+                token_hash_overrides=overrides,
+            )
+            manager.claim(context)
+            cached = context.start_idx
+            advance(manager, context)
+            manager.release(context)
+        return cached
+
+    assert [hit({}), hit({1: 77}), hit({}, images=0)] == [0, 8, 8]
+
+
+def test_an_adapter_of_unknown_content_shares_nothing() -> None:
+    manager = kv_manager(9)
+    for _ in range(2):
+        context = text_context(PROMPT, adapter="poet")
+        advance(manager, context)
+        assert context.num_cached_tokens == 0
+
+
+def test_an_echoing_context_leaves_its_blocks_to_others() -> None:
+    manager, first = kv_manager(8), text_context(PROMPT, log_probabilities_echo=True)
+    advance(manager, first)
+    second = text_context(PROMPT)
+    manager.claim(second)
+    assert second.num_cached_tokens == 8
+
+
+def test_a_preempted_context_finds_its_own_blocks_and_keeps_its_count() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    for token in (50, 51, 52):
+        advance(manager, context, token)
+    manager.release(context)
+    context.reset()
+    manager.claim(context)
+    assert (context.start_idx, context.active_length, context.num_cached_tokens) == (12, 1, 0)
+    advance(manager, context, 53)
+    manager.check_integrity()
+
+
+def test_a_slot_from_elsewhere_is_refused() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    context.assign_to_cache(5)
+    with pytest.raises(InputError, match="slot 5, which this KV cache did not give"):
+        manager.claim(context)
+
+
+# -- reserve ------------------------------------------------------------------------------------------
+
+
+def test_reserve_covers_active_tokens_and_lookahead() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    manager.claim(context)
+    manager.reserve(context)
+    assert tables(manager, context) == [[1, 2, 3]]
+    manager.reserve(context, lookahead=2)
+    assert tables(manager, context) == [[1, 2, 3]]
+    manager.reserve(context, lookahead=3)
+    assert tables(manager, context) == [[1, 2, 3, 4]]
+    manager.reserve(context)
+    assert manager.num_free_blocks == 4
+
+
+def test_reserve_takes_all_or_nothing_of_all_groups() -> None:
+    manager = kv_manager(8, 2, windows=(None, 4))
+    context = text_context(PROMPT)
+    manager.claim(context)
+    with pytest.raises(InsufficientBlocksError, match="3 KV blocks are needed, 2 of 2 are free"):
+        manager.reserve(context)
+    assert tables(manager, context) == [[0], [0]]
+    manager.check_integrity()
+    context.set_token_indices(active_idx=8)
+    manager.reserve(context)
+    assert tables(manager, context) == [[1, 2], [1, 2]]
+
+
+def test_reserve_evicts_the_least_recently_used_prefix() -> None:
+    manager = kv_manager(4)
+    old, new = text_context([1, 1, 1, 1, 1]), text_context([2, 2, 2, 2, 2])
+    for context in (old, new):
+        advance(manager, context)
+        manager.release(context)
+    advance(manager, text_context(list(range(30, 42)), max_length=13))
+    for prompt, hit in (([1] * 5, 0), ([2] * 5, 4)):
+        again = text_context(prompt)
+        manager.claim(again)
+        assert again.num_cached_tokens == hit
+        manager.release(again)
+
+
+def test_reserve_needs_a_claim() -> None:
+    with pytest.raises(ValueError, match="not currently assigned"):
+        kv_manager(4).reserve(text_context(PROMPT))
+
+
+# -- commit -------------------------------------------------------------------------------------------
+
+
+def test_only_full_blocks_that_are_computed_are_known() -> None:
+    manager, first = kv_manager(8), text_context(PROMPT)
+    advance(manager, first, chunk=6)
+    second = text_context(PROMPT)
+    manager.claim(second)
+    assert (first.committed_idx, second.num_cached_tokens) == (4, 4)
+
+
+def test_the_first_of_two_equal_blocks_stays_known() -> None:
+    manager = kv_manager(8)
+    first, second = text_context(PROMPT), text_context(PROMPT)
+    manager.claim(first)
+    manager.claim(second)
+    advance(manager, first)
+    advance(manager, second)
+    third = text_context(PROMPT)
+    manager.claim(third)
+    assert tables(manager, third)[0] == tables(manager, first)[0][:2]
+    manager.release(second)
+    assert manager.num_free_blocks == 8 - 3
+    manager.check_integrity()
+
+
+def test_blocks_behind_the_window_are_freed_and_stay_cached() -> None:
+    manager = kv_manager(8, 8, windows=(None, 6))
+    context = text_context(list(range(17)))
+    advance(manager, context)
+    assert tables(manager, context) == [[1, 2, 3, 4, 5], [0, 0, 0, 4, 5]]  # the query at 17 sees 12 .. 17
+    assert manager.num_free_blocks == 3
+    again = text_context(list(range(17)))
+    manager.claim(again)
+    assert again.num_cached_tokens == 16
+    assert tables(manager, again) == [[1, 2, 3, 4], [0, 0, 3, 4]]  # the query at 16 sees 11 .. 16
+    advance(manager, again)
+    manager.check_integrity()
+
+
+def test_a_windowed_sequence_may_outgrow_its_pool() -> None:
+    manager = kv_manager(50, 4, windows=(None, 6))
+    context = text_context(list(range(8)))
+    for token in range(150):
+        advance(manager, context, token)
+    assert context.current_length == 158
+    manager.check_integrity()
+
+
+def test_a_prefix_hit_needs_what_the_window_sees() -> None:
+    manager = kv_manager(20, 5, windows=(None, 6))
+    long = text_context(list(range(21)))
+    while long.start_idx < 20:
+        advance(manager, long, 99, chunk=4)
+    manager.release(long)
+    # In the windowed pool five blocks were in use in turn, the last ones are still there.
+    advance(manager, text_context([7, 7, 7, 7, 7]))  # takes two of them: the oldest
+    for length, hit in ((21, 20), (17, 16), (13, 0)):
+        again = text_context(list(range(length)))
+        manager.claim(again)
+        assert again.num_cached_tokens == hit, length
+        manager.release(again)
+
+
+# -- keys that a sequence outgrows ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "regime", "shortest", "left"),
+    [(1, 0, 0, 7), (7, 0, 0, 1), (8, 1, 8, 5), (12, 1, 8, 1), (13, 2, 13, None), (99, 2, 13, None)],
+)
+def test_regimes(length: int, regime: int, shortest: int, left: int | None) -> None:
+    spec = kv_spec(None, key_limits=(7, 12))
+    assert (spec.regime(length), spec.shortest(length), spec.steps_left(length)) == (regime, shortest, left)
+    assert (kv_spec(None).regime(length), kv_spec(None).steps_left(length)) == (0, None)
+
+
+@pytest.mark.parametrize("limits", [(8, 4), (4, 4), (0,), (-1, 5)])
+def test_limits_ascend(limits: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"key_limits: must ascend from 1 on"):
+        kv_spec(None, key_limits=limits)
+
+
+def test_a_context_that_outgrows_its_keys_is_stale_until_it_is_computed_again() -> None:
+    manager, context = kv_manager(16, key_limits=(11,)), text_context(PROMPT)
+    assert not manager.is_stale(context), "it has no keys yet"
+    advance(manager, context)
+    assert not manager.is_stale(context)
+    advance(manager, context)
+    assert context.current_length == 12
+    assert manager.is_stale(context)
+    restart(manager, context)
+    assert (context.start_idx, context.active_idx, context.committed_idx) == (0, 12, 0)
+    assert not manager.is_stale(context)
+    advance(manager, context)
+    assert not manager.is_stale(context)
+    manager.check_integrity()
+
+
+def test_a_context_that_shrinks_below_the_limit_is_stale() -> None:
+    manager, context = kv_manager(16, key_limits=(9,)), text_context(PROMPT)
+    advance(manager, context)
+    context.rollback(2)
+    assert manager.is_stale(context)
+
+
+def test_a_fork_has_the_keys_of_its_parent() -> None:
+    manager, parent = kv_manager(16, key_limits=(10,)), text_context(PROMPT)
+    advance(manager, parent)
+    child = text_context([*PROMPT, 7])
+    manager.fork(parent, child)
+    assert manager.is_stale(parent)
+    assert manager.is_stale(child)
+
+
+def test_beginnings_are_shared_within_a_regime_alone() -> None:
+    manager = kv_manager(32, key_limits=(10,))
+    advance(manager, text_context(PROMPT))
+    advance(manager, text_context([*PROMPT, 7]))
+    hits = []
+    for prompt in (PROMPT[:9], [*PROMPT, 8], [*PROMPT, 7, 7, 7]):
+        context = text_context(prompt)
+        manager.claim(context)
+        hits.append(context.num_cached_tokens)
+    assert hits == [8, 8, 8]
+    alone = kv_manager(32, key_limits=(10,))
+    advance(alone, text_context(PROMPT))
+    context = text_context([*PROMPT, 7])
+    alone.claim(context)
+    assert context.num_cached_tokens == 0
+
+
+# -- fork ---------------------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
+    manager = kv_manager(8)
+    parent, child = text_context(PROMPT), text_context(PROMPT)
+    advance(manager, parent, 50)
+    child.update(51)
+    manager.fork(parent, child)
+    assert (tables(manager, parent), tables(manager, child)) == ([[1, 2, 3]], [[1, 2, 4]])
+    assert (child.start_idx, child.committed_idx, child.cache_seq_id) == (10, 8, 1)
+    for token in (60, 61, 62):
+        for context in (parent, child):
+            advance(manager, context, token)
+    manager.release(parent)
+    advance(manager, child, 63)
+    manager.check_integrity()
+
+
+def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
+    manager = kv_manager(3)
+    parent, child = text_context(PROMPT[:8]), text_context(PROMPT[:8])
+    advance(manager, parent, 50)
+    child.update(51)
+    manager.fork(parent, child)
+    assert tables(manager, child) == [[1, 2]]
+    assert manager.num_free_blocks == 1
+
+
+def test_a_fork_without_room_changes_nothing() -> None:
+    manager = kv_manager(3)
+    parent, child = text_context(PROMPT), text_context(PROMPT)
+    advance(manager, parent, 50)
+    child.update(51)
+    with pytest.raises(InsufficientBlocksError):
+        manager.fork(parent, child)
+    assert not child.is_assigned_to_cache
+    manager.check_integrity()
+
+
+def test_a_fork_of_other_tokens_is_a_mistake_of_ours() -> None:
+    manager = kv_manager(8)
+    parent, child = text_context(PROMPT), text_context(PROMPT[::-1])
+    advance(manager, parent, 50)
+    with pytest.raises(AssertionError, match="does not begin with the 10 tokens"):
+        manager.fork(parent, child)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_fork_works_behind_a_window(caching: bool) -> None:
+    manager = kv_manager(20, 20, windows=(None, 6), enable_prefix_caching=caching)
+    parent, child = text_context(list(range(18))), text_context(list(range(18)))
+    advance(manager, parent, 50)
+    child.update(51)
+    manager.fork(parent, child)
+    for token in range(60, 70):
+        for context in (parent, child):
+            advance(manager, context, token)
+    manager.check_integrity()
+
+
+# -- release ------------------------------------------------------------------------------------------
+
+
+def test_release_is_idempotent_and_forgets_nothing_but_its_own() -> None:
+    manager = kv_manager(8)
+    first, second = text_context(PROMPT), text_context(PROMPT)
+    advance(manager, first)
+    manager.claim(second)
+    for _ in range(2):
+        manager.release(first)
+        assert not first.is_assigned_to_cache
+        manager.check_integrity()
+    assert manager.num_free_blocks == 6
+    manager.release(second)
+    assert manager.num_free_blocks == 8
+
+
+# -- rollback -----------------------------------------------------------------------------------------
+
+
+def test_a_rolled_back_context_keeps_its_surplus_blocks() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    advance(manager, context, 50)
+    manager.reserve(context, lookahead=5)
+    before = tables(manager, context)
+    context.rollback(1)
+    manager.reserve(context)
+    assert tables(manager, context) == before == [[1, 2, 3, 4]]
+    advance(manager, context, 51)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("regrown", [False, True])
+def test_a_rollback_into_shared_blocks_leaves_them_to_others(caching: bool, regrown: bool) -> None:
+    manager = kv_manager(12, enable_prefix_caching=caching)
+    parent, child = text_context(PROMPT), text_context(PROMPT)
+    advance(manager, parent, 50)
+    child.update(50)
+    manager.fork(parent, child)
+    child.rollback(6)  # 5 tokens are left, of which the last is to be computed
+    for token in range(70, 76 if regrown else 70):
+        child.update(token)
+    for token in range(80, 84):
+        for context in (child, parent):
+            advance(manager, context, token)
+    manager.check_integrity()
+    assert tables(manager, child)[0][0] == tables(manager, parent)[0][0]
+    assert tables(manager, child)[0][1] != tables(manager, parent)[0][1]
+
+
+def test_after_a_rollback_blocks_are_known_by_their_new_tokens() -> None:
+    manager, context = kv_manager(12), text_context(PROMPT[:9])
+    advance(manager, context, 50)  # two blocks are known: 0 .. 7
+    context.rollback(4)
+    for token in (70, 71, 72, 73):
+        advance(manager, context, token)
+    new = context.all_tokens[4:8].tolist()
+    for prompt, hit in (([*PROMPT[:4], *new, 9], 8), ([*PROMPT[:8], *new, 9], 8), ([*PROMPT[:9]], 8)):
+        other = text_context(prompt)
+        manager.claim(other)
+        assert other.num_cached_tokens == hit
+        manager.release(other)
+
+
+def test_a_rollback_behind_a_window_begins_anew() -> None:
+    manager = kv_manager(12, 12, windows=(None, 4))
+    context = text_context(PROMPT)
+    advance(manager, context, 50)
+    context.rollback(3)
+    manager.reserve(context)
+    assert context.start_idx == 0
+    advance(manager, context, 51)
+    manager.check_integrity()
+
+
+# -- waits_for and admits -----------------------------------------------------------------------------
+
+
+def test_a_context_waits_for_the_prefix_that_another_computes() -> None:
+    manager = kv_manager(8)
+    first, second, other = text_context(PROMPT), text_context(PROMPT), text_context([9, *PROMPT])
+    assert not manager.waits_for(second)
+    manager.claim(first)
+    assert manager.waits_for(second)
+    assert not manager.waits_for(other)
+    assert not manager.waits_for(first)
+    advance(manager, first, chunk=4)
+    assert manager.waits_for(second)
+    advance(manager, first, chunk=4)
+    assert not manager.waits_for(second)
+    manager.claim(second)
+    assert second.num_cached_tokens == 8
+
+
+def test_nobody_waits_for_a_block_that_is_of_no_use() -> None:
+    manager = kv_manager(8)
+    manager.claim(text_context(PROMPT[:8]))
+    assert manager.waits_for(text_context(PROMPT[:5]))
+    assert not manager.waits_for(text_context(PROMPT[:4]))
+    assert not manager.waits_for(text_context(PROMPT, log_probabilities_echo=True))
+    assert not manager.waits_for(text_context(PROMPT, cache_salt="ours"))
+
+
+def test_nobody_waits_for_a_context_that_is_gone() -> None:
+    manager = kv_manager(8)
+    first, second = text_context(PROMPT), text_context(PROMPT)
+    manager.claim(first)
+    assert manager.waits_for(second)
+    manager.release(first)
+    assert not manager.waits_for(second)
+    manager.check_integrity()
+
+
+def test_a_context_may_grow_while_it_waits() -> None:
+    manager = kv_manager(8)
+    advance(manager, text_context(PROMPT))
+    context = text_context(PROMPT[:5])
+    assert manager.admits(context)
+    for token in PROMPT[5:]:
+        context.jump_ahead(token)
+    manager.claim(context)
+    assert context.start_idx == 8
+
+
+def test_what_is_remembered_of_a_waiting_context_is_dropped() -> None:
+    manager = kv_manager(8)
+    manager.claim(text_context(PROMPT))
+    given_up, claimed = text_context(PROMPT), text_context(PROMPT)
+    for context in (given_up, claimed):
+        assert manager.waits_for(context)
+    assert len(manager._prefixes._chains) == 2
+    manager.release(given_up)
+    manager.claim(claimed)
+    assert not manager._prefixes._chains
+
+
+def test_waiting_looks_only_at_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = kv_manager(300, block_size=1)
+    first, second = text_context(list(range(201))), text_context(list(range(201)))
+    advance(manager, first, chunk=200)
+    manager.claim(third := text_context([*range(200), 7, 8, 9]))
+    assert third.start_idx == 200
+    looked: list[bytes] = []
+    pool = manager._pools[0]
+    lookup = pool.lookup
+    monkeypatch.setattr(pool, "lookup", lambda digest: looked.append(digest) or lookup(digest))
+    manager.waits_for(second)
+    assert len(looked) == 200
+    looked.clear()
+    manager.waits_for(second)
+    assert len(looked) == 1
+
+
+def test_admits_counts_what_is_shared_and_what_would_be_taken_out_of_the_cache() -> None:
+    manager = kv_manager(5)
+    first = text_context(PROMPT)
+    advance(manager, first, 50)  # three blocks, two of them known
+    assert manager.admits(text_context(PROMPT))  # shares two, needs one
+    assert manager.admits(text_context(PROMPT), headroom=1)
+    assert not manager.admits(text_context(PROMPT), headroom=2)
+    assert not manager.admits(text_context(PROMPT[::-1]))  # needs three, two are free
+    manager.release(first)
+    assert manager.admits(text_context(PROMPT), headroom=2)
+    assert not manager.admits(text_context(PROMPT), headroom=3)
+
+
+def test_admits_and_fits_know_windows() -> None:
+    manager = kv_manager(20, 4, windows=(None, 6))
+    context = text_context(list(range(40)))
+    assert manager.fits(40, chunk_size=4)
+    assert manager.admits(context, chunk_size=4)
+    for fits in (manager.fits(40, chunk_size=16), manager.fits(40), manager.fits(84, chunk_size=1)):
+        assert not fits
+    assert not manager.admits(context, chunk_size=16)
+    assert manager.fits(16)
+
+
+# -- inputs and storage -------------------------------------------------------------------------------
+
+
+def test_inputs_of_a_ragged_batch() -> None:
+    manager = kv_manager(8)
+    prefill, decode = text_context(PROMPT), text_context([7, 8, 9])
+    advance(manager, decode, 60)
+    manager.claim(prefill)
+    prefill.set_token_indices(active_idx=6)
+    for context in (prefill, decode):
+        manager.reserve(context)
+    inputs = manager.inputs([decode, prefill])
+    (group,) = inputs.groups
+    assert inputs.lengths.tolist() == [4, 6]
+    assert inputs.lengths.dtype == group.block_tables.dtype == torch.int32
+    assert group.block_tables.tolist() == [[1, 0], [2, 3]]
+    assert group.slots.tolist() == [4 + 3, 8, 9, 10, 11, 12, 13]
+    assert group.slots.dtype == torch.int64
+    assert group.block_tables.is_contiguous()
+    assert (inputs.block_size, inputs.group_of_layer) == (4, (0,))
+
+
+def test_inputs_with_drafts_and_the_next_step() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    advance(manager, context, 50)
+    manager.reserve(context, lookahead=3)
+    inputs = manager.inputs([context], np.array([10]), np.array([3]))
+    assert inputs.lengths.tolist() == [13]
+    assert inputs.groups[0].slots.tolist() == [14, 15, 16]
+    following = inputs.advance()
+    assert following.lengths.tolist() == [14]
+    assert following.groups[0].slots.tolist() == [17]
+
+
+def test_inputs_of_nobody() -> None:
+    inputs = kv_manager(8).inputs([])
+    assert (tuple(inputs.groups[0].block_tables.shape), inputs.lengths.tolist()) == ((0, 1), [])
+
+
+def test_inputs_do_not_follow_later_changes() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    manager.claim(context)
+    manager.reserve(context)
+    inputs = manager.inputs([context])
+    manager.release(context)
+    assert inputs.groups[0].block_tables.tolist() == [[1, 2, 3]]
+
+
+def test_storage_has_the_shapes_of_the_spec() -> None:
+    spec = KVCacheSpec((KVGroup((0, 2), 2, 8, DType.bfloat16), KVGroup((1,), 1, 4, DType.int8, window=4)))
+    storage = KVCacheStorage(spec, (5, 3), 16, torch.device("cpu"))
+    assert [tuple(cache.shape) for cache in storage.caches] == [
+        (2, 5, 2, 16, 8),
+        (2, 3, 1, 16, 4),
+        (2, 5, 2, 16, 8),
+    ]
+    assert [cache.dtype for cache in storage.caches] == [torch.bfloat16, torch.int8, torch.bfloat16]
+    assert storage.scales[0] is None
+    scales = storage.scales[1]
+    assert scales is not None
+    assert (tuple(scales.shape), scales.dtype) == ((2, 3, 1, 16), torch.float32)
+    assert not any(cache.any() for cache in storage.caches)
+    storage.caches[1][:, 2] = 3
+    scales[:, 2] = 0.5
+    storage.copy_block(1, 2, 1)
+    assert storage.caches[1][:, 1].eq(3).all()
+    assert scales[:, 1].eq(0.5).all()
+    assert not storage.caches[1][:, 0].any()
+
+
+def test_an_int8_cache_has_its_scales_in_the_inputs() -> None:
+    spec = KVCacheSpec((KVGroup((0,), 1, 4, DType.int8),))
+    manager, context = KVCacheManager(spec, (5,), 4), text_context(PROMPT)
+    manager.claim(context)
+    manager.reserve(context)
+    layer = manager.inputs([context]).layer(0)
+    assert layer.scales is manager.storage.scales[0]
+    assert layer.scales is not None
+
+
+# -- check_integrity ----------------------------------------------------------------------------------
+
+
+def test_a_lost_reference_is_noticed_with_the_numbers() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    manager.claim(context)
+    manager.reserve(context)
+    manager._pools[0].retain([2])
+    with pytest.raises(AssertionError, match="group 0: block 2 has 2 references and is in 1 tables"):
+        manager.check_integrity()
+
+
+def test_a_hole_in_a_table_is_noticed() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT)
+    manager.claim(context)
+    manager.reserve(context)
+    manager._tables[0, 0, 1] = 0
+    with pytest.raises(AssertionError, match=r"group 0: table \[1, 0, 3"):
+        manager.check_integrity()
+
+
+def test_a_batch_is_computed_together() -> None:
+    manager = kv_manager(40)
+    contexts = [text_context([n, *PROMPT[: n + 1]]) for n in range(6)]
+    for context in contexts:
+        manager.claim(context)
+    for token in range(8):
+        for context in contexts:
+            manager.reserve(context)
+        compute(manager, contexts)
+        for context in contexts:
+            context.update(token)
+            manager.commit(context)
+    manager.check_integrity()
+
+
+def test_cached_blocks_are_counted() -> None:
+    manager, context = kv_manager(8), text_context(PROMPT[:10])
+    advance(manager, context)
+    assert (manager.num_free_blocks, manager.num_cached_blocks) == (5, 0)
+    manager.release(context)
+    assert (manager.num_free_blocks, manager.num_cached_blocks) == (8, 2)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.dtype import DType
+from penstock.errors import ConfigError
+from penstock.kv_cache.spec import KVCacheSpec, KVGroup
+
+
+def group(*layers: int, window: int | None = None, dtype: DType = DType.float32) -> KVGroup:
+    return KVGroup(layers, 2, 8, dtype, window)
+
+
+def test_layers_and_their_groups() -> None:
+    spec = KVCacheSpec((group(0, 3), group(1, 2, window=16)))
+    assert spec.num_layers == 4
+    assert spec.group_of_layer == (0, 1, 1, 0)
+
+
+def test_bytes_per_block() -> None:
+    spec = KVCacheSpec((group(0, 1), group(2, dtype=DType.bfloat16), group(3, dtype=DType.int8)))
+    heads_and_tokens = 2 * 2 * 16  # keys and values, kv heads, block size
+    assert spec.bytes_per_block(16) == (
+        2 * heads_and_tokens * 8 * 4,
+        heads_and_tokens * 8 * 2,
+        heads_and_tokens * (8 + 4),
+    )
+
+
+@pytest.mark.parametrize("layers", [[(0, 2)], [(0,), (0,)], [(1,)], [(0, 1), (1, 2)]])
+def test_each_layer_is_in_one_group(layers: list[tuple[int, ...]]) -> None:
+    with pytest.raises(ConfigError, match="must be in exactly one group"):
+        KVCacheSpec(tuple(group(*of_group) for of_group in layers))
+
+
+def test_there_is_a_group() -> None:
+    with pytest.raises(ConfigError, match="must be in exactly one group"):
+        KVCacheSpec(())
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"layers": ()}, "layers"),
+        ({"kv_heads": 0}, "kv_heads"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"window": 0}, "window"),
+        ({"dtype": DType.int32}, "dtype"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
+    given: dict[str, Any] = {"layers": (0,), "kv_heads": 1, "head_dim": 8, "dtype": DType.float32}
+    with pytest.raises(ConfigError, match=f"^{field}: ") as caught:
+        KVGroup(**(given | fields))
+    assert caught.value.field == field
+
+
+@given(
+    tokens=st.integers(1, 200),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    window=st.none() | st.integers(1, 60),
+    chunk=st.integers(1, 60),
+)
+def test_most_blocks_is_what_the_steps_of_a_sequence_need(
+    tokens: int, block_size: int, window: int | None, chunk: int
+) -> None:
+    layers, most = group(0, window=window), 0
+    for start in range(0, tokens, chunk):
+        first = layers.first_visible(start) // block_size
+        last = (min(start + chunk, tokens) - 1) // block_size
+        most = max(most, last - first + 1)
+    bound = layers.max_blocks(tokens, block_size, chunk)
+    assert most <= bound <= layers.max_blocks(tokens, block_size) == -(-tokens // block_size)
+    if window is None:
+        assert bound == most

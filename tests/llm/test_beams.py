@@ -1,0 +1,256 @@
+"""Beam search: token for token that of transformers, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import oracle, oracle_logits
+from support.running import context_of
+from support.tiny_llm import EOS, MAX_LENGTH, write_tiny_llm
+
+from penstock import LLM, GenerationOutput
+from penstock.errors import InputError, InsufficientBlocksError, UnsupportedFeatureError
+from penstock.llm.beam_search import BeamOptions, Hypothesis, _replace_last
+from penstock.pipelines import TextTokenizer
+from penstock.pipelines.core import TokenGeneratorRequest
+
+PROMPTS = ["Hello", "A", "What is longer than a block of sixteen tokens, by far?", "Hello there"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Several tokens end a text: often enough for beams of all lengths, and for each end rule to matter."""
+    return write_tiny_llm(
+        tmp_path_factory.mktemp("models") / "tiny", seed=3, eos_token_id=[EOS, 60, 61, 62, 63]
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Any:
+    return oracle(model)
+
+
+@pytest.fixture(scope="module")
+def shared_llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), kv_cache_block_size=16, max_batch_size=32, deterministic=True) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> Iterator[LLM]:
+    yield shared_llm
+    shared_llm.pipeline.kv.check_integrity()
+    assert shared_llm.pipeline.kv.num_free_blocks == shared_llm.pipeline.kv.num_blocks
+
+
+def expected(reference: Any, llm: LLM, prompt: str, ends: set[int], **options: Any) -> list[tuple[Any, ...]]:
+    """(tokens without the end, whether one ended it, score) of each beam that transformers returns."""
+    tokens = torch.from_numpy(llm.tokenizer.encode_text(prompt))[None]
+    result = reference.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        do_sample=False,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    found = []
+    for row, score in zip(result.sequences.tolist(), result.sequences_scores.tolist(), strict=True):
+        generated = row[tokens.shape[1] :]
+        end = next((i for i, token in enumerate(generated) if token in ends), None)
+        found.append((generated[:end], end is not None, pytest.approx(score, rel=1e-4, abs=1e-4)))
+    return found
+
+
+def shown(outputs: list[GenerationOutput]) -> list[tuple[Any, ...]]:
+    return [(one.token_ids, one.finish_reason == "stop", one.score) for one in outputs]
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [1.0, 2.5, 0.0, -0.5])
+@pytest.mark.parametrize("num_beams", [2, 5])
+def test_beams_are_those_of_transformers(
+    num_beams: int, length_penalty: float, early_stopping: Any, llm: LLM, reference: Any
+) -> None:
+    options = {
+        "num_beams": num_beams,
+        "num_return_sequences": 2,
+        "length_penalty": length_penalty,
+        "early_stopping": early_stopping,
+        "max_new_tokens": 20,
+    }
+    outputs = llm.beam_search(PROMPTS, **options)
+    assert [one.index for one in outputs] == [0, 1] * len(PROMPTS)
+    ends = llm.tokenizer.eos_token_ids
+    for i, prompt in enumerate(PROMPTS):
+        alone = expected(reference, llm, prompt, ends, **options)
+        assert shown(outputs[2 * i : 2 * i + 2]) == alone
+        assert outputs[2 * i].prompt == prompt
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_other_models(seed: int, tmp_path: Path) -> None:
+    folder = write_tiny_llm(tmp_path, seed=20 + seed, eos_token_id=[EOS, 10 + seed])
+    reference = oracle(folder)
+    options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 40}
+    with LLM(str(folder), kv_cache_block_size=16) as llm:
+        outputs = llm.beam_search(["One", "Two words"], **options)
+        ends = llm.tokenizer.eos_token_ids
+        assert shown(outputs[:3]) == expected(reference, llm, "One", ends, **options)
+        assert shown(outputs[3:]) == expected(reference, llm, "Two words", ends, **options)
+
+
+def test_one_beam_is_greedy_and_ends_may_be_ignored(llm: LLM, reference: Any) -> None:
+    from penstock import SamplingParams
+
+    greedy = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    (beam,) = llm.beam_search("Hello", num_beams=1, max_new_tokens=30, ignore_eos=True)
+    assert beam.token_ids == llm.generate("Hello", greedy)[0].token_ids
+    assert (beam.finish_reason, beam.num_generated_tokens) == ("length", 30)
+    options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}
+    (searched,) = llm.beam_search("Hello", ignore_eos=True, **options)
+    reference.generation_config.eos_token_id = None
+    assert shown([searched]) == expected(reference, llm, "Hello", set(), **options)
+
+
+def test_log_probabilities_are_those_of_the_tokens(llm: LLM, reference: Any) -> None:
+    for output in llm.beam_search(PROMPTS, num_beams=3, num_return_sequences=3, max_new_tokens=12):
+        rows = output.log_probabilities
+        assert rows is not None
+        tokens = output.prompt_token_ids + output.token_ids
+        scores = torch.log_softmax(oracle_logits(reference, tokens), -1)
+        first = len(output.prompt_token_ids)
+        truth = [scores[first + i - 1, token].item() for i, token in enumerate(output.token_ids)]
+        np.testing.assert_allclose(rows.token_log_probabilities, truth, atol=1e-4)
+        assert [list(top) for top in rows.top_log_probabilities] == [[token] for token in output.token_ids]
+        assert output.num_generated_tokens == len(output.token_ids) + (output.finish_reason == "stop")
+        assert output.text == llm.tokenizer.decode_ids(output.token_ids)
+
+
+def test_the_prompt_is_computed_once_and_a_step_computes_a_token_a_beam(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    execute = llm.pipeline.model.execute
+
+    def counting(inputs: Any) -> Any:
+        rows.append(len(inputs.tokens))
+        return execute(inputs)
+
+    monkeypatch.setattr(llm.pipeline.model, "execute", counting)
+    prompt = "Nobody has asked for this text before, of which blocks could be cached"
+    (output,) = llm.beam_search(prompt, num_beams=4, max_new_tokens=40, ignore_eos=True)
+    assert output.num_generated_tokens == 40
+    assert rows == [len(prompt)] + [4] * 39
+
+
+def test_another_token_in_place_of_the_sampled_one_costs_nothing() -> None:
+    """At the end of a block too: nothing that is computed counts as taken back."""
+    context = context_of(range(1, 17))
+    context.update(5)
+    context.set_token_indices(committed_idx=16)
+    _replace_last(context, 7)
+    assert context.all_tokens.tolist() == [*range(1, 17), 7]
+    assert (context.start_idx, context.active_idx, context.committed_idx) == (16, 17, 16)
+
+
+def test_any_limits_of_a_step_give_the_same(model: Path, llm: LLM) -> None:
+    options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 20, "num_return_sequences": 4}
+    usual = shown(llm.beam_search(PROMPTS, **options))
+    limits = {"max_batch_size": 3, "max_batch_input_tokens": 7}
+    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **limits) as narrow:
+        assert shown(narrow.beam_search(PROMPTS, **options)) == usual
+        narrow.pipeline.kv.check_integrity()
+
+
+def test_prompts_that_do_not_fit_together_are_searched_in_turn(model: Path, llm: LLM) -> None:
+    options: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 30}
+    usual = shown(llm.beam_search(PROMPTS, **options))
+    block = 16 * 2 * 2 * 2 * 8 * 4
+    with LLM(
+        str(model), kv_cache_block_size=16, deterministic=True, kv_cache_memory=18 * block, max_batch_size=16
+    ) as small:
+        assert shown(small.beam_search(PROMPTS, **options)) == usual
+        assert small.pipeline.kv.num_free_blocks == small.pipeline.kv.num_blocks
+        with pytest.raises(InsufficientBlocksError):
+            small.beam_search(PROMPTS[2], num_beams=16, max_new_tokens=40)
+        assert small.pipeline.kv.num_free_blocks == small.pipeline.kv.num_blocks
+        assert len(small.generate("Hello")) == 1
+
+
+def test_up_to_the_models_own_limit(llm: LLM) -> None:
+    prompt = "x" * (MAX_LENGTH - 3)
+    outputs = llm.beam_search(prompt, num_beams=3, num_return_sequences=3, ignore_eos=True)
+    assert [one.num_generated_tokens for one in outputs] == [3, 3, 3]
+    assert llm.beam_search([]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 0}, "num_beams must be an integer of at least 1, was 0"),
+        ({"num_beams": True}, "num_beams must be .*, was True"),
+        ({"num_return_sequences": 0}, "num_return_sequences must be .*, was 0"),
+        ({"num_beams": 2, "num_return_sequences": 3}, "is 3, but only 2 beams run"),
+        ({"length_penalty": float("nan")}, r"length_penalty must be in \[-100, 100\], was nan"),
+        ({"early_stopping": "soon"}, "early_stopping must be True, False or 'never', was 'soon'"),
+    ],
+)
+def test_impossible_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        BeamOptions(**options)
+
+
+def test_options_of_other_types_of_numbers() -> None:
+    given: dict[str, Any] = {
+        "num_beams": np.int64(3),
+        "length_penalty": np.float32(0.5),
+        "early_stopping": np.True_,
+    }
+    assert repr(BeamOptions(**given)) == repr(
+        BeamOptions(num_beams=3, length_penalty=0.5, early_stopping=True)
+    )
+
+
+def test_a_prompt_that_cannot_be_served_is_named(llm: LLM) -> None:
+    with pytest.raises(InputError, match="the prompt is empty") as caught:
+        llm.beam_search(["Hello", ""])
+    assert caught.value.__notes__ == ["in prompt 2 of 2"]
+
+
+def test_speculation_is_refused(model: Path) -> None:
+    with (
+        LLM(str(model), speculative_method="ngram") as llm,
+        pytest.raises(UnsupportedFeatureError, match="beam search with speculative decoding"),
+    ):
+        llm.beam_search("Hello")
+
+
+def test_an_error_in_the_middle_gives_all_blocks_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute, calls = llm.pipeline.execute, []
+
+    def failing(batch: Any, num_steps: int = 1) -> Any:
+        calls.append(batch)
+        if len(calls) > 5:
+            raise FloatingPointError("the forward failed")
+        return execute(batch, num_steps)
+
+    monkeypatch.setattr(llm.pipeline, "execute", failing)
+    with pytest.raises(FloatingPointError):
+        llm.beam_search(PROMPTS, num_beams=4)
+
+
+def test_the_text_of_a_beam_goes_on_where_the_prompt_ends(shared_data: Path) -> None:
+    tokenizer = TextTokenizer(shared_data / "models/stories260K")
+    prompt, the = (tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("One", "the"))
+    context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=prompt))
+    beam = Hypothesis([*the, tokenizer.eos], [-1.0] * (len(the) + 1), -1.0, ended=True)
+    output = GenerationOutput.of_beam(context, 0, beam, tokenizer)
+    assert (output.text, output.token_ids, output.num_generated_tokens) == (" the", the, len(the) + 1)

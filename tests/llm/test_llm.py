@@ -1,0 +1,375 @@
+"""`LLM`: batches, streams, limits, and what is left behind when something goes wrong."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.tiny_llm import EOS, MAX_LENGTH, write_tiny_llm
+
+from penstock import LLM, GenerationOutput, SamplingParams
+from penstock.config import PipelineConfig
+from penstock.errors import (
+    ConfigError,
+    InputError,
+    InsufficientBlocksError,
+    PromptTooLongError,
+    UnsupportedFeatureError,
+)
+
+GREEDY = SamplingParams(max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llm(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def shared_llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), kv_cache_block_size=16, max_batch_size=4) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> Iterator[LLM]:
+    """The same for all tests of this file; each leaves it clean, and no block in use."""
+    yield shared_llm
+    assert not shared_llm._scheduler.has_work
+    shared_llm.pipeline.kv.check_integrity()
+    assert shared_llm.pipeline.kv.num_free_blocks == shared_llm.pipeline.kv.num_blocks
+
+
+def test_a_prompt_is_a_text_a_token_list_or_a_list_of_them(llm: LLM) -> None:
+    tokens = llm.tokenizer.encode_text("Hello").tolist()
+    (text,) = llm.generate("Hello", GREEDY)
+    (ids,) = llm.generate(tokens, GREEDY)
+    (array,) = llm.generate(np.array(tokens), GREEDY)
+    both = llm.generate(["Hello", tokens], GREEDY)
+    assert [one.token_ids for one in (ids, array, *both)] == [text.token_ids] * 4
+    assert text.prompt_token_ids == tokens
+    assert (text.prompt, ids.prompt) == ("Hello", None)
+    assert text.text == llm.tokenizer.decode_ids(text.token_ids)
+    assert (text.finish_reason, text.num_generated_tokens) == ("length", 12)
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_results_come_in_the_order_of_the_prompts_also_where_they_queue(llm: LLM) -> None:
+    prompts = [f"Prompt {i}" * (1 + i % 3) for i in range(11)]
+    params = [SamplingParams(max_new_tokens=1 + (7 * i) % 20) for i in range(11)]
+    alone = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    together = llm.generate(prompts, params)
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    assert [one.prompt for one in together] == prompts
+    assert [len(one.token_ids) for one in together] == [one.max_new_tokens for one in params]
+
+
+def test_more_prompts_than_the_cache_holds_are_queued(model: Path) -> None:
+    with LLM(str(model), kv_cache_block_size=16, kv_cache_memory=9 * 16 * 2 * 2 * 2 * 8 * 4) as small:
+        assert small.pipeline.kv.num_blocks * 16 < 12 * 60
+        outputs = small.generate(["x" * 40] * 12, SamplingParams(max_new_tokens=20))
+        assert len({tuple(one.token_ids) for one in outputs}) == 1
+        assert len(outputs[0].token_ids) == 20
+
+
+def test_the_prefix_cache_is_counted(llm: LLM) -> None:
+    prompt = "A prompt of which more than two blocks of sixteen are the same"
+    llm.generate(prompt, GREEDY)
+    (again,) = llm.generate(prompt, GREEDY)
+    assert again.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+
+
+def test_without_sampling_params_each_prompt_draws_its_own_seed(llm: LLM) -> None:
+    outputs = llm.generate(["Same prompt"] * 3)
+    assert len({tuple(one.token_ids) for one in outputs}) == 3
+    assert all(len(one.prompt_token_ids + one.token_ids) <= MAX_LENGTH for one in outputs)
+
+
+def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
+    folder = write_tiny_llm(tmp_path)
+    (folder / "generation_config.json").write_text('{"do_sample": false, "max_new_tokens": 7}')
+    with LLM(str(folder)) as llm:
+        first, second = llm.generate(["Same prompt"] * 2)
+    assert first.token_ids == second.token_ids
+    assert len(first.token_ids) == 7
+
+
+def test_stop_strings_cut_text_and_tokens(llm: LLM) -> None:
+    (whole,) = llm.generate("Hello", SamplingParams(max_new_tokens=40))
+    stop = whole.text[10:13]
+    (cut,) = llm.generate("Hello", SamplingParams(max_new_tokens=40, stop=[stop]))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert stop in llm.tokenizer.decode_ids(cut.token_ids)
+    assert stop not in llm.tokenizer.decode_ids(cut.token_ids[:-1])
+    assert (cut.finish_reason, cut.num_generated_tokens) == ("stop", len(cut.token_ids))
+
+
+def test_an_end_token_is_neither_text_nor_token_but_counts(llm: LLM) -> None:
+    (whole,) = llm.generate("Hello", GREEDY)
+    end = whole.token_ids[5]
+    (cut,) = llm.generate("Hello", SamplingParams(max_new_tokens=12, stop_token_ids=[end]))
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(end)]
+    assert cut.text == llm.tokenizer.decode_ids(cut.token_ids)
+    assert (cut.finish_reason, cut.num_generated_tokens) == ("stop", len(cut.token_ids) + 1)
+
+
+def test_several_tokens_a_step_give_the_same(model: Path, llm: LLM) -> None:
+    (whole,) = llm.generate("Hello", SamplingParams(max_new_tokens=40))
+    params = [
+        SamplingParams(max_new_tokens=40),
+        SamplingParams(max_new_tokens=40, stop=[whole.text[10:13]]),
+        SamplingParams(max_new_tokens=40, stop_token_ids=[whole.token_ids[5]]),
+    ]
+    with LLM(str(model), max_num_steps=8) as stepping:
+        several = stepping.generate(["Hello"] * 3, params)
+    one = llm.generate(["Hello"] * 3, params)
+    for left, right in zip(several, one, strict=True):
+        assert (left.text, left.token_ids, left.finish_reason, left.num_generated_tokens) == (
+            right.text,
+            right.token_ids,
+            right.finish_reason,
+            right.num_generated_tokens,
+        )
+
+
+def test_without_detokenizing_there_is_no_text(llm: LLM) -> None:
+    (output,) = llm.generate("Hello", SamplingParams(max_new_tokens=12, detokenize=False))
+    assert output.text == ""
+    assert output.token_ids == llm.generate("Hello", GREEDY)[0].token_ids
+
+
+def test_chat_answers_a_conversation_or_several(llm: LLM) -> None:
+    conversation: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+    ]
+    (one,) = llm.chat(conversation, GREEDY)
+    two = llm.chat([conversation, conversation[1:]], GREEDY)
+    assert one.prompt == "<|start|>system: Be brief.<|end|><|start|>user: Hello<|end|><|start|>assistant: "
+    assert two[0].token_ids == one.token_ids
+    assert two[1].prompt == one.prompt.replace("<|start|>system: Be brief.<|end|>", "")
+    assert one.token_ids == llm.generate(one.prompt, GREEDY)[0].token_ids
+
+
+@pytest.mark.parametrize("messages", [None, 5, "Hello", [[]], ["Hello"], [{"content": "Hello"}]])
+def test_wrong_messages(messages: Any, llm: LLM) -> None:
+    with pytest.raises(InputError, match="message"):
+        llm.chat(messages, GREEDY)
+
+
+def test_chat_passes_variables_to_the_template(llm: LLM) -> None:
+    (output,) = llm.chat(
+        [{"role": "user", "content": "Hi"}],
+        GREEDY,
+        chat_template_kwargs={"add_generation_prompt": False},
+    )
+    assert output.prompt == "<|start|>user: Hi<|end|>"
+
+
+def test_a_stream_is_what_generate_gives(llm: LLM) -> None:
+    params = SamplingParams(max_new_tokens=30)
+    stream = llm.stream("Hello", params)
+    first = next(stream)
+    assert 1 <= stream.num_tokens
+    pieces = [first, *stream]
+    assert stream.num_tokens == len(stream.output.token_ids)
+    assert len(pieces) > 3  # some tokens each
+    assert "".join(pieces) == stream.output.text
+    assert stream.output.token_ids == llm.generate("Hello", params)[0].token_ids
+
+
+def test_a_stream_that_is_closed_drops_the_rest(llm: LLM) -> None:
+    stream = llm.stream("Hello", SamplingParams(max_new_tokens=30))
+    next(stream)
+    with pytest.raises(UnsupportedFeatureError, match="close its open stream"):
+        llm.generate("Hello", GREEDY)
+    stream.close()
+    with pytest.raises(InputError, match="not come to its end"):
+        _ = stream.output
+    assert len(llm.generate("Hello", GREEDY)[0].token_ids) == 12
+
+
+def test_a_stream_of_messages(llm: LLM) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hello"}]
+    assert (
+        "".join(llm.stream(messages=messages, sampling_params=GREEDY)) == llm.chat(messages, GREEDY)[0].text
+    )
+    with pytest.raises(InputError, match="either a prompt or messages"):
+        llm.stream("Hello", messages=messages)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ("", "the prompt is empty"),
+        (["Hello", ""], "the prompt is empty"),
+        (["Hello", []], "the prompt is empty"),
+        (5, "not int"),
+        (["Hello", None], "needs either a prompt or messages"),
+        ([1.5, 2.5], "token 0 of the prompt is 1.5"),
+        ([1, True], "token 1 of the prompt is True"),
+        ([EOS + 3], f"is {EOS + 3}"),
+        ([[1, -1]], "token 1 of the prompt is -1"),
+        (b"Hello", "not bytes"),
+        (["Hello", b"bytes"], "not bytes"),
+        (bytearray(b"Hello"), "not bytearray"),
+        ({"prompt": "Hello"}, "not dict"),
+        ({"Hello"}, "not set"),
+    ],
+)
+def test_wrong_prompts(prompts: Any, words: str, llm: LLM) -> None:
+    with pytest.raises(InputError, match=words):
+        llm.generate(prompts, GREEDY)
+
+
+def test_the_whole_batch_is_checked_before_any_of_it_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.pipeline, "execute", lambda *_: pytest.fail("something ran"))
+    with pytest.raises(PromptTooLongError) as caught:
+        llm.generate(["fine", "x" * (MAX_LENGTH + 1)], GREEDY)
+    assert (caught.value.num_tokens, caught.value.max_length) == (MAX_LENGTH + 1, MAX_LENGTH)
+    assert caught.value.__notes__ == ["in prompt 2 of 2"]
+
+
+def test_sampling_params_must_match_the_prompts(llm: LLM) -> None:
+    with pytest.raises(InputError, match="3 sampling_params were given for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY] * 3)
+    for wrong in ({"temperature": 0}, [{"temperature": 0}], 5):
+        with pytest.raises(InputError, match=r"must be SamplingParams, was (dict|int)"):
+            llm.generate(["a"], wrong)  # type: ignore[arg-type]
+
+
+def test_stop_strings_need_text(llm: LLM) -> None:
+    with pytest.raises(InputError, match="detokenize=True"):
+        llm.generate("Hello", SamplingParams(stop=["x"], detokenize=False))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interruption_leaves_nothing_behind(
+    error: type[BaseException], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [one.token_ids for one in llm.generate(["Hello"] * 9, GREEDY)]
+    execute, calls = llm.pipeline.execute, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise error
+        return execute(*args)
+
+    monkeypatch.setattr(llm.pipeline, "execute", failing)
+    with pytest.raises(error):
+        llm.generate(["Hello"] * 9, GREEDY)
+    assert not llm._scheduler.has_work
+    assert llm.pipeline.kv.num_free_blocks == llm.pipeline.kv.num_blocks
+    monkeypatch.undo()
+    assert [one.token_ids for one in llm.generate(["Hello"] * 9, GREEDY)] == expected
+
+
+def test_ctrl_c_waits_for_the_step_to_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute, finished = llm.pipeline.execute, []
+
+    def interrupted(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        outputs = execute(*args)
+        finished.append(1)
+        return outputs
+
+    monkeypatch.setattr(llm.pipeline, "execute", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Hello"] * 9, GREEDY)
+    assert finished == [1]
+
+
+def test_a_request_that_cannot_go_on_ends_the_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm._scheduler.step
+
+    def failing(num_steps: int = 1) -> Any:
+        outputs = step(num_steps)
+        llm._scheduler.failures |= {request_id: InsufficientBlocksError(3, 1, 2) for request_id in outputs}
+        return outputs
+
+    monkeypatch.setattr(llm._scheduler, "step", failing)
+    with pytest.raises(InsufficientBlocksError):
+        llm.generate(["Hello"] * 9, GREEDY)
+    monkeypatch.undo()
+    assert len(llm.generate(["Hello"] * 9, GREEDY)) == 9
+
+
+def test_a_second_thread_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute, inside, done = llm.pipeline.execute, threading.Event(), threading.Event()
+
+    def waiting(*args: Any) -> Any:
+        inside.set()
+        done.wait(10)
+        return execute(*args)
+
+    monkeypatch.setattr(llm.pipeline, "execute", waiting)
+    outputs: list[GenerationOutput] = []
+    thread = threading.Thread(target=lambda: outputs.extend(llm.generate("Hello", GREEDY)))
+    thread.start()
+    assert inside.wait(10)
+    with pytest.raises(UnsupportedFeatureError, match="one thread"):
+        llm.generate("Hello", GREEDY)
+    done.set()
+    thread.join()
+    assert len(outputs[0].token_ids) == 12
+
+
+def test_no_new_tokens_are_none(llm: LLM) -> None:
+    (output,) = llm.generate("Hello", SamplingParams(max_new_tokens=0))
+    assert (output.text, output.token_ids, output.finish_reason) == ("", [], "length")
+    assert output.num_generated_tokens == 0
+
+
+def test_a_closed_llm_says_so(model: Path) -> None:
+    with LLM(str(model)) as llm:
+        llm.generate("Hello", GREEDY)
+    llm.close()
+    with pytest.raises(InputError, match="closed"):
+        llm.generate("Hello", GREEDY)
+
+
+def test_an_error_is_not_hidden_by_the_stream_it_leaves_open(model: Path) -> None:
+    with pytest.raises(ZeroDivisionError), LLM(str(model)) as llm:  # noqa: PT012
+        for _ in llm.stream("Hello", GREEDY):
+            1 / 0  # noqa: B018
+
+
+def test_configuration_by_flat_names(model: Path) -> None:
+    with LLM(str(model), max_length=40, max_batch_size=3) as llm:
+        assert llm.pipeline.memory_plan.max_length == 40
+        assert llm.pipeline.memory_plan.max_batch_size == 3
+        assert len(llm.generate("Hello", SamplingParams(ignore_eos=True))[0].token_ids) == 35
+    with pytest.raises(ConfigError, match="max_length"):
+        LLM(str(model), max_lenght=40)
+
+
+def test_from_a_whole_configuration(model: Path, llm: LLM) -> None:
+    config = PipelineConfig.from_flat({"model_path": str(model)})
+    with LLM.from_config(config) as other:
+        assert other.config is config
+        assert other.generate("Hello", GREEDY)[0].text == llm.generate("Hello", GREEDY)[0].text
+
+
+def test_a_trained_model_writes_its_story(shared_data: Path) -> None:
+    story = (
+        ", there was a little girl named Lily. She loved to play outside in the park."
+        " One day, she saw a big, red ball."
+    )
+    with LLM(str(shared_data / "models" / "stories260K")) as llm:
+        (output,) = llm.generate("Once upon a time", SamplingParams(max_new_tokens=60))
+    assert output.text.startswith(story)
+
+
+def test_the_model_is_named_once(model: Path) -> None:
+    with pytest.raises(ConfigError, match="model_path: is the first argument of LLM"):
+        LLM(str(model), model_path=str(model))

@@ -1,0 +1,358 @@
+"""`LLM`: several answers to a prompt, log probabilities, grammars, adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import oracle, oracle_logits
+from support.tiny_llm import write_tiny_llm
+
+from penstock import LLM, GenerationOutput, SamplingParams
+from penstock.errors import InputError, UnknownParameterError, UnsupportedFeatureError
+from penstock.pipelines.core import Grammar, LogProbabilities, TextContext
+from penstock.pipelines.core.randomness import splitmix64
+
+SAMPLED = SamplingParams(temperature=1.0, top_k=-1, seed=11, max_new_tokens=12)
+PROMPT = "A prompt that fills more than two blocks of sixteen tokens"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llm(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def shared_llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), kv_cache_block_size=16, max_batch_size=8, deterministic=True) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> Iterator[LLM]:
+    yield shared_llm
+    assert not shared_llm._scheduler.has_work
+    shared_llm.pipeline.kv.check_integrity()
+    assert shared_llm.pipeline.kv.num_free_blocks == shared_llm.pipeline.kv.num_blocks
+
+
+def ids(outputs: list[GenerationOutput]) -> list[list[int]]:
+    return [one.token_ids for one in outputs]
+
+
+# Several answers.
+
+
+def test_n_answers_in_order(llm: LLM) -> None:
+    outputs = llm.generate(["One", "Two"], SAMPLED, n=3)
+    assert [(one.prompt, one.index) for one in outputs] == [(p, i) for p in ("One", "Two") for i in range(3)]
+    assert len({tuple(one) for one in ids(outputs)}) == 6
+    assert ids(outputs)[::3] == ids(llm.generate(["One", "Two"], SAMPLED)), "answer 0 is that of n=1"
+    for i in (1, 2):
+        params = SamplingParams(temperature=1.0, top_k=-1, seed=splitmix64(11, i), max_new_tokens=12)
+        assert ids(llm.generate("Two", params)) == [outputs[3 + i].token_ids]
+    assert ids(llm.generate(["One", "Two"], SAMPLED, n=3)) == ids(outputs)
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 2])
+def test_the_prompt_is_computed_once(
+    prompt_logprobs: int | None, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    execute = llm.pipeline.execute
+
+    def counting(batch: Any, num_steps: int = 1) -> Any:
+        rows.append(sum(context.active_length for context in batch.values()))
+        return execute(batch, num_steps)
+
+    monkeypatch.setattr(llm.pipeline, "num_steps_for", lambda seconds: 1)
+    monkeypatch.setattr(llm.pipeline, "execute", counting)
+    prompt = f"Never asked before ({prompt_logprobs}) and longer than three blocks of the cache"
+    outputs = llm.generate(prompt, SAMPLED, n=4, prompt_logprobs=prompt_logprobs)
+    whole = (len(prompt) - 1) // 16 * 16
+    num_steps = sum(one.num_generated_tokens - 1 for one in outputs)
+    assert sum(rows) == len(prompt) + 3 * (len(prompt) - whole) + num_steps
+    assert [one.num_cached_tokens for one in outputs] == [0, whole, whole, whole]
+    if prompt_logprobs is not None:
+        rows_of_prompt = [one.prompt_log_probabilities for one in outputs]
+        assert rows_of_prompt[0] is not None
+        assert rows_of_prompt == [rows_of_prompt[0]] * 4
+
+
+def test_best_of_ranks_by_mean_log_probability(llm: LLM) -> None:
+    everyone = llm.generate(PROMPT, SAMPLED, n=6, logprobs=0)
+    means = [float(np.mean(values(one.log_probabilities))) for one in everyone]
+    best = llm.generate(PROMPT, SAMPLED, n=2, best_of=6)
+    order = sorted(range(6), key=lambda i: -means[i])[:2]
+    assert ids(best) == [everyone[i].token_ids for i in order]
+    assert [one.score for one in best] == pytest.approx([means[i] for i in order])
+    assert [one.index for one in best] == [0, 1]
+    assert best[0].log_probabilities is None, "nobody asked"
+    assert everyone[0].score is None
+
+
+def test_what_a_stop_drops_does_not_count_for_the_best(llm: LLM) -> None:
+    text = llm.generate(PROMPT, SAMPLED)[0].text
+    params = SamplingParams(**fields(SAMPLED), stop=[text[3:6]])
+    (cut,) = llm.generate(PROMPT, params, best_of=1, logprobs=0)
+    assert 0 < len(cut.token_ids) < 12
+    assert cut.score == pytest.approx(np.mean(values(cut.log_probabilities)))
+
+
+def test_an_empty_answer_is_the_worst(llm: LLM) -> None:
+    first = llm.generate(PROMPT, SAMPLED)[0].token_ids[0]
+    params = SamplingParams(temperature=1.0, top_k=-1, seed=11, max_new_tokens=12, stop_token_ids=[first])
+    outputs = llm.generate(PROMPT, params, n=3, best_of=3, prompt_logprobs=0)
+    assert outputs[-1].token_ids == []
+    assert outputs[-1].score == -np.inf
+    assert [len(values(one.prompt_log_probabilities)) for one in outputs] == [len(PROMPT) - 1] * 3
+
+
+def test_chat_gives_several_answers_too(llm: LLM) -> None:
+    conversation: list[Any] = [{"role": "user", "content": "Hello"}]
+    outputs = llm.chat([conversation, conversation], SAMPLED, n=2, logprobs=1)
+    assert [one.index for one in outputs] == [0, 1, 0, 1]
+    assert ids(outputs)[:2] == ids(outputs)[2:]
+    assert all(one.log_probabilities is not None for one in outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, "n must be an integer of at least 1, was 0"),
+        ({"n": True}, "n must be .*, was True"),
+        ({"n": 3, "best_of": 2}, "best_of is 2, less than the n=3 outputs"),
+        ({"best_of": 0}, "best_of must be an integer of at least 1, was 0"),
+        ({"logprobs": -1}, "logprobs must be an integer of at least 0, was -1"),
+        ({"prompt_logprobs": 1.5}, "prompt_logprobs must be .*, was 1.5"),
+        ({"logprobs": False}, "logprobs must be .*, was False"),
+        ({"adapter": ["a", "b", "c"]}, "3 adapter were given for 1 prompts"),
+        ({"grammar": [None, None]}, "2 grammar were given for 1 prompts"),
+    ],
+)
+def test_impossible_options(options: dict[str, Any], message: str, llm: LLM) -> None:
+    with pytest.raises(InputError, match=message):
+        llm.generate("Hello", SAMPLED, **options)
+
+
+def test_options_of_other_types_of_numbers(llm: LLM) -> None:
+    options: dict[str, Any] = {"n": np.int64(2), "best_of": np.int32(3), "logprobs": np.uint8(1)}
+    plain = llm.generate("Hello", SAMPLED, n=2, best_of=3, logprobs=1)
+    assert ids(llm.generate("Hello", SAMPLED, **options, priority=np.int64(4))) == ids(plain)
+
+
+@pytest.mark.parametrize("call", ["generate", "chat", "stream", "beam_search"])
+def test_unknown_options_get_a_hint(call: str, llm: LLM) -> None:
+    with pytest.raises(
+        UnknownParameterError, match=rf"^LLM.{call}: unknown parameter max_tokens; "
+    ) as caught:
+        getattr(llm, call)("Hello", max_tokens=3)
+    meant = (
+        "max_new_tokens" if call == "beam_search" else "sampling_params=SamplingParams(max_new_tokens=...)"
+    )
+    assert str(caught.value).endswith(f"did you mean {meant}?")
+
+
+# Log probabilities.
+
+
+def values(rows: LogProbabilities | None) -> list[float]:
+    assert rows is not None
+    return rows.token_log_probabilities
+
+
+def test_log_probabilities_stand_beside_their_tokens(llm: LLM, model: Path) -> None:
+    (output,) = llm.generate(PROMPT, SAMPLED, logprobs=3, prompt_logprobs=2)
+    text = output.prompt_token_ids + output.token_ids
+    scores = torch.log_softmax(oracle_logits(oracle(model), text), -1).numpy()
+    found = values(output.prompt_log_probabilities) + values(output.log_probabilities)
+    np.testing.assert_allclose(found, [scores[i, t] for i, t in enumerate(text[1:])], atol=2e-4)
+    assert output.prompt_log_probabilities is not None
+    assert output.log_probabilities is not None
+    for top_n, rows, tokens in (
+        (2, output.prompt_log_probabilities, output.prompt_token_ids[1:]),
+        (3, output.log_probabilities, output.token_ids),
+    ):
+        for token, value, top in zip(tokens, values(rows), rows.top_log_probabilities, strict=True):
+            assert top[token] == value
+            assert len(top) == top_n + (token not in list(top)[:top_n])
+            assert sorted(top.values(), reverse=True)[:top_n] == list(top.values())[:top_n]
+
+
+def test_each_is_reported_where_it_was_asked_for(llm: LLM) -> None:
+    plain = llm.generate(PROMPT, SAMPLED)[0]
+    assert (plain.log_probabilities, plain.prompt_log_probabilities) == (None, None)
+    own = llm.generate(PROMPT, SAMPLED, logprobs=0)[0]
+    assert own.prompt_log_probabilities is None
+    assert own.log_probabilities is not None
+    assert [list(top) for top in own.log_probabilities.top_log_probabilities] == [[t] for t in own.token_ids]
+    prompt = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)[0]
+    assert prompt.log_probabilities is None
+    assert prompt.num_cached_tokens == 0, "what is asked about is computed"
+    assert ids([plain]) == ids([own]) == ids([prompt])
+
+
+def test_batch_mates_and_chunks_change_no_bit(model: Path, llm: LLM) -> None:
+    options: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": 4}
+    prompts = [PROMPT, "Hello", PROMPT[:30], "x"]
+    alone = [llm.generate(prompt, SAMPLED, **options)[0] for prompt in prompts]
+    assert llm.generate(prompts, SAMPLED, **options) == alone
+    small: dict[str, Any] = {"max_batch_input_tokens": 9, "max_batch_size": 3, "enable_prefix_caching": False}
+    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **small) as chunking:
+        assert chunking.generate(prompts, SAMPLED, **options) == alone
+
+
+def test_what_a_stop_drops_has_no_log_probabilities(llm: LLM) -> None:
+    (whole,) = llm.generate(PROMPT, SAMPLED, logprobs=1)
+    for params in (
+        SamplingParams(**fields(SAMPLED), stop=[whole.text[4:6]]),
+        SamplingParams(**fields(SAMPLED), stop_token_ids=[whole.token_ids[5]]),
+    ):
+        (cut,) = llm.generate(PROMPT, params, logprobs=1)
+        assert 0 < len(cut.token_ids) < 12
+        assert values(cut.log_probabilities) == values(whole.log_probabilities)[: len(cut.token_ids)]
+
+
+def fields(params: SamplingParams) -> dict[str, Any]:
+    names = ("temperature", "top_k", "seed", "max_new_tokens")
+    return {name: getattr(params, name) for name in names}
+
+
+def test_a_prompt_alone_is_scored_without_a_token(llm: LLM) -> None:
+    none = SamplingParams(max_new_tokens=0)
+    (output,) = llm.generate(PROMPT, none, logprobs=1, prompt_logprobs=1)
+    assert (output.text, output.token_ids, output.num_generated_tokens) == ("", [], 0)
+    assert output.log_probabilities == LogProbabilities([], [])
+    (more,) = llm.generate(PROMPT, SAMPLED, prompt_logprobs=1)
+    assert output.prompt_log_probabilities == more.prompt_log_probabilities
+    assert len(values(output.prompt_log_probabilities)) == len(PROMPT) - 1
+    (single,) = llm.generate([[65]], SAMPLED, prompt_logprobs=1)
+    assert single.prompt_log_probabilities == LogProbabilities([], [])
+
+
+def test_a_stream_has_them_at_its_end(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, SAMPLED, logprobs=2, prompt_logprobs=1)
+    list(stream)
+    (output,) = llm.generate(PROMPT, SAMPLED, logprobs=2, prompt_logprobs=1)
+    assert stream.output == output
+
+
+# All of it in one batch.
+
+MIXTURE: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_k": -1, "seed": 1},
+    {"top_k": 20, "top_p": 0.9, "seed": 2, "repetition_penalty": 1.3},
+    {"top_k": -1, "min_p": 0.01, "seed": 3, "frequency_penalty": 1.0, "presence_penalty": -0.5},
+    {"repetition_penalty": 1.8, "frequency_penalty": 0.5, "min_new_tokens": 9},
+    {"top_k": 5, "seed": 4, "logit_bias": {65: 8.0, 66: 8.0}, "stop_token_ids": [65], "min_new_tokens": 4},
+    {"top_k": -1, "seed": 5, "allowed_token_ids": list(range(60, 80)), "presence_penalty": 1.5},
+    {"banned_token_ids": list(range(0, 259, 2)), "frequency_penalty": 0.7},
+]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"max_num_steps": 4},
+        {"max_batch_input_tokens": 20, "enable_prefix_caching": False},
+        {"speculative_method": "ngram", "adaptive_speculation": False},
+    ],
+)
+def test_any_mixture_is_each_alone(config: dict[str, Any], model: Path, llm: LLM) -> None:
+    params = [SamplingParams(max_new_tokens=24, **one) for one in MIXTURE]
+    prompts = ["abcabcabcabc", "One two one two one two", "x", "The end. The end. The"] * 2
+    options: dict[str, Any] = {"n": 2, "logprobs": 1}
+    alone = [llm.generate(*one, **options) for one in zip(prompts, params, strict=True)]
+    with LLM(str(model), kv_cache_block_size=16, deterministic=True, **config) as other:
+        together = other.generate(prompts, params, **options)
+        assert ("speculative_method" in config) == (other.pipeline.speculation_stats.num_accepted > 0)
+    for expected, found in zip(chain.from_iterable(alone), together, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+        assert found.log_probabilities == expected.log_probabilities
+
+
+# Rules for tokens, grammars, adapters.
+
+
+def test_allowed_banned_and_biased_tokens(llm: LLM) -> None:
+    allowed = [ord(letter) - 33 for letter in "abcxyz"]
+    params = SamplingParams(**fields(SAMPLED), allowed_token_ids=allowed, logit_bias={allowed[0]: -100})
+    outputs = llm.generate(["One", "Two"], params, n=2)
+    assert {token for one in ids(outputs) for token in one} <= set(allowed[1:])
+    greedy = llm.generate("One", SamplingParams(max_new_tokens=8))[0].token_ids
+    banned = SamplingParams(max_new_tokens=8, banned_token_ids=greedy)
+    assert not set(greedy) & set(llm.generate("One", banned)[0].token_ids)
+    sequence = list(greedy[3:6])
+    params = SamplingParams(max_new_tokens=8, banned_sequences=[sequence])
+    other = llm.generate("One", params)[0].token_ids
+    assert list(other[:5]) == list(greedy[:5])
+    assert all(list(other[start : start + 3]) != sequence for start in range(len(other)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"logit_bias": {1: 1.0, 259: 1.0}}, "logit_bias has 259: ids are integers from 0 to 258"),
+        ({"allowed_token_ids": [300, 1]}, "allowed_token_ids has 300"),
+        ({"banned_token_ids": [259]}, "banned_token_ids has 259"),
+        ({"banned_sequences": [[1, 259]]}, "banned_sequences has 259"),
+        ({"banned_token_ids": list(range(259))}, "banned_token_ids has all 259 tokens of the model"),
+        ({"allowed_token_ids": [256], "min_new_tokens": 2}, "each of the 1 tokens of allowed_token_ids"),
+    ],
+)
+def test_tokens_that_cannot_be(given: dict[str, Any], message: str, llm: LLM) -> None:
+    with pytest.raises(InputError, match=message):
+        llm.generate("Hello", SamplingParams(**given))
+
+
+def test_a_grammar_for_some_of_the_prompts(llm: LLM) -> None:
+    grammar = Grammar("regex", "[0-9]{3}")
+    free, bound = llm.generate(["One", "Two"], SAMPLED, grammar=[None, grammar])
+    assert bound.text.isdigit()
+    assert (len(bound.text), bound.finish_reason) == (3, "stop")
+    assert free.token_ids == llm.generate("One", SAMPLED)[0].token_ids
+
+
+def test_a_response_format(llm: LLM) -> None:
+    schema = {"enum": ["yes", "no"]}
+    (output,) = llm.generate("Well?", SAMPLED, response_format={"type": "json_schema", "json_schema": schema})
+    assert output.text in ('"yes"', '"no"')
+
+
+def test_waiting_for_a_grammar_does_not_spin(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context becomes ready after a while; until then nobody runs, and nobody asks without a pause."""
+    asked: list[str] = []
+    naps: list[float] = []
+
+    def ready(context: TextContext) -> bool:
+        asked.append(context.request_id)
+        return len(naps) >= 5
+
+    monkeypatch.setattr(llm._scheduler, "_ready", ready)
+    monkeypatch.setattr("penstock.llm.llm.time.sleep", naps.append)
+    assert len(llm.generate("Hello", SAMPLED)) == 1
+    assert len(naps) == 5
+    assert len(asked) <= 12
+    assert all(0 < nap <= 0.01 for nap in naps)
+
+
+def test_an_adapter_that_is_not_there_is_refused(llm: LLM) -> None:
+    with pytest.raises((InputError, UnsupportedFeatureError), match="adapter"):
+        llm.generate("Hello", SAMPLED, adapter="mine")
+
+
+def test_closing_ends_the_compilation_of_grammars(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    with LLM(str(model)) as llm:
+        grammars = llm.pipeline.grammars
+        assert grammars is not None
+        monkeypatch.setattr(grammars, "close", lambda: closed.append("yes"))
+    assert closed == ["yes"]

@@ -1,0 +1,172 @@
+"""Logits and patterns against peft's own, on small random models."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from peft.utils.error import NoMatchingPeftModuleError
+from safetensors.torch import load_file, save_file
+from support.adapters import peft_logits, peft_model, save_adapter, write_adapter
+from support.checkpoints import write_checkpoint
+from support.random_draws import examples
+from support.running import context_of, open_pipeline, random_tokens, step_logits
+
+from penstock.architectures.llama import tiny_config
+from penstock.lora.adapter_config import AdapterConfig
+from penstock.weights import Weights
+
+PROMPT = random_tokens(23, 130, seed=3)
+
+CASES: dict[str, dict[str, Any]] = {
+    "all linears": {},
+    "queries and values": {"target_modules": ["q_proj", "v_proj"]},
+    "one slice of the fused gate and up": {"target_modules": ["up_proj"]},
+    "one layer by its whole name": {"target_modules": ["model.layers.1.self_attn.o_proj"]},
+    "a pattern": {"target_modules": r"model\.layers\.[02]\..*(q|down)_proj"},
+    "some layers": {"target_modules": ["k_proj", "gate_proj"], "layers_to_transform": [0, 2]},
+    "all but some": {"exclude_modules": ["o_proj"]},
+    "rank and alpha pattern": {
+        "rank_pattern": {"q_proj": 7, r"layers\.1\.mlp.*": 2, "^model.layers.0.mlp.up_proj": 16},
+        "alpha_pattern": {"down_proj": 3, "self_attn.q_proj": 20.5},
+    },
+    "rank stabilised": {"use_rslora": True, "lora_alpha": 5, "rank_pattern": {"v_proj": 9}},
+    "rank 1": {"r": 1},
+    "rank 64": {"r": 64, "lora_alpha": 16},
+    "the head": {"target_modules": ["lm_head", "q_proj"]},
+}
+
+
+def adapted_logits(checkpoint: Path, adapter: Path, **config: Any) -> torch.Tensor:
+    pipeline = open_pipeline(checkpoint, lora=(f"tone={adapter}",), **config)
+    return step_logits(pipeline, [context_of(PROMPT, adapter="tone")])[0]
+
+
+@pytest.mark.parametrize("kernels", ["best", "reference"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_peft(checkpoint: Path, case: str, kernels: str, tmp_path: Path) -> None:
+    adapter = write_adapter(checkpoint, tmp_path, **CASES[case])
+    expected = peft_logits(checkpoint, adapter, PROMPT)
+    got = adapted_logits(checkpoint, adapter, kernels=kernels)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+    plain = step_logits(open_pipeline(checkpoint), [context_of(PROMPT)])[0]
+    assert float((got - plain).abs().max()) > 0.01
+
+
+def test_a_tied_head_gets_its_adapter_and_the_embedding_none(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": True})
+    adapter = write_adapter(checkpoint, tmp_path / "adapter", target_modules=["lm_head"])
+    expected = peft_logits(checkpoint, adapter, PROMPT)
+    torch.testing.assert_close(adapted_logits(checkpoint, adapter), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_quantised_layers_and_heads_get_their_adapters(tied: bool, tmp_path: Path) -> None:
+    """PEFT saves a copy of a head with an adapter along: what it is held against has been rounded."""
+    checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": tied})
+    adapter = write_adapter(checkpoint, tmp_path / "adapter", target_modules=["lm_head", "up_proj"])
+    plain, quantised = (
+        step_logits(open_pipeline(checkpoint, quantization_encoding=encoding), [context_of(PROMPT)])[0]
+        for encoding in ("float32", "int8")
+    )
+    exact = adapted_logits(checkpoint, adapter)
+    found = adapted_logits(checkpoint, adapter, quantization_encoding="int8")
+    assert float((quantised - plain).norm()) > 0
+    assert float((found - exact).norm()) < 0.5 * float((plain - exact).norm())
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_stored_types(checkpoint: Path, stored: torch.dtype, tmp_path: Path) -> None:
+    adapter = write_adapter(checkpoint, tmp_path)
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: tensor.to(stored) for name, tensor in load_file(file).items()}, file)
+    expected = peft_logits(checkpoint, adapter, PROMPT)
+    torch.testing.assert_close(adapted_logits(checkpoint, adapter), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_keys_that_name_the_adapter(checkpoint: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(checkpoint, tmp_path)
+    expected = adapted_logits(checkpoint, adapter)
+    file = adapter / "adapter_model.safetensors"
+    save_file({key.replace(".weight", ".default.weight"): t for key, t in load_file(file).items()}, file)
+    assert torch.equal(adapted_logits(checkpoint, adapter), expected)
+
+
+def test_bfloat16_stays_near(checkpoint: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(checkpoint, tmp_path)
+    exact = adapted_logits(checkpoint, adapter)
+    rounded = adapted_logits(checkpoint, adapter, quantization_encoding="bfloat16")
+    plain = step_logits(open_pipeline(checkpoint), [context_of(PROMPT)])[0]
+    assert float((rounded - exact).abs().mean()) < 0.1 * float((plain - exact).abs().mean())
+
+
+PARTS = ["q_proj", "proj", "self_attn.v_proj", "layers.1.self_attn.q_proj", "lm_head"]
+PATTERNS = st.sampled_from(
+    [*PARTS, "layers.1", r".*layers\.0.*", "^model.layers.2.mlp.up_proj", "q_proj|v_proj", ".*_proj"]
+)
+
+
+@settings(
+    max_examples=examples(12),
+    phases=(Phase.generate,),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    targets=st.one_of(
+        st.just("all-linear"),
+        st.sampled_from([r".*(q|up)_proj", r"model.layers.0.*_proj|lm_head", "q_proj|model.*v_proj"]),
+        st.lists(st.sampled_from([*PARTS, "down_proj"]), min_size=1, max_size=3, unique=True),
+    ),
+    excluded=st.none() | st.just(["lm_head", "v_proj"]) | st.just(r".*layers\.1.*"),
+    layers=st.none() | st.sampled_from([0, 1]) | st.lists(st.integers(0, 2), max_size=2, unique=True),
+    layers_pattern=st.sampled_from([None, "layers", ["model.layers"], ["layer", "l.*"], "ayers"]),
+    ranks=st.dictionaries(PATTERNS, st.integers(1, 9), max_size=3),
+    alphas=st.dictionaries(PATTERNS, st.integers(1, 99), max_size=3),
+    rslora=st.booleans(),
+)
+def test_patterns_match_as_in_peft(checkpoint: Path, tmp_path: Path, **drawn: Any) -> None:
+    targets, layers = drawn["targets"], drawn["layers"]
+    is_list = isinstance(targets, list)
+    config = {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": targets,
+        "exclude_modules": drawn["excluded"],
+        "layers_to_transform": layers if is_list else None,
+        "layers_pattern": drawn["layers_pattern"] if is_list and layers not in (None, []) else None,
+        "rank_pattern": drawn["ranks"],
+        "alpha_pattern": drawn["alphas"],
+        "use_rslora": drawn["rslora"],
+    }
+    expected = {}
+    with suppress(NoMatchingPeftModuleError):
+        expected = {
+            name.removeprefix("base_model.model."): (module.r["default"], module.scaling["default"])
+            for name, module in peft_model(checkpoint, **config).named_modules()
+            if isinstance(getattr(module, "lora_A", None), torch.nn.ModuleDict)
+        }
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
+    read = AdapterConfig.read(tmp_path)
+    names = Weights.open(checkpoint).names
+    linears = [
+        name.removesuffix(".weight") for name in names if name.endswith(("_proj.weight", "head.weight"))
+    ]
+    found = {name: (read.rank_of(name), read.scale_of(name)) for name in linears if read.targets(name)}
+    assert found == expected
+
+
+def test_what_peft_wrote_is_what_is_read(checkpoint: Path, tmp_path: Path) -> None:
+    """All fields of peft's configuration are known, so that a new one is noticed when it comes."""
+    adapter = save_adapter(peft_model(checkpoint, r=4, target_modules=["q_proj"]), tmp_path)
+    assert AdapterConfig.read(adapter).rank == 4
+    from penstock.lora import adapter_config
+
+    known = {*adapter_config._READ, *adapter_config._REFUSED, *adapter_config._WITHOUT_EFFECT}
+    assert set(json.loads((adapter / "adapter_config.json").read_text())) <= known

@@ -1,0 +1,297 @@
+"""Adapters in batches: side by side, in chunks, through the prefix cache, and exchanged meanwhile."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.adapters import peft_logits, write_adapter
+from support.running import context_of, feed, generate, open_pipeline, random_tokens, step_logits
+
+from penstock.errors import InputError, UnknownModelError
+from penstock.kernels import LoRAInputs
+from penstock.lora import LoRAManager, slots
+from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines.core import SamplingParams
+from penstock.scheduler import Scheduler
+
+PROMPT = random_tokens(40, 130, seed=5)
+
+
+@pytest.fixture
+def opened(checkpoint: Path, adapters: dict[str, Path]) -> Callable[..., TextGenerationPipeline]:
+    def open_(**config: object) -> TextGenerationPipeline:
+        flat = {"lora": tuple(f"{name}={path}" for name, path in adapters.items()), "kv_cache_block_size": 16}
+        return open_pipeline(checkpoint, **{**flat, "deterministic": True, **config})
+
+    return open_
+
+
+def manager_of(pipeline: TextGenerationPipeline) -> LoRAManager:
+    manager = pipeline.model.lora_manager
+    assert manager is not None
+    return manager
+
+
+NAMES = ["all", None, "some", "head", "all", None, "some"]
+
+
+def mixed_logits(pipeline: TextGenerationPipeline) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Of a batch in which several adapters and none are mixed; and of each of its contexts alone."""
+    lengths = [3, 17, 1, 40, 9, 2, 33]
+    batch = [context_of(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
+    together = step_logits(pipeline, batch)
+    for context in batch:
+        pipeline.release(context)
+    alone = []
+    for context in batch:
+        context.reset()
+        alone += step_logits(pipeline, [context])
+        pipeline.release(context)
+    return together, alone
+
+
+def test_a_mixed_batch_is_each_alone_to_the_bit(opened: Callable[..., TextGenerationPipeline]) -> None:
+    together, alone = mixed_logits(opened(enable_prefix_caching=False))
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_mixed_batch_on_the_fast_kernels(
+    opened: Callable[..., TextGenerationPipeline], checkpoint: Path, adapters: dict[str, Path]
+) -> None:
+    together, alone = mixed_logits(opened(deterministic=False, enable_prefix_caching=False))
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        together[3], peft_logits(checkpoint, adapters["head"], PROMPT), atol=1e-4, rtol=1e-5
+    )
+
+
+def test_rows_without_an_adapter_do_not_notice(
+    opened: Callable[..., TextGenerationPipeline], checkpoint: Path
+) -> None:
+    """To the bit, also on the fast kernels: they are the same rows of the same products."""
+    plain = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=False)
+    adapting = opened(deterministic=False, enable_prefix_caching=False)
+    lengths = [3, 17, 1, 40, 9, 2, 33]
+    bare = step_logits(plain, [context_of(PROMPT[:n]) for n in lengths])
+    batch = [context_of(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
+    for name, one, other in zip(NAMES, step_logits(adapting, batch), bare, strict=True):
+        assert torch.equal(one, other) == (name is None)
+
+
+def test_chunks_and_single_tokens_are_the_whole(opened: Callable[..., TextGenerationPipeline]) -> None:
+    pipeline = opened(enable_prefix_caching=False)
+    (whole,) = step_logits(pipeline, [context_of(PROMPT, adapter="head")])
+    context, rows = context_of(PROMPT, adapter="head"), []
+    for end in (7, 8, 30, 40):
+        context.set_token_indices(active_idx=end)
+        rows += step_logits(pipeline, [context])
+        feed(pipeline, context, 0)
+    assert torch.equal(torch.cat(rows), whole)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_generating_together_is_generating_alone(
+    opened: Callable[..., TextGenerationPipeline], num_steps: int
+) -> None:
+    pipeline = opened()
+
+    def context(name: str | None) -> object:
+        return context_of(PROMPT[:20], 8, adapter=name, sampling_params=SamplingParams(temperature=1, seed=3))
+
+    alone = [generate(pipeline, [context(name)])[0] for name in NAMES]
+    assert generate(pipeline, [context(name) for name in NAMES], num_steps) == alone
+    assert len({tuple(text) for text in alone}) == 4
+
+
+# -- The prefix cache ------------------------------------------------------------------------------------
+
+
+def test_only_the_same_adapter_shares_blocks(opened: Callable[..., TextGenerationPipeline]) -> None:
+    pipeline = opened()
+    hits = {}
+    for name in ("all", "some", None, "all", "some", None):
+        context = context_of(PROMPT, 2, adapter=name)
+        generate(pipeline, [context])
+        hits.setdefault(name, []).append(context.num_cached_tokens)
+    assert hits == {"all": [0, 32], "some": [0, 32], None: [0, 32]}
+
+
+def test_a_reload_never_serves_stale_blocks(
+    checkpoint: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "tone"
+    shutil.copytree(adapters["all"], folder)
+    pipeline = open_pipeline(checkpoint, lora=(f"tone={folder}",), deterministic=True, kv_cache_block_size=16)
+    generate(pipeline, [context_of(PROMPT, 2, adapter="tone")])
+    shutil.rmtree(folder)
+    write_adapter(checkpoint, folder, seed=9)
+    manager_of(pipeline).load("tone", str(folder))
+    context = context_of(PROMPT, adapter="tone")
+    (got,) = step_logits(pipeline, [context])
+    assert context.num_cached_tokens == 0
+    torch.testing.assert_close(got, peft_logits(checkpoint, folder, PROMPT), atol=1e-4, rtol=1e-5)
+    pipeline.release(context)
+    shutil.rmtree(folder)
+    shutil.copytree(adapters["all"], folder)
+    manager_of(pipeline).load("tone", str(folder))
+    context = context_of(PROMPT, 2, adapter="tone")
+    generate(pipeline, [context])
+    assert context.num_cached_tokens == 32, "the first content is back, and so are its blocks"
+
+
+def test_a_running_request_keeps_its_content(
+    checkpoint: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Through a reload and an unload, and also where it is preempted in between."""
+    pipeline = open_pipeline(
+        checkpoint, lora=(f"tone={adapters['all']}",), max_loras=1, deterministic=True, kv_cache_block_size=16
+    )
+    manager = manager_of(pipeline)
+    (expected,) = generate(pipeline, [context_of(PROMPT, 9, adapter="tone")])
+    context, tokens = context_of(PROMPT, 9, adapter="tone"), []
+    for step in range(9):
+        if step == 2:
+            manager.load("tone", str(adapters["some"]))
+            (other,) = generate(pipeline, [context_of(PROMPT, 9, adapter="tone")])
+        if step == 4:  # as the scheduler preempts
+            pipeline.kv.release(context)
+            context.reset()
+        if step == 6:
+            manager.unload("tone")
+        response = pipeline.execute({"a": context})["a"]
+        tokens += [int(part.next_token) for part in response.tokens]
+    assert tokens == expected != other
+    pipeline.release(context)
+    with pytest.raises(UnknownModelError, match="'tone' is not served"):
+        pipeline.execute({"a": context_of(PROMPT, adapter="tone")})
+
+
+def test_files_may_change_after_the_load(checkpoint: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "tone"
+    shutil.copytree(adapters["all"], folder)
+    pipeline = open_pipeline(checkpoint, lora=(f"tone={folder}",))
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    (got,) = step_logits(pipeline, [context_of(PROMPT, adapter="tone")])
+    torch.testing.assert_close(got, peft_logits(checkpoint, adapters["all"], PROMPT), atol=1e-4, rtol=1e-5)
+
+
+# -- More adapters than slots ----------------------------------------------------------------------------
+
+
+def test_more_adapters_than_slots_take_turns(opened: Callable[..., TextGenerationPipeline]) -> None:
+    pipeline = opened(max_loras=1)
+    expected = {
+        name: generate(opened(), [context_of(PROMPT, 5, adapter=name)])[0]
+        for name in ("all", "some", "head", None)
+    }
+    scheduler = Scheduler(pipeline, max_batch_size=8, ready=pipeline.ready)
+    contexts = [context_of(PROMPT, 5, adapter=name) for name in NAMES]
+    for context in contexts:
+        scheduler.submit(context)
+    texts: dict[str, list[int]] = {context.request_id: [] for context in contexts}
+    for _ in range(100):
+        for request_id, output in scheduler.step().items():
+            texts[request_id] += [int(part.next_token) for part in output.tokens]
+        if not scheduler.has_work:
+            break
+    assert not scheduler.failures
+    assert [texts[context.request_id] for context in contexts] == [expected[name] for name in NAMES]
+
+
+def test_a_batch_of_too_many_adapters_is_refused_before_anything_changes(
+    opened: Callable[..., TextGenerationPipeline],
+) -> None:
+    pipeline = opened(max_loras=2)
+    batch = {name: context_of(PROMPT, adapter=name, request_id=name) for name in ("all", "some", "head")}
+    with pytest.raises(InputError, match=r"uses 3 adapters, and 2 may run at once.*--max-loras"):
+        pipeline.execute(batch)
+    assert not any(context.is_assigned_to_cache for context in batch.values())
+    del batch["some"]
+    assert set(pipeline.execute(batch)) == {"all", "head"}
+
+
+def test_an_unknown_adapter_names_those_there_are(opened: Callable[..., TextGenerationPipeline]) -> None:
+    pipeline, context = opened(), context_of(PROMPT, adapter="al")
+    with pytest.raises(UnknownModelError, match=r"'al' is not served here; served are: .*, all, some, head"):
+        pipeline.execute({"a": context})
+    assert not context.is_assigned_to_cache
+
+
+def test_the_slots_take_what_was_planned_for_them(
+    opened: Callable[..., TextGenerationPipeline], checkpoint: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    pipeline = opened(max_loras=2, max_lora_rank=6)
+    slots = manager_of(pipeline)._slots
+
+    def taken() -> int:
+        return sum(down.nbytes + up.nbytes for down, up in slots.matrices.values())
+
+    assert taken() == 0
+    generate(pipeline, [context_of(PROMPT, 1, adapter="all"), context_of(PROMPT, 1, adapter="head")])
+    assert taken() == pipeline.memory_plan.adapters_size > 0
+
+
+# -- What these tests must notice --------------------------------------------------------------------------
+
+
+def swapped(inputs: LoRAInputs) -> LoRAInputs:
+    return LoRAInputs(inputs.rows, {n: (a.flip(0), b) for n, (a, b) in inputs.matrices.items()}, inputs.ranks)
+
+
+def shifted(inputs: LoRAInputs) -> LoRAInputs:
+    return LoRAInputs(inputs.rows.roll(1), inputs.matrices, inputs.ranks)
+
+
+def unscaled(inputs: LoRAInputs) -> LoRAInputs:
+    return LoRAInputs(inputs.rows, {n: (a, b / 2) for n, (a, b) in inputs.matrices.items()}, inputs.ranks)
+
+
+@pytest.mark.parametrize("fault", [swapped, shifted, unscaled])
+def test_the_comparison_sees_a_fault(
+    opened: Callable[..., TextGenerationPipeline],
+    checkpoint: Path,
+    adapters: dict[str, Path],
+    fault: Callable[[LoRAInputs], LoRAInputs],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipeline = opened(max_loras=2)
+    original = LoRAManager.inputs
+    monkeypatch.setattr(LoRAManager, "inputs", lambda *arguments: fault(original(*arguments)))
+    batch = [context_of(PROMPT, adapter="all"), context_of(PROMPT, adapter="some")]
+    got = step_logits(pipeline, batch)[1]
+    expected = peft_logits(checkpoint, adapters["some"], PROMPT)
+    assert float((got - expected).abs().max()) > 0.01
+
+
+def test_slots_are_given_to_the_least_recently_used(
+    opened: Callable[..., TextGenerationPipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = opened(max_loras=2)
+    placed: list[str] = []
+    original = slots.AdapterSlots._put
+    paths = {digest: name for name, digest in _digests(pipeline).items()}
+
+    def put(self: slots.AdapterSlots, slot: int, adapter: object) -> None:
+        placed.append(paths[adapter.digest])  # type: ignore[attr-defined]
+        original(self, slot, adapter)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(slots.AdapterSlots, "_put", put)
+    for name in ("all", "some", "all", "head", "all", "some"):
+        generate(pipeline, [context_of(PROMPT, 1, adapter=name)])
+    assert placed == ["all", "some", "head", "some"]
+
+
+def _digests(pipeline: TextGenerationPipeline) -> dict[str, bytes]:
+    manager, digests = manager_of(pipeline), {}
+    for name, _ in manager.names():
+        context = context_of(PROMPT, adapter=name)
+        digests[name] = manager.digest(context)
+        manager.release(context)
+    return digests

@@ -1,0 +1,416 @@
+"""The planner: never more than there is, never less than would fit, and a way out where nothing does."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from penstock.config import KVCacheConfig, ModelConfig, PipelineConfig, parse_devices
+from penstock.dtype import DType
+from penstock.errors import ConfigError, InsufficientMemoryError
+from penstock.kv_cache.spec import KVCacheSpec, KVGroup
+from penstock.memory import (
+    MemoryPlan,
+    estimate_kv_cache_size,
+    plan_memory,
+)
+from penstock.memory.demand import DEFAULT_STEP_SIZE, wanted_step_size
+from penstock.memory.plan import MIN_STEP
+from penstock.memory.refusals import format_bytes
+
+FULL = KVCacheSpec((KVGroup((0, 1), 2, 4, DType.float32),))  # 64 * 2 bytes a token
+TOKEN = 128
+BLOCK = 32 * TOKEN
+
+SPECS = {
+    "full": FULL,
+    "windowed": KVCacheSpec((KVGroup((0,), 2, 4, DType.float32, window=50),)),
+    "mixed": KVCacheSpec(
+        (KVGroup((0, 2), 2, 4, DType.bfloat16), KVGroup((1, 3, 4), 1, 8, DType.float32, window=70))
+    ),
+}
+
+configs = st.builds(
+    lambda max_length, max_batch_size, tokens, chunked, steps, block_size, utilization: PipelineConfig(
+        model=ModelConfig(max_length=max_length),
+        kv_cache=KVCacheConfig(block_size=block_size, device_memory_utilization=utilization),
+        max_batch_size=max_batch_size,
+        max_batch_input_tokens=tokens,
+        enable_chunked_prefill=chunked,
+        max_num_steps=steps,
+    ),
+    max_length=st.none() | st.integers(1, 2000),
+    max_batch_size=st.none() | st.integers(1, 200),
+    tokens=st.integers(1, 9000),
+    chunked=st.booleans(),
+    steps=st.integers(1, 10),
+    block_size=st.sampled_from([16, 32, 64, 128]),
+    utilization=st.floats(0.1, 1),
+)
+specs = st.sampled_from(list(SPECS.values()))
+weights = st.integers(0, 100_000)
+activations = st.integers(0, 300_000)
+memories = st.integers(0, 2_000_000)
+lengths = st.integers(2000, 5000)
+
+
+def plan(
+    config: PipelineConfig | None = None,
+    spec: KVCacheSpec | None = FULL,
+    *,
+    length: int = 1000,
+    weights: int = 0,
+    activations: int = 0,
+    free: int,
+) -> MemoryPlan:
+    return plan_memory(
+        config or PipelineConfig(kv_cache=KVCacheConfig(device_memory_utilization=1.0)),
+        spec,
+        model_max_length=length,
+        weights_size=weights,
+        activation_size=activations,
+        free_memory=free,
+    )
+
+
+def fixed(
+    max_length: int | None = None, max_batch_size: int | None = None, **kv_cache: Any
+) -> PipelineConfig:
+    return PipelineConfig(
+        model=ModelConfig(max_length=max_length),
+        kv_cache=KVCacheConfig(**{"device_memory_utilization": 1.0, **kv_cache}),
+        max_batch_size=max_batch_size,
+    )
+
+
+def blocks_held(group: KVGroup, config: PipelineConfig, length: int, rows: int) -> int:
+    """By simulation: the most blocks that a sequence computed ``rows`` tokens at a time holds."""
+    size, most = config.kv_cache.block_size, 0
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        most = max(most, (stop - 1) // size - group.first_visible(start) // size + 1)
+    return most
+
+
+def assert_works(found: MemoryPlan, config: PipelineConfig, spec: KVCacheSpec) -> None:
+    """A whole sequence fits alone, and a block for each sequence of the batch."""
+    rows = found.max_batch_input_tokens if config.enable_chunked_prefill else found.max_length
+    for group, count in zip(spec.groups, found.num_blocks, strict=True):
+        assert count - 1 >= blocks_held(group, config, found.max_length, rows)
+        assert count - 1 >= found.max_batch_size
+
+
+@given(config=configs, spec=specs, length=lengths, weights=weights, activations=activations, free=memories)
+def test_a_plan_keeps_to_the_memory_and_works(
+    config: PipelineConfig, spec: KVCacheSpec, length: int, weights: int, activations: int, free: int
+) -> None:
+    try:
+        found = plan(config, spec, length=length, weights=weights, activations=activations, free=free)
+    except InsufficientMemoryError:
+        return
+    used = found.weights_size + found.activation_size + found.kv_cache_size
+    assert used <= found.available_memory <= free
+    assert found.available_memory == int(free * config.kv_cache.device_memory_utilization)
+    bytes_per_block = spec.bytes_per_block(found.block_size)
+    assert found.kv_cache_size == sum(
+        count * size for count, size in zip(found.num_blocks, bytes_per_block, strict=True)
+    )
+    assert_works(found, config, spec)
+
+
+@given(config=configs, spec=specs, length=lengths, free=st.integers(200_000, 5_000_000))
+def test_what_is_fixed_is_kept_and_the_rest_is_at_most_the_default(
+    config: PipelineConfig, spec: KVCacheSpec, length: int, free: int
+) -> None:
+    try:
+        found = plan(config, spec, length=length, free=free)
+    except InsufficientMemoryError:
+        return
+    assert found.max_length == config.model.max_length or config.model.max_length is None
+    assert found.max_batch_size == config.max_batch_size or config.max_batch_size is None
+    assert 1 <= found.max_length <= length
+    assert 1 <= found.max_batch_size <= max(32, config.max_batch_size or 0)
+    for group, count in zip(spec.groups, found.num_blocks, strict=True):
+        whole = group.max_blocks(found.max_length, found.block_size)
+        assert count - 1 <= found.max_batch_size * whole
+
+
+@given(
+    config=configs,
+    spec=specs,
+    length=lengths,
+    weights=weights,
+    activations=activations,
+    free=st.integers(300_000, 3_000_000),
+    more=st.integers(0, 1_000_000),
+)
+def test_more_memory_is_never_worse_than_what_is_no_last_resort(
+    config: PipelineConfig,
+    spec: KVCacheSpec,
+    length: int,
+    weights: int,
+    activations: int,
+    free: int,
+    more: int,
+) -> None:
+    sizes = {"length": length, "weights": weights, "activations": activations}
+    try:
+        less = plan(config, spec, free=free, **sizes)
+    except InsufficientMemoryError:
+        return
+    assume(less.max_batch_input_tokens >= min(MIN_STEP, wanted_step_size(config)))
+    greater = plan(config, spec, free=free + more, **sizes)
+    assert greater.max_length >= less.max_length
+    assert greater.max_batch_input_tokens >= less.max_batch_input_tokens
+
+
+@given(spec=specs, length=st.integers(1, 3000), batch=st.integers(1, 50), free=st.integers(1, 500_000))
+def test_the_length_is_the_longest_that_fits(spec: KVCacheSpec, length: int, batch: int, free: int) -> None:
+    config = replace(fixed(max_batch_size=batch), max_batch_input_tokens=64)
+    try:
+        found = plan(config, spec, length=length, free=free)
+    except InsufficientMemoryError:
+        with pytest.raises(InsufficientMemoryError):
+            plan(replace(config, model=ModelConfig(max_length=1)), spec, length=length, free=free)
+        return
+    if found.is_shortened:
+        longer = replace(config, model=ModelConfig(max_length=found.max_length + 1))
+        with pytest.raises(InsufficientMemoryError):
+            plan(longer, spec, length=length, free=free)
+    else:
+        assert found.max_length == length
+
+
+@given(config=configs, spec=specs, length=lengths, activations=activations, free=st.integers(3000, 100_000))
+def test_a_suggestion_works(
+    config: PipelineConfig, spec: KVCacheSpec, length: int, activations: int, free: int
+) -> None:
+    try:
+        plan(config, spec, length=length, activations=activations, free=free)
+    except InsufficientMemoryError as error:
+        message = str(error)
+    else:
+        return
+    if "try --max-" not in message:  # no length and no batch size would help
+        return
+    settings = dict(re.findall(r"--(max-\S+) (\d+)", message))
+    assert ("max-length" in settings) == (config.model.max_length is not None)
+    assert ("max-batch-size" in settings) == (config.max_batch_size is not None)
+    if "max-length" in settings:
+        config = replace(config, model=ModelConfig(max_length=int(settings["max-length"])))
+    if "max-batch-size" in settings:
+        config = replace(config, max_batch_size=int(settings["max-batch-size"]))
+    plan(config, spec, length=length, activations=activations, free=free)
+
+
+def test_with_plenty_every_sequence_of_the_batch_fits_whole() -> None:
+    found = plan(length=1000, free=10**9)
+    assert (found.max_length, found.max_batch_size) == (1000, 32)
+    assert found.num_blocks == (32 * 32 + 1,)  # 32 blocks of 32 hold 1000 tokens; the null block
+    assert found.num_cache_tokens == 32 * 1024
+    assert found.kv_cache_size == 1025 * BLOCK
+
+
+def test_a_gpu_takes_more_at_once() -> None:
+    config = PipelineConfig(model=ModelConfig(devices=parse_devices("gpu")))
+    assert plan(config, free=10**9).max_batch_size == 256
+    assert plan(replace(config, max_batch_input_tokens=100), free=10**9).max_batch_size == 100
+
+
+def test_the_length_is_shortened_to_the_last_block() -> None:
+    found = plan(length=1000, free=10 * BLOCK + 5)
+    assert (found.max_length, found.num_blocks) == (9 * 32, (10,))
+    assert found.is_shortened
+    assert found.max_batch_size == 9
+
+
+def test_a_window_needs_no_more_for_longer_sequences() -> None:
+    spec, config = SPECS["windowed"], replace(fixed(max_batch_size=1), max_batch_input_tokens=32)
+    short, long = (plan(config, spec, length=length, free=10**9) for length in (1000, 100_000))
+    assert short.num_blocks == long.num_blocks == (5,)  # 49 + 32 tokens lie in at most 4 blocks
+    assert long.max_length == 100_000
+
+
+@given(
+    window=st.integers(1, 200),
+    block_size=st.sampled_from([16, 32, 64]),
+    rows=st.lists(st.integers(1, 300), min_size=1, max_size=6),
+)
+def test_with_plenty_all_windows_fit_beside_a_full_step(
+    window: int, block_size: int, rows: list[int]
+) -> None:
+    group = KVGroup((0,), 1, 1, DType.float32, window=window)
+    config = replace(fixed(max_batch_size=len(rows), block_size=block_size), max_batch_input_tokens=sum(rows))
+    found = plan(config, KVCacheSpec((group,)), length=2000, free=10**9)
+    held = sum(blocks_held(group, config, 2000, count) for count in rows)
+    assert found.num_blocks[0] - 1 >= held
+
+
+def test_a_full_group_is_given_what_a_window_leaves() -> None:
+    found = plan(replace(fixed(max_batch_size=2), max_batch_input_tokens=64), SPECS["mixed"], free=10**9)
+    full, windowed = found.num_blocks
+    assert full == 2 * 32 + 1
+    assert windowed < full
+
+
+def test_a_batch_that_was_asked_for_leaves_room_for_its_windows() -> None:
+    spec, config = SPECS["mixed"], replace(fixed(max_batch_size=30), max_batch_input_tokens=64)
+    windows = 31 * spec.bytes_per_block(32)[1]
+    found = plan(config, spec, length=3000, free=windows + 51 * spec.bytes_per_block(32)[0])
+    assert (found.max_length, found.num_blocks) == (50 * 32, (51, 31))
+
+
+def test_a_suggestion_is_of_length_and_batch_together() -> None:
+    spec, config = SPECS["mixed"], replace(fixed(1600, 30), max_batch_input_tokens=64)
+    full, windowed = spec.bytes_per_block(32)
+    with pytest.raises(InsufficientMemoryError, match=r"try --max-length 1600 --max-batch-size 20$"):
+        plan(config, spec, length=3000, free=51 * full + 21 * windowed)
+
+
+def test_a_model_without_a_cache() -> None:
+    found = plan(spec=None, weights=10, activations=20, free=100)
+    assert (found.num_blocks, found.kv_cache_size, found.num_cache_tokens) == ((), 0, 0)
+    assert (found.max_length, found.max_batch_size) == (1000, 32)
+
+
+def test_steps_get_smaller_before_sequences_do() -> None:
+    whole = 33 * BLOCK  # one sequence of 1000 tokens
+    config = replace(fixed(), max_batch_input_tokens=4096)
+    found = plan(config, activations=4096, weights=50, free=whole + 50 + 1500)
+    assert (found.max_batch_input_tokens, found.activation_size, found.max_length) == (1024, 1024, 1000)
+    found = plan(config, activations=4096, free=4 * BLOCK + 512)
+    assert (found.max_batch_input_tokens, found.activation_size, found.max_length) == (512, 512, 96)
+
+
+def test_steps_get_as_small_as_they_must_where_nothing_else_fits() -> None:
+    size = DEFAULT_STEP_SIZE["cpu"] * 100
+    found = plan(activations=size, length=32, free=64 * 100 + 2 * BLOCK)
+    assert (found.max_batch_input_tokens, found.max_length) == (64, 32)
+    with pytest.raises(InsufficientMemoryError, match="activations 100 bytes"):
+        plan(activations=size, length=32, free=99)
+
+
+def test_a_step_has_room_for_a_token_of_each_of_a_large_batch() -> None:
+    found = plan(PipelineConfig(max_batch_size=2000), length=16, free=10**8)
+    assert (found.max_batch_size, found.max_batch_input_tokens) == (2000, 2000)
+    given = PipelineConfig(max_batch_size=2000, max_batch_input_tokens=3000)
+    assert plan(given, length=16, free=10**8).max_batch_input_tokens == 3000
+    assert plan(free=10**8).max_batch_input_tokens == DEFAULT_STEP_SIZE["cpu"]
+
+
+def test_a_batch_that_was_asked_for_is_blamed() -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"lower --max-batch-input-tokens or --max-batch-size$"):
+        plan(PipelineConfig(max_batch_size=10**8), activations=10**9, weights=10**9, free=10**6)
+
+
+def test_steps_stay_whole_where_prompts_cannot_be_chunked() -> None:
+    config = replace(fixed(), max_batch_input_tokens=4096, enable_chunked_prefill=False)
+    assert plan(config, activations=4096, free=4 * BLOCK + 4096).max_batch_input_tokens == 4096
+
+
+def test_memory_given_to_the_cache_is_what_it_gets() -> None:
+    found = plan(fixed(memory=10 * BLOCK, device_memory_utilization=0.1), weights=100, free=20 * BLOCK)
+    assert found.kv_cache_size == 10 * BLOCK
+    assert found.available_memory == 10 * BLOCK + 100
+    with pytest.raises(InsufficientMemoryError, match=r"the KV cache 40.0 KiB, .*: lower --kv-cache-memory"):
+        plan(fixed(memory=10 * BLOCK), weights=100, free=10 * BLOCK)
+
+
+def test_the_length_is_the_models_at_most() -> None:
+    with pytest.raises(ConfigError, match="max_length"):
+        plan(fixed(max_length=1001), length=1000, free=10**9)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "max_batch_size", "advice"),
+    [
+        (1000, None, "for max_length 1000, .*: try --max-length 288$"),
+        (None, 50, "for max_batch_size 50, .*: try --max-batch-size 9$"),
+        (1000, 50, "for max_length 1000 and max_batch_size 50, .*: try --max-length 288 --max-batch-size 9$"),
+        (100, 50, ": try --max-length 100 --max-batch-size 9$"),
+    ],
+)
+def test_only_what_was_asked_for_is_blamed(
+    max_length: int | None, max_batch_size: int | None, advice: str
+) -> None:
+    with pytest.raises(InsufficientMemoryError, match=advice):
+        plan(fixed(max_length, max_batch_size), length=1000, free=10 * BLOCK)
+
+
+def test_where_not_even_a_block_fits() -> None:
+    with pytest.raises(
+        InsufficientMemoryError, match=r"for one block, .*: raise --device-memory-utilization"
+    ):
+        plan(free=2 * BLOCK - 1)
+    assert plan(free=2 * BLOCK).max_length == 32
+
+
+def test_weights_larger_than_the_memory() -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"weights take 2.0 GiB.* use a smaller model") as error:
+        plan(weights=2**31, free=2**30)
+    assert (error.value.needed, error.value.available) == (2**31, 2**30)
+    with pytest.raises(InsufficientMemoryError, match="raise --device-memory-utilization"):
+        plan(fixed(device_memory_utilization=0.5), weights=600, free=1000)
+
+
+def shown(found: MemoryPlan) -> str:
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(found.table())
+    return console.export_text()
+
+
+def test_the_table_says_what_was_shortened() -> None:
+    text = shown(plan(length=1000, weights=5 * 2**20, free=10 * BLOCK + 5 * 2**20))
+    for words in (
+        "weights",
+        "5.0 MiB",
+        "activations",
+        "40.0 KiB for 288 tokens",
+        "288 tokens, shortened from 1,000",
+    ):
+        assert words in text
+    assert "9 requests" in text
+
+
+def test_bytes_for_people() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1024, 1536, 5 * 2**20, 2**30, 2**41)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.0 KiB",
+        "1.5 KiB",
+        "5.0 MiB",
+        "1.0 GiB",
+        "2.0 TiB",
+    ]
+
+
+def test_the_size_of_the_cache_is_that_of_the_plan() -> None:
+    config = fixed(max_batch_size=4)
+    for available in (5 * BLOCK + 7, 50 * BLOCK, 10**9):
+        size = estimate_kv_cache_size(config, FULL, model_max_length=1000, available_cache_memory=available)
+        assert size == plan(config, free=available).kv_cache_size
+    with pytest.raises(InsufficientMemoryError):
+        estimate_kv_cache_size(config, FULL, model_max_length=1000, available_cache_memory=5 * BLOCK - 1)
+    assert estimate_kv_cache_size(config, None, model_max_length=9, available_cache_memory=9) == 0
+
+
+def test_room_for_adapters_is_taken_from_the_cache() -> None:
+    config = fixed()
+    options = {"model_max_length": 100_000, "weights_size": 1000, "activation_size": 0, "free_memory": 2**20}
+    without, beside = (
+        plan_memory(config, FULL, **options),
+        plan_memory(config, FULL, **options, adapters_size=2**19),
+    )
+    assert beside.kv_cache_size <= without.kv_cache_size - 2**19 + 2**14
+    assert beside.adapters_size == 2**19
+    assert "512.0 KiB" in shown(beside)
+    assert "adapters" not in shown(without)
+    with pytest.raises(InsufficientMemoryError, match=r"LoRA adapters 2.0 MiB.*lower --max-loras"):
+        plan_memory(config, FULL, **options, adapters_size=2**21)

@@ -1,0 +1,96 @@
+"""What a model will take, from the headers of a small checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import LoRAConfig, ModelConfig, PipelineConfig
+from penstock.dtype import DType
+from penstock.kernels import ENCODINGS
+from penstock.memory import (
+    estimate_activation_memory,
+    estimate_adapters_size,
+    estimate_weights_size,
+)
+
+
+def checkpoint(folder: Path, *, tied: bool = False, **settings: Any) -> PipelineConfig:
+    """V 10, E 4, a linear of 6 outputs, two experts of 3, a norm, a position table of integers."""
+    from safetensors.torch import save_file
+    from torch import int64, ones
+
+    tensors = {
+        "model.embed_tokens.weight": ones(10, 4),
+        "model.layers.0.mlp.up_proj.weight": ones(6, 4),
+        "model.layers.0.mlp.up_proj.bias": ones(6),
+        "model.layers.0.experts.weight": ones(2, 3, 4),
+        "model.norm.weight": ones(4),
+        "model.position_ids": ones(5, dtype=int64),
+        "lm_head.weight": ones(10, 4),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    config = {"dtype": "float32", "vocab_size": 10, "tie_word_embeddings": tied}
+    (folder / "config.json").write_text(json.dumps(config))
+    return PipelineConfig(model=ModelConfig(model_path=str(folder), **settings), max_batch_size=2)
+
+
+class HalfByte:
+    """An encoding of four bits a weight."""
+
+    name = "half-byte"
+    compute_dtype = DType.bfloat16
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        return out_features * in_features // 2
+
+
+@pytest.mark.parametrize(
+    ("encoding", "tied", "size"),
+    [  # linears and the head in panels of 64 outputs
+        (None, False, 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
+        ("float32", True, 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
+        ("bfloat16", False, 2 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
+        ("int8", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),
+        ("int4", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),  # all too small for it
+        ("half-byte", False, 2 * (40 + 6 + 4) + (24 + 24 + 40) // 2 + 40),
+    ],
+)
+def test_the_size_of_the_weights_once_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str | None, tied: bool, size: int
+) -> None:
+    monkeypatch.setitem(ENCODINGS, "half-byte", HalfByte())  # type: ignore[arg-type]
+    config = checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
+    assert estimate_weights_size(config) == size
+
+
+@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_head_that_is_stored_once_counts_twice(tmp_path: Path, kept: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    checkpoint(tmp_path)
+    both = {"model.embed_tokens.weight", "lm_head.weight"}
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if k not in both - {kept}}, tmp_path / "model.safetensors")
+    config = PipelineConfig(model=ModelConfig(model_path=str(tmp_path)), max_batch_size=2)
+    assert estimate_weights_size(config) == 4 * (40 + 6 + 4 + 4 * 64 * 4) + 40
+
+
+def test_the_size_of_the_activations(tmp_path: Path) -> None:
+    config = replace(checkpoint(tmp_path), max_batch_input_tokens=100)
+    size = estimate_activation_memory(config, config.model.huggingface_config)
+    assert size == 100 * 6 * 6 * 4 + 2 * 10 * 20
+
+
+@pytest.mark.parametrize(("encoding", "size"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_room_for_adapters(tmp_path: Path, encoding: str, tied: bool, size: int) -> None:
+    config = checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
+    assert estimate_adapters_size(config) == 0
+    config = replace(config, lora=LoRAConfig(enable_lora=True, max_loras=3, max_lora_rank=5))
+    widths = (6 + 4) + 2 * (3 + 4) + (10 + 4)
+    assert estimate_adapters_size(config) == 3 * 5 * widths * size

@@ -1,0 +1,295 @@
+"""From tensors to packed layers: which encoding, which parts, what is let go of."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.driver import CPU
+from penstock.engine import InferenceSession
+from penstock.host import memory as host_memory
+from penstock.host.memory import num_reserved
+from penstock.kernels import ENCODINGS, LazyWeight, Ops, PackedLinear, unpack_linear
+from penstock.kernels.cpu import available_isas
+from penstock.kernels.reference import ReferenceOps
+from penstock.nn import Loader, encoding_of_head, encoding_of_linear
+
+needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
+BACK_ENDS = {"reference": ReferenceOps(), "best": InferenceSession([CPU()]).ops}
+
+
+class Source:
+    """Named tensors, some of which are quantised already."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], quantized: Mapping[str, str] | None = None) -> None:
+        self.tensors, self.quantized = tensors, quantized or {}
+        self.released: list[str] = []
+        self.mapped: set[str] = set()
+        self.expected: dict[str, tuple[int, ...]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        assert name not in self.released, "its pages would be read again"
+        assert self.tensors[name].shape == shape
+        return self.tensors[name]
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.expected[name] = shape
+        return True
+
+    def quantized_rows(
+        self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
+    ) -> Mapping[str, Tensor] | None:
+        if self.quantized.get(name) != encoding:
+            return None
+        rows = ENCODINGS[encoding].pack(self.tensors[name])
+        return rows | {"scales": 2 * rows["scales"]}  # what nobody else would make of it
+
+    def is_quantized(self, name: str, encoding: str) -> bool:
+        return self.quantized.get(name) == encoding
+
+    def is_mapped(self, name: str) -> bool:
+        return name in self.mapped
+
+    def release(self, name: str) -> None:
+        self.released.append(name)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def load(source: Source, encoding: str, ops: Ops) -> Loader:
+    return Loader(source, encoding, torch.device("cpu"), ops)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shape", "expected"),
+    [
+        ("int4", (2048, 2048), "int4"),
+        ("int4", (4096, 2047), "int5"),
+        ("int4", (2047, 4096), "int5"),
+        ("int4", (64, 64), "int5"),
+        ("int4", (63, 640), "int8"),
+        ("int4", (640, 63), "int8"),
+        ("int5", (640, 63), "int5"),
+        ("int8", (8, 8), "int8"),
+        ("bfloat16", (8, 8), "bfloat16"),
+    ],
+)
+def test_small_layers_have_more_bits(encoding: str, shape: tuple[int, int], expected: str) -> None:
+    assert encoding_of_linear(encoding, *shape) == expected
+
+
+def test_experts_are_narrow_where_they_are_so_both_ways() -> None:
+    """Many narrow ones make a large model."""
+    sizes = {(768, 2048): "int4", (2048, 768): "int4", (1024, 2047): "int5", (63, 4096): "int8"}
+    found = {size: encoding_of_linear("int4", *size, is_expert=True) for size in sizes}
+    assert found == sizes
+
+
+def test_the_head_has_eight_bits_at_least() -> None:
+    heads = {encoding: encoding_of_head(encoding) for encoding in ENCODINGS}
+    assert heads.pop("int4") == "int8"
+    assert all(head == encoding for encoding, head in heads.items())
+
+
+def test_values_have_eight_bits_at_least_unless_they_come_with_four() -> None:
+    tensors = {"x.v_proj.weight": random(64, 96)}
+    apart = {
+        encoding: load(Source(tensors), encoding, BACK_ENDS["best"]).has_separate_values("x.v_proj")
+        for encoding in ENCODINGS
+    }
+    assert apart.pop("int4")
+    assert not any(apart.values())
+    stored = Source(tensors, {"x.v_proj.weight": "int4"})
+    assert not load(stored, "int4", BACK_ENDS["best"]).has_separate_values("x.v_proj")
+    assert (
+        load(Source(tensors), "int4", BACK_ENDS["best"]).values("x.v_proj", 64, 96).packed.encoding == "int8"
+    )
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("sizes", [(128, 64, 70), (96, 32, 64), (64,)], ids=str)
+def test_parts_are_packed_as_the_whole_is(back_end: str, encoding: str, sizes: tuple[int, ...]) -> None:
+    parts = {f"part{i}": size for i, size in enumerate(sizes)}
+    tensors = {f"x.{name}.weight": random(size, 80, seed=size) for name, size in parts.items()}
+    biases = {f"x.{name}.bias": random(size) for name, size in parts.items()}
+    source = Source(tensors | biases)
+    packed = load(source, encoding, BACK_ENDS[back_end]).fused("x", parts, 80, bias=True).packed
+    whole = torch.cat(list(tensors.values()))
+    kind = ENCODINGS[packed.encoding]
+    assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(whole)))
+    assert packed.bias is not None
+    assert torch.equal(packed.bias, torch.cat(list(biases.values())).to(kind.compute_dtype.to_torch()))
+    assert [(part.name, part.stop - part.start) for part in packed.slices] == [
+        (f"x.{name}", size) for name, size in parts.items()
+    ]
+    assert source.released == list(tensors)
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_every_type_of_floats(back_end: str, dtype: torch.dtype) -> None:
+    weight = random(70, 96).to(dtype)
+    for encoding in ("float32", "bfloat16", "int8", "int4"):
+        packed = load(Source({"x.weight": weight}), encoding, BACK_ENDS[back_end]).linear("x", 70, 96).packed
+        kind = ENCODINGS[packed.encoding]
+        assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(weight)))
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_transposed_weight(back_end: str) -> None:
+    weight = random(96, 70)
+    packed = load(Source({"x.weight": weight}), "int8", BACK_ENDS[back_end]).linear(
+        "x", 70, 96, transposed=True
+    )
+    kind = ENCODINGS["int8"]
+    assert torch.equal(unpack_linear(packed.packed), kind.unpack(kind.pack(weight.T)))
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("encoding", ["int8", "int4"])
+def test_rows_that_are_quantised_stay_as_they_are(back_end: str, encoding: str) -> None:
+    """Beside them the other parts of a fused layer are quantised."""
+    tensors = {f"x.{name}.weight": random(64, 80, seed=i) for i, name in enumerate("ab")}
+    source = Source(tensors, {"x.a.weight": encoding})
+    packed = load(source, encoding, BACK_ENDS[back_end]).fused("x", {"a": 64, "b": 64}, 80).packed
+    assert packed.encoding == encoding
+    own, made = unpack_linear(packed).split(64)
+    kind = ENCODINGS[encoding]
+    assert torch.equal(own, 2 * kind.unpack(kind.pack(tensors["x.a.weight"])))
+    assert torch.equal(made, kind.unpack(kind.pack(tensors["x.b.weight"])))
+    assert source.released == list(tensors)
+
+
+def test_a_router_keeps_its_digits() -> None:
+    loader = load(Source({}), "int4", ReferenceOps())
+    assert loader.pack(random(64, 64), {"gate": 64}, plain=True).packed.encoding == "bfloat16"
+    assert loader.pack(random(64, 64), {"up": 64}).packed.encoding == "int5"
+    assert list(loader.linears) == ["gate", "up"]
+
+
+class Store:
+    """Layers that were packed before, in order."""
+
+    def __init__(self, layers: list[PackedLinear]) -> None:
+        self.layers = layers
+
+    def take(self, *_: object) -> PackedLinear:
+        return self.layers.pop(0)
+
+
+def test_what_was_packed_before_is_not_read() -> None:
+    """Reading may dequantise: it would take longer than all the rest of a start."""
+
+    def build(loader: Loader) -> list[PackedLinear]:
+        loader.linear("x", 70, 96, transposed=True)
+        loader.fused("y", {"a": 64, "b": 32}, 80, bias=True)
+        loader.head("z", 40, 96)
+        return loader.layers
+
+    shapes = {"x.weight": (96, 70), "y.a.weight": (64, 80), "y.b.weight": (32, 80), "z.weight": (40, 96)}
+    biases = {"y.a.bias": random(64), "y.b.bias": random(32)}
+    whole = Source({name: random(*shape) for name, shape in shapes.items()} | biases)
+    layers = build(load(whole, "int8", ReferenceOps()))
+    assert not whole.expected
+    source = Source(biases)  # a look at a weight would fail
+    loader = Loader(source, "int8", torch.device("cpu"), store=Store([*layers]))
+    assert all(one is other for one, other in zip(build(loader), layers, strict=True))
+    assert source.expected == shapes
+    assert list(loader.linears) == ["x", "y.a", "y.b", "z"]
+
+
+@pytest.fixture
+def _no_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other tests count no more."""
+    monkeypatch.setattr(host_memory, "_reservations", WeakSet())
+
+
+def load_later(source: Source, encoding: str) -> Loader:
+    return Loader(source, encoding, torch.device("cpu"), BACK_ENDS["best"], later=("float32", "bfloat16"))
+
+
+def is_deferred(packed: PackedLinear) -> bool:
+    return isinstance(packed.tensors, LazyWeight) and bool(packed.tensors.parts)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_no_promises")
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+def test_mapped_floats_are_packed_when_they_are_looked_at(encoding: str) -> None:
+    parts = {"a": 128, "b": 64, "c": 70}
+    source = Source({f"x.{name}.weight": random(size, 80, seed=size) for name, size in parts.items()})
+    source.mapped = set(source.tensors)
+    packed = load_later(source, encoding).fused("x", parts, 80).packed
+    assert is_deferred(packed) == (encoding in ("float32", "bfloat16"))
+    assert source.released == ([] if is_deferred(packed) else list(source.tensors))
+    assert num_reserved() == (
+        5 * 64 * 80 * ENCODINGS[encoding].dtype.size_in_bytes if is_deferred(packed) else 0
+    )
+    kind = ENCODINGS[packed.encoding]
+    assert torch.equal(
+        unpack_linear(packed), kind.unpack(kind.pack(torch.cat(list(source.tensors.values()))))
+    )
+    assert not is_deferred(packed)
+    assert source.released == list(source.tensors)
+    assert num_reserved() == 0
+
+
+@needs_kernels
+def test_what_cannot_wait_is_packed_at_once() -> None:
+    source = Source(
+        {
+            "widened.weight": random(64, 80),
+            "plain.weight": random(64, 80),
+        }
+    )
+    source.mapped = set(source.tensors) - {"widened.weight"}
+    loader = load_later(source, "bfloat16")
+    assert not is_deferred(loader.linear("widened", 64, 80).packed)
+    assert is_deferred(loader.linear("plain", 64, 80).packed)
+    at_once = load(source, "bfloat16", BACK_ENDS["best"])
+    assert not is_deferred(at_once.linear("plain", 64, 80).packed), "nobody asked it to wait"
+
+
+@needs_kernels
+def test_a_head_that_is_tied_waits_with_its_table() -> None:
+    table = random(130, 80).bfloat16()
+    packed = load_later(Source({}), "bfloat16").head("lm_head", 130, 80, tied_to=table).packed
+    assert is_deferred(packed)
+    assert torch.equal(unpack_linear(packed), table)
+
+
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_a_head_in_the_file_takes_precedence_over_the_table(encoding: str, back_end: str) -> None:
+    table, own = random(200, 80).bfloat16(), random(200, 80, seed=1).bfloat16()
+    source = Source({"lm_head.weight": own})
+    source.mapped = set(source.tensors)
+    packed = load(source, encoding, BACK_ENDS[back_end]).head("lm_head", 200, 80, tied_to=table).packed
+    kind = ENCODINGS[packed.encoding]
+    assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(own)))
+    assert source.released == ["lm_head.weight"]
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_no_promises")
+def test_memory_is_promised_until_it_is_taken_or_nobody_wants_it() -> None:
+    source = Source({"x.weight": random(64, 80)})
+    source.mapped = {"x.weight"}
+    layers = load_later(source, "float32").layers
+    packed = load_later(source, "float32").linear("x", 64, 80).packed
+    assert num_reserved() == 64 * 80 * 4
+    assert not layers
+    del packed
+    gc.collect()
+    assert num_reserved() == 0

@@ -1,0 +1,136 @@
+"""Loading and unloading adapters over HTTP, in front of a worker that remembers what it was told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.serving import StubWorker, client_of, make_services
+
+from penstock.config import PipelineConfig
+from penstock.errors import UnknownModelError, WeightsError
+from penstock.serve.services import Services
+
+
+@dataclass
+class Worker(StubWorker):
+    """Loads everything but what is called ``broken``."""
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        if "broken" in path:
+            raise WeightsError(path, "2 missing: a, b")
+        self.adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        if self.adapters.pop(name, None) is None:
+            raise UnknownModelError(name, self.adapters)
+
+
+def services(lora: dict[str, Any] | None = None, **config: Any) -> Services:
+    flat = {"model_path": "demo", **({"enable_lora": True} if lora is None else lora)}
+    return replace(make_services(Worker(), **config), pipeline_config=PipelineConfig.from_flat(flat))
+
+
+async def post(services: Services, route: str, **kwargs: Any) -> httpx.Response:
+    headers = kwargs.pop("headers", {})
+    async with client_of(services) as client:
+        return await client.post(f"/v1/{route}_lora_adapter", json=kwargs, headers=headers)
+
+
+@pytest.mark.anyio
+async def test_load_list_reload_unload() -> None:
+    async with client_of(services()) as client:
+        load = {"lora_name": "tone", "lora_path": "/adapters/one"}
+        answer = await client.post("/v1/load_lora_adapter", json=load)
+        assert (answer.status_code, answer.text) == (200, "The adapter 'tone' is loaded.")
+        listed = {one["id"]: one for one in (await client.get("/v1/models")).json()["data"]}
+        assert listed["tone"]["root"] == "/adapters/one"
+        assert listed["tone"]["parent"] == "demo"
+        again = await client.post("/v1/load_lora_adapter", json={**load, "lora_path": "/adapters/two"})
+        assert again.text == "The adapter 'tone' is reloaded."
+        refused = await client.post("/v1/load_lora_adapter", json={**load, "load_inplace": False})
+        assert refused.status_code == 409
+        answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "tone"})
+        assert (answer.status_code, answer.text) == (200, "The adapter 'tone' is unloaded.")
+        answer = await client.post("/v1/unload_lora_adapter", json={"lora_name": "tone"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.anyio
+async def test_what_cannot_be_loaded_is_explained() -> None:
+    answer = await post(services(), "load", lora_name="tone", lora_path="/broken")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "/broken: 2 missing: a, b"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"lora_name": "tone"}, "lora_path"),
+        ({"lora_path": "/a"}, "lora_name"),
+        ({"lora_name": "", "lora_path": "/a"}, "lora_name"),
+        ({"lora_name": "tone", "lora_path": "/a\0b"}, "lora_path"),
+        ({"lora_name": "tone", "lora_path": "/a", "lora_int_id": 1}, "lora_int_id"),
+    ],
+)
+async def test_a_wrong_body_names_the_field(body: dict[str, Any], param: str) -> None:
+    answer = await post(services(), "load", **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.anyio
+async def test_the_models_own_name_is_taken() -> None:
+    answer = await post(services(), "load", lora_name="demo", lora_path="/a")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "name_in_use")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("route", ["load", "unload"])
+@pytest.mark.parametrize(
+    ("lora", "config", "status"),
+    [
+        ({}, {}, 403),
+        ({"lora": ("tone=/a",)}, {}, 403),  # adapters, but none while the server runs
+        (None, {"host": "0.0.0.0"}, 403),
+        (None, {"host": "::1"}, 200),
+        (None, {"host": "localhost"}, 200),
+        (None, {"host": "0.0.0.0", "api_key": ("secret",)}, 200),
+    ],
+)
+async def test_who_may(route: str, lora: dict[str, Any] | None, config: dict[str, Any], status: int) -> None:
+    body = {"lora_name": "tone", **({"lora_path": "/a"} if route == "load" else {})}
+    headers = {"authorization": "Bearer secret"} if "api_key" in config else {}
+    serving = services(lora, **config)
+    serving.worker.adapters["tone"] = "/a"
+    answer = await post(serving, route, headers=headers, **body)
+    assert answer.status_code == status
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        ("tone", True),
+        ("./deep/tone", True),
+        ("{root}/tone", True),
+        ("../outside", False),
+        ("tone/../../outside", False),
+        ("/etc", False),
+        ("link", False),
+        ("{root}-other", False),
+    ],
+)
+async def test_adapters_come_from_one_directory(given: str, allowed: bool, tmp_path: Path) -> None:
+    root = tmp_path / "adapters"
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path)
+    serving = services({"enable_lora": True, "lora_dir": str(root)})
+    path = given.format(root=root)
+    answer = await post(serving, "load", lora_name="tone", lora_path=path)
+    assert answer.status_code == (200 if allowed else 403)
+    expected = {"tone": str((root / path).resolve())} if allowed else {}
+    assert serving.worker.adapters == expected

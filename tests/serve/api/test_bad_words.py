@@ -1,0 +1,44 @@
+"""Bad words become every short sequence of tokens that writes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.assembly import load_tokenizer
+from penstock.config import PipelineConfig
+from penstock.serve.api import bad_words
+from penstock.serve.api.bad_words import MAX_SEQUENCES, MAX_SEQUENCES_OF_WORD, banned_sequences
+from penstock.testing import FakeTokenizer
+
+DEMO = load_tokenizer(PipelineConfig.from_flat({"model_path": "demo"}))
+
+
+def written(ids: list[int]) -> str:
+    return b"".join(map(DEMO.token_bytes, ids)).decode()
+
+
+def test_no_words_ban_nothing() -> None:
+    assert banned_sequences(None, DEMO) is None
+    assert banned_sequences([], DEMO) is None
+
+
+@pytest.mark.parametrize("word", ["Berlin", " Berlin", "né", "🎉", "a b"])
+def test_all_ways_to_write_a_word(word: str) -> None:
+    sequences = banned_sequences([word], DEMO) or []
+    assert {written(ids) for ids in sequences} == {word, " " + word.lstrip()}
+    own = [DEMO.encode_text(text, False).tolist() for text in (word, " " + word.lstrip())]
+    assert all(ids in sequences for ids in own)
+    letters = [DEMO.encode_text(letter, False).tolist() for letter in word]
+    if all(len(ids) == 1 for ids in letters):
+        assert [ids[0] for ids in letters] in sequences
+    assert len({tuple(ids) for ids in sequences}) == len(sequences)
+
+
+def test_many_and_long_words_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (
+        len(banned_sequences(["antidisestablishmentarianism"], DEMO) or []) <= 2 * MAX_SEQUENCES_OF_WORD + 2
+    )
+    words = [f"{number} is a number" for number in range(256)]
+    assert len(banned_sequences(words, DEMO) or []) <= MAX_SEQUENCES + 2 * len(words)
+    monkeypatch.setattr(bad_words, "_MAX_WORD", 4)
+    assert banned_sequences(["abcdefgh"], FakeTokenizer()) == [[*b"abcdefgh"], [*b" abcdefgh"]]

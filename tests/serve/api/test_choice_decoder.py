@@ -1,0 +1,211 @@
+"""One choice's text: the same however its tokens arrive, and cut where it ends."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.chatting import HERMES, THINKING
+from support.random_draws import examples
+
+import penstock.serve.api.choice_decoder
+import penstock.serve.http.sse
+from penstock.pipelines.core import (
+    LogProbabilities,
+    SamplingParams,
+    TextContext,
+    TextGenerationStatus,
+    TextResponse,
+    TokenGeneratorRequest,
+)
+from penstock.serve.api.choice_decoder import ChoiceDecoder, ChoiceDelta, finish_reason
+from penstock.serve.api.token_fragments import TokenFragments
+from penstock.serve.api.token_scores import CompletionScores
+from penstock.serve.parsers import ParserFactory, ToolCallStart, joined
+from penstock.testing import FakeTokenizer
+from penstock.text.tokenizer import TextTokenizer
+
+ACTIVE, END, LENGTH = (
+    TextGenerationStatus.ACTIVE,
+    TextGenerationStatus.END_OF_SEQUENCE,
+    TextGenerationStatus.MAXIMUM_LENGTH,
+)
+TOKENIZER = FakeTokenizer()
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call>'
+
+
+def context_of(**params: Any) -> TextContext:
+    return TOKENIZER.build_context(
+        TokenGeneratorRequest("1", 0, "fake", prompt="Hi", sampling_params=SamplingParams(**params))
+    )
+
+
+def choice_of(
+    context: TextContext, template: str | None, parallel: bool = True, **more: Any
+) -> ChoiceDecoder:
+    parsers = ParserFactory.choose(template)
+    parser = parsers.new(tools=TOOLS, parallel=parallel, new_id=lambda: "id") if template else None
+    by_token = parsers.reasoning_format is not None or not parallel
+    return ChoiceDecoder(context, TOKENIZER, parser=parser, token_by_token=by_token, **more)
+
+
+def take_all(
+    choice: ChoiceDecoder, ids: Sequence[int], cuts: Sequence[int], status: TextGenerationStatus
+) -> Any:
+    """What comes of tokens that arrive in pieces; after a stop nothing more is taken, as from a worker."""
+    bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
+    pieces: list[ChoiceDelta] = []
+    for start, end in pairwise(bounds):
+        tokens = [
+            TextResponse(one, LogProbabilities([-1.0 * one], [{one: -1.0 * one}])) for one in ids[start:end]
+        ]
+        pieces.append(choice.take(tokens, status if end == len(ids) else ACTIVE))
+        if pieces[-1].finish_reason:
+            break
+    else:
+        pieces.append(choice.take([], status))
+    return (
+        joined([event for piece in pieces for event in piece.events]),
+        [one for piece in pieces for one in piece.token_ids],
+        [score.token_id for piece in pieces for score in piece.scores],
+        pieces[-1].finish_reason,
+        choice.num_tokens,
+        choice.num_reasoning_tokens,
+    )
+
+
+texts = st.lists(
+    st.sampled_from(
+        ["a", "b", "é", "🎉", " ", "\n", "<think>", "</think>", "<tool", CALL, "stop", "st", "\ufffd"]
+    ),
+    max_size=12,
+).map("".join)
+
+
+@settings(max_examples=examples(150))
+@given(
+    text=texts,
+    cuts=st.lists(st.integers(0, 400), max_size=8),
+    stop=st.lists(st.sampled_from(["stop", "b<", "é", "op", "</think>a"]), max_size=2),
+    template=st.sampled_from([None, HERMES, THINKING]),
+    parallel=st.booleans(),
+    status=st.sampled_from([END, LENGTH]),
+    broken=st.booleans(),
+)
+def test_the_same_for_every_way_of_arriving(
+    text: str,
+    cuts: list[int],
+    stop: list[str],
+    template: str | None,
+    parallel: bool,
+    status: TextGenerationStatus,
+    broken: bool,
+) -> None:
+    ids = list(text.encode())[: -1 if broken else None]  # perhaps half a character at the end
+    context = context_of(stop=stop or None)
+    whole = take_all(choice_of(context, template, parallel, at_once=True), ids, [], status)
+    assert take_all(choice_of(context, template, parallel), ids, cuts, status) == whole
+    assert take_all(choice_of(context, template, parallel, at_once=True), ids, cuts, status) == whole
+    assert take_all(choice_of(context, template, parallel), ids, range(len(ids)), status) == whole
+    _, token_ids, scored, reason, num_tokens, num_reasoning = whole
+    assert scored == token_ids == ids[: len(token_ids)]
+    assert num_tokens - len(token_ids) == (
+        reason != "length" and len(token_ids) == len(ids) and num_tokens > len(ids)
+    )
+    assert 0 <= num_reasoning <= len(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("status", "by_text", "calls", "reason"),
+    [
+        (END, False, False, "stop"),
+        (END, False, True, "tool_calls"),
+        (LENGTH, False, False, "length"),
+        (LENGTH, False, True, "length"),
+        (ACTIVE, True, False, "stop"),
+        (LENGTH, True, False, "stop"),
+        (ACTIVE, True, True, "tool_calls"),
+    ],
+)
+def test_finish_reasons(status: TextGenerationStatus, by_text: bool, calls: bool, reason: str) -> None:
+    assert finish_reason(status, ended_by_text=by_text, has_tool_calls=calls) == reason
+
+
+def test_the_token_that_ends_a_text_is_counted_and_not_shown() -> None:
+    events, ids, _, reason, num_tokens, _ = take_all(choice_of(context_of(), None), [97, 98], [], END)
+    assert ([event.text for event in events], ids, reason, num_tokens) == (["ab"], [97, 98], "stop", 3)
+    *_, reason, num_tokens, _ = take_all(choice_of(context_of(), None), [97, 98], [], LENGTH)
+    assert (reason, num_tokens) == ("length", 2)
+
+
+def test_what_comes_behind_a_stop_string_is_dropped() -> None:
+    choice = choice_of(context_of(stop=["b"]), None)
+    events, ids, scored, reason, num_tokens, _ = take_all(choice, list(b"aabcc"), [], LENGTH)
+    assert ([event.text for event in events], ids, scored) == (["aa"], list(b"aab"), list(b"aab"))
+    assert (reason, num_tokens) == ("stop", 3)
+    assert choice.ended_by_text
+    assert choice.take([TextResponse(99)], END).token_ids == []
+    assert choice.num_tokens == 3
+
+
+def test_the_only_call_allowed_ends_it() -> None:
+    choice = choice_of(context_of(), HERMES, parallel=False)
+    events, ids, _, reason, num_tokens, _ = take_all(choice, list((CALL + CALL).encode()), [], ACTIVE)
+    assert sum(isinstance(event, ToolCallStart) for event in events) == 1
+    assert (reason, choice.ended_by_text) == ("tool_calls", True)
+    assert num_tokens == len(ids) <= len(CALL.encode())
+
+
+def test_reasoning_is_counted() -> None:
+    text = "<think>abc</think>de"
+    assert take_all(choice_of(context_of(), THINKING), list(text.encode()), [], END)[-1] == len(
+        "<think>abc</think>"
+    )
+    assert take_all(choice_of(context_of(), THINKING), list(b"<think>abc"), [], LENGTH)[-1] == len(
+        "<think>abc"
+    )
+    assert take_all(choice_of(context_of(), THINKING), list(b"abc"), [], END)[-1] == 0
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_text_goes_on_where_the_prompt_ends(shared_data: Path, at_once: bool) -> None:
+    tokenizer = TextTokenizer(shared_data / "models/stories260K")
+    prompt, answer = (tokenizer.encode_text(text, add_special_tokens=False) for text in ("One day", "the"))
+    for before, text in (([1, *prompt.tolist()], " the"), ([*prompt.tolist(), 1], "the")):
+        context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=before))
+        choice = ChoiceDecoder(context, tokenizer, at_once=at_once)
+        assert choice.decodes_at_end == at_once
+        assert choice.take([TextResponse(int(one)) for one in answer], END).content == text
+
+
+def test_offsets_count_the_first_space_where_it_is_shown(shared_data: Path) -> None:
+    tokenizer = TextTokenizer(shared_data / "models/stories260K")
+    the, prompt = (tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("the", "One"))
+    for before, offsets in ((prompt, [0, 4, 8]), ((), [0, 3, 7])):
+        scores = CompletionScores(tokenizer, TokenFragments(tokenizer), 1, prompt=before)
+        parts = [*scores.parts(the * 2, [-1.0] * 2, [{}] * 2)], [*scores.parts(the, [-1.0], [{}])]
+        given = [one for each in parts for one in json.loads(b"".join(each))["text_offset"]]
+        assert given == offsets
+
+
+def test_a_request_for_no_token_gets_none() -> None:
+    choice = choice_of(context_of(max_new_tokens=0), None)
+    rows = LogProbabilities([-1.0, -2.0], [{72: -1.0}, {97: -2.0}])
+    piece = choice.take([TextResponse(97, rows)], LENGTH)
+    assert (piece.events, piece.token_ids, piece.scores, piece.finish_reason) == ([], [], [], "length")
+    assert (choice.prompt_scores, choice.num_tokens) == ([(-1.0, {72: -1.0})], 0)
+
+
+@pytest.mark.parametrize("module", [penstock.serve.api.choice_decoder, penstock.serve.http.sse])
+def test_the_examples_in_the_docstrings(module: Any) -> None:
+    results = doctest.testmod(module)
+    assert results.attempted > 0
+    assert results.failed == 0

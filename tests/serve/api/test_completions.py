@@ -1,0 +1,142 @@
+"""Completions: OpenAI's shapes to the letter, the order of choices, echo, log probabilities as of old."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types import Completion
+from support.chatting import chatting, events_of
+
+from penstock.dtype import DType
+from penstock.kv_cache import KVCacheManager, KVCacheSpec, KVGroup
+from penstock.pipelines.core import TextContext
+from penstock.testing import FakePipeline
+
+
+async def test_an_answer_has_openais_shape() -> None:
+    async with chatting() as server:
+        answer = await server.complete(prompt="Hi")
+        assert Completion.model_validate(answer).to_dict() == answer
+        assert answer["id"].startswith("cmpl-")
+        assert answer["object"] == "text_completion"
+        [choice] = answer["choices"]
+        assert choice == {"index": 0, "text": "Hello!", "logprobs": None, "finish_reason": "stop"}
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2, 7)
+        response = await server.post("/v1/completions", prompt="Hi", stream=True)
+        *chunks, done = events_of(response.text)
+        assert done == "[DONE]"
+        assert all(chunk.keys() == answer.keys() - {"usage"} for chunk in chunks)
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
+
+
+async def test_sixteen_tokens_unless_it_says() -> None:
+    async with chatting(FakePipeline(lambda context: ord("a"))) as server:
+        answer = await server.complete()
+        assert answer["choices"][0]["text"] == "a" * 16
+        assert answer["choices"][0]["finish_reason"] == "length"
+    async with chatting(FakePipeline(lambda context: ord("a")), default_max_tokens_completions=3) as server:
+        assert (await server.complete())["choices"][0]["text"] == "aaa"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "seen"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "c"], ["ab", "c"]),
+        ([97, 98], ["ab"]),
+        ([[97, 98], [99]], ["ab", "c"]),
+        (["é"], ["é"]),
+    ],
+)
+async def test_prompts(prompt: Any, seen: list[str]) -> None:
+    async with chatting(FakePipeline.answering(lambda prompt: f"<{prompt}>")) as server:
+        answer = await server.complete(prompt=prompt, n=2)
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert texts == [f"<{one}>" for one in seen for _ in range(2)]
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(seen) * 2))
+        assert answer["usage"]["prompt_tokens"] == sum(len(one.encode()) for one in seen)
+        assert answer["usage"]["completion_tokens"] == 2 * sum(len(one.encode()) + 3 for one in seen)
+
+
+async def test_equal_prompts_have_seeds_of_their_own() -> None:
+    seeds: dict[str, int] = {}
+
+    def choose(context: TextContext) -> int:
+        seeds[context.request_id] = context.sampling_params.seed
+        return ord("a")
+
+    async with chatting(FakePipeline(choose)) as server:
+        await server.complete(prompt=["a", "a"], n=2)
+        assert len(set(seeds.values())) == len(seeds) == 4
+        seeds.clear()
+        await server.complete(prompt=["a", "a"], n=2, seed=5)
+        assert len(seeds) == 4
+        assert len(set(seeds.values())) == 2
+
+
+async def test_echo() -> None:
+    async with chatting() as server:
+        for prompt, text in (("né", "né"), ([110, 195, 169], "né")):
+            answer = await server.complete(prompt=prompt, echo=True, logprobs=1)
+            [choice] = answer["choices"]
+            assert choice["text"] == f"{text}Hello!"
+            rows = choice["logprobs"]
+            assert rows["tokens"] == ["n", "bytes:\\xc3", "bytes:\\xa9", *"Hello!"]
+            assert rows["text_offset"] == [0, 1, 2, 2, 3, 4, 5, 6, 7]
+            assert rows["token_logprobs"] == [None, *[0.0] * 8]
+            assert rows["top_logprobs"][0] is None
+            assert rows["top_logprobs"][3:] == [{letter: 0.0} for letter in "Hello!"]
+            assert answer["usage"]["completion_tokens"] == 7
+        only = await server.complete(prompt="né", echo=True, logprobs=0, max_tokens=0)
+        assert only["choices"][0]["text"] == "né"
+        assert len(only["choices"][0]["logprobs"]["tokens"]) == 3
+        assert only["choices"][0]["finish_reason"] == "length"
+        assert only["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_answers_echo_one_prompt(stream: bool) -> None:
+    asked: list[bool] = []
+
+    def choose(context: TextContext) -> int:
+        if not len(context.generated_tokens):
+            asked.append(context.log_probabilities_echo)
+        return 33
+
+    async with chatting(FakePipeline(choose)) as server:
+        fields = {"prompt": ["abc", "de"], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 1}
+        response = await server.post("/v1/completions", **fields, stream=stream)
+        texts = {}
+        for one in events_of(response.text)[:-1] if stream else [response.json()]:
+            for choice in one["choices"]:
+                texts.setdefault(choice["index"], []).extend((choice["logprobs"] or {"tokens": []})["tokens"])
+        assert texts == {0: [*"abc!"], 1: [*"abc!"], 2: [*"de!"], 3: [*"de!"]}
+    # In a stream the second answer may come first.
+    assert sorted(asked) == ([True] * 4 if stream else [False, False, True, True])
+
+
+async def test_token_ids() -> None:
+    async with chatting() as server:
+        answer = await server.complete(prompt=["a", "bc"], n=2, return_token_ids=True, max_tokens=2)
+        assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [
+            [97],
+            [97],
+            [98, 99],
+            [98, 99],
+        ]
+        assert all(choice["token_ids"] == list(b"He") for choice in answer["choices"])
+
+
+async def test_the_cached_part_of_a_prompt_is_told() -> None:
+    spec = KVCacheSpec(groups=(KVGroup(layers=(0,), kv_heads=1, head_dim=4, dtype=DType.float32),))
+    manager = KVCacheManager(spec, (64,), 16)
+    async with chatting(FakePipeline.saying("ok", kv=manager)) as server:
+        counts = []
+        for n in (1, 3):
+            answer = await server.complete(prompt="x" * 50, n=n)
+            counts.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            assert answer["usage"]["prompt_tokens"] == 50
+        assert counts == [0, 48]
+        fresh = await server.complete(prompt="y" * 50, n=3)  # the later choices find what the first computed
+        assert fresh["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -1,0 +1,104 @@
+"""Whose request it is: a key or a connection; and what one client may take of the queue and of the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.asgi import Exchange, eventually
+from support.chatting import chatting, user
+from support.workers import Gate, GatedPipeline, client_of, fake_work, letters, read, request, text
+
+from penstock.errors import OverloadedError
+from penstock.pipelines.core import TextContext
+from penstock.serve.http.auth import ApiKeys
+from penstock.testing import FakePipeline
+
+
+def body(n: int = 1, **more: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [user("Hi")], "n": n, "stream": True, "max_tokens": 1000, **more}
+
+
+def test_keys_tell_clients_apart_where_there_are_several() -> None:
+    def number(keys: tuple[str, ...], key: bytes) -> int | None:
+        return ApiKeys(keys).check([(b"authorization", b"Bearer " + key)])
+
+    assert [number(("one", "two"), key) for key in (b"one", b"two")] == [0, 1]
+    assert number(("one",), b"one") is None
+    assert ApiKeys(()).check([]) is None
+
+
+@pytest.mark.parametrize("keys", [("one",), ("one", "two")])
+async def test_a_context_has_its_clients_id(keys: tuple[str, ...]) -> None:
+    seen: set[str] = set()
+
+    def choose(context: TextContext) -> int:
+        seen.add(context.client_id)
+        return ord("a")
+
+    async with chatting(FakePipeline(choose), api_key=keys) as server:
+        app = server.http._transport.app  # type: ignore[attr-defined]
+        for key, port in ((keys[0], 1), (keys[-1], 2)):
+            exchange = Exchange(
+                app,
+                "/v1/chat/completions",
+                body(2, max_tokens=2),
+                headers={"authorization": f"Bearer {key}"},
+                client=("10.0.0.1", port),
+            )
+            await exchange.ended()
+            assert exchange.status == 200
+    assert seen == ({"10.0.0.1:1", "10.0.0.1:2"} if len(keys) == 1 else {"key 0", "key 1"})
+
+
+async def test_many_choices_do_not_hold_another_client_up() -> None:
+    gate = Gate()
+    async with chatting(GatedPipeline(gate, choose=lambda context: ord("a")), max_batch_size=4) as server:
+        app = server.http._transport.app  # type: ignore[attr-defined]
+        large = Exchange(app, "/v1/chat/completions", body(60), client=("10.0.0.1", 1))
+        await eventually(lambda: server.services.worker.num_outstanding == 60)
+        gate.let(20)
+        await eventually(lambda: server.services.worker.stats.num_steps == 20)
+        small = Exchange(app, "/v1/chat/completions", body(), client=("10.0.0.1", 2))
+        await eventually(lambda: server.services.worker.num_outstanding == 61)
+        gate.let(3)  # the step that runs already, the one that admits it, and one more
+        await small.until_sent(1)
+        large.leave()
+        small.leave()
+        gate.open()
+        await large.ended()
+        await small.ended()
+
+
+async def test_more_choices_than_are_allowed_are_refused_with_the_limit() -> None:
+    async with chatting(max_choices_per_request=4) as server:
+        refused = await server.post("/v1/chat/completions", messages=[user("Hi")], n=5)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert (error["param"], error["type"]) == ("n", "invalid_request_error")
+        assert "5 answers, but a request may have 4 (--max-choices-per-request)" in error["message"]
+        refused = await server.post("/v1/completions", prompt=["a", "b", "c"], n=2)
+        assert refused.status_code == 400
+        assert "3 prompts with 2 answers each, but" in refused.json()["error"]["message"]
+        refused = await server.post("/v1/completions", prompt=["a"] * 5)
+        assert refused.json()["error"]["param"] == "prompt"
+        assert len((await server.chat(n=4))["choices"]) == 4
+        assert len((await server.complete(prompt=["a", "b"], n=2))["choices"]) == 4
+
+
+async def test_a_full_queue_has_room_for_another_client() -> None:
+    gate = Gate()
+    async with client_of(
+        lambda: fake_work(GatedPipeline(gate, choose=letters(2)), max_batch_size=2), max_queue_size=3
+    ) as client:
+        own = [client.submit(request(f"a{number}", client_id="a")) for number in range(5)]
+        with pytest.raises(OverloadedError):
+            client.submit(request("a5", client_id="a"))
+        others = [client.submit(request(f"b{number}", client_id="b")) for number in range(2)]
+        for name in "ac":
+            with pytest.raises(OverloadedError):
+                client.submit(request("x", client_id=name))
+        gate.open()
+        for generation in (*own, *others):
+            assert text(await read(generation)) == "ab"
+        assert not client._clients

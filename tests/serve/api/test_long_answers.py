@@ -1,0 +1,203 @@
+"""Answers with many log probabilities: their number is bounded, and they are written in short slices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from support.chatting import Chatting, chatting, events_of, user
+from support.joined_streams import joined_chat, joined_completion, without_own
+
+import penstock.serve.api.json_parts
+from penstock.pipelines.core import LogProbabilities, TextContext
+from penstock.serve.api.choice_decoder import Score, top_tokens
+from penstock.serve.api.json_parts import JsonResponse, Turns, gather
+from penstock.serve.api.token_fragments import MAX_COST, TokenFragments
+from penstock.serve.api.token_scores import ChatScores, CompletionScores, prompt_parts
+from penstock.testing import FakePipeline, FakeTokenizer
+from penstock.worker.messages import PackedLogProbabilities
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOKENIZER = FakeTokenizer()
+MAX_BYTES = 100 * MAX_COST
+"""Of a part: an entry has fewer than 100 bytes."""
+
+
+def row(token_id: int, top: int) -> Score:
+    return Score(token_id, -0.5, {one % 256: -0.25 - one for one in range(token_id, token_id + top)})
+
+
+SCORES = [row(index % 200, 21) for index in range(3000)]
+
+
+def chat_parts() -> list[bytes]:
+    return [*ChatScores(TokenFragments(TOKENIZER), 20).parts(SCORES)]
+
+
+def completion_parts() -> list[bytes]:
+    scores = CompletionScores(TOKENIZER, TokenFragments(TOKENIZER), 20)
+    ids = [score.token_id for score in SCORES]
+    return [*scores.parts(ids, [score.logprob for score in SCORES], [score.top for score in SCORES])]
+
+
+def parts_of_prompt() -> list[bytes]:
+    ids, rows = [0, *(score.token_id for score in SCORES)], [(score.logprob, score.top) for score in SCORES]
+    return [*prompt_parts(TokenFragments(TOKENIZER), ids, rows, 20, 20)]
+
+
+@pytest.mark.parametrize("make", [chat_parts, completion_parts, parts_of_prompt])
+def test_a_long_answer_comes_in_parts_of_bounded_size(make: Any) -> None:
+    parts = make()
+    assert len(parts) >= 3000 * 21 // MAX_COST
+    assert max(map(len, parts)) < MAX_BYTES
+    json.loads(b"".join(parts))
+
+
+def test_tokens_that_are_encoded_for_the_first_time_count_more() -> None:
+    known = TokenFragments(TOKENIZER)
+    lengths = []
+    for _ in range(2):
+        parts = [*ChatScores(known, 20).parts([row(index, 21) for index in range(0, 200, 20)])]
+        lengths.append(len(parts))
+    assert lengths[0] > lengths[1]
+
+
+async def test_the_event_loop_runs_between_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", 0.0)
+    turns, order = Turns(), list[str]()
+
+    def parts(name: str) -> Any:
+        for _ in range(3):
+            order.append(name)
+            yield name.encode()
+
+    found = await asyncio.gather(gather(parts("a"), turns), gather(parts("b"), turns))
+    assert [b"".join(one) for one in found] == [b"aaa", b"bbb"]
+    assert order == ["a", "b"] * 3
+
+
+async def test_slices_of_several_answers_do_not_fall_into_one_iteration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", 0.0)
+    turns, made = Turns(), 0
+    per_iteration: list[int] = []
+
+    def parts() -> Any:
+        nonlocal made
+        for _ in range(20):
+            made += 1
+            yield b"x"
+
+    tasks = [asyncio.ensure_future(gather(parts(), turns)) for _ in range(8)]
+    while not all(task.done() for task in tasks):
+        before = made
+        await asyncio.sleep(0)
+        per_iteration.append(made - before)
+    assert made == 160
+    assert max(per_iteration[1:]) <= 2
+
+
+async def test_a_long_document_is_sent_in_several_messages() -> None:
+    messages: list[Any] = []
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    parts = [b"x" * 100_000] * 12
+    await JsonResponse(parts)({"type": "http"}, receive, send)
+    bodies = [message for message in messages if message["type"] == "http.response.body"]
+    assert b"".join(one["body"] for one in bodies) == b"".join(parts)
+    assert max(len(one["body"]) for one in bodies) < 400_000
+    assert [one["more_body"] for one in bodies] == [True] * (len(bodies) - 1) + [False]
+    assert dict(messages[0]["headers"])[b"content-length"] == b"1200000"
+
+
+def test_rows_stay_packed_until_they_are_written() -> None:
+    packed = PackedLogProbabilities.of(LogProbabilities([-1.0], [{3: -1.0, 4: -2.0}]))
+    (top,) = packed.top_log_probabilities
+    assert not isinstance(top, dict)
+    assert top_tokens(top) == {3: -1.0, 4: -2.0}
+
+
+def endless(context: TextContext) -> int:
+    return 97 + len(context.generated_tokens) % 26
+
+
+async def test_the_parts_of_an_answer_are_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds in (10.0, 0.0):
+        monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", seconds)
+        async with chatting(FakePipeline(endless), max_batch_size=8) as server:
+            await check_both(server)
+
+
+async def check_both(server: Chatting) -> None:
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    chat = {
+        "messages": [user("Hi")],
+        "max_tokens": 70,
+        "n": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "seed": 0,
+    }
+    whole = without_own((await server.post(CHAT, **chat)).json())
+    assert joined_chat(events_of((await server.post(CHAT, **chat, **usage)).text)) == whole
+    for choice in whole["choices"]:
+        tokens = [one["token"] for one in choice["logprobs"]["content"]]
+        assert "".join(tokens) == choice["message"]["content"]
+    text = {"prompt": "né", "max_tokens": 70, "n": 3, "logprobs": 2, "echo": True, "seed": 0}
+    whole = without_own((await server.post(COMPLETIONS, **text)).json())
+    assert joined_completion(events_of((await server.post(COMPLETIONS, **text, **usage)).text)) == whole
+
+
+TOO_MANY: list[tuple[str, dict[str, Any], str, list[str]]] = [
+    (
+        CHAT,
+        {"n": 4, "max_tokens": 60, "logprobs": True, "top_logprobs": 4},
+        "top_logprobs",
+        ["1200", "4 x 60 tokens x 5"],
+    ),
+    (CHAT, {"logprobs": True, "max_tokens": 1500}, "top_logprobs", ["1500", "1 x 1500 tokens x 1"]),
+    (COMPLETIONS, {"n": 4, "max_tokens": 60, "logprobs": 4}, "logprobs", ["1200"]),
+    (
+        COMPLETIONS,
+        {"prompt": "x" * 600, "echo": True, "max_tokens": 0, "logprobs": 1},
+        "logprobs",
+        ["1200 of the prompt"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "given", "param", "numbers"), TOO_MANY)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_would_be_too_long_is_refused_before_it_runs(
+    path: str, given: dict[str, Any], param: str, numbers: list[str], stream: bool
+) -> None:
+    body = {"messages": [user("Hi")]} if path == CHAT else {"prompt": "Hi"}
+    async with chatting(max_logprobs_per_request=1000) as server:
+        error = await server.refusal(path, **{**body, **given, "stream": stream})
+        assert error["param"] == param
+        for number in [*numbers, "at most 1000", "--max-logprobs-per-request"]:
+            assert number in error["message"]
+        assert server.pipeline.batches == []
+    async with chatting(max_logprobs_per_request=2500) as server:
+        response = await server.post(path, **{**body, **given, "stream": stream})
+        assert response.status_code == 200, response.text
+
+
+async def test_without_an_output_limit_the_answer_ends_where_its_log_probabilities_are_full() -> None:
+    body = {"messages": [user("Hi")], "logprobs": True, "top_logprobs": 4, "n": 2}
+    async with chatting(FakePipeline.saying("Hello! " * 9), max_logprobs_per_request=100) as server:
+        response = await server.post(CHAT, **body)
+        assert response.status_code == 200, response.text
+        for choice in response.json()["choices"]:
+            assert choice["finish_reason"] == "length"
+            assert len(choice["logprobs"]["content"]) == 10  # 100 / (2 choices x 5)
+        error = await server.refusal(CHAT, **{**body, "max_tokens": 11})
+        assert "110" in error["message"]

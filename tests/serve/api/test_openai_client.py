@@ -1,0 +1,278 @@
+"""The official client against the embedded model, through a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from support.asgi import eventually
+from support.chatting import Chatting, chatting
+
+from penstock.assembly import load_tokenizer, load_work
+from penstock.config import PipelineConfig
+from penstock.serve.http.server import HttpServer
+
+CONFIG = PipelineConfig.from_flat({"model_path": "demo", "kv_cache_memory": 64 * 2**20})
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[AsyncOpenAI, Chatting]]:
+    """The embedded model behind a real HTTP server."""
+    tokenizer = load_tokenizer(CONFIG)
+    async with chatting(
+        work=partial(load_work, CONFIG), tokenizer=tokenizer, pipeline_config=CONFIG
+    ) as server:
+        tokenizer.max_length = server.services.worker.info.max_length
+        app = server.http._transport.app  # type: ignore[attr-defined]
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(128)
+            async with HttpServer(app, server.services.config).listening(listener):
+                url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+                async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                    yield client, server
+
+
+async def test_the_embedded_model() -> None:
+    async with serving() as (client, server):
+        await check_answers(client)
+        await check_tools(client)
+        await check_completions(client)
+        await check_fields_of_other_servers(client)
+        await check_errors(client)
+        await check_disconnect(client, server)
+        await check_many(client, server)
+
+
+async def check_answers(client: AsyncOpenAI) -> None:
+    question: Any = [{"role": "user", "content": "What is the capital of Germany?"}]
+    answer = await client.chat.completions.create(
+        model="demo", messages=question, temperature=0, logprobs=True
+    )
+    assert answer.choices[0].message.content == "The capital of Germany is Berlin."
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    scores = answer.choices[0].logprobs
+    assert scores is not None
+    assert scores.content is not None
+    assert "".join(score.token for score in scores.content) == answer.choices[0].message.content
+    assert all(score.logprob <= 0 for score in scores.content)
+    assert answer.usage.completion_tokens == len(scores.content) + 1
+
+    stream = await client.chat.completions.create(
+        model="demo",
+        messages=question,
+        temperature=0,
+        n=2,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    texts, usage = {0: "", 1: ""}, None
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+        usage = chunk.usage or usage
+    assert set(texts.values()) == {answer.choices[0].message.content}
+    assert usage is not None
+    assert usage.prompt_tokens == answer.usage.prompt_tokens
+    assert usage.completion_tokens == 2 * answer.usage.completion_tokens
+
+    story: Any = [{"role": "user", "content": "tell me a story about a dragon"}]
+    sampled = [
+        (
+            await client.chat.completions.create(
+                model="demo", messages=story, temperature=1.0, seed=seed, max_tokens=40
+            )
+        )
+        .choices[0]
+        .message.content
+        for seed in (0, 0, 1)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+    parts = []
+    async with client.chat.completions.stream(
+        model="demo", messages=story, temperature=1.0, seed=0, max_tokens=40
+    ) as events:
+        async for event in events:
+            if event.type == "content.delta":
+                parts.append(event.delta)
+    assert "".join(parts) == sampled[0]
+
+
+async def check_tools(client: AsyncOpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "What's the weather like in Paris today?"}]
+    first = await client.chat.completions.create(
+        model="demo", messages=messages, tools=[WEATHER], temperature=0
+    )
+    assert first.choices[0].finish_reason == "tool_calls"
+    [call] = first.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
+    messages += [
+        first.choices[0].message,
+        {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 18, "weather": "sunny"}'},
+    ]
+    last = await client.chat.completions.create(
+        model="demo", messages=messages, tools=[WEATHER], temperature=0
+    )
+    assert "18" in (last.choices[0].message.content or "")
+
+
+async def check_completions(client: AsyncOpenAI) -> None:
+    whole = await client.completions.create(
+        model="demo",
+        prompt=["Once upon a time", "One day"],
+        max_tokens=12,
+        temperature=0,
+        logprobs=2,
+        echo=True,
+    )
+    assert [choice.text[:7] for choice in whole.choices] == ["Once up", "One day"]
+    for choice in whole.choices:
+        rows = choice.logprobs
+        assert rows is not None
+        assert rows.tokens is not None
+        assert "".join(rows.tokens) == choice.text
+        assert rows.text_offset is not None
+        assert all(
+            choice.text[start:].startswith(token)
+            for start, token in zip(rows.text_offset, rows.tokens, strict=True)
+        )
+        assert rows.token_logprobs is not None
+        assert rows.token_logprobs[0] is None
+        assert all(value <= 0 for value in rows.token_logprobs[1:])
+    stream = await client.completions.create(
+        model="demo", prompt="Once upon a time", max_tokens=12, temperature=0, stream=True
+    )
+    text = "".join([chunk.choices[0].text async for chunk in stream])
+    assert "Once upon a time" + text == whole.choices[0].text
+
+
+async def check_fields_of_other_servers(client: AsyncOpenAI) -> None:
+    question: Any = [{"role": "user", "content": "What is the capital of Germany?"}]
+
+    async def ask(stream: bool, **extra: Any) -> str:
+        given: Any = {"model": "demo", "messages": question, "temperature": 0, "max_tokens": 30}
+        answer = await client.chat.completions.create(**given, stream=stream, extra_body=extra)
+        if not stream:
+            return answer.choices[0].message.content or ""
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
+
+    usual = "The capital of Germany is Berlin."
+    for stream in (False, True):
+        assert await ask(stream, cache_prompt=True, store=False, verbosity="low", top_k=1) == usual
+        assert await ask(stream, chat_template_kwargs={"unread": 1}, include_reasoning=False) == usual
+        assert await ask(stream, guided_regex="[A-C]{2}") in {a + b for a in "ABC" for b in "ABC"}
+        assert await ask(stream, guided_choice=["Bonn", "Berlin"]) in ("Bonn", "Berlin")
+        assert json.loads(await ask(stream, guided_json={"enum": [1, 2]})) in (1, 2)
+        assert await ask(stream, guided_grammar='root ::= "x" "y"') == "xy"
+        assert await ask(stream, stop=["Germany"], include_stop_str_in_output=True) == usual[:22]
+        assert "Berlin" not in await ask(stream, bad_words=["Berlin"])
+        assert await ask(stream, repeat_penalty=1.0) == usual
+        cut = await ask(stream, truncate_prompt_tokens=1000)
+        assert cut == usual
+    scored = await client.chat.completions.create(
+        model="demo",
+        messages=question,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=1,
+        extra_body={"prompt_logprobs": 2, "return_tokens_as_token_ids": True},
+    )
+    assert scored.usage is not None
+    assert scored.model_extra is not None
+    first, *rows = scored.model_extra["prompt_logprobs"]
+    assert first is None
+    assert len(rows) == scored.usage.prompt_tokens - 1
+    assert all(len(row) in (2, 3) and any(one["rank"] == 1 for one in row.values()) for row in rows)
+    assert scored.choices[0].logprobs is not None
+    entries = scored.choices[0].logprobs.content or []
+    assert all(entry.token.startswith("token_id:") for entry in entries)
+    assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == usual
+    plain = await client.completions.create(
+        model="demo", prompt="Once upon", max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
+    assert plain.usage is not None
+    assert len(plain.choices[0].model_extra["prompt_logprobs"]) == plain.usage.prompt_tokens  # type: ignore[index]
+
+
+async def check_errors(client: AsyncOpenAI) -> None:
+    message: Any = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await client.chat.completions.create(model="gpt-4", messages=message)
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as unsupported:
+        await client.chat.completions.create(model="demo", messages=message, store=True, stream=True)
+    assert unsupported.value.param == "store"
+    with pytest.raises(openai.BadRequestError) as long:
+        await client.completions.create(model="demo", prompt="dragon " * 5000)
+    assert long.value.code == "context_length_exceeded"
+    assert [model.id async for model in client.models.list()] == ["demo"]
+    assert (await client.models.retrieve("demo")).id == "demo"
+
+
+async def abandon(stream: openai.AsyncStream[Any]) -> None:
+    """Closes a stream before its end, and then the generators inside it.
+
+    The client leaves those suspended. The collector would end them, in whichever thread it runs just then,
+    while the event loop ends them too: "async generator already executing".
+    """
+    await stream.close()
+    with suppress(openai.APIConnectionError):  # not raised where what had arrived holds the end
+        async for _ in stream:
+            pass
+
+
+async def check_disconnect(client: AsyncOpenAI, server: Chatting) -> None:
+    stream = await client.completions.create(
+        model="demo", prompt="Once", max_tokens=800, stream=True, extra_body={"ignore_eos": True}
+    )
+    async for _ in stream:
+        break
+    await abandon(stream)
+    await eventually(lambda: server.services.worker.num_outstanding == 0)
+    with pytest.raises(openai.APITimeoutError):
+        await client.completions.create(
+            model="demo", prompt="Once", max_tokens=1000, n=8, extra_body={"ignore_eos": True}, timeout=0.1
+        )
+    await eventually(lambda: server.services.worker.num_outstanding == 0)
+
+
+async def check_many(client: AsyncOpenAI, server: Chatting) -> None:
+    async def one(index: int) -> str:
+        stream = await client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": f"Tell me a story, number {index}"}],
+            max_tokens=40,
+            seed=index,
+            stream=True,
+        )
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            if index % 4 == 3 and len(text) > 20:
+                await abandon(stream)
+                break
+        return text
+
+    texts = await asyncio.gather(*(one(index) for index in range(24)))
+    assert all(texts)
+    await eventually(lambda: server.services.worker.num_outstanding == 0)
+    stats = server.services.worker.stats
+    assert stats.num_used_blocks == 0 or stats.num_running == 0

@@ -1,0 +1,321 @@
+"""Fields, roles and routes that clients of other servers use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chatting import THINKING, Chatting, chatting, events_of, user
+
+from penstock.pipelines.core import TextContext, TokenGeneratorRequest
+from penstock.scheduler import Scheduler
+from penstock.serve.api.truncation import build_context
+from penstock.testing import FakePipeline, FakeTokenizer
+from penstock.text.tokenizer import TextTokenizer
+from penstock.worker.messages import WorkerInfo
+from penstock.worker.process import WorkerRuntime
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RENDER = "/v1/chat/completions/render"
+BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": [user("Hi")]}, COMPLETIONS: {"prompt": "Hi"}}
+STRICT = (
+    "{% for m in messages %}{% if m.role not in ['user', 'assistant', 'ipython'] %}"
+    "{{ raise_exception('roles are user, assistant and ipython') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+DEAF = "{% for m in messages %}{% if m.role in ['user', 'note'] %}{{ m.content }};{% endif %}{% endfor %}"
+
+
+def seen_by(contexts: list[TextContext], text: str = "Hello!") -> FakePipeline:
+    """A pipeline that keeps the contexts which it is given."""
+    answer = [*text.encode(), FakeTokenizer.EOS]
+
+    def choose(context: TextContext) -> int:
+        if not len(context.generated_tokens):
+            contexts.append(context)
+        return answer[min(len(context.generated_tokens), len(answer) - 1)]
+
+    return FakePipeline(choose)
+
+
+async def served(server: Chatting, path: str, **body: Any) -> dict[str, Any]:
+    response = await server.http.post(path, json={**BODIES[path], **body})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_model_that_is_not_named_is_the_one_that_is_served(path: str) -> None:
+    async with chatting() as server:
+        name = server.services.model_name
+        for given in ({}, {"model": None}, {"model": name}):
+            assert (await served(server, path, **given))["model"] == name
+            response = await server.http.post(path, json={**BODIES[path], **given, "stream": True})
+            assert {chunk["model"] for chunk in events_of(response.text)[:-1]} == {name}
+        assert (await server.http.post(path, json={**BODIES[path], "model": ""})).status_code == 404
+        assert (await server.http.post(path, json=[])).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"guided_json": {"type": "integer"}}, "json_schema", '{"type": "integer"}'),
+        ({"guided_json": '{"type": "integer"}'}, "json_schema", '{"type": "integer"}'),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a", "é"]}, "choice", '["a", "é"]'),
+        ({"guided_grammar": 'root ::= "a"'}, "ebnf", 'root ::= "a"'),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_guided_fields(path: str, given: dict[str, Any], kind: str, text: str) -> None:
+    contexts: list[TextContext] = []
+    async with chatting(work=work_with_grammars(contexts)) as server:
+        await served(server, path, **given)
+        grammar = contexts[0].grammar
+        assert grammar is not None
+        assert (grammar.kind, grammar.text) == (kind, text)
+
+
+def work_with_grammars(contexts: list[TextContext]) -> Any:
+    info = WorkerInfo(
+        max_length=2048,
+        max_batch_size=8,
+        max_batch_input_tokens=8192,
+        num_blocks=1000,
+        block_size=32,
+        vocab_size=257,
+        grammars_enabled=True,
+    )
+    return lambda: WorkerRuntime(Scheduler(seen_by(contexts), max_batch_size=8), info)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_other_names(path: str) -> None:
+    contexts: list[TextContext] = []
+    async with chatting(seen_by(contexts)) as server:
+        await served(server, path, repeat_penalty=1.25, bad_words=["no", "x"])
+        await served(server, path, repeat_penalty=1.5, repetition_penalty=1.5)
+        params = [context.sampling_params for context in contexts]
+        assert [one.repetition_penalty for one in params] == [1.25, 1.5]
+        assert params[0].banned_sequences == [[*b"no"], [*b" no"], [*b"x"], [*b" x"]]
+        assert params[1].banned_sequences is None
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_stop_string_in_the_output(path: str, stream: bool) -> None:
+    async with chatting(FakePipeline.saying("Hello there!")) as server:
+        for included, text in ((None, "Hel"), (False, "Hel"), (True, "Hello t")):
+            body = {**BODIES[path], "stop": ["lo t", "zzz"], "include_stop_str_in_output": included}
+            response = await server.post(path, **body, stream=stream)
+            chunks = events_of(response.text)[:-1] if stream else [response.json()]
+            choices = [chunk["choices"][0] for chunk in chunks]
+            found = "".join(
+                one.get("text") or one.get("message", one.get("delta", {})).get("content") or ""
+                for one in choices
+            )
+            assert found == text
+            assert choices[-1]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("count", "max_tokens", "kept"),
+    [(3, 4, "fgh"), (8, 4, "abcdefgh"), (900, 4, "abcdefgh"), (-1, 2044, "efgh"), (-1, None, "abcdefgh")],
+)
+async def test_a_prompt_that_is_cut(count: int, max_tokens: int | None, kept: str) -> None:
+    contexts: list[TextContext] = []
+    async with chatting(seen_by(contexts), template="{{ messages[0].content }}") as server:
+        server.services.tokenizer.max_length = 2048
+        body = {"truncate_prompt_tokens": count, "max_tokens": max_tokens}
+        for prompt in ("abcdefgh", [*b"abcdefgh"]):
+            answer = await served(server, COMPLETIONS, **body, prompt=prompt, echo=True)
+            assert answer["choices"][0]["text"].startswith(kept)
+            assert answer["usage"]["prompt_tokens"] == len(kept)
+        await served(server, CHAT, **body, messages=[user("abcdefgh")])
+        assert [bytes(context.prompt_tokens.tolist()).decode() for context in contexts] == [kept] * 3
+        rendered = (await server.post(RENDER, **body, messages=[user("abcdefgh")])).json()
+        assert (rendered["prompt"], rendered["count"]) == (kept, len(kept))
+
+
+async def test_the_token_that_begins_every_text_stays(shared_data: Path) -> None:
+    tokenizer = TextTokenizer(shared_data / "models/stories260K")
+    request = TokenGeneratorRequest("1", 0, "m", prompt="Once upon a time there was")
+    whole = tokenizer.build_context(request).prompt_tokens.tolist()
+    assert tokenizer.special_tokens["bos_token"] == "<s>"
+    for most, kept in ((1, whole[-1:]), (4, [whole[0], *whole[-3:]]), (len(whole), whole)):
+        cut = build_context(tokenizer, request, most)
+        assert cut.prompt_tokens.tolist() == kept
+    assert build_context(tokenizer, request, 100).prompt == request.prompt
+
+
+async def test_a_long_prompt_is_cut_to_what_fits() -> None:
+    async with chatting() as server:
+        server.services.tokenizer.max_length = 2048
+        await server.refusal(COMPLETIONS, prompt="x" * 5000)
+        answer = await served(server, COMPLETIONS, prompt="x" * 5000, truncate_prompt_tokens=-1, max_tokens=8)
+        assert answer["usage"]["prompt_tokens"] == 2040
+
+
+async def test_log_probabilities_of_prompts() -> None:
+    async with chatting(FakePipeline.saying("Hello!")) as server:
+        for extra in ({}, {"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "n": 2}):
+            answer = await served(server, CHAT, prompt_logprobs=1, **extra)
+            text = "user: Hiassistant: "
+            check_rows(answer["prompt_logprobs"], text)
+            for choice in answer["choices"]:
+                assert (choice["logprobs"] is not None) == ("logprobs" in extra)
+        for extra in (
+            {},
+            {"n": 2},
+            {"logprobs": 1},
+            {"logprobs": 2, "echo": True, "n": 2},
+            {"max_tokens": 0},
+        ):
+            answer = await served(server, COMPLETIONS, prompt=["ab", "cdé"], prompt_logprobs=0, **extra)
+            for index, choice in enumerate(answer["choices"]):
+                check_rows(choice["prompt_logprobs"], ["ab", "cdé"][index // extra.get("n", 1)])
+                assert (choice["logprobs"] is not None) == ("logprobs" in extra)
+        assert "prompt_logprobs" not in await served(server, CHAT)
+        for path, body in BODIES.items():
+            error = await server.refusal(path, **body, prompt_logprobs=1, stream=True)
+            assert error["param"] == "prompt_logprobs"
+
+
+def check_rows(rows: list[Any], text: str) -> None:
+    first, *others = rows
+    assert first is None
+    ids = list(text.encode())
+    for token_id, row in zip(ids[1:], others, strict=True):
+        shown = {"logprob": 0.0, "rank": 1, "decoded_token": bytes([token_id]).decode(errors="replace")}
+        assert row == {str(token_id): shown}
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "param"),
+    [
+        (CHAT, {"messages": [user("x" * 600)], "prompt_logprobs": 1, "max_tokens": 1}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt": "x" * 600, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt": "x" * 200, "prompt_logprobs": 1, "n": 3}, "prompt_logprobs"),
+    ],
+)
+async def test_log_probabilities_of_prompts_are_bounded(path: str, given: dict[str, Any], param: str) -> None:
+    async with chatting(max_logprobs_per_request=1000) as server:
+        error = await server.refusal(path, **given)
+        assert error["param"] == param
+        assert "of the prompt" in error["message"]
+        assert server.pipeline.batches == []
+
+
+async def test_tokens_as_token_ids() -> None:
+    async with chatting(FakePipeline.saying("né")) as server:
+        for stream in (False, True):
+            body = {"return_tokens_as_token_ids": True, "stream": stream}
+            response = await server.post(CHAT, **BODIES[CHAT], **body, logprobs=True, top_logprobs=1)
+            chunks = events_of(response.text)[:-1] if stream else [response.json()]
+            entries = [
+                entry
+                for chunk in chunks
+                for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+            ]
+            assert [entry["token"] for entry in entries] == [f"token_id:{one}" for one in "né".encode()]
+            assert [entry["bytes"] for entry in entries] == [[one] for one in "né".encode()]
+            assert entries[0]["top_logprobs"][0]["token"] == "token_id:110"
+            response = await server.post(COMPLETIONS, **BODIES[COMPLETIONS], **body, logprobs=1)
+            chunks = events_of(response.text)[:-1] if stream else [response.json()]
+            rows = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
+            tokens = [token for row in rows for token in row["tokens"]]
+            assert tokens == [f"token_id:{one}" for one in "né".encode()]
+            assert [*rows[0]["top_logprobs"][0]] == ["token_id:110"]
+        plain = await served(server, CHAT, logprobs=True)  # the other form is not mixed up with this one
+        assert plain["choices"][0]["logprobs"]["content"][0]["token"] == "n"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_without_its_reasoning(stream: bool) -> None:
+    pipeline = FakePipeline.saying("<think>\nWhy?\n</think>\n\nHello")
+    async with chatting(pipeline, template=THINKING) as server:
+        for included in (None, True, False):
+            body = {**BODIES[CHAT], "include_reasoning": included, "stream": stream}
+            response = await server.post(CHAT, **body)
+            chunks = events_of(response.text)[:-1] if stream else [response.json()]
+            parts = [chunk["choices"][0].get("delta" if stream else "message", {}) for chunk in chunks]
+            assert "".join(part.get("content") or "" for part in parts) == "Hello"
+            thoughts = "".join(part.get("reasoning") or "" for part in parts)
+            assert thoughts == ("" if included is False else "Why?")
+            assert any("reasoning_content" in part for part in parts) == (included is not False)
+
+
+@pytest.mark.parametrize("path", [CHAT, RENDER, "/tokenize"])
+async def test_roles_that_the_template_knows(path: str) -> None:
+    said = [user("a"), {"role": "ipython", "content": "18"}, {"role": "note", "content": "b"}]
+    async with chatting(template=STRICT) as server:
+        response = await server.http.post(RENDER, json={"messages": said[:2]})
+        assert response.json()["prompt"] == "<user>a<ipython>18"
+        error = await server.refusal(path, messages=said)
+        assert error["param"] == "messages"
+        assert "roles are user, assistant and ipython" in error["message"]
+    async with chatting(template=DEAF) as server:
+        response = await server.http.post(RENDER, json={"messages": [said[0], said[2]]})
+        assert response.json()["prompt"] == "a;b;"
+        error = await server.refusal(path, messages=said)
+        assert error["param"] == "messages[1].role"
+        assert "ipython" in error["message"]
+
+
+async def test_roles_beside_parts_and_an_open_end() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    template = "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"  # takes no parts
+    async with chatting(template=template) as server:
+        said = [user(parts), {"role": "my role", "content": parts}, {"role": "note", "content": "x"}]
+        body = {"messages": said, "continue_final_message": True}
+        response = await server.http.post(RENDER, json=body)
+        assert response.json()["prompt"] == "[usera\nb][my rolea\nb][notex"
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": []}, {"content": ""}, {}])
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "ipython"])
+async def test_empty_content_is_empty_text(role: str, content: dict[str, Any]) -> None:
+    template = "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"
+    message = {"role": role, **content, **({"tool_call_id": "1"} if role == "tool" else {})}
+    async with chatting(template=template) as server:
+        response = await server.http.post(RENDER, json={"messages": [message, user("a")]})
+        assert response.json()["prompt"] == f"[{role}][usera]", response.text
+
+
+async def test_an_empty_answer_has_empty_text() -> None:
+    async with chatting(FakePipeline.saying("")) as server:
+        assert (await served(server, CHAT))["choices"][0]["message"]["content"] == ""
+        assert (await served(server, COMPLETIONS))["choices"][0]["text"] == ""
+
+
+async def test_ping_and_load() -> None:
+    async with chatting(api_key=("secret",)) as server:
+        for method in ("GET", "POST"):
+            response = await server.http.request(method, "/ping")
+            assert (response.status_code, response.json()) == (200, {"status": "ok"})
+        assert (await server.http.get("/load")).json() == {"server_load": 0}
+        with server.services.gate.inside():
+            assert (await server.http.get("/load")).json() == {"server_load": 1}
+
+
+async def test_fields_of_other_clients_that_ask_for_nothing() -> None:
+    given: dict[str, Any] = {
+        "cache_prompt": True,
+        "store": False,
+        "seed": 1,
+        "top_k": 40,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "typical_p": 1.0,
+        "xtc_probability": 0.0,
+        "repeat_last_n": -1,
+        "transforms": [],
+        "truncation_side": "left",
+    }
+    async with chatting() as server:
+        for path in (CHAT, COMPLETIONS):
+            assert (await served(server, path, **given))["choices"]
+        for level in ("low", "medium", "high"):
+            assert (await served(server, CHAT, verbosity=level, prompt_cache_retention="24h"))["choices"]

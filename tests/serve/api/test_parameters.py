@@ -1,0 +1,374 @@
+"""Every field of OpenAI's requests, and every field of nobody's: honoured, logged, or refused by name."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import chat_completion_stream_options_param
+from openai.types.chat import completion_create_params as chat_params
+from support.chatting import Chatting, chatting, user
+
+from penstock.serve.api.parameters import LOGGED, UNSUPPORTED
+from penstock.serve.api.schemas import ChatBody, CompletionBody, RequestBody, StreamOptions
+from penstock.serve.api.validation import validated
+from penstock.serve.http.problems import RequestProblem
+
+PATHS: dict[type[RequestBody], tuple[str, dict[str, Any]]] = {
+    ChatBody: ("/v1/chat/completions", {"messages": [user("Hi")]}),
+    CompletionBody: ("/v1/completions", {"prompt": "Hi"}),
+}
+TABLES = [(kind, name) for kind in PATHS for name in UNSUPPORTED[kind]]
+
+
+def names_of(*kinds: type) -> set[str]:
+    return {name for kind in kinds for name in typing.get_type_hints(kind)}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            ChatBody,
+            names_of(
+                chat_params.CompletionCreateParamsNonStreaming, chat_params.CompletionCreateParamsStreaming
+            ),
+        ),
+        (
+            CompletionBody,
+            names_of(
+                completion_create_params.CompletionCreateParamsNonStreaming,
+                completion_create_params.CompletionCreateParamsStreaming,
+            ),
+        ),
+        (StreamOptions, names_of(chat_completion_stream_options_param.ChatCompletionStreamOptionsParam)),
+    ],
+)
+def test_no_field_of_openai_is_forgotten(ours: type[RequestBody], theirs: set[str]) -> None:
+    assert len(theirs) > 1
+    assert (
+        theirs - ours.model_fields.keys() - UNSUPPORTED[ours].keys() == set() if ours in UNSUPPORTED else True
+    )
+
+
+def test_no_field_stands_in_two_places() -> None:
+    for kind, table in UNSUPPORTED.items():
+        assert not kind.model_fields.keys() & table.keys()
+    assert set(LOGGED) <= ChatBody.model_fields.keys() & CompletionBody.model_fields.keys()
+
+
+@pytest.mark.parametrize(("kind", "name"), TABLES)
+async def test_a_field_that_we_have_not(kind: type[RequestBody], name: str) -> None:
+    path, body = PATHS[kind]
+    async with chatting() as server:
+        for value in (None, *UNSUPPORTED[kind][name].accepted):
+            response = await server.post(path, **body, **{name: value})
+            assert response.status_code == 200, response.text
+        for value in (True, 7, "else", ["audio"], {"a": 1}):
+            if any(type(value) is type(one) and value == one for one in UNSUPPORTED[kind][name].accepted):
+                continue
+            error = await server.refusal(path, **body, **{name: value})
+            assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+            assert error["type"] == "invalid_request_error"
+            assert name in error["message"]
+
+
+DEFAULTS: dict[str, Any] = {
+    "store": False,
+    "service_tier": "auto",
+    "modalities": ["text"],
+    "logit_bias": {},
+    "n": 1,
+    "logprobs": False,
+    "parallel_tool_calls": True,
+    "prediction": None,
+    "audio": None,
+    "web_search_options": None,
+    "verbosity": "medium",
+    "reasoning_effort": "none",
+    "response_format": {"type": "text"},
+    "tool_choice": "auto",
+    "tools": [],
+    "functions": None,
+    "stream": False,
+    "stream_options": None,
+    "metadata": {},
+    "stop": None,
+    "seed": None,
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "structured_outputs": None,
+    "chat_template_kwargs": {},
+    "ignore_eos": False,
+    "priority": 0,
+    "max_tokens": None,
+}
+
+
+async def test_what_asks_for_nothing_is_served() -> None:
+    async with chatting() as server:
+        for name, value in DEFAULTS.items():
+            answer = await server.chat(**{name: value})
+            assert answer["choices"][0]["message"]["content"] == "Hello!", name
+        assert (await server.chat(**DEFAULTS))["choices"][0]["finish_reason"] == "stop"
+        assert (await server.complete(suffix=None, best_of=1, echo=False, logprobs=None))["choices"]
+        assert (await server.complete(n=2, best_of=2))["choices"]
+
+
+async def test_null_is_absent_everywhere() -> None:
+    async with chatting() as server:
+        required = {"model", "messages", "prompt"}
+        for kind, (path, body) in PATHS.items():
+            nulls = dict.fromkeys([*kind.model_fields.keys() - required, *UNSUPPORTED[kind]])
+            response = await server.post(path, **body, **nulls)
+            assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "param"),
+    [
+        ("chat", {"temperture": 1}, "temperture"),
+        ("chat", {"messages": [{**user("Hi"), "colour": 1}]}, "messages[0].colour"),
+        (
+            "chat",
+            {"messages": [user([{"type": "text", "text": "a", "cache": 1}])]},
+            "messages[0].content[0].cache",
+        ),
+        (
+            "chat",
+            {"stream": True, "stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+        ),
+        ("chat", {"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
+        ("chat", {"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        ("completion", {"prompts": "a"}, "prompts"),
+        ("completion", {"reasoning_effort": "low"}, "reasoning_effort"),
+    ],
+)
+async def test_an_unknown_field(
+    path: str, given: dict[str, Any], param: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = ChatBody if path == "chat" else CompletionBody
+    route, body = PATHS[kind]
+    async with chatting() as server:
+        error = await server.refusal(route, **{**body, **given})
+        assert (error["param"], error["code"]) == (param, "unknown_parameter")
+    async with chatting(unknown_fields="warn") as server:
+        response = await server.post(route, **{**body, **given})
+        assert response.status_code == 200, response.text
+        assert param in caplog.text
+        assert (await server.refusal(route, **{**body, **given, "store": 1}))["param"] == "store"
+
+
+async def test_the_nearest_name_is_suggested() -> None:
+    async with chatting() as server:
+        error = await server.refusal("/v1/chat/completions", messages=[user("Hi")], max_token=5)
+        assert error["message"].endswith("did you mean max_tokens?")
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("chat", {"temperature": 2.1}, "temperature"),
+    ("chat", {"temperature": -0.1}, "temperature"),
+    ("chat", {"temperature": "1"}, "temperature"),
+    ("chat", {"temperature": True}, "temperature"),
+    ("chat", {"top_p": 1.01}, "top_p"),
+    ("chat", {"top_k": -2}, "top_k"),
+    ("chat", {"top_k": 1.5}, "top_k"),
+    ("chat", {"min_p": 2}, "min_p"),
+    ("chat", {"presence_penalty": 3}, "presence_penalty"),
+    ("chat", {"frequency_penalty": -3}, "frequency_penalty"),
+    ("chat", {"repetition_penalty": 0}, "repetition_penalty"),
+    ("chat", {"seed": 2**64}, "seed"),
+    ("chat", {"seed": -(2**63) - 1}, "seed"),
+    ("chat", {"seed": 1.0}, "seed"),
+    ("chat", {"n": 0}, "n"),
+    ("chat", {"n": 129}, "n"),
+    ("chat", {"max_tokens": 0}, "max_tokens"),
+    ("chat", {"max_completion_tokens": -1}, "max_completion_tokens"),
+    ("chat", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ("completion", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ("chat", {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ("chat", {"stop": 3}, "stop"),
+    ("chat", {"stop": ["a", 3]}, "stop[1]"),
+    ("chat", {"stop": ["a"] * 65}, "stop"),
+    ("chat", {"stop": "a" * 3000}, "stop"),
+    ("chat", {"stop_token_ids": [257]}, "stop_token_ids"),
+    ("chat", {"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ("chat", {"allowed_token_ids": []}, "allowed_token_ids"),
+    ("chat", {"allowed_token_ids": [900]}, "allowed_token_ids"),
+    ("chat", {"logit_bias": {"900": 1}}, "logit_bias"),
+    ("chat", {"logit_bias": {"a": 1}}, "logit_bias"),
+    ("chat", {"logit_bias": {"-1": 1}}, "logit_bias"),
+    ("chat", {"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ("chat", {"logit_bias": [1]}, "logit_bias"),
+    ("chat", {"logprobs": 1}, "logprobs"),
+    ("chat", {"top_logprobs": 3}, "top_logprobs"),
+    ("chat", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ("chat", {"stream": 1}, "stream"),
+    ("chat", {"stream_options": {"include_usage": True}}, "stream_options"),
+    ("chat", {"tools": {}}, "tools"),
+    ("chat", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+    ("chat", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ("chat", {"tool_choice": "required"}, "tool_choice"),
+    ("chat", {"tool_choice": "always"}, "tool_choice"),
+    ("chat", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),
+    ("chat", {"reasoning_effort": "high"}, "reasoning_effort"),
+    ("chat", {"reasoning_effort": "huge"}, "reasoning_effort"),
+    ("chat", {"response_format": {"type": "xml"}}, "response_format.type"),
+    ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("chat", {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        "chat",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schem": {}}}},
+        "response_format.json_schema.schem",
+    ),
+    (
+        "chat",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": 1, "schema": {}}}},
+        "response_format.json_schema.name",
+    ),
+    (
+        "chat",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}},
+        "response_format.json_schema.strict",
+    ),
+    ("chat", {"structured_outputs": {}}, "structured_outputs"),
+    ("chat", {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    ("chat", {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ("chat", {"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ("chat", {"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ("chat", {"metadata": {"a": 1}}, "metadata.a"),
+    ("chat", {"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+    ("chat", {"metadata": {"a": "b" * 513}}, "metadata.a"),
+    ("chat", {"user": 5}, "user"),
+    ("chat", {"user": "a" * 513}, "user"),
+    ("completion", {"prompt_cache_key": "a" * 513}, "prompt_cache_key"),
+    ("chat", {"max_tokens": 2**63}, "max_tokens"),
+    ("completion", {"max_tokens": 2**63}, "max_tokens"),
+    ("chat", {"max_completion_tokens": 10**30}, "max_completion_tokens"),
+    ("completion", {"min_tokens": 2**63, "max_tokens": None}, "min_tokens"),
+    ("chat", {"top_k": 2**64}, "top_k"),
+    ("chat", {"chat_template_kwargs": {"messages": []}}, "messages"),
+    ("chat", {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+    ("chat", {"messages": []}, "messages"),
+    ("chat", {"messages": None}, "messages"),
+    ("chat", {"messages": [5]}, "messages[0]"),
+    ("chat", {"messages": [user(5)]}, "messages[0].content"),
+    ("chat", {"messages": [user([5])]}, "messages[0].content[0]"),
+    ("chat", {"messages": [user([{"type": "text"}])]}, "messages[0].content[0]"),
+    ("chat", {"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+    ("chat", {"messages": [{"role": "a" * 65, "content": "x"}]}, "messages[0].role"),
+    ("chat", {"messages": [{"role": "a<|end|>", "content": "x"}]}, "messages[0].role"),
+    ("chat", {"messages": [{"role": "ipython", "content": "x", "tool_calls": [CALL]}]}, "messages[0]"),
+    ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+    ("chat", {"messages": [{"content": "x"}]}, "messages[0].role"),
+    (
+        "chat",
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+        "messages[0].tool_calls[0].function",
+    ),
+    ("completion", {"prompt": None}, "prompt"),
+    ("completion", {"prompt": 5}, "prompt"),
+    ("completion", {"prompt": []}, "prompt"),
+    ("completion", {"prompt": ""}, "prompt"),
+    ("completion", {"prompt": [[]]}, "prompt"),
+    ("completion", {"prompt": ["a", ""]}, "prompt[1]"),
+    ("completion", {"prompt": ["a", 5]}, "prompt[1]"),
+    ("completion", {"prompt": [5, "a"]}, "prompt[0]"),
+    ("completion", {"prompt": [[1], ["a"]]}, "prompt[1][0]"),
+    ("completion", {"prompt": [257]}, "prompt"),
+    ("completion", {"prompt": [-1]}, "prompt[0]"),
+    ("completion", {"prompt": ["a"] * 200}, "prompt"),
+    ("completion", {"logprobs": 21}, "logprobs"),
+    ("completion", {"logprobs": True}, "logprobs"),
+    ("completion", {"best_of": 3}, "best_of"),
+    ("completion", {"best_of": 3, "n": 2}, "best_of"),
+    ("completion", {"echo": "yes"}, "echo"),
+    ("completion", {"max_tokens": -1}, "max_tokens"),
+    ("chat", {"repeat_penalty": 0}, "repeat_penalty"),
+    ("chat", {"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty"),
+    ("chat", {"bad_words": "a"}, "bad_words"),
+    ("chat", {"bad_words": ["a", " "]}, "bad_words"),
+    ("chat", {"bad_words": ["a"] * 257}, "bad_words"),
+    ("completion", {"bad_words": ["a" * 20_000]}, "bad_words"),
+    ("completion", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ("chat", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ("chat", {"prompt_logprobs": 21}, "prompt_logprobs"),
+    ("chat", {"prompt_logprobs": -1}, "prompt_logprobs"),
+    ("chat", {"guided_choice": []}, "guided_choice"),
+    ("chat", {"guided_json": "{"}, "guided_json"),
+    ("chat", {"guided_regex": "a"}, "guided_regex"),
+    ("chat", {"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+    ("chat", {"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex"),
+    ("chat", {"cache_prompt": False}, "cache_prompt"),
+    ("chat", {"typical_p": 0.5}, "typical_p"),
+    ("chat", {"reasoning": {"effort": "low"}}, "reasoning"),
+]
+
+
+async def test_wrong_values_are_refused_by_name() -> None:
+    async with chatting() as server:
+        for kind, given, param in WRONG:
+            path, body = PATHS[ChatBody if kind == "chat" else CompletionBody]
+            error = await server.refusal(path, **{**body, **given})
+            assert error["param"] == param, (given, error)
+            assert error["type"] == "invalid_request_error"
+            if not any(name.startswith("stream") for name in given):
+                assert await server.refusal(path, **{**body, **given, "stream": True}) == error
+
+
+async def test_a_required_field() -> None:
+    async with chatting() as server:
+        for path, field in (("chat/completions", "messages"), ("completions", "prompt")):
+            error = await server.refusal(f"/v1/{path}")
+            assert error["param"] == field
+            assert error["code"] == "missing_required_parameter"
+
+
+async def test_what_only_the_log_sees(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with chatting() as server:
+        answer = await server.chat(
+            user="ann", metadata={"a": "b"}, safety_identifier="s1", prompt_cache_key="k1", seed=0
+        )
+        assert answer["choices"][0]["message"]["content"] == "Hello!"
+    text = "\n".join(f"{record.getMessage()} {record.__dict__}" for record in caplog.records)
+    for value in ("ann", "s1", "k1"):
+        assert value in text
+
+
+async def test_refused_requests_leave_nothing_behind() -> None:
+    async with chatting() as server:
+        await refuse_some(server)
+        assert server.services.worker.num_outstanding == 0
+        assert server.pipeline.batches == []
+
+
+async def refuse_some(server: Chatting) -> None:
+    for given in ({"n": 0}, {"store": True}, {"stop": 1}):
+        await server.refusal("/v1/chat/completions", messages=[user("Hi")], **given)
+
+
+@pytest.mark.parametrize("place", [0, 1, 70, 199])
+def test_the_wrong_one_of_many_messages_is_named(place: int) -> None:
+    messages: list[Any] = [{"role": "user", "content": "a"} for _ in range(200)]
+    messages[place] = {"role": "user", "content": 5}
+    messages[150] = messages[150] | ({"role": "emperor"} if place <= 150 else {})
+    with pytest.raises(RequestProblem) as caught:
+        validated(ChatBody, {"model": "demo", "messages": messages})
+    assert caught.value.param == f"messages[{place}].content"
+
+
+def test_many_messages_are_what_they_are_together() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}], "x": 1} for _ in range(200)]
+    body = {"model": "demo", "messages": messages}
+    assert validated(ChatBody, body) == ChatBody.model_validate(body)
+    assert validated(ChatBody, body).messages[7].model_extra == {"x": 1}
+
+
+def test_fields_are_few() -> None:
+    with pytest.raises(RequestProblem, match="the body has 2001 fields, there can be 1000"):
+        validated(ChatBody, {"model": "demo", **{str(number): 1 for number in range(2000)}})

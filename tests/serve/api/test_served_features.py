@@ -1,0 +1,122 @@
+"""Adapters and speculation over HTTP, by the embedded model and a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chatting import Chatting, chatting, events_of, user
+
+import penstock
+from penstock.assembly import load_tokenizer, load_work
+from penstock.config import PipelineConfig
+
+DEMO = Path(penstock.__file__).parent / "demo"
+STORY = [user("Tell me a story about a dragon. Tell me a story about a dragon.")]
+
+
+@asynccontextmanager
+async def serving(**fields: Any) -> AsyncIterator[Chatting]:
+    config = PipelineConfig.from_flat(
+        {
+            "model_path": "demo",
+            "kv_cache_memory": 32 * 2**20,
+            "max_length": 1024,
+            "deterministic": True,
+            "quantization_encoding": "float32",
+            **fields,
+        }
+    )
+    tokenizer = load_tokenizer(config)
+    work = partial(load_work, config)
+    async with chatting(work=work, tokenizer=tokenizer, pipeline_config=config) as server:
+        tokenizer.max_length = server.services.worker.info.max_length
+        yield server
+
+
+async def said(server: Chatting, **body: Any) -> str:
+    response = await server.post(
+        "/v1/chat/completions", **{"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 40, **body}
+    )
+    assert response.status_code == 200, response.text
+    content = response.json()["choices"][0]["message"]["content"]
+    assert isinstance(content, str)
+    return content
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    pytest.importorskip("peft")
+    from support.adapters import write_adapter
+
+    folder = tmp_path_factory.mktemp("adapters")
+    return [write_adapter(DEMO, folder / str(seed), seed) for seed in range(2)]
+
+
+async def test_adapters(adapters: list[Path]) -> None:
+    async with serving(lora=[f"first={adapters[0]}"], enable_lora=True) as server:
+
+        async def listed() -> list[str]:
+            return [one["id"] for one in (await server.http.get("/v1/models")).json()["data"]]
+
+        assert await listed() == ["demo", "first"]
+        plain, first = await said(server), await said(server, model="first")
+        assert plain != first
+        load = {"lora_name": "second", "lora_path": str(adapters[1])}
+        assert (await server.http.post("/v1/load_lora_adapter", json=load)).status_code == 200
+        assert await listed() == ["demo", "first", "second"]
+        # All three in one batch, and each as alone.
+        second = await said(server, model="second")
+        assert second not in (plain, first)
+        together = await asyncio.gather(
+            said(server), said(server, model="first"), said(server, model="second")
+        )
+        assert together == [plain, first, second]
+
+        # A running request goes on to its end with the adapter that it began with.
+        body = {"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+        expected = await said(server, model="second", **body)
+        running = asyncio.create_task(
+            server.post("/v1/chat/completions", model="second", stream=True, **body)
+        )
+        while server.services.worker.stats.num_running == 0 and not running.done():
+            await asyncio.sleep(0)
+        name = {"lora_name": "second"}
+        assert (await server.http.post("/v1/unload_lora_adapter", json=name)).status_code == 200
+        assert await listed() == ["demo", "first"]
+        gone = await server.post("/v1/chat/completions", model="second", messages=STORY)
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+        chunks = events_of((await running).text)
+        assert chunks[-1] == "[DONE]"
+        text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks[:-1])
+        assert text == expected
+        assert await said(server) == plain
+
+
+BODIES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.7, "top_p": 0.9, "frequency_penalty": 0.3, "seed": 3},
+    {"response_format": {"type": "json_object"}, "temperature": 1.0, "seed": 4},
+]
+
+
+async def test_speculation_changes_no_answer() -> None:
+    async def answers(**fields: Any) -> list[str]:
+        async with serving(**fields) as server:
+            texts = await asyncio.gather(*(said(server, **body) for body in BODIES))
+            alone = [await said(server, **body) for body in BODIES]
+            assert alone == texts
+            drafted.append(server.services.worker.stats.num_draft_tokens)
+            return texts
+
+    drafted: list[int] = []
+    plain = await answers()
+    assert await answers(speculative_method="ngram", adaptive_speculation=False) == plain
+    assert drafted[0] == 0
+    assert drafted[1] > 0

@@ -1,0 +1,333 @@
+"""Answers held to grammars, over HTTP, by the embedded model and a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+from support.chatting import Chatting, chatting, events_of, user
+
+from penstock.assembly import load_tokenizer, load_work
+from penstock.config import PipelineConfig
+from penstock.grammar import llguidance_backend
+from penstock.grammar.schema import sources
+from penstock.pipelines.core import Grammar
+from penstock.text.tokenizer import TextTokenizer
+
+pytest.importorskip("llguidance")
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "degrees": {"type": "integer", "minimum": -50, "maximum": 50},
+        "sky": {"enum": ["clear", "grey"]},
+    },
+    "required": ["city", "degrees", "sky"],
+    "additionalProperties": False,
+}
+STRICT: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "The weather", "strict": True, "parameters": SCHEMA},
+}
+LOOSE: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_time",
+        "description": "The time",
+        "parameters": {"type": "object", "properties": {"zone": {"type": "integer"}}},
+    },
+}
+PARIS = [user("What's the weather like in Paris today?")]
+CHAT = "/v1/chat/completions"
+
+
+def config_of(**fields: Any) -> PipelineConfig:
+    return PipelineConfig.from_flat(
+        {"model_path": "demo", "kv_cache_memory": 32 * 2**20, "max_length": 1024, **fields}
+    )
+
+
+@asynccontextmanager
+async def serving(in_thread: bool = True, **fields: Any) -> AsyncIterator[Chatting]:
+    config = config_of(**fields)
+    tokenizer: TextTokenizer = load_tokenizer(config)
+    work = partial(load_work, config)
+    async with chatting(
+        work=work, tokenizer=tokenizer, pipeline_config=config, in_thread=in_thread
+    ) as server:
+        tokenizer.max_length = server.services.worker.info.max_length
+        yield server
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    content = answer["choices"][0]["message"]["content"]
+    assert isinstance(content, str)
+    return content
+
+
+async def streamed(server: Chatting, **body: Any) -> dict[str, Any]:
+    """The message of a stream, put together."""
+    response = await server.post(CHAT, **{"messages": PARIS, "stream": True, **body})
+    assert response.status_code == 200, response.text
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    for chunk in events_of(response.text)[:-1]:
+        delta = chunk["choices"][0]["delta"]
+        message["content"] += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
+            message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+    return message
+
+
+def called(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    return [call["function"] for call in answer["choices"][0]["message"]["tool_calls"]]
+
+
+def plain(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {**tool["function"], "strict": None}}
+
+
+def json_schema(schema: dict[str, Any] = SCHEMA) -> dict[str, Any]:
+    return {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "strict": True, "schema": schema},
+        }
+    }
+
+
+TAG = {
+    "type": "tag",
+    "begin": "<a>",
+    "content": {"type": "json_schema", "json_schema": SCHEMA},
+    "end": "</a>",
+}
+FORMS: list[tuple[dict[str, Any], Any]] = [
+    (json_schema(), lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
+    ({"structured_outputs": {"json": SCHEMA}}, lambda text: jsonschema.validate(json.loads(text), SCHEMA)),
+    ({"structured_outputs": {"regex": "[A-D]{3}-[0-9]{2}"}}, re.compile("[A-D]{3}-[0-9]{2}").fullmatch),
+    ({"structured_outputs": {"choice": ["sunny", "grey"]}}, ["sunny", "grey"].index),
+    (
+        {"structured_outputs": {"grammar": 'root ::= "x" [0-9]{1,3} "y"'}},
+        re.compile("x[0-9]{1,3}y").fullmatch,
+    ),
+    (
+        {"response_format": {"type": "structural_tag", "format": TAG}},
+        lambda text: jsonschema.validate(json.loads(text[3:-4]), SCHEMA),
+    ),
+]
+
+
+async def check_forms(server: Chatting) -> None:
+    """Many different grammars in one batch, beside plain requests; streams say the same."""
+    common: dict[str, Any] = {"messages": PARIS, "seed": 1, "temperature": 1.0, "max_tokens": 200}
+    other = {"messages": PARIS, "seed": 2, "max_tokens": 30}
+    alone = await server.chat(**other)
+    answers = await asyncio.gather(
+        *(server.chat(**common, **form) for form, _ in FORMS), *(server.chat(**other) for _ in range(2))
+    )
+    for (form, check), answer in zip(FORMS, answers, strict=False):
+        assert answer["choices"][0]["finish_reason"] == "stop", form
+        assert check(text_of(answer)) is not False, (form, text_of(answer))
+    assert {text_of(answer) for answer in answers[len(FORMS) :]} == {text_of(alone)}
+    parts = await asyncio.gather(*(streamed(server, **common, **form) for form, _ in FORMS))
+    assert [part["content"] for part in parts] == [text_of(answer) for answer in answers[: len(FORMS)]]
+    whole = await server.complete(prompt="x", structured_outputs={"regex": "[ab]{5}"}, max_tokens=20)
+    assert re.fullmatch("[ab]{5}", whole["choices"][0]["text"])
+
+
+async def check_tools(server: Chatting) -> None:
+    """Forced calls, strict ones that are left to the model, and calls or JSON."""
+    tools = {"tools": [STRICT, LOOSE], "messages": PARIS, "seed": 1, "max_tokens": 200}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    choices: list[Any] = ["required", named]
+    for temperature in (0, 1):
+        for choice in choices:
+            body = {**tools, "tool_choice": choice, "temperature": temperature, "parallel_tool_calls": False}
+            answer = await server.chat(**body)
+            [call] = called(answer)
+            schema = SCHEMA if call["name"] == "get_weather" else LOOSE["function"]["parameters"]
+            jsonschema.validate(json.loads(call["arguments"]), schema)
+            assert (await streamed(server, **body))["tool_calls"] == [call]
+    answer = await server.chat(**tools, temperature=0)
+    [call] = called(answer)
+    jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
+    assert json.loads(call["arguments"])["city"] == "Paris"
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert (await streamed(server, **tools, temperature=0))["tool_calls"] == [call]
+    body = {**tools, "messages": [user("Hi")], "temperature": 0}
+    assert text_of(await server.chat(**body)) == text_of(
+        await server.chat(**{**body, "tools": [plain(STRICT), LOOSE]})
+    )
+
+    either = await server.chat(**tools, temperature=0, response_format={"type": "json_object"})
+    message = either["choices"][0]["message"]
+    if message.get("tool_calls"):
+        jsonschema.validate(json.loads(called(either)[0]["arguments"]), SCHEMA)
+    else:
+        assert isinstance(json.loads(message["content"]), dict)
+
+
+class Weather(pydantic.BaseModel):
+    """The weather of a city"""
+
+    city: Annotated[str, pydantic.Field(max_length=20)]
+    degrees: Annotated[int, pydantic.Field(ge=-50, le=50)]
+    sky: Literal["clear", "grey"]
+
+
+async def check_openais_helpers(server: Chatting) -> None:
+    """Which send strict tools and schemas without being asked."""
+    client: Any = server.openai.chat.completions
+    body = {"model": "demo", "messages": PARIS, "seed": 1, "max_tokens": 200, "temperature": 0}
+    answer = await client.parse(**body, tools=[openai.pydantic_function_tool(Weather)])
+    [call] = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    answer = await client.parse(**body, response_format=Weather)
+    assert isinstance(answer.choices[0].message.parsed, Weather)
+
+
+async def check_refusals(server: Chatting) -> None:
+    """Before the headers, streams too: 400 with the field, and the keyword where there is one."""
+    bad = {"type": "array", "uniqueItems": True}
+    refused: list[tuple[dict[str, Any], str, str]] = [
+        (json_schema(bad), "response_format.json_schema", "uniqueItems"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "regular expression"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+        (json_schema() | {"ignore_eos": True}, "ignore_eos", "stop_token_ids"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schem": {}}}},
+            "response_format.json_schema.schem",
+            "did you mean schema?",
+        ),
+    ]
+    for form, param, words in refused:
+        for stream in (False, True):
+            error = await server.refusal(CHAT, messages=PARIS, stream=stream, **form)
+            assert error["param"] == param
+            assert words in error["message"]
+    for form in (
+        {"structured_outputs": {"grammar": "root ::= ("}},
+        {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": {"type": "no"}}}},
+    ):
+        for stream in (False, True):  # only the compilation sees that
+            response = await server.post(CHAT, messages=PARIS, stream=stream, **form)
+            assert response.status_code == 400, response.text
+            assert "not valid" in response.text or "no format 'no'" in response.text, response.json()[
+                "error"
+            ]["message"]
+            assert response.headers["content-type"].startswith("application/json")
+
+
+async def test_the_embedded_model() -> None:
+    async with serving() as server:
+        await check_forms(server)
+        await check_tools(server)
+        await check_refusals(server)
+        await check_openais_helpers(server)
+        await check_beside_other_fields(server)
+
+
+async def test_a_worker_in_its_own_process() -> None:
+    async with serving(in_thread=False) as server:
+        await check_forms(server)
+        await check_tools(server)
+        await check_refusals(server)
+
+
+async def check_beside_other_fields(server: Chatting) -> None:
+    """A grammar ends where it ends, whatever else is asked for; what leaves no token ends that request."""
+    choice = {"structured_outputs": {"choice": ["yes", "no"]}}
+    short = {"messages": PARIS, "max_tokens": 50, **choice}
+    results = await asyncio.gather(
+        server.chat(messages=PARIS, seed=5, max_tokens=30),
+        server.chat(**short, min_tokens=20),
+        server.chat(**short, logit_bias={"5": 100}),
+        server.chat(**short, n=3, logprobs=True, top_logprobs=2, temperature=1),
+        server.post(CHAT, **short, ignore_eos=True),
+        server.post(CHAT, **short, allowed_token_ids=[5, 6]),
+        server.post(CHAT, **short, allowed_token_ids=[5, 6], stream=True),
+        server.chat(**short, allowed_token_ids=server.services.tokenizer.encode_text("yes", False).tolist()),
+    )
+    text, late, biased, several, endless, stuck, stuck_stream, allowed = results
+    assert text_of(allowed) == "yes"
+    assert text_of(text) == text_of(await server.chat(messages=PARIS, seed=5, max_tokens=30))
+    for answer in (late, biased):
+        assert text_of(answer) in ("yes", "no")
+        assert answer["choices"][0]["finish_reason"] == "stop"
+    for one in several["choices"]:
+        assert one["message"]["content"] in ("yes", "no")
+        scores = one["logprobs"]["content"]
+        assert "".join(score["token"] for score in scores) == one["message"]["content"]
+        assert all(len(score["top_logprobs"]) == 2 for score in scores)
+    assert endless.status_code == 400
+    assert "ignore_eos" in endless.json()["error"]["message"]
+    assert stuck.status_code == 400, stuck.text
+    for response in (stuck, stuck_stream):
+        assert "the grammar allows none of those that" in response.text
+
+
+async def test_limits_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
+        released.wait(60)
+        return sources.grammar_source(grammar, **options)
+
+    monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
+    async with serving(max_grammar_size=1500, grammar_compile_timeout=0.05) as server:
+        long = {"structured_outputs": {"choice": ["a" * 3000]}}
+        error = await server.refusal(CHAT, messages=PARIS, **long)
+        assert "1500 are the most" in error["message"]
+        assert error["param"] == "structured_outputs.choice"
+        wide = {"type": "object", "properties": {"x": {"enum": ["the " * 400]}}}
+        function = {"name": "f", "parameters": wide, "strict": True}
+        error = await server.refusal(CHAT, messages=PARIS, tools=[{"type": "function", "function": function}])
+        assert error["param"] == "tools[0].function.parameters", "before it is read"
+        assert "1500 are the most" in error["message"]
+        tools = [{**STRICT, "function": {**STRICT["function"], "name": f"f{index}"}} for index in range(6)]
+        error = await server.refusal(CHAT, messages=PARIS, tools=tools, tool_choice="required")
+        assert error["param"] == "tools"
+        for stream in (False, True):
+            form = {"structured_outputs": {"regex": "ab"}}
+            error = await server.refusal(CHAT, messages=PARIS, stream=stream, **form)
+            assert "within 0.05 s" in error["message"]
+        released.set()
+
+
+async def test_reasoning_before_a_format(tmp_path: Any) -> None:
+    """The model is made to reason by a template that opens a block."""
+    template = tmp_path / "template.jinja"
+    source = load_tokenizer(config_of()).chat_template_source
+    assert source is not None
+    template.write_text(
+        f"{{# <think> </think> #}}{source}{{% if add_generation_prompt %}}<think>\n{{% endif %}}"
+    )
+    async with serving(chat_template=str(template)) as server:
+        assert server.services.parsers.reasoning_format == "think"
+        bias = {str(server.services.tokenizer.encode_text("</", False).tolist()[0]): 3.0}
+        for seed in range(3):
+            body = {
+                "messages": PARIS,
+                "seed": seed,
+                "temperature": 1.0,
+                "max_tokens": 300,
+                "logit_bias": bias,
+            }
+            answer = await server.chat(**body, **json_schema())
+            [choice] = answer["choices"]
+            if choice["finish_reason"] == "stop":
+                jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+            assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0

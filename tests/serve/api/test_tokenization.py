@@ -1,0 +1,154 @@
+"""Counting tokens, and going back; the log probabilities' token texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chatting import chatting, user
+
+import penstock
+from penstock.serve.api.choice_decoder import Score
+from penstock.serve.api.token_fragments import TokenFragments
+from penstock.serve.api.token_scores import ChatScores, CompletionScores
+from penstock.testing import FakeTokenizer
+from penstock.text.chat_template import ChatTemplate
+from penstock.text.tokenizer import TextTokenizer
+
+
+async def test_tokenize() -> None:
+    async with chatting() as server:
+        plain = (await server.post("/tokenize", prompt="né<|end|>")).json()
+        assert plain == {
+            "count": 4,
+            "max_model_len": 2048,
+            "tokens": [110, 195, 169, 256],
+            "token_strs": None,
+        }
+        texts = (await server.http.post("/tokenize", json={"prompt": "né", "return_token_strs": True})).json()
+        assert texts["token_strs"] == ["n", "\ufffd", "\ufffd"]
+        long = (await server.post("/tokenize", prompt="x" * 5000)).json()
+        assert long["count"] == 5000  # more than the model takes: that is what it is asked for
+        chat = (
+            await server.post("/tokenize", messages=[user("x" * 5000)], add_generation_prompt=False)
+        ).json()
+        assert chat["count"] == 5006
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        assert (await server.post("/tokenize", messages=[user("x")], tools=tools)).json()["count"] > 50
+
+
+@pytest.mark.parametrize(("allowed", "num_special"), [(False, 0), (True, 1)])
+async def test_special_tokens_in_messages(allowed: bool, num_special: int) -> None:
+    tokenizer = FakeTokenizer(special_tokens_in_content=allowed)
+    async with chatting(tokenizer=tokenizer) as server:
+        tokens = (await server.post("/tokenize", messages=[user("a<|end|>b")])).json()["tokens"]
+        assert tokens.count(256) == num_special
+        answer = await server.chat(messages=[user("a<|end|>b")])
+        assert answer["usage"]["prompt_tokens"] == len(tokens)
+        assert (await server.complete(prompt="a<|end|>b"))["usage"]["prompt_tokens"] == 3
+        own = [{"role": "system", "content": "<|end|>"}, user("a")]
+        assert (await server.post("/tokenize", messages=own)).json()["tokens"].count(256) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": [user("a")]}, "prompt"),
+        ({"prompt": "a", "tools": []}, "tools"),
+        ({"prompt": 5}, "prompt"),
+        ({"messages": [user("a")], "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": [user([{"type": "image_url"}])]}, "messages"),
+        ({"prompt": "a", "text": "b"}, "text"),
+    ],
+)
+async def test_tokenize_refuses(body: dict[str, Any], param: str) -> None:
+    async with chatting() as server:
+        assert (await server.refusal("/tokenize", **body))["param"] == param
+
+
+async def test_detokenize() -> None:
+    async with chatting() as server:
+        response = await server.post("/detokenize", tokens=[110, 195, 169, 256])
+        assert response.json() == {"prompt": "né<|end|>"}
+        assert (await server.http.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+        assert (await server.refusal("/detokenize", tokens=[1, 257]))["param"] == "tokens[1]"
+        assert (await server.refusal("/detokenize", tokens=[1, -1]))["param"] == "tokens[1]"
+        response = await server.post("/detokenize", tokens=[1], model="other")
+        assert response.status_code == 404
+
+
+def loaded(parts: Iterable[bytes]) -> Any:
+    return json.loads(b"".join(parts))
+
+
+def test_scores_of_chats() -> None:
+    scores = ChatScores(TokenFragments(FakeTokenizer()), top=2)
+    score = Score(195, float("-inf"), {97: -2.0, 195: float("-inf"), 98: -1.0})
+    [entry] = loaded(scores.parts([score]))["content"]
+    assert entry == {
+        "token": "\ufffd",
+        "logprob": -9999.0,
+        "bytes": [195],
+        "top_logprobs": [
+            {"token": "b", "logprob": -1.0, "bytes": [98]},
+            {"token": "a", "logprob": -2.0, "bytes": [97]},
+        ],
+    }
+
+
+def test_scores_of_completions() -> None:
+    tokenizer = FakeTokenizer()
+    scores = CompletionScores(tokenizer, TokenFragments(tokenizer), top=1)
+    first = loaded(scores.parts([110, 256], [None, -3.0], [None, {97: -1.0, 256: -3.0}]))
+    assert first == {
+        "text_offset": [0, 1],
+        "token_logprobs": [None, -3.0],
+        "tokens": ["n", "<|end|>"],
+        "top_logprobs": [None, {"a": -1.0, "<|end|>": -3.0}],
+    }
+    rows = [{195: 0.0}, {169: 0.0}, {98: 0.0}]
+    second = loaded(scores.parts([195, 169, 98], [0.0, 0.0, 0.0], rows))
+    assert second["text_offset"] == [1, 2, 2]
+    assert second["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "b"]
+
+
+DEMO = Path(penstock.__file__).parent / "demo"
+TEXT = "Hello wörld, 漢字 🎉  \n\tx=1 <|im_start|>"
+
+
+def test_token_bytes_are_the_text() -> None:
+    for tokenizer in (FakeTokenizer(), TextTokenizer(DEMO)):
+        ids = tokenizer.encode_text(TEXT, False).tolist()
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == TEXT
+        assert tokenizer.token_bytes(10**6) == b""
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2xs", "tinyllama"])
+def test_token_bytes_of_real_tokenizers(name: str, shared_data: Path) -> None:
+    folders = [path.parent for path in shared_data.rglob("tokenizer.json") if path.parent.name == name]
+    if not folders:
+        pytest.skip(f"no tokenizer {name}")
+    tokenizer = TextTokenizer(folders[0])
+    ids = tokenizer.encode_text(TEXT, False).tolist()
+    # Some put a space before the first word, and take it away again.
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode().removeprefix(" ") == TEXT
+
+
+def test_what_a_template_knows() -> None:
+    def template(source: str) -> ChatTemplate:
+        return ChatTemplate({"default": source}, {}, "test")
+
+    assert template("{% if m.role == 'developer' %}{% endif %}").mentions("developer")
+    assert not template("{{ developers }}").mentions("developer")
+    calls = "{% for c in m.tool_calls or [] %}{{ 'x' + c.function.arguments }}{% endfor %}"
+    joining = f"{{% for m in messages %}}{calls}{{% endfor %}}"
+    assert not template(joining).takes_argument_objects
+    assert template(joining.replace("arguments", "arguments | tojson")).takes_argument_objects
+    assert TextTokenizer(DEMO).template_takes_argument_objects
+    assert FakeTokenizer().template_mentions("message")
+    assert not FakeTokenizer(template=None).template_mentions("message")
+    assert not FakeTokenizer(template=None).template_takes_argument_objects

@@ -1,0 +1,67 @@
+"""Who is let in."""
+
+from __future__ import annotations
+
+import pytest
+from support.serving import client_of, make_services
+
+from penstock.serve.http.auth import ApiKeys
+from penstock.serve.http.problems import RequestProblem
+
+KEYS = ("one", "sëcond")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"Bearer one", b"bearer one", b"Bearer  one ", "Bearer sëcond".encode()],
+)
+def test_right_keys(header: bytes) -> None:
+    ApiKeys(KEYS).check([(b"host", b"x"), (b"authorization", header)])
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"authorization", b"")],
+        [(b"authorization", b"Bearer")],
+        [(b"authorization", b"Bearer ")],
+        [(b"authorization", b"one")],
+        [(b"authorization", b"Basic one")],
+        [(b"authorization", b"Bearer on")],
+        [(b"authorization", b"Bearer onee")],
+        [(b"authorization", b"Bearer One")],
+        [(b"authorization", b"Bearer one two")],
+        [(b"authorization", b"Bearer s\xebcond")],
+        [(b"authorization", b"Bearer \xff\x00")],
+        [(b"authorization", b"Bearer one"), (b"authorization", b"Bearer two")],
+        [(b"x-api-key", b"one")],
+    ],
+)
+def test_wrong_keys(headers: list[tuple[bytes, bytes]]) -> None:
+    with pytest.raises(RequestProblem) as caught:
+        ApiKeys(KEYS).check(headers)
+    assert caught.value.status_code == 401
+    assert caught.value.headers is not None
+    assert caught.value.headers["www-authenticate"].startswith("Bearer")
+    assert "one" not in caught.value.message.replace("one of this server's", "")
+
+
+def test_without_keys_all_are_let_in() -> None:
+    ApiKeys(()).check([])
+
+
+async def test_the_server_asks_for_a_key() -> None:
+    async with client_of(make_services(api_key=KEYS)) as client:
+        bare = await client.get("/v1/models")
+        wrong = await client.get("/v1/models", headers={"authorization": "Bearer x"})
+        hidden = await client.post("/v1/nothing", content=b"x")
+        right = await client.get("/v1/nothing", headers={"authorization": "Bearer one"})
+        probes = [await client.get(path) for path in ("/health", "/ready", "/version", "/metrics")]
+    assert bare.status_code == 401
+    assert bare.json()["error"]["code"] == "missing_api_key"
+    assert wrong.json()["error"]["code"] == "invalid_api_key"
+    assert wrong.headers["www-authenticate"].startswith("Bearer")
+    assert hidden.status_code == 401  # which routes there are is nobody's business either
+    assert right.status_code == 404
+    assert [probe.status_code for probe in probes] == [200] * 4

@@ -1,0 +1,214 @@
+"""Bodies: bounded, strict, and never the reason for a 500."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Annotated, Any
+
+import httpx
+import pytest
+from fastapi import APIRouter, Body, Request
+from hypothesis import given
+from hypothesis import strategies as st
+from support.serving import client_of, make_services
+
+from penstock.serve.http.bodies import JsonRoute, decode_json
+from penstock.serve.http.json_process import MAX_DEPTH
+from penstock.serve.http.problems import RequestProblem
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(JSON)
+def test_json_is_decoded_as_json(value: Any) -> None:
+    assert decode_json(json.dumps(value).encode()) == value
+    assert decode_json(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@given(st.binary() | st.text().map(str.encode))
+def test_whatever_comes_is_decoded_or_refused(body: bytes) -> None:
+    with suppress(RequestProblem):  # anything else would be a 500
+        decode_json(body)
+
+
+HOSTILE = {
+    "empty text": (b" ", "Expecting value, at line 1, column 2"),
+    "not JSON": (b"{'a': 1}", "at line 1, column 2"),
+    "unfinished": (b'{"a": "b', "at line 1"),
+    "more than one value": (b"{} {}", "Extra data, at line 1, column 4"),
+    "not UTF-8": (b'{"a": "caf\xe9"}', "not UTF-8, at byte 10"),
+    "UTF-16": ('{"a": 1}'.encode("utf-16"), "not UTF-8, at byte 0"),
+    "a mark of byte order": (b'\xef\xbb\xbf{"a": 1}', "BOM"),
+    "a raw NUL": (b'{"a": "\x00"}', "control character"),
+    "deep arrays": (b"[" * 20_000 + b"]" * 20_000, "deeper than 64 levels"),
+    "deep objects": (b'{"a":' * 20_000 + b"1" + b"}" * 20_000, "deeper than 64 levels"),
+    "a little too deep": (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "deeper than 64 levels"),
+    "an endless number": (b'{"a": ' + b"9" * 5000 + b"}", "a number that is too long"),
+    "a number beyond floats": (b'{"a": 1e999}', "1e999 is too large"),
+    "not a number": (b'{"a": NaN}', "NaN is no JSON number"),
+    "infinity": (b'{"a": -Infinity}', "-Infinity is no JSON number"),
+    "half a pair": (b'{"a": "\\ud83d"}', "half of a surrogate pair"),
+    "half a pair as a key": (b'{"\\uDC00": 1}', "half of a surrogate pair"),
+    "a key twice": (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' stands twice"),
+}
+
+
+@pytest.mark.parametrize(("body", "words"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_bodies(body: bytes, words: str) -> None:
+    with pytest.raises(RequestProblem) as caught:
+        decode_json(body)
+    assert caught.value.status_code == 400
+    assert caught.value.code == "invalid_json"
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * MAX_DEPTH + b"]" * MAX_DEPTH,
+        b"[" * (MAX_DEPTH - 1) + b"[],[]" + b"]" * (MAX_DEPTH - 1),
+        b'{"a": [' + b"{}," * 999 + b'{"b": "[[[[["}]}',
+        b'{"a": "\\ud83d\\ude00 \\u0000"}',
+        b'["\\\\ud83d"]',
+    ],
+)
+def test_what_only_looks_hostile(body: bytes) -> None:
+    assert decode_json(body) == json.loads(body)
+
+
+def echo() -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/echo")
+    async def echo(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+        return body
+
+    @router.post("/raw")
+    async def raw(request: Request) -> Any:
+        return await request.json()
+
+    return router
+
+
+@pytest.mark.parametrize("path", ["/echo", "/raw"])
+@pytest.mark.parametrize(("body", "words"), HOSTILE.values(), ids=HOSTILE.keys())
+async def test_hostile_requests(path: str, body: bytes, words: str) -> None:
+    async with client_of(make_services(), echo()) as client:
+        response = await post(client, body, path=path)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+    assert response.json()["error"]["code"] == "invalid_json"
+
+
+async def test_a_body_may_be_as_long_as_the_limit() -> None:
+    body = json.dumps({"a": "b" * 100_000}).encode()  # decoded in the pool
+    async with client_of(make_services(max_body_size=len(body)), echo()) as client:
+        assert (await post(client, body)).json() == {"a": "b" * 100_000}
+    async with client_of(make_services(max_body_size=len(body) - 1), echo()) as client:
+        refused = await post(client, body)
+    assert refused.status_code == 413
+    assert refused.json()["error"]["code"] == "request_too_large"
+    assert str(len(body) - 1) in refused.json()["error"]["message"]
+
+
+async def test_long_bodies_are_few_at_a_time() -> None:
+    services = make_services()
+    services.large_bodies.enter()
+    long = json.dumps({"a": "b" * 600_000}).encode()
+    async with client_of(services, echo()) as client:
+        assert (await post(client, long, path="/raw")).status_code == 200
+        while services.large_bodies.num_inside < 8:
+            services.large_bodies.enter()
+        refused = await post(client, long, path="/raw")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        assert (await post(client, b"{}", path="/raw")).status_code == 200, "short ones are let in"
+        services.large_bodies.leave()
+        assert (await post(client, long, path="/raw")).status_code == 200
+        assert (await post(client, b"[" + long, path="/raw")).status_code == 400
+        assert services.large_bodies.num_inside == 7, "each leaves, refused ones too"
+
+
+async def test_bytes_are_counted_as_they_come() -> None:
+    """Without Content-Length, and whatever the client says: it ends long before the body does."""
+    sent = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1000
+            yield b"a" * 1000
+
+    async with client_of(make_services(max_body_size=10_000), echo()) as client:
+        response = await client.post("/echo", content=chunks(), headers={"content-type": "application/json"})
+    assert response.status_code == 413
+    assert sent < 13_000
+
+
+async def test_a_body_that_is_announced_as_too_long_is_not_read() -> None:
+    sent = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal sent
+        sent += 1
+        yield b"{}"
+
+    headers = {"content-type": "application/json", "content-length": "10001"}
+    async with client_of(make_services(max_body_size=10_000), echo()) as client:
+        response = await client.post("/echo", content=chunks(), headers=headers)
+    assert (response.status_code, sent) == (413, 0)
+
+
+async def test_a_body_that_does_not_come() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'{"a":'
+        await asyncio.sleep(60)
+        yield b"1}"
+
+    async with client_of(make_services(body_timeout=0.05), echo()) as client:
+        response = await client.post("/echo", content=chunks(), headers={"content-type": "application/json"})
+    assert response.status_code == 408
+    assert response.json()["error"]["code"] == "request_timeout"
+
+
+@pytest.mark.parametrize(
+    ("media_type", "status"),
+    [
+        ("application/json", 200),
+        ("application/json; charset=utf-8", 200),
+        ('application/json; charset="UTF-8"', 200),
+        ("Application/JSON", 200),
+        ("application/merge-patch+json", 200),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("application/json; charset=latin-1", 415),
+        ("nonsense", 415),
+        ("", 415),
+    ],
+)
+async def test_media_types(media_type: str, status: int) -> None:
+    async with client_of(make_services(), echo()) as client:
+        response = await post(client, b'{"a": 1}', media_type)
+    assert response.status_code == status
+    if status != 200:
+        assert response.json()["error"]["code"] == "unsupported_media_type"
+
+
+async def test_a_body_without_a_type_is_refused() -> None:
+    """Pages of other sites may send such requests without asking first."""
+    async with client_of(make_services(), echo()) as client:
+        response = await client.post("/raw", content=b'{"a": 1}')
+    assert response.status_code == 415
+    assert "Content-Type: application/json" in response.json()["error"]["message"]
+
+
+async def post(
+    client: httpx.AsyncClient, body: bytes, media_type: str = "application/json", path: str = "/echo"
+) -> httpx.Response:
+    return await client.post(path, content=body, headers={"content-type": media_type})

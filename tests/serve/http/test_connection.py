@@ -1,0 +1,352 @@
+"""Connections, byte by byte: framing, pipelining, half-closed clients, and how they close."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from penstock.serve.config import ServeConfig
+from penstock.serve.http import server as http_server
+from penstock.serve.http import transport
+from penstock.serve.http.connection import MAX_HEAD_SIZE, H11Connection
+from penstock.serve.http.server import HttpServer
+
+GET = b"GET /%b HTTP/1.1\r\nhost: localhost\r\n\r\n"
+POST = b"POST /%b HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@pytest.fixture(params=["h11", "httptools"], autouse=True)
+def _parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "h11":
+        monkeypatch.setattr(http_server, "connection_class", lambda: H11Connection)
+    else:
+        pytest.importorskip("httptools")
+
+
+class App:
+    """Answers with the path and the length of the body; what it does is in the path."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.go_on = asyncio.Event()
+        self.disconnects = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        self.paths.append(path)
+        size = 0
+        if "early" not in path:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    self.disconnects += 1
+                    return
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    break
+        if "wait" in path:
+            leaving = asyncio.ensure_future(receive())
+            waiting = asyncio.ensure_future(self.go_on.wait())
+            await asyncio.wait((leaving, waiting), return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if leaving.done():
+                self.disconnects += 1
+                return
+            leaving.cancel()
+        status = 413 if "early" in path else 200
+        body = json.dumps({"path": path, "size": size}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        if "stream" in path:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for part in (b"one", b"two", b""):
+                await send({"type": "http.response.body", "body": part, "more_body": part != b""})
+            return
+        if "close" in path:
+            headers.append((b"connection", b"close"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[int]:
+    """The port of a server of an application."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with HttpServer(app, ServeConfig()).listening(listener):
+            yield listener.getsockname()[1]
+
+
+async def exchange(port: int, *sent: bytes, half_close: bool = False) -> bytes:
+    """All that the server sends until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for part in sent:
+        writer.write(part)
+        await asyncio.sleep(0.02)
+    if half_close:
+        writer.write_eof()
+    try:
+        async with asyncio.timeout(10):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+def answers(data: bytes) -> list[tuple[int, dict[str, Any]]]:
+    """Status and body of each answer."""
+    found = []
+    while data:
+        head, _, rest = data.partition(b"\r\n\r\n")
+        lines = head.decode().lower().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines[1:])
+        size = int(headers["content-length"])
+        found.append((int(lines[0].split()[1]), json.loads(rest[:size])))
+        data = rest[size:]
+    return found
+
+
+async def test_answers_are_sent_without_delay() -> None:
+    """Each write is its own segment: TCP_NODELAY on every connection, however the listener was made."""
+    found: list[int] = []
+
+    class Noting(App):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            for connection in server.server_state.connections:
+                accepted = connection.transport.get_extra_info("socket")
+                found.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            await super().__call__(scope, receive, send)
+
+    server = HttpServer(Noting(), ServeConfig())  # type: ignore[arg-type]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with server.listening(listener):
+            await exchange(listener.getsockname()[1], GET % b"close")
+    assert found == [1]
+
+
+async def test_a_unix_socket_is_served(tmp_path: Any) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        async with HttpServer(App(), ServeConfig()).listening(listener):  # type: ignore[arg-type]
+            reader, writer = await asyncio.open_unix_connection(tmp_path / "socket")
+            writer.write(GET % b"close")
+            assert b'"/close"' in await reader.read()
+            writer.close()
+
+
+AMBIGUOUS = {
+    "a length and chunks": b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n1\r\nZ\r\n0\r\n\r\n",
+    "chunks and a length": b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n1\r\nZ\r\n0\r\n\r\n",
+    "two lengths": b"content-length: 4\r\ncontent-length: 5\r\n\r\nabcde",
+    "another coding": b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "chunks twice": b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "no number": b"content-length: +4\r\n\r\nabcd",
+    "a chunk of no size": b"transfer-encoding: chunked\r\n\r\nZZ\r\n",
+}
+
+
+@pytest.mark.parametrize("rest", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
+async def test_ambiguous_framing_closes_the_connection(rest: bytes) -> None:
+    app = App()
+    async with served(app) as port:
+        data = await exchange(port, POST % b"a" + rest + GET % b"smuggled")
+    [(status, body)] = answers(data)
+    assert status == 400
+    assert body["error"]["code"] == "invalid_http"
+    assert b"connection: close" in data
+    assert "/smuggled" not in app.paths
+
+
+async def test_chunks_are_unknown_to_http_1_0() -> None:
+    app = App()
+    async with served(app) as port:
+        sent = b"POST /a HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + GET % b"smuggled"
+        data = await exchange(port, sent)
+    assert answers(data)[0][0] == 400
+    assert "/smuggled" not in app.paths
+
+
+async def test_chunk_extensions_and_trailers_are_no_part_of_the_body() -> None:
+    async with served(App()) as port:
+        head = POST % b"a" + b"transfer-encoding: chunked\r\n\r\n"
+        sent = head + b'3;name="value"\r\nabc\r\n0;last\r\nx-trailer: 1\r\n\r\n' + GET % b"close"
+        found = answers(await exchange(port, sent))
+    assert found == [(200, {"path": "/a", "size": 3}), (200, {"path": "/close", "size": 0})]
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with served(App()) as port:
+        sent = GET % b"1" + POST % b"2" + b"content-length: 3\r\n\r\nabc" + GET % b"3" + GET % b"close"
+        found = answers(await exchange(port, sent))
+    assert [body["path"] for _, body in found] == ["/1", "/2", "/3", "/close"]
+
+
+async def test_what_is_no_http_behind_a_request_is_refused_after_its_answer() -> None:
+    app = App()
+    async with served(app) as port:
+        waiting = asyncio.ensure_future(exchange(port, GET % b"wait", b"\x00 no HTTP\r\n\r\n"))
+        await asyncio.sleep(0.1)
+        app.go_on.set()
+        found = answers(await waiting)
+    assert [status for status, _ in found] == [200, 400]
+
+
+async def test_http_1_0_closes_after_the_answer() -> None:
+    async with served(App()) as port:
+        data = await exchange(port, b"GET /a HTTP/1.0\r\n\r\n")
+        kept = await exchange(port, b"GET /a HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+    assert answers(data) == answers(kept) == [(200, {"path": "/a", "size": 0})]
+
+
+async def test_http_1_0_is_sent_no_chunks() -> None:
+    async with served(App()) as port:
+        data = await exchange(port, b"GET /stream HTTP/1.0\r\n\r\n")
+    assert data.endswith(b"\r\n\r\nonetwo")
+    assert b"chunked" not in data
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_head_that_is_too_long(whole: bool) -> None:
+    app = App()
+    line = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
+    parts = [b"x%d: " % number + b"y" * 1000 + b"\r\n" for number in range(MAX_HEAD_SIZE // 500)]
+    async with served(app) as port:
+        data = await exchange(port, line, *([b"".join(parts)] if whole else [b"".join(parts[:80])] * 3))
+    [(status, body)] = answers(data)
+    assert (status, body["error"]["code"], app.paths) == (431, "invalid_http", [])
+
+
+async def test_heads_do_not_add_up() -> None:
+    async with served(App()) as port:
+        one = b"GET /a HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 8000 + b"\r\n\r\n"
+        found = answers(await exchange(port, *[one] * 12, GET % b"close"))
+    assert len(found) == 13
+
+
+async def test_continue_is_said_when_the_body_is_read() -> None:
+    async with served(App()) as port:
+        head = POST % b"close" + b"content-length: 3\r\nexpect: 100-continue\r\n\r\n"
+        data = await exchange(port, head, b"abc")
+        early = await exchange(port, head.replace(b"/close", b"/early-close"))
+    assert data.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
+    assert early.startswith(b"HTTP/1.1 413")
+
+
+# -- Clients that stop sending ---------------------------------------------------------------------------
+
+
+async def test_a_half_closed_client_gets_its_answer() -> None:
+    async with served(App()) as port:
+        found = answers(await exchange(port, GET % b"a", half_close=True))
+        both = answers(await exchange(port, GET % b"1" + GET % b"2", half_close=True))
+        nothing = await exchange(port, half_close=True)
+        idle = answers(await exchange(port, GET % b"a", b"", b"", half_close=True))
+    assert [body["path"] for _, body in found + both + idle] == ["/a", "/1", "/2", "/a"]
+    assert nothing == b""
+
+
+async def test_a_half_closed_client_may_wait_for_its_answer() -> None:
+    """The bytes that find out whether it is there are the first of the answer."""
+    app = App()
+    async with served(app) as port:
+        waiting = asyncio.ensure_future(exchange(port, GET % b"wait", half_close=True))
+        await asyncio.sleep(0.7)
+        app.go_on.set()
+        assert answers(await waiting) == [(200, {"path": "/wait", "size": 0})]
+
+
+async def test_a_client_that_left_is_noticed_while_nothing_is_sent() -> None:
+    app = App()
+    async with served(app) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET % b"wait")
+        await until(lambda: bool(app.paths))
+        writer.close()
+        await until(lambda: app.disconnects == 1)
+
+
+async def test_half_a_request_is_no_request() -> None:
+    app = App()
+    async with served(app) as port:
+        head = POST % b"a" + b"content-length: 10\r\n\r\nabc"
+        assert await exchange(port, head, half_close=True) == b""
+        await until(lambda: app.disconnects == 1)
+
+
+# -- Answers that come before the end of the request -----------------------------------------------------
+
+
+async def test_an_early_answer_is_read_by_a_client_that_sends_first() -> None:
+    """As Python's http.client does: it sends all of a body before it looks at the answer."""
+    async with served(App()) as port:
+
+        def send() -> tuple[int, bytes]:
+            client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            client.request("POST", "/early-close", body=b"x" * 20_000_000)
+            answer = client.getresponse()
+            return answer.status, answer.read()
+
+        status, body = await asyncio.to_thread(send)
+    assert (status, json.loads(body)["path"]) == (413, "/early-close")
+
+
+async def test_what_is_discarded_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "LINGER_BYTES", 100_000)
+    async with served(App()) as port:
+
+        def send() -> int:
+            sent = 0
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(POST % b"early-close" + b"content-length: 1000000000\r\n\r\n")
+                try:
+                    while sent < 100_000_000:
+                        sent += client.send(b"x" * 65536)
+                except OSError:
+                    return sent
+            return sent
+
+        assert await asyncio.to_thread(send) < 100_000_000
+
+
+async def test_the_time_of_discarding_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "LINGER_PAUSE", 0.05)
+    app = App()
+    server = HttpServer(app, ServeConfig())  # type: ignore[arg-type]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with server.listening(listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(POST % b"early-close" + b"content-length: 1000\r\n\r\n")
+            await until(lambda: bool(app.paths))
+            await until(lambda: not server.server_state.connections)
+            writer.close()
+
+
+async def test_the_end_of_the_server_waits_for_no_client_that_was_answered() -> None:
+    app = App()
+    async with served(app) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(POST % b"early-close" + b"content-length: 1000\r\n\r\n")
+        await until(lambda: bool(app.paths))
+        before = time.monotonic()
+    assert time.monotonic() - before < transport.LINGER_PAUSE
+    writer.close()
+
+
+async def test_a_connection_outlives_an_early_answer() -> None:
+    async with served(App()) as port:
+        sent = POST % b"early" + b"content-length: 1000\r\n\r\n", b"x" * 1000, GET % b"close"
+        found = answers(await exchange(port, *sent))
+    assert [body["path"] for _, body in found] == ["/early", "/close"]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -1,0 +1,207 @@
+"""Bodies that nobody means: by the hundred, and every answer is an answer or a refusal, never a fault."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.chatting import THINKING, Chatting, chatting, events_of, user
+from support.random_draws import examples
+
+from penstock.serve.api.parameters import UNSUPPORTED
+from penstock.serve.api.schemas import ChatBody, CompletionBody, TokenizeBody
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["auto", "none", "text", "user", "function", "a", "demo", "", "{", "0", "97", "\x00"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "role", "content", "text", "function", "name", "arguments", "json", "97", "x"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+parts = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "refusal", "image_url"]) | anything},
+        optional={"text": anything, "refusal": anything},
+    ),
+    max_size=3,
+)
+calls = st.lists(
+    st.fixed_dictionaries(
+        {"function": st.fixed_dictionaries({"name": st.text(max_size=4)}, optional={"arguments": anything})},
+        optional={"id": anything, "type": anything, "index": anything},
+    ),
+    max_size=2,
+)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "system", "developer", "assistant", "tool"]) | anything},
+        optional={
+            "content": st.text(max_size=5) | parts | anything,
+            "tool_calls": calls | anything,
+            "tool_call_id": st.text(max_size=3) | anything,
+            "refusal": anything,
+            "reasoning": anything,
+            "name": anything,
+        },
+    ),
+    min_size=1,
+    max_size=3,
+)
+tools = st.lists(
+    st.fixed_dictionaries(
+        {
+            "type": st.just("function"),
+            "function": st.fixed_dictionaries(
+                {"name": st.sampled_from(["f", "g", "f.g"]) | anything},
+                optional={"parameters": anything, "description": anything, "strict": anything},
+            ),
+        }
+    ),
+    max_size=2,
+)
+formats = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "json_object", "json_schema", "structural_tag"]) | anything},
+    optional={"json_schema": anything, "format": anything},
+)
+OF_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "messages": messages,
+    "tools": tools,
+    "response_format": formats,
+    "prompt": st.text(max_size=5) | st.lists(st.integers(0, 300), max_size=3),
+    "temperature": st.floats(0, 2),
+    "seed": st.integers(-(2**63), 2**64 - 1),
+    "n": st.integers(0, 4),
+    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3),
+    "logit_bias": st.dictionaries(st.sampled_from(["97", "1", "300", "x"]), st.floats(-100, 100), max_size=2),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans() | anything}),
+    "chat_template_kwargs": st.dictionaries(st.text(max_size=5), anything, max_size=2),
+    "structured_outputs": st.dictionaries(
+        st.sampled_from(["json", "regex", "choice", "grammar", "structural_tag"]), anything, max_size=2
+    ),
+}
+
+
+def bodies(kind: Any, required: str) -> st.SearchStrategy[dict[str, Any]]:
+    names = [*kind.model_fields, *UNSUPPORTED.get(kind, {}), "unheard_of"]
+    fields = {name: OF_FIELDS.get(name, anything) | anything for name in names}
+    one = {required: OF_FIELDS[required], "model": st.just("demo") | st.just("demo") | anything}
+    rest = {name: strategy for name, strategy in fields.items() if name not in one}
+    chosen = st.lists(st.sampled_from(sorted(rest)), max_size=4, unique=True)
+    return chosen.flatmap(
+        lambda names: st.fixed_dictionaries({**one, **{name: rest[name] for name in names}})
+    )
+
+
+async def check(server: Chatting, path: str, body: Any) -> int:
+    response = await server.http.post(path, json=body)
+    status = response.status_code
+    assert status in (200, 400, 404), (body, response.text)
+    if status != 200:
+        error = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+        assert error["message"]
+    elif isinstance(body, dict) and body.get("stream"):
+        assert events_of(response.text)[-1] == "[DONE]"
+    else:
+        assert isinstance(response.json(), dict)
+    return status
+
+
+@settings(max_examples=examples(10))
+@given(data=st.data(), grammars_enabled=st.booleans())
+@pytest.mark.parametrize(
+    ("path", "kind", "required"),
+    [
+        ("/v1/chat/completions", ChatBody, "messages"),
+        ("/v1/completions", CompletionBody, "prompt"),
+        ("/tokenize", TokenizeBody, "messages"),
+    ],
+)
+def test_no_body_is_a_fault(
+    path: str, kind: Any, required: str, data: st.DataObject, grammars_enabled: bool
+) -> None:
+    some = data.draw(st.lists(bodies(kind, required), min_size=8, max_size=8))
+
+    async def run() -> None:
+        async with chatting(template=THINKING, grammars_enabled=grammars_enabled) as server:
+            for body in some:
+                await check(server, path, body)
+                if path == "/v1/chat/completions":
+                    await check(server, f"{path}/render", body)
+            assert server.services.worker.num_outstanding == 0
+            assert (await server.complete())["choices"][0]["text"] == "Hello!"
+
+    asyncio.run(run())
+
+
+RAW = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"x"',
+    b"5",
+    b"\xff\xfe",
+    b"{}",
+    b'{"model": "demo"',
+    b'{"model": "demo", "messages": [], "messages": []}',
+    b'{"model": NaN}',
+    b'{"model": "\\ud800"}',
+    b'{"model": "demo", "prompt": "\\ud800"}',
+    b'{"model":' * 1000,
+    b"[" * 100_000,
+    b'{"temperature": 1e999}',
+    b'{"seed": ' + b"9" * 5000 + b"}",
+    json.dumps({"model": "x" * 100_000, "messages": [user("a")], "prompt": "a"}).encode(),
+    json.dumps({"model": "demo", "x" * 100_000: 1, "messages": [user("a")], "prompt": "a"}).encode(),
+    json.dumps({"model": "demo", "messages": [5] * 100_000, "prompt": [1] * 50_000 + ["x"]}).encode(),
+    json.dumps({"model": "demo", "messages": [user("a")] * 2000, "prompt": [[1]] * 5000}).encode(),
+    json.dumps({"model": "demo", "messages": [user("a")], "prompt": "a", "stop": ["x"] * 100_000}).encode(),
+]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions", "/v1/completions", "/v1/chat/completions/render", "/tokenize", "/detokenize"],
+)
+async def test_what_is_no_body_at_all(path: str) -> None:
+    async with chatting() as server:
+        for raw in RAW:
+            response = await server.http.post(path, content=raw, headers={"content-type": "application/json"})
+            assert response.status_code in (400, 404), (raw[:50], response.text)
+            assert response.json()["error"]["type"] == "invalid_request_error"
+            assert len(response.text) < 2000
+        text = await server.http.post(path, content=b"{}", headers={"content-type": "text/plain"})
+        assert text.status_code == 415
+        assert (await server.http.get(path)).status_code == 405
+
+
+async def test_the_document_describes_the_routes() -> None:
+    async with chatting() as server:
+        document = (await server.http.get("/openapi.json")).json()
+        for path, field in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):
+            operation = document["paths"][path]["post"]
+            schema = operation["requestBody"]["content"]["application/json"]["schema"]
+            assert field in schema["required"]
+            assert {"store", "service_tier", "temperature"} <= schema["properties"].keys()
+            assert schema["additionalProperties"] is False
+            assert "$ref" not in json.dumps(schema)
+            assert {"200", "400", "429", "503"} <= operation["responses"].keys()

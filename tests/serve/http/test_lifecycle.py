@@ -1,0 +1,434 @@
+"""The life of a server: its start, what signals do to it, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from penstock.config import PipelineConfig
+from penstock.errors import CheckpointError, ConfigError, PenstockError
+from penstock.pipelines.core import TextContext
+from penstock.scheduler import Scheduler
+from penstock.serve.config import ServeConfig
+from penstock.serve.http import lifecycle
+from penstock.serve.http.lifecycle import Server, listening_socket, url_of
+from penstock.serve.http.origins import is_loopback
+from penstock.serve.http.startup import Startup, process_age
+from penstock.testing import FakePipeline, FakeTokenizer
+from penstock.worker.client import WorkerClient
+from penstock.worker.messages import WorkerInfo
+from penstock.worker.process import WorkerRuntime
+
+TOKEN_SECONDS = 0.004
+INFO = WorkerInfo(
+    max_length=4096,
+    max_batch_size=8,
+    max_batch_input_tokens=8192,
+    num_blocks=1000,
+    block_size=32,
+    vocab_size=257,
+    startup=[("weights", 0.25)],
+    isa="fake",
+)
+
+
+def slowly(context: TextContext) -> int:
+    time.sleep(TOKEN_SECONDS)
+    return ord("a")
+
+
+def make_work() -> WorkerRuntime:
+    return WorkerRuntime(Scheduler(FakePipeline(slowly), max_batch_size=8), INFO)
+
+
+class Running:
+    """A server in the main thread, where signals arrive, and a client of it in another one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._listening: queue.Queue[str] = queue.Queue()
+        self.ready = threading.Event()
+        announce = lifecycle.announce
+
+        def listen(host: str, port: int) -> socket.socket:
+            listener = listening_socket(host, port)
+            self._listening.put(url_of(listener))
+            return listener
+
+        def announced(*args: Any) -> None:
+            announce(*args)
+            self.ready.set()
+
+        monkeypatch.setattr(lifecycle, "listening_socket", listen)
+        monkeypatch.setattr(lifecycle, "announce", announced)
+
+    def serve(
+        self,
+        act: Callable[[httpx.Client], Any],
+        work: Callable[[], WorkerRuntime] = make_work,
+        load_tokenizer: Callable[[], FakeTokenizer] = FakeTokenizer,
+        *,
+        when_ready: bool = True,
+        **config: Any,
+    ) -> tuple[int, Any]:
+        """The server's exit status, and what the client returned."""
+        result: list[Any] = []
+
+        def client() -> None:
+            url = self._listening.get(timeout=60)
+            if when_ready:
+                assert self.ready.wait(60)
+            with httpx.Client(base_url=url, timeout=60) as http:
+                result.append(act(http))
+
+        thread = threading.Thread(target=client)
+        thread.start()
+        worker = WorkerClient(work, in_thread=True)
+        server = Server(ServeConfig(port=0, **config), PipelineConfig(), worker, load_tokenizer, Startup())
+        status = server.run()
+        thread.join(60)
+        return status, result[0]
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    yield Running(monkeypatch)
+    gc.unfreeze()
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def body(max_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"model": "demo", "prompt": "Hi", "max_tokens": max_tokens, "ignore_eos": True, **more}
+
+
+def stream(http: httpx.Client, max_tokens: int, after_first: Callable[[], Any]) -> tuple[list[Any], Any]:
+    """The events of a stream, and what was done when its first had come."""
+    events: list[Any] = []
+    done: Any = None
+    with http.stream("POST", "/v1/completions", json=body(max_tokens, stream=True)) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                events.append(line.removeprefix("data: "))
+                if len(events) == 1:
+                    done = after_first()
+    return events, done
+
+
+def test_it_serves_until_it_is_told_to_stop(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
+    def act(http: httpx.Client) -> Any:
+        answer = http.post("/v1/completions", json=body(3))
+        probes = [http.get(path).status_code for path in ("/health", "/ready")]
+        metrics = http.get("/metrics").text
+        send(signal.SIGTERM)
+        return answer, probes, metrics, str(http.base_url)
+
+    status, (answer, probes, metrics, url) = running.serve(act)
+    assert status == 0
+    assert answer.json()["choices"][0]["text"] == "aaa"
+    assert probes == [200, 200]
+    assert 'penstock_build_info{isa="fake",model="demo"' in metrics
+    assert 'penstock_startup_seconds{phase="weights"} 0.25' in metrics
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "penstock: worker weights: 0.25 s\n" in err
+    assert f"penstock: serving demo at {url.rstrip('/')} (ready after " in err
+    assert "outcome=length model=demo" in err
+    assert "event=stopped clean=true" in err
+
+
+def test_json_logs_are_json_only(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
+    def act(http: httpx.Client) -> str:
+        send(signal.SIGINT)
+        return str(http.base_url)
+
+    status, url = running.serve(act, log_format="json")
+    assert status == 0
+    events = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    ready = next(event for event in events if event["event"] == "ready")
+    assert ready["url"] == url.rstrip("/")
+    assert ready["phases"]["worker: weights"] == 0.25
+
+
+def test_a_signal_lets_what_runs_finish(running: Running) -> None:
+    def while_draining(http: httpx.Client) -> Any:
+        send(signal.SIGTERM)
+        while http.get("/ready").status_code == 200:
+            pass
+        return http.post("/v1/completions", json=body(1)), http.get("/health").status_code
+
+    def act(http: httpx.Client) -> Any:
+        with httpx.Client(base_url=http.base_url, timeout=60) as other:
+            return stream(http, 1500, lambda: while_draining(other))
+
+    status, (events, (refused, health)) = running.serve(act)
+    assert status == 0
+    assert events[-1] == "[DONE]"
+    text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+    assert text == "a" * 1500
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert refused.headers["connection"] == "close"
+    assert health == 200
+
+
+def test_when_the_grace_is_over_they_are_cut_off_with_an_error(running: Running) -> None:
+    def act(http: httpx.Client) -> Any:
+        return stream(http, 4000, lambda: send(signal.SIGTERM))
+
+    status, (events, _) = running.serve(act, shutdown_grace=0.2)
+    assert status == 1
+    assert len(events) < 2000
+    assert json.loads(events[-1])["error"]["code"] == "service_unavailable"
+
+
+@pytest.mark.parametrize(("second", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_at_once(running: Running, second: int, expected: int) -> None:
+    def twice(http: httpx.Client) -> None:
+        send(signal.SIGTERM)
+        while http.get("/ready").status_code == 200:
+            pass
+        send(second)
+
+    def act(http: httpx.Client) -> int:
+        with httpx.Client(base_url=http.base_url, timeout=60) as other:
+            try:
+                return len(stream(http, 4000, lambda: twice(other))[0])
+            except httpx.TransportError:
+                return 0
+
+    status, num_events = running.serve(act)
+    assert status == expected
+    assert num_events < 2000
+
+
+def test_while_it_loads_it_says_so(running: Running) -> None:
+    loaded = threading.Event()
+
+    def slow_work() -> WorkerRuntime:
+        assert loaded.wait(60)
+        return make_work()
+
+    def act(http: httpx.Client) -> Any:
+        early = http.post("/v1/completions", json=body(1))
+        probes = [http.get(path).status_code for path in ("/health", "/ready", "/version", "/metrics")]
+        loaded.set()
+        assert running.ready.wait(60)
+        late = http.post("/v1/completions", json=body(1))
+        send(signal.SIGTERM)
+        return early, probes, late
+
+    status, (early, probes, late) = running.serve(act, slow_work, when_ready=False)
+    assert status == 0
+    assert early.status_code == 503
+    assert early.headers["retry-after"] == "1"
+    assert "being loaded" in early.json()["error"]["message"]
+    assert probes == [503, 503, 200, 200]
+    assert late.status_code == 200
+
+
+def test_a_signal_while_it_loads_ends_it(running: Running) -> None:
+    loaded = threading.Event()
+
+    def slow_work() -> WorkerRuntime:
+        assert loaded.wait(60)
+        return make_work()
+
+    def load_tokenizer() -> FakeTokenizer:
+        send(signal.SIGTERM)
+        threading.Timer(0.2, loaded.set).start()
+        return FakeTokenizer()
+
+    status, _ = running.serve(lambda http: None, slow_work, load_tokenizer, when_ready=False)
+    assert status == 0
+    assert not running.ready.is_set()
+
+
+def test_a_model_that_does_not_load_is_the_callers_error(running: Running) -> None:
+    def broken_work() -> WorkerRuntime:
+        raise CheckpointError("/models/x", "is broken")
+
+    def broken_tokenizer() -> FakeTokenizer:
+        raise CheckpointError("/models/y", "has no tokenizer")
+
+    with pytest.raises(CheckpointError, match="/models/x: is broken"):
+        running.serve(lambda http: None, broken_work, when_ready=False)
+    with pytest.raises(CheckpointError, match="/models/y"):
+        running.serve(lambda http: None, make_work, broken_tokenizer, when_ready=False)
+
+
+def test_a_fault_at_the_start_does_not_go_unnoticed(running: Running) -> None:
+    """The warm-up meets it before a user does."""
+
+    def fail(context: TextContext) -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(PenstockError):
+        running.serve(
+            lambda http: None,
+            lambda: WorkerRuntime(
+                Scheduler(FakePipeline(fail), max_batch_size=8, isolates_faults=True), INFO
+            ),
+            when_ready=False,
+        )
+
+
+def test_grammars_are_tried_beside_the_first_requests(running: Running) -> None:
+    tried = threading.Event()
+
+    def choose(context: TextContext) -> int:
+        if context.grammar is not None:
+            assert running.ready.is_set()
+            tried.set()
+        return FakeTokenizer.EOS
+
+    def act(http: httpx.Client) -> bool:
+        found = tried.wait(60)
+        send(signal.SIGTERM)
+        return found
+
+    info = msgspec.structs.replace(INFO, grammars_enabled=True)
+    work = WorkerRuntime(Scheduler(FakePipeline(choose), max_batch_size=8), info)
+    assert running.serve(act, lambda: work) == (0, True)
+
+
+def test_idle_connections_do_not_keep_it(running: Running) -> None:
+    def act(http: httpx.Client) -> int:
+        http.get("/health")  # its connection is kept
+        send(signal.SIGTERM)
+        return 0
+
+    assert running.serve(act) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n"],
+)
+def test_what_is_no_http(running: Running, sent: bytes) -> None:
+    def act(http: httpx.Client) -> bytes:
+        with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as raw:
+            raw.sendall(sent)
+            answer = b"".join(iter(lambda: raw.recv(4096), b""))  # to the end: it is closed
+        send(signal.SIGTERM)
+        return answer
+
+    status, answer = running.serve(act)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert status == 0
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: a\r\nx-slow: "])
+def test_who_never_begins_is_not_waited_for(running: Running, sent: bytes) -> None:
+    def act(http: httpx.Client) -> bytes:
+        with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as raw:
+            raw.sendall(sent)
+            answer = raw.recv(4096)
+        assert stream(http, 400, lambda: None)[0][-1] == "[DONE]"  # which takes longer than that
+        send(signal.SIGTERM)
+        return answer
+
+    assert running.serve(act, body_timeout=1) == (0, b"")
+
+
+def test_who_begins_again_and_never_ends_is_not_waited_for(running: Running) -> None:
+    whole = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+    def answer_to(raw: socket.socket, *parts: bytes) -> bytes:
+        for part in parts:
+            raw.sendall(part)
+            time.sleep(0.1)
+        answer = b""
+        while not answer.endswith(b"}") and (more := raw.recv(4096)):
+            answer += more
+        return answer
+
+    def act(http: httpx.Client) -> list[bytes]:
+        with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=30) as raw:
+            answers = [answer_to(raw, whole), answer_to(raw, whole[:10], whole[10:])]
+            time.sleep(2.2)  # an idle connection may be kept for longer than a request may take to begin
+            answers += [answer_to(raw, whole), answer_to(raw, whole[:10])]
+        send(signal.SIGTERM)
+        return answers
+
+    status, answers = running.serve(act, body_timeout=2)
+    assert status == 0
+    assert [answer[:12] for answer in answers] == [b"HTTP/1.1 200"] * 3 + [b""]
+
+
+def test_a_body_that_is_too_long_is_answered_and_not_read_to_its_end(running: Running) -> None:
+    def act(http: httpx.Client) -> httpx.Response:
+        answer = http.post("/v1/completions", json=[1] * 2_000_000)
+        send(signal.SIGTERM)
+        return answer
+
+    status, answer = running.serve(act, max_body_size=100_000)
+    assert (status, answer.status_code) == (0, 413)
+
+
+def test_addresses() -> None:
+    with listening_socket("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert url_of(taken) == f"http://127.0.0.1:{port}"
+        with pytest.raises(ConfigError) as caught:
+            listening_socket("127.0.0.1", port)
+        assert str(caught.value) == f"port: cannot listen at 127.0.0.1:{port}: Address already in use"
+    with pytest.raises(ConfigError, match=r"host: cannot listen at no\.such\.host\.invalid:0: Name"):
+        listening_socket("no.such.host.invalid", 0)
+    for host in (
+        "192.0.2.1",
+        "a..b",
+        "x" * 70,
+        "a\0b",
+        "1.2.3.4.5",
+        "2001:db8::1",
+        "::1%nothing",
+        "café..de",
+    ):
+        with pytest.raises(ConfigError, match=r"^host: cannot listen at"):
+            listening_socket(host, 0)
+    if socket.has_ipv6:
+        with listening_socket("::1", 0) as listener:
+            assert url_of(listener).startswith("http://[::1]:")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours_alone"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("example.org", False),
+    ],
+)
+def test_who_reaches_an_address(host: str, is_ours_alone: bool) -> None:
+    assert is_loopback(host) == is_ours_alone
+
+
+def test_the_clock_began_with_the_process() -> None:
+    assert 0 < process_age() < 24 * 3600
+    startup = Startup()
+    with startup.phase("a"):
+        pass
+    assert startup.phases[0].name == "a"
+    assert startup.seconds >= process_age() - 1

@@ -1,0 +1,186 @@
+"""Where requests come from: hosts, origins, and what a browser lets a foreign page send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from support.serving import client_of, make_services
+
+from penstock.serve.http.origins import host_name, is_loopback
+
+LOAD = "/v1/load_lora_adapter"
+BODY = {"lora_name": "a", "lora_path": "/etc"}
+
+
+async def ask(path: str, headers: dict[str, str], method: str = "GET", **config: Any) -> httpx.Response:
+    services = make_services(**config)
+    async with client_of(services) as client:
+        more = {"json": BODY} if method == "POST" else {}
+        return await client.request(method, path, headers=headers, **more)
+
+
+LOCAL = [
+    "localhost",
+    "LOCALHOST:8000",
+    "127.0.0.1:8000",
+    "127.1.2.3",
+    "[::1]:80",
+    "a.localhost",
+    "localhost.",
+]
+FOREIGN = [
+    "evil.example",
+    "evil.example:8000",
+    "192.168.1.5",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+]
+ODD = [
+    "",
+    "a b",
+    "user@localhost",
+    "localhost:x",
+    "localhost/x",
+    "localhost,evil.example",
+    "[::1",
+    "localhost#",
+]
+
+
+@pytest.mark.parametrize("host", LOCAL)
+@pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "::1"])
+async def test_a_local_server_answers_to_its_names(host: str, bound: str) -> None:
+    assert (await ask("/v1/models", {"host": host}, host=bound)).status_code == 200
+
+
+@pytest.mark.parametrize("host", [*FOREIGN, *ODD])
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/", "/metrics", "/nothing"])
+async def test_a_local_server_answers_to_no_other(host: str, path: str) -> None:
+    response = await ask(path, {"host": host})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (
+        421,
+        "unknown_host",
+        "invalid_request_error",
+    )
+    assert "--allowed-hosts" in error["message"]
+
+
+async def test_what_is_to_be_done_is_said() -> None:
+    error = (await ask("/health", {"host": "llm.example:8000"})).json()["error"]
+    assert "--allowed-hosts llm.example, or with --api-key" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("config", "host", "status"),
+    [
+        ({"host": "0.0.0.0"}, "llm.example", 200),  # others reach it, by names that it does not know
+        ({"host": "::"}, "llm.example", 200),
+        ({"host": "10.0.0.1"}, "llm.example", 200),
+        ({"host": "0.0.0.0", "allowed_hosts": ["llm.example"]}, "llm.example", 200),
+        ({"host": "0.0.0.0", "allowed_hosts": ["llm.example"]}, "localhost:80", 200),
+        ({"host": "0.0.0.0", "allowed_hosts": ["llm.example"]}, "evil.example", 421),
+        ({"host": "10.0.0.1", "allowed_hosts": ["llm.example"]}, "10.0.0.1:8000", 200),
+        ({"host": "10.0.0.1", "allowed_hosts": ["llm.example"]}, "10.0.0.2:8000", 421),
+        ({"allowed_hosts": ["LLM.example"]}, "llm.Example:443", 200),
+        ({"allowed_hosts": ["*.example"]}, "a.llm.example", 200),
+        ({"allowed_hosts": ["*.example"]}, "llmexample", 421),
+        ({"allowed_hosts": ["*"]}, "evil.example", 200),
+        ({"api_key": ["k"]}, "evil.example", 200),
+        ({"api_key": ["k"], "allowed_hosts": ["llm.example"]}, "evil.example", 421),
+    ],
+)
+async def test_hosts_that_are_set(config: dict[str, Any], host: str, status: int) -> None:
+    headers = {"host": host, "authorization": "Bearer k"}
+    assert (await ask("/v1/models", headers, **config)).status_code == status
+
+
+async def test_several_hosts_are_none() -> None:
+    async with client_of(make_services()) as client:
+        response = await client.get("/health", headers=[("host", "localhost"), ("host", "evil.example")])
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_http")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://localhost:9999"},
+        {"origin": "http://[::1"},
+        {"origin": "http://localhost", "sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ],
+)
+@pytest.mark.parametrize("path", [LOAD, "/v1/completions", "/nothing"])
+async def test_foreign_pages_may_send_nothing(headers: dict[str, str], path: str) -> None:
+    response = await ask(path, headers, "POST")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (
+        403,
+        "foreign_origin",
+        "invalid_request_error",
+    )
+    assert "--cors-origins" in error["message"]
+    other = await ask(path, headers, "POST", host="0.0.0.0")
+    assert other.status_code == 403, "wherever the server listens"
+
+
+@pytest.mark.parametrize(
+    ("headers", "config"),
+    [
+        ({}, {}),
+        ({"origin": "http://localhost"}, {}),  # the playground
+        ({"origin": "http://localhost:8000", "host": "localhost:8000"}, {}),
+        ({"origin": "https://llm.example", "sec-fetch-site": "same-origin"}, {}),  # through a proxy
+        ({"sec-fetch-site": "none"}, {}),
+        ({"origin": "https://app.example"}, {"cors_origins": ["https://app.example"]}),
+        (
+            {"origin": "https://app.example", "sec-fetch-site": "cross-site"},
+            {"cors_origins": ["https://app.example"]},
+        ),
+        ({"origin": "https://any.example"}, {"cors_origins": ["*"]}),
+        ({"origin": "https://app.example", "authorization": "Bearer k"}, {"api_key": ["k"]}),
+    ],
+)
+async def test_others_may(headers: dict[str, str], config: dict[str, Any]) -> None:
+    response = await ask("/nothing", headers, "POST", **config)
+    assert response.status_code == 404
+
+
+async def test_what_changes_nothing_may_be_read_from_anywhere() -> None:
+    assert (await ask("/health", {"origin": "http://evil.example"})).status_code == 200
+
+
+async def test_the_page_of_an_allowed_origin_may_ask_first() -> None:
+    headers = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    response = await ask("/v1/completions", headers, "OPTIONS", cors_origins=["https://app.example"])
+    assert (response.status_code, response.headers["access-control-allow-origin"]) == (
+        200,
+        "https://app.example",
+    )
+
+
+@pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+async def test_what_a_page_may_send_without_asking_is_refused(media_type: str | None) -> None:
+    """The three types of a simple request, and none."""
+    headers = {} if media_type is None else {"content-type": media_type}
+    async with client_of(make_services()) as client:
+        response = await client.post(
+            LOAD, content=b'{"lora_name": "a", "lora_path": "/etc"}', headers=headers
+        )
+    assert response.status_code == 415
+
+
+@pytest.mark.parametrize("host", LOCAL)
+def test_names_of_this_machine(host: str) -> None:
+    name = host_name(host)
+    assert name is not None
+    assert is_loopback(name)
+
+
+@pytest.mark.parametrize("host", ODD)
+def test_what_is_no_host(host: str) -> None:
+    assert host_name(host) is None

@@ -1,0 +1,193 @@
+"""Every error leaves in OpenAI's shape, with the status, type and code of one table."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import httpx
+import pytest
+from fastapi import APIRouter, Body, HTTPException
+from pydantic import BaseModel, ConfigDict, Field
+from support.serving import client_of, make_services
+
+from penstock import errors
+from penstock.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    InputError,
+    InsufficientBlocksError,
+    InsufficientMemoryError,
+    MissingDependencyError,
+    OverloadedError,
+    PenstockError,
+    PromptTooLongError,
+    RequestFailedError,
+    UnavailableError,
+    UnknownModelError,
+    UnsupportedFeatureError,
+    UnsupportedSchemaError,
+)
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.problems import TABLE, RequestProblem, field_path, problem_of
+
+INVALID = "invalid_request_error"
+UNAVAILABLE = "service_unavailable_error"
+
+CASES: list[tuple[Exception, int, str, str | None, str | None, str | None]] = [
+    (PromptTooLongError(9, 8), 400, INVALID, "context_length_exceeded", None, None),
+    (UnknownModelError("x", ["demo"]), 404, INVALID, "model_not_found", "model", None),
+    (UnsupportedSchemaError("not", "/a", "why"), 400, INVALID, "unsupported_schema", None, None),
+    (UnsupportedFeatureError("images", "no"), 400, INVALID, "unsupported_value", None, None),
+    (InputError("bad"), 400, INVALID, None, None, None),
+    (CheckpointNotFoundError("/a", "none"), 400, INVALID, "invalid_path", None, None),
+    (ConfigError("a", "b"), 400, INVALID, "invalid_value", None, None),
+    (MissingDependencyError("x", "y", "z"), 400, INVALID, "unsupported_value", None, None),
+    (OverloadedError("full", retry_after=3), 429, "rate_limit_error", "rate_limit_exceeded", None, "3"),
+    (UnavailableError("gone", retry_after=7), 503, UNAVAILABLE, "service_unavailable", None, "7"),
+    (InsufficientBlocksError(3, 1, 2), 503, UNAVAILABLE, "insufficient_memory", None, "1"),
+    (
+        InsufficientMemoryError("m", needed=1, available=0),
+        503,
+        UNAVAILABLE,
+        "insufficient_memory",
+        None,
+        None,
+    ),
+    (RequestFailedError("oops"), 500, "server_error", "internal_error", None, None),
+    (PenstockError("oops"), 500, "server_error", "internal_error", None, None),
+    (RequestProblem(400, "m", param="p", code="c"), 400, INVALID, "c", "p", None),
+    (RequestProblem(503, "m"), 503, UNAVAILABLE, "service_unavailable", None, "1"),
+    (
+        RequestProblem(503, "m", headers={"retry-after": "9"}),
+        503,
+        UNAVAILABLE,
+        "service_unavailable",
+        None,
+        "9",
+    ),
+    (HTTPException(418, "tea"), 418, INVALID, None, None, None),
+    (ZeroDivisionError("a secret"), 500, "server_error", "internal_error", None, None),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{type(case[0]).__name__}-{case[1]}")
+def test_the_table(case: tuple[Exception, int, str, str | None, str | None, str | None]) -> None:
+    error, status, type_, code, param, retry_after = case
+    problem = problem_of(error)
+    body = json.loads(problem.encode())
+    assert problem.status == status
+    assert body == {"error": {"message": problem.message, "type": type_, "param": param, "code": code}}
+    assert problem.headers.get("retry-after") == retry_after
+    assert "secret" not in problem.message
+
+
+def test_a_request_that_reached_the_memory_limit_is_not_to_be_repeated() -> None:
+    assert problem_of(InsufficientMemoryError("m", needed=1, available=0)).headers == {
+        "x-should-retry": "false"
+    }
+
+
+def test_every_error_of_ours_is_in_the_table_or_below_one_that_is() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    for kind in kinds:
+        if issubclass(kind, PenstockError) and kind is not PenstockError:
+            below = kind.__mro__[: kind.__mro__.index(PenstockError)]
+            assert any(parent in TABLE for parent in below), kind
+
+
+def test_a_message_with_half_a_pair_can_be_sent() -> None:
+    body = json.loads(problem_of(RequestProblem(400, "was '\ud83d'", param="\ud83d")).encode())
+    assert body["error"]["message"] == "was '\\ud83d'"
+    assert body["error"]["param"] == "\\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("location", "path"),
+    [
+        (("body", "messages", 0, "content"), "messages[0].content"),
+        (("body",), ""),
+        (("query", "limit"), "limit"),
+        (("messages", 1), "messages[1]"),
+        ((), ""),
+    ],
+)
+def test_field_paths(location: tuple[Any, ...], path: str) -> None:
+    assert field_path(location) == path
+
+
+class Inner(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    content: str
+
+
+class Form(BaseModel):
+    count: int = Field(ge=1)
+    inner: list[Inner] = Field(default_factory=list)
+
+
+def failing() -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/form")
+    async def form(body: Annotated[Form, Body()]) -> int:
+        return body.count
+
+    @router.get("/items/{number}")
+    async def item(number: int) -> int:
+        return number
+
+    @router.get("/error/{index}")
+    async def error(index: int) -> None:
+        raise CASES[index][0]
+
+    return router
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({}, "count", "missing_field"),
+        ({"count": 0}, "count", "invalid_value"),
+        ({"count": 1, "inner": [{"content": "a"}, {"content": 1}]}, "inner[1].content", "invalid_value"),
+        ({"count": 1, "inner": [{"content": "a", "b": 1}]}, "inner[0].b", "unknown_field"),
+        ([1], None, "invalid_value"),
+    ],
+)
+async def test_validation_names_the_field(body: Any, param: str | None, code: str) -> None:
+    async with client_of(make_services(), failing()) as client:
+        error = error_of(await client.post("/form", json=body), 400)
+    assert (error["param"], error["code"], error["type"]) == (param, code, INVALID)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+async def test_errors_of_routes(index: int) -> None:
+    async with client_of(make_services(), failing()) as client:
+        response = await client.get(f"/error/{index}")
+    error_of(response, CASES[index][1])
+    assert response.headers.get("retry-after") == CASES[index][5]
+
+
+async def test_what_the_framework_finds() -> None:
+    async with client_of(make_services(), failing()) as client:
+        unknown = error_of(await client.get("/v1/nothing"), 404)
+        wrong = await client.get("/form")
+        path = error_of(await client.get("/items/one"), 400)
+        missing = error_of(await client.post("/form", headers={"content-type": "application/json"}), 400)
+    assert unknown["code"] == "not_found"
+    assert error_of(wrong, 405)["code"] == "method_not_allowed"
+    assert wrong.headers["allow"] == "POST"
+    assert path["param"] == "number"
+    assert missing["param"] is None
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a response, whose shape is checked to the letter."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert list(body) == ["error"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return body["error"]  # type: ignore[no-any-return]

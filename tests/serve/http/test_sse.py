@@ -1,0 +1,150 @@
+"""Streams of events: framing, errors, and what becomes of them when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import UnavailableError
+from penstock.serve.http.sse import DONE, EventStream, EventTemplate, event
+
+
+@given(st.text())
+def test_a_value_in_a_template_is_the_event_with_that_value(text: str) -> None:
+    template = EventTemplate({"a": [1, {"text": EventTemplate.HOLE}], "b": None})
+    assert template.with_value(text) == event({"a": [1, {"text": text}], "b": None})
+    assert b"\n" not in template.with_value(text)[:-2]
+
+
+class Peer:
+    """Takes a response, and may leave."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.left = asyncio.Event()
+        self.noted: list[Any] = []
+
+    def stream(self, pieces: AsyncGenerator[bytes, None]) -> EventStream:
+        return EventStream(
+            pieces, on_error=self.noted.append, on_disconnect=lambda: self.noted.append("left")
+        )
+
+    async def run(self, stream: EventStream) -> None:
+        await stream({"type": "http"}, self._receive, self._send)
+
+    async def _receive(self) -> Any:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.messages.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.messages)
+
+
+async def test_a_stream() -> None:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield event({"a": 1})
+        yield DONE
+
+    peer = Peer()
+    await peer.run(peer.stream(pieces()))
+    start, *bodies = peer.messages
+    assert start["status"] == 200
+    headers = dict(start["headers"])
+    assert headers[b"content-type"] == b"text/event-stream; charset=utf-8"
+    assert b"content-length" not in headers
+    assert peer.body == b'data: {"a":1}\n\ndata: [DONE]\n\n'
+    assert [body["more_body"] for body in bodies] == [True, True, False]
+    assert peer.noted == []
+
+
+@pytest.mark.parametrize("error", [UnavailableError("gone"), ZeroDivisionError("a secret")])
+async def test_an_error_is_the_last_event(error: Exception) -> None:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield event({"a": 1})
+        raise error
+
+    peer = Peer()
+    await peer.run(peer.stream(pieces()))
+    first, last, rest = peer.body.decode().split("\n\n")
+    assert (first, rest) == ('data: {"a":1}', "")
+    assert json.loads(last.removeprefix("data: "))["error"].keys() == {"message", "type", "param", "code"}
+    assert "secret" not in last
+    assert peer.noted == [error]
+    assert peer.messages[-1]["more_body"] is False
+
+
+async def test_whoever_leaves_ends_the_generator() -> None:
+    ended = asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b": x\n\n"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    peer = Peer()
+    running = asyncio.ensure_future(peer.run(peer.stream(pieces())))
+    while len(peer.messages) < 2:
+        await asyncio.sleep(0)
+    peer.left.set()
+    await asyncio.wait_for(running, 60)
+    assert ended.is_set()
+    assert peer.noted == ["left"]
+
+
+async def test_a_server_that_ends_ends_the_generator() -> None:
+    ended = asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b": x\n\n"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    peer = Peer()
+    running = asyncio.ensure_future(peer.run(peer.stream(pieces())))
+    while len(peer.messages) < 2:
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ended.is_set()
+
+
+async def test_a_broken_connection_is_somebody_who_left() -> None:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield b": x\n\n"
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            raise OSError("broken pipe")
+
+    peer = Peer()
+    stream = peer.stream(pieces())
+    await asyncio.wait_for(stream({"type": "http"}, peer._receive, send), 60)
+    assert peer.noted == ["left"]
+
+
+async def test_a_connection_that_is_broken_from_the_beginning() -> None:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield event("never asked for")
+
+    async def send(message: Any) -> None:
+        raise OSError("broken pipe")
+
+    peer = Peer()
+    await asyncio.wait_for(peer.stream(pieces())({"type": "http"}, peer._receive, send), 60)
+    assert peer.noted == ["left"]

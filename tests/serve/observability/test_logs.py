@@ -1,0 +1,80 @@
+"""Lines of the log: one an event, whatever a client puts into it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+
+import pytest
+
+from penstock.serve.config import ServeConfig
+from penstock.serve.observability.logs import configure_logging, log_event
+
+
+def written(form: str, level: str = "info") -> tuple[logging.Logger, io.StringIO]:
+    stream = io.StringIO()
+    configure_logging(ServeConfig(log_format=form, log_level=level), stream)
+    return logging.getLogger("penstock.serve.test"), stream
+
+
+def test_logfmt() -> None:
+    log, stream = written("logfmt")
+    log_event(log, logging.INFO, "two words", a=1, b=0.123456, c=None, d="x y", e=[1, "z"], f="", g=True)
+    time, _, rest = stream.getvalue().partition(" ")
+    assert time.startswith("time=20")
+    assert time.endswith("+00:00")
+    assert rest == 'level=info event="two words" a=1 b=0.1235 d="x y" e="[1, \\"z\\"]" f="" g=true\n'
+
+
+def test_json() -> None:
+    log, stream = written("json")
+    log_event(log, logging.WARNING, "it", a={"b": [1]}, c=None)
+    line = json.loads(stream.getvalue())
+    assert line.pop("time")
+    assert line == {"level": "warning", "event": "it", "a": {"b": [1]}}
+
+
+@pytest.mark.parametrize("form", ["logfmt", "json"])
+@pytest.mark.parametrize("text", ['a\nlevel=error event="x"', "\x1b[2J", "\u2028", "\ud83d", 'a"b=c\\', "é"])
+def test_a_client_cannot_forge_a_line(form: str, text: str) -> None:
+    log, stream = written(form)
+    log_event(log, logging.INFO, "request", user=text)
+    line = stream.getvalue()
+    assert line.isascii()
+    assert line.count("\n") == 1
+    assert line.removesuffix("\n").isprintable()
+    shown = json.loads(line)["user"] if form == "json" else json.loads(line.partition("user=")[2])
+    assert shown == text
+
+
+@pytest.mark.parametrize("form", ["logfmt", "json"])
+def test_a_traceback_is_in_its_line(form: str) -> None:
+    log, stream = written(form)
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        log.exception("failed")
+    assert stream.getvalue().count("\n") == 1
+    assert "ValueError: bad" in stream.getvalue()
+
+
+def test_levels() -> None:
+    log, stream = written("logfmt", "warning")
+    log_event(log, logging.INFO, "quiet")
+    log_event(log, logging.ERROR, "loud")
+    assert "quiet" not in stream.getvalue()
+    assert "loud" in stream.getvalue()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("closed file")])
+def test_a_stream_that_takes_nothing_stops_nobody(
+    error: Exception, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    configure_logging(ServeConfig(), Full())
+    log_event(logging.getLogger("penstock.serve.test"), logging.INFO, "lost")
+    assert capfd.readouterr() == ("", "")

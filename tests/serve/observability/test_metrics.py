@@ -1,0 +1,237 @@
+"""Metrics of a scripted workload, whose numbers are known."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.chatting import chatting
+from support.serving import StubWorker, client_of, make_services
+
+import penstock
+from penstock.serve.observability.metrics import WORKER_METRICS, Metrics, RequestMetrics
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.worker.messages import WorkerStats
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("penstock.serve.observability.request_record.time.perf_counter", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Name and labels -> value, but not when it was made."""
+    text = metrics.render().decode()
+    return {
+        sample.name + "".join(f" {key}={value}" for key, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def begin(metrics: Metrics, route: str = "/v1/completions") -> tuple[RequestRecord, RequestMetrics]:
+    now = time.perf_counter()  # perhaps a test's
+    record, observer = RequestRecord("x", "POST", route, now), metrics.request_received()
+    record.observers.append(observer)
+    return record, observer
+
+
+def test_a_request_from_its_arrival_to_its_end(clock: Clock) -> None:
+    metrics = Metrics(with_process=False)
+    record, observer = begin(metrics)
+    assert samples(metrics)["penstock_requests_in_progress"] == 1
+    clock.now += 0.3
+    record.admitted()
+    record.admitted()  # of another choice
+    clock.now += 0.4
+    record.tokens(1, choice=0)
+    clock.now += 0.02
+    record.tokens(1, choice=1)  # its first: nothing before it
+    clock.now += 0.06
+    record.tokens(4, choice=0)  # 0.08 s for four
+    record.tokens(0, choice=1)
+    record.status, record.prompt_tokens, record.cached_tokens, record.completion_tokens = 200, 10, 8, 6
+    record.finish_reasons = ["stop", "length"]
+    clock.now += 1.22
+    record.ended_at = clock.now
+    observer.finished(record)
+
+    found = samples(metrics)
+    assert found["penstock_requests_in_progress"] == 0
+    assert found["penstock_requests_total method=POST route=/v1/completions status=200"] == 1
+    assert found["penstock_queue_seconds_count"] == 1
+    assert found["penstock_queue_seconds_sum"] == pytest.approx(0.3)
+    assert found["penstock_time_to_first_token_seconds_count"] == 1
+    assert found["penstock_time_to_first_token_seconds_sum"] == pytest.approx(0.7)
+    assert found["penstock_inter_token_seconds_count"] == 4
+    assert found["penstock_inter_token_seconds_sum"] == pytest.approx(0.08)
+    assert found["penstock_inter_token_seconds_bucket le=0.01"] == 0
+    assert found["penstock_inter_token_seconds_bucket le=0.03"] == 4
+    assert found["penstock_request_seconds_sum route=/v1/completions"] == pytest.approx(2.0)
+    assert found["penstock_prompt_tokens_total"] == 10
+    assert found["penstock_cached_prompt_tokens_total"] == 8
+    assert found["penstock_completion_tokens_total"] == 6
+    assert found["penstock_finished_total reason=stop"] == 1
+    assert found["penstock_finished_total reason=length"] == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "error", "left", "status", "outcome"),
+    [
+        (200, None, False, "200", "-"),
+        (429, ("rate_limit_exceeded", 429), False, "429", "error:rate_limit_exceeded"),
+        (200, ("service_unavailable", 503), False, "503", "error:service_unavailable"),
+        (200, (None, 503), True, "499", "abort:client_disconnect"),
+        (None, None, True, "499", "abort:client_disconnect"),
+        (400, (None, 400), False, "400", "error:400"),
+    ],
+)
+def test_the_status_says_how_it_ended(
+    sent: int | None, error: tuple[str | None, int] | None, left: bool, status: str, outcome: str
+) -> None:
+    metrics = Metrics(with_process=False)
+    record, observer = begin(metrics)
+    record.status, record.client_left, record.ended_at = sent, left, record.received + 1
+    if error is not None:
+        record.failed(*error)
+    observer.finished(record)
+    assert samples(metrics)[f"penstock_requests_total method=POST route=/v1/completions status={status}"] == 1
+    assert record.outcome == outcome
+
+
+def test_what_the_worker_does() -> None:
+    stats = WorkerStats(
+        num_running=1,
+        num_waiting=2,
+        num_blocks=30,
+        num_used_blocks=4,
+        num_cached_blocks=5,
+        num_preemptions=6,
+        num_prefix_query_tokens=70,
+        num_prefix_hit_tokens=8,
+        num_prompt_tokens=90,
+        num_generated_tokens=10,
+        num_steps=11,
+        step_seconds=1.5,
+        last_batch_size=12,
+        last_batch_tokens=13,
+        num_draft_tokens=14,
+        num_accepted_draft_tokens=9,
+        num_verified_steps=7,
+    )
+    metrics, worker = Metrics(with_process=False), StubWorker(stats=stats, num_outstanding=3, num_restarts=2)
+    metrics.watch(worker)  # type: ignore[arg-type]
+    found = samples(metrics)
+    assert {one.name: found[one.name] for one in WORKER_METRICS} == {
+        "penstock_worker_up": 1,
+        "penstock_worker_restarts_total": 2,
+        "penstock_requests_outstanding": 3,
+        "penstock_requests_running": 1,
+        "penstock_requests_waiting": 2,
+        "penstock_batch_size": 12,
+        "penstock_batch_tokens": 13,
+        "penstock_steps_total": 11,
+        "penstock_step_seconds_total": 1.5,
+        "penstock_preemptions_total": 6,
+        "penstock_kv_blocks": 30,
+        "penstock_kv_blocks_used": 4,
+        "penstock_kv_blocks_cached": 5,
+        "penstock_prefix_cache_queries_total": 70,
+        "penstock_prefix_cache_hits_total": 8,
+        "penstock_prefilled_tokens_total": 90,
+        "penstock_generated_tokens_total": 10,
+        "penstock_draft_tokens_total": 14,
+        "penstock_draft_tokens_accepted_total": 9,
+        "penstock_draft_verifications_total": 7,
+    }
+    worker.state, worker.stats = "restarting", WorkerStats()
+    assert samples(metrics)["penstock_worker_up"] == 0
+    assert samples(metrics)["penstock_kv_blocks"] == 0
+
+
+def test_every_metric_is_explained() -> None:
+    metrics = Metrics()
+    metrics.watch(StubWorker())  # type: ignore[arg-type]
+    explained = sys.modules[Metrics.__module__].__doc__ or ""
+    of_worker = {one.name for one in WORKER_METRICS}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        if family.name.endswith("_created"):  # when a counter began
+            continue
+        assert family.documentation
+        known = family.name in explained or {family.name, f"{family.name}_total"} & of_worker
+        assert known or family.name.startswith("process_"), family.name
+
+
+def test_build_and_start() -> None:
+    metrics = Metrics()
+    metrics.describe_build(model="demo", isa="avx2")
+    metrics.report_startup([("load weights", 0.5)])
+    found = samples(metrics)
+    assert found[f"penstock_build_info isa=avx2 model=demo version={penstock.__version__}"] == 1
+    assert found["penstock_startup_seconds phase=load weights"] == 0.5
+    assert found["process_resident_memory_bytes"] > 0
+
+
+async def test_a_scripted_workload() -> None:
+    """Probes are not counted, unknown paths share one label, and applications share nothing."""
+    services, other = make_services(api_key=("k",)), make_services()
+    key = {"authorization": "Bearer k"}
+    async with client_of(services) as client:
+        for _ in range(3):
+            await client.get("/health")
+        await client.get("/v1/models", headers=key)
+        for number in range(5):
+            await client.get(f"/nowhere/{number}", headers=key)
+        await client.get("/v1/models")
+        await client.request("BREW", "/v1/models", headers=key)
+    found = {name: value for name, value in samples(services.metrics).items() if "requests_total" in name}
+    assert found == {
+        "penstock_requests_total method=GET route=/v1/models status=200": 1,
+        "penstock_requests_total method=GET route=unmatched status=404": 5,
+        "penstock_requests_total method=GET route=unmatched status=401": 1,
+        "penstock_requests_total method=other route=/v1/models status=405": 1,
+    }
+    assert samples(services.metrics)["penstock_requests_in_progress"] == 0
+    assert not any("requests_total" in name for name in samples(other.metrics))
+
+
+async def test_what_a_served_workload_adds_up_to() -> None:
+    """Through routes and scheduler, of a model that always says ``Hello!`` and its end: seven tokens."""
+    async with chatting() as server:
+        server.services.metrics.watch(server.services.worker)
+        await server.complete(prompt="abc", max_tokens=50)
+        await server.complete(prompt=["abcd", "ab"], n=2, max_tokens=3)
+        stream = await server.post("/v1/completions", prompt="abcde", stream=True, max_tokens=50)
+        assert stream.text.endswith("data: [DONE]\n\n")
+        assert (await server.post("/v1/completions", prompt="a", temperature=9)).status_code == 400
+        assert (await server.post("/v1/completions", prompt="a", model="x")).status_code == 404
+        found = samples(server.services.metrics)
+    route = "penstock_requests_total method=POST route=/v1/completions status="
+    assert {name: value for name, value in found.items() if name.startswith(route)} == {
+        f"{route}200": 3,
+        f"{route}400": 1,
+        f"{route}404": 1,
+    }
+    assert found["penstock_prompt_tokens_total"] == 3 + 4 + 2 + 5
+    assert found["penstock_completion_tokens_total"] == 7 + 4 * 3 + 7
+    assert found["penstock_finished_total reason=stop"] == 2
+    assert found["penstock_finished_total reason=length"] == 4
+    assert found["penstock_queue_seconds_count"] == 3
+    assert found["penstock_time_to_first_token_seconds_count"] == 3
+    assert found["penstock_inter_token_seconds_count"] <= 6 + 4 * 2 + 6
+    assert found["penstock_request_seconds_count route=/v1/completions"] == 5
+    assert found["penstock_requests_in_progress"] == 0
+    assert found["penstock_requests_outstanding"] == 0
+    assert found["penstock_generated_tokens_total"] == 7 + 4 * 3 + 7
+    assert found["penstock_worker_up"] == 1

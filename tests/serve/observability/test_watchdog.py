@@ -1,0 +1,92 @@
+"""What the watchdog reports."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from support.serving import StubWorker
+
+from penstock.serve.observability.watchdog import Watchdog
+from penstock.worker.messages import WorkerStats
+
+
+class Watched:
+    """A watchdog that looks when it is told to, by a clock that a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("penstock.serve.observability.watchdog.time.perf_counter", lambda: self.now)
+        caplog.set_level("INFO")
+        self.caplog = caplog
+        self.worker = StubWorker()
+        self.watchdog = Watchdog(self.worker, limit=10)  # type: ignore[arg-type]
+
+    def look(self, at: float) -> list[tuple[str, Any]]:
+        """Level and fields of what is reported at a time."""
+        self.now = at
+        self.caplog.clear()
+        self.watchdog.look()
+        return [(record.levelname, record.fields) for record in self.caplog.records]  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Watched:
+    return Watched(monkeypatch, caplog)
+
+
+def test_an_idle_worker_is_left_alone(watched: Watched) -> None:
+    assert [watched.look(second) for second in range(0, 100, 5)] == [[]] * 20
+
+
+def test_a_worker_that_goes_on_is_left_alone(watched: Watched) -> None:
+    watched.worker.num_outstanding = 3
+    for second in range(0, 100, 5):
+        watched.worker.stats = WorkerStats(num_steps=second)
+        assert watched.look(second) == []
+
+
+def test_a_worker_that_stands_still_is_reported_now_and_then(watched: Watched) -> None:
+    watched.look(0)
+    watched.worker.num_outstanding = 3
+    watched.worker.stats = WorkerStats(num_steps=7, num_waiting=2, num_used_blocks=5)
+    assert watched.look(1) == []
+    assert watched.look(10.5) == []
+    [(level, fields)] = watched.look(11)
+    assert level == "ERROR"
+    assert (fields["for_s"], fields["num_steps"], fields["num_waiting"]) == (10, 7, 2)
+    assert fields["num_used_blocks"] == 5
+    assert fields["outstanding"] == 3
+    assert watched.look(20) == []
+    assert len(watched.look(21)) == 1
+    watched.worker.num_outstanding = 0
+    assert watched.look(40) == []
+
+
+def test_time_without_work_does_not_count(watched: Watched) -> None:
+    watched.look(0)
+    watched.look(50)
+    watched.worker.num_outstanding = 1
+    assert watched.look(55) == []
+    assert len(watched.look(61)) == 1
+
+
+def test_a_death_and_what_came_of_it(watched: Watched) -> None:
+    watched.worker.state, watched.worker.num_restarts = "restarting", 1
+    [(level, fields)] = watched.look(1)
+    assert (level, fields["state"], fields["was"], fields["restarts"]) == ("ERROR", "restarting", "ready", 1)
+    assert watched.look(2) == []
+    watched.worker.state = "ready"
+    [(level, fields)] = watched.look(3)
+    assert (level, fields["state"]) == ("INFO", "ready")
+
+
+async def test_it_looks_again_and_again(watched: Watched) -> None:
+    watchdog = Watchdog(watched.worker, limit=10, interval=0.001)  # type: ignore[arg-type]
+    task = asyncio.create_task(watchdog.run())
+    await asyncio.sleep(0.02)
+    watched.worker.state = "restarting"
+    while not watched.caplog.records:
+        await asyncio.sleep(0.001)
+    task.cancel()

@@ -1,0 +1,178 @@
+"""Values are told from text that is none as json.loads and ast.literal_eval tell them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.call_formats import pieces
+from support.random_draws import examples
+
+from penstock.serve.parsers.json_scanner import MAX_DEPTH, JsonScanner
+from penstock.serve.parsers.python_scanner import PythonScanner
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=12,
+)
+TOKENS = [
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    ",",
+    ":",
+    " ",
+    "\\",
+    "\\n",
+    "\\u12",
+    "ab",
+    "1",
+    "-",
+    ".5",
+    "e9",
+    "0",
+    "true",
+    "null",
+]
+PYTHON_TOKENS = [
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "'",
+    ",",
+    ":",
+    " ",
+    "\\",
+    "\\x41",
+    "ab",
+    "1",
+    "-",
+    ".5",
+    "_1",
+    "True",
+    "None",
+    "\t",
+    "(",
+    ")",
+    "\\0",
+]
+
+
+def fed(value: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> tuple[str, bool, int]:
+    """(what came out, whether the value is whole, how much of the text it took)."""
+    out, taken = "", 0
+    for piece in pieces(text, sizes):
+        end, written = value.feed(piece)
+        out += written
+        taken += end
+        if value.done or value.broken:
+            break
+    return out, value.done and not value.broken, taken
+
+
+@settings(max_examples=examples(80))
+@given(VALUES, SIZES, st.booleans(), st.sampled_from([None, 2]))
+def test_json_is_passed_on_unchanged(value: Any, sizes: list[int], ascii: bool, indent: int | None) -> None:
+    text = json.dumps(value, ensure_ascii=ascii, indent=indent)
+    assert fed(JsonScanner(), f"{text} rest", sizes) == (text, True, len(text))
+
+
+@settings(max_examples=examples(250))
+@given(st.lists(st.sampled_from(TOKENS), max_size=10).map("".join), SIZES)
+def test_anything_else_is_refused(text: str, sizes: list[int]) -> None:
+    out, is_whole, taken = fed(JsonScanner(), f"{text}\n", sizes)
+    try:
+        expected, end = json.JSONDecoder().raw_decode(text.lstrip())
+    except json.JSONDecodeError:
+        expected, end = None, -1
+    if is_whole:
+        assert json.loads(out) == expected
+        assert taken - (len(text) - len(text.lstrip())) == end
+    else:
+        assert end == -1 or _goes_on_as_a_number(text.lstrip(), end)
+
+
+def _goes_on_as_a_number(text: str, end: int) -> bool:
+    """json.JSONDecoder takes "1" of "1-1"; what looks like a number to its end must be one here."""
+    return text[end : end + 1] != "" and text[end] in "0123456789+-.eE" and text[0] in "-0123456789"
+
+
+def test_control_characters_are_escaped() -> None:
+    assert fed(JsonScanner(), '{"a": "b\n\x00"}', [1]) == ('{"a": "b\\n\\u0000"}', True, 12)
+
+
+def test_depth_is_limited() -> None:
+    text = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    assert fed(JsonScanner(), text, [1000]) == (text, True, len(text))
+    assert not fed(JsonScanner(), f"[{text}]", [1000])[1]
+    assert fed(PythonScanner(), text, [1000]) == (text, True, len(text))
+    assert not fed(PythonScanner(), f"[{text}]", [1000])[1]
+
+
+@settings(max_examples=examples(80))
+@given(VALUES, SIZES)
+def test_python_literals_become_json(value: Any, sizes: list[int]) -> None:
+    out, is_whole, taken = fed(PythonScanner(), f"{value!r})", sizes)
+    assert is_whole
+    assert json.loads(out) == value
+    assert taken == len(repr(value))
+
+
+@settings(max_examples=examples(250))
+@given(st.lists(st.sampled_from(PYTHON_TOKENS), max_size=10).map("".join), SIZES)
+@example('"\\{"', [1])
+def test_what_is_taken_for_python_is_python(text: str, sizes: list[int]) -> None:
+    out, is_whole, taken = fed(PythonScanner(), f"{text})", sizes)
+    if is_whole and "\\N" not in text:  # Python has names of characters behind it; here it stands for itself
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python warns of escapes that it does not know, such as "\\{"
+            expected = ast.literal_eval(f"{text})"[:taken].strip())
+        assert json.loads(out) == _lists(expected)
+
+
+def _lists(value: Any) -> Any:
+    """The value with lists for tuples, as JSON has it."""
+    if isinstance(value, list | tuple):
+        return [_lists(one) for one in value]
+    return {key: _lists(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"'\x41\u00e9\U0001f600\n\'\d'", "A\u00e9\U0001f600\n'\\d"),
+        (r"'\ud83d\ude00'", "\U0001f600"),
+        (r"'\0\12\1234\8'", "\0\nS4\\8"),
+        ("(1)", 1),
+        ("('a')", "a"),
+        ("((1), [(2)], (3,), ((4,)), {'a': ('b')})", [1, [2], [3], [4], {"a": "b"}]),
+        ("(1, 2,)", [1, 2]),
+        ("{'a': (), \"b\": [True, None, false]}", {"a": [], "b": [True, None, False]}),
+        ("1_000", 1000),
+        (".5", 0.5),
+        ("+3", 3),
+    ],
+)
+def test_python_values(text: str, value: Any) -> None:
+    out, is_whole, _ = fed(PythonScanner(), f"{text} ", [1])
+    assert is_whole
+    assert json.loads(out) == value
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "f(1)", "{1: 2}", "{'a'}", "a", "lambda", "1 2]", "--1"])
+def test_what_is_no_python_literal(text: str) -> None:
+    value = PythonScanner()
+    assert not fed(value, f"[{text}]", [1])[1]

@@ -1,0 +1,183 @@
+"""Log probabilities: the rows of a forward against numpy, and requests against each request alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import oracle, oracle_logits
+from support.random_draws import examples
+from support.running import context_of, open_pipeline, random_tokens
+from support.tiny_llm import VOCABULARY, write_tiny_llm
+
+from penstock import log_probabilities
+from penstock.architectures.model import ModelOutputs
+from penstock.log_probabilities import compute_log_probabilities
+from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines.core import LogProbabilities, SamplingParams, TextContext
+
+PROMPT = random_tokens(45, VOCABULARY, seed=8)
+
+
+def expected(row: np.ndarray, token: int, top_n: int) -> tuple[float, dict[int, float]]:
+    scores = row.astype(np.float64) - np.log(np.exp(row.astype(np.float64) - row.max()).sum()) - row.max()
+    best = np.argsort(-scores, kind="stable")[:top_n]
+    return scores[token], {int(i): scores[i] for i in best} | {token: scores[token]}
+
+
+@settings(max_examples=examples(60))
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9), st.booleans()), min_size=1, max_size=5),
+    seed=st.integers(0, 1000),
+    cells=st.sampled_from([1, 50, 1 << 23]),
+)
+def test_rows_of_any_batch(rows: list[tuple[int, int, bool]], seed: int, cells: int) -> None:
+    """(input tokens, top n, echo) a sequence; a sequence that does not echo has one row of logits."""
+    random, vocabulary = np.random.default_rng(seed), 8
+    counts = [length if echo else 1 for length, _, echo in rows]
+    logits = random.normal(0, 3, (sum(counts), vocabulary)).astype(np.float32)
+    tokens = random.integers(0, vocabulary, sum(length for length, _, _ in rows))
+    nexts = random.integers(0, vocabulary, len(rows))
+    inputs: Any = SimpleNamespace(
+        tokens=torch.from_numpy(tokens),
+        row_offsets=torch.tensor(np.cumsum([0, *(length for length, _, _ in rows)])),
+        logit_offsets=torch.tensor(np.cumsum([0, *counts])),
+    )
+    before, log_probabilities._MAX_CELLS = log_probabilities._MAX_CELLS, cells
+    try:
+        result = compute_log_probabilities(
+            inputs,
+            ModelOutputs(logits=torch.from_numpy(logits)),
+            torch.from_numpy(nexts),
+            [top_n for _, top_n, _ in rows],
+            [echo for _, _, echo in rows],
+        )
+    finally:
+        log_probabilities._MAX_CELLS = before
+    row, first = 0, 0
+    for (length, top_n, echo), count, entry, last in zip(rows, counts, result, nexts, strict=True):
+        if top_n == 0:
+            assert entry is None
+        else:
+            assert entry is not None
+            targets = [*tokens[first + 1 : first + length], last] if echo else [last]
+            truth = [expected(logits[row + i], int(t), top_n) for i, t in enumerate(targets)]
+            assert entry.token_log_probabilities == pytest.approx([value for value, _ in truth], abs=1e-5)
+            for found, (_, top) in zip(entry.top_log_probabilities, truth, strict=True):
+                assert found == pytest.approx(top, abs=1e-5)
+                assert list(found) == list(top), "the best first"
+        row, first = row + count, first + length
+
+
+def test_bfloat16_logits_are_looked_at_in_float32() -> None:
+    inputs: Any = SimpleNamespace(row_offsets=torch.tensor([0, 1]), logit_offsets=torch.tensor([0, 1]))
+    logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    (entry,) = compute_log_probabilities(inputs, ModelOutputs(logits=logits), torch.tensor([7]), [1], [False])
+    assert entry is not None
+    value, _ = expected(logits[0].float().numpy(), 7, 1)
+    assert entry.token_log_probabilities == pytest.approx([value], abs=1e-5)
+
+
+def test_cut_keeps_the_best_and_the_token() -> None:
+    rows = LogProbabilities([-3.0, -0.5], [{4: -1.0, 2: -2.0, 9: -3.0}, {7: -0.5, 1: -1.5}])
+    assert rows.cut(0, [9, 7]) == LogProbabilities([-3.0, -0.5], [{9: -3.0}, {7: -0.5}])
+    assert rows.cut(1, [9, 7]) == LogProbabilities([-3.0, -0.5], [{4: -1.0, 9: -3.0}, {7: -0.5}])
+    assert rows.cut(5, [9, 7]) == rows
+
+
+# Requests, in deterministic mode bit for bit.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llm(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pipeline(model: Path) -> TextGenerationPipeline:
+    return open_pipeline(model, deterministic=True, kv_cache_block_size=16)
+
+
+def scored(echo: bool, salt: str, **params: Any) -> TextContext:
+    """Only contexts of the same ``salt`` find each other's blocks."""
+    return context_of(
+        PROMPT,
+        max_new=6,
+        log_probabilities=3,
+        log_probabilities_echo=echo,
+        cache_salt=salt,
+        sampling_params=SamplingParams(temperature=0.9, top_k=50, seed=4, **params),
+    )
+
+
+def run(
+    pipeline: TextGenerationPipeline,
+    context: TextContext,
+    others: list[TextContext] | None = None,
+    chunks: list[int] | None = None,
+    preempt_after: int | None = None,
+) -> list[tuple[int, LogProbabilities | None]]:
+    """The tokens of ``context`` and their log probabilities."""
+    result: list[tuple[int, LogProbabilities | None]] = []
+    mates = {other.request_id: other for other in others or []}
+    chunks = list(chunks or [])
+    while not context.is_done:
+        if chunks:
+            pipeline.kv.claim(context)
+            context.set_token_indices(active_idx=context.start_idx + chunks.pop(0))
+        responses = pipeline.execute({**mates, context.request_id: context})
+        result += [(int(t.next_token), t.log_probabilities) for t in responses[context.request_id].tokens]
+        for request_id in [name for name, other in mates.items() if other.is_done]:
+            pipeline.release(mates.pop(request_id))
+        if preempt_after == len(result):
+            pipeline.release(context)
+            context.reset()
+            preempt_after = None
+    for one in (context, *mates.values()):
+        pipeline.release(one)
+    return result
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_alone_batched_chunked_cached_and_preempted_are_equal(
+    echo: bool, pipeline: TextGenerationPipeline
+) -> None:
+    alone = run(pipeline, scored(echo, "first"))
+    assert len(alone) == 6
+    cached = scored(echo, "first")
+    assert run(pipeline, cached) == alone
+    assert cached.num_cached_tokens == (0 if echo else 32), "who echoes reads no cache"
+    mates = [
+        context_of(random_tokens(9, VOCABULARY, seed=i), max_new=4, log_probabilities=i) for i in range(5)
+    ]
+    assert run(pipeline, scored(echo, "batched"), others=mates) == alone
+    assert run(pipeline, scored(echo, "chunked"), chunks=[7, 1, 30]) == alone
+    assert run(pipeline, scored(echo, "preempted"), chunks=[44, 1], preempt_after=3) == alone
+
+
+def test_they_are_the_models_own_whatever_the_sampling(pipeline: TextGenerationPipeline, model: Path) -> None:
+    rules: dict[str, Any] = {
+        "repetition_penalty": 1.9,
+        "frequency_penalty": 1.0,
+        "logit_bias": {5: 30.0},
+        "banned_token_ids": [6],
+        "min_new_tokens": 5,
+    }
+    tokens, rows = zip(*run(pipeline, scored(True, "rules", **rules)), strict=True)
+    scores = torch.log_softmax(oracle_logits(oracle(model), [*PROMPT, *tokens]), -1).numpy()
+    joined = [value for row in rows for value in row.token_log_probabilities]
+    assert len(joined) == len(PROMPT) - 1 + 6
+    text = [*PROMPT, *tokens]
+    truth = [scores[i, token] for i, token in enumerate(text[1:])]
+    np.testing.assert_allclose(joined, truth, atol=2e-4)
+    tops = [top for row in rows for top in row.top_log_probabilities]
+    for i, top in enumerate(tops):
+        assert text[i + 1] in top
+        assert len(top) in (3, 4)
+        assert max(top, key=lambda token: top[token]) == scores[i].argmax()

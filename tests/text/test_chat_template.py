@@ -1,0 +1,333 @@
+"""Chat templates: the text that transformers makes, for every real template there is; what is refused."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import CheckpointError, ConfigError, InputError, UnsupportedFeatureError
+from penstock.text.chat_template import ChatTemplate, find_templates
+
+TEMPLATES = Path(__file__).resolve().parents[3] / "shared" / "data" / "chat_templates"
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather in a <city>, é",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "c"}},
+            "required": ["city"],
+        },
+    },
+}
+CALL = {
+    "id": "call12345",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"city": "Zürich"}},
+}
+CALL_AS_TEXT = {**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'}}
+RESULT = {"role": "tool", "content": "12 °C", "tool_call_id": "call12345", "name": "get_weather"}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "one turn": [user("Is 1 < 2 & 'é'?")],
+    "system": [SYSTEM, user(" hello\n")],
+    "turns": [SYSTEM, user("a"), assistant("b"), user("c")],
+    "ends with the assistant": [user("a"), assistant(" b ")],
+    "two of the user": [user("a"), user("b")],
+    "tool call": [user("w?"), assistant(None, tool_calls=[CALL]), RESULT],
+    "tool call as text": [user("w?"), assistant("", tool_calls=[CALL_AS_TEXT]), RESULT, user("thanks")],
+    "reasoning": [user("a"), assistant("<think>\nhm\n</think>\n\nb", reasoning_content="hm"), user("c")],
+    "parts": [user(PARTS)],
+    "no content": [user(None)],
+    "an unknown role": [{"role": "wizard", "content": "x"}],
+    "a role without content": [{"role": "user"}],
+}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"add_generation_prompt": False},
+    {"enable_thinking": False, "functions": "[]", "datetime": "noon"},
+    {"continue_final_message": True},
+]
+
+
+def real_templates() -> dict[str, str]:
+    files = [path for path in sorted(TEMPLATES.rglob("*.jinja*")) if path.is_file()]
+    found = {f"{path.parent.name}/{path.stem}": path.read_text() for path in files}
+    lines = TEMPLATES / "ollama" / "templates.jsonl"
+    for index, line in enumerate(lines.read_text().splitlines() if lines.is_file() else []):
+        found |= {f"ollama/{index} {name}": text for name, text in json.loads(line or "{}").items()}
+    return found
+
+
+@pytest.mark.parametrize(("name", "source"), real_templates().items(), ids=real_templates())
+def test_the_text_is_that_of_transformers(name: str, source: str) -> None:
+    template = ChatTemplate({"default": source}, SPECIAL_TOKENS, name)
+    texts = 0
+    for label, messages in CHATS.items():
+        for tools in (None, [TOOL]):
+            for options in OPTIONS:
+                # Older versions of transformers leave None as it is; it is an empty string in newer ones.
+                filled = [
+                    {**one, "content": ""} if one.get("content", "") is None else one for one in messages
+                ]
+                expected = transformers_text(source, filled, tools, options)
+                assert our_text(template, messages, tools, options) == expected, (label, bool(tools), options)
+                texts += expected is not None
+    assert texts > 0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ {'a': 'é<>&', 'b': [1]} | tojson }} {{ {'b': 1, 'a': 2} | tojson(indent=2, sort_keys=true) }}",
+        "{{ [1, 2] | tojson(separators=(',', ':')) }} {{ 'é' | tojson(ensure_ascii=true) }}",
+        "{% for i in range(5) %}{% if i == 2 %}{% continue %}{% endif %}{% if i == 4 %}{% break %}{% endif %}"
+        "{{ i }}{% endfor %}",
+        "a {% generation %}b{% set x = 1 %}{{ messages[0].content }}{% endgeneration %} [{{ x }}]",
+        "  {% if true %}\n  x\n  {% endif %}\n{# c #}\ny\n",
+        "{{ bos_token }}{{ eos_token }}{{ sep_token is defined }}{{ documents is none }}{{ tools is none }}",
+        "{{ add_generation_prompt }}{{ undefined_name }}{{ undefined_name is defined }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ 1 / 0 }}",
+        "{{ undefined_name.attribute }}",
+        "{{ undefined_name | tojson }}",
+        "{{ range(99999999) | list | length }}",
+        "{{ messages[-1].content }} and {{ messages[-1].content | length }}",
+        "{{ messages[-1].content | upper }}",
+    ],
+)
+def test_small_templates_are_as_in_transformers(source: str) -> None:
+    template = ChatTemplate({"default": source}, SPECIAL_TOKENS, "test")
+    for options in ({}, {"add_generation_prompt": False}):
+        expected = transformers_text(source, [user("hi")], None, options)
+        assert our_text(template, [user("hi")], None, options) == expected
+
+
+def test_the_date_is_todays() -> None:
+    template = ChatTemplate({"default": "{{ strftime_now('%Y') }}"}, {}, "test")
+    assert template.render([user("x")]) in (str(datetime.now().year), str(datetime.now().year - 1))
+
+
+def test_the_templates_words_are_in_the_error() -> None:
+    template = ChatTemplate({"default": "{{ raise_exception('Roles must alternate') }}"}, {}, "test")
+    with pytest.raises(InputError, match="cannot render these messages: Roles must alternate"):
+        template.render([user("x")])
+
+
+def test_options_go_over_the_defaults() -> None:
+    template = ChatTemplate(
+        {"default": "{{ add_generation_prompt }} {{ style }} {{ eos_token }}"}, SPECIAL_TOKENS, "test"
+    )
+    assert template.render([user("x")]) == "True  </s>"
+    options = {"add_generation_prompt": False, "style": "brief", "eos_token": "!"}
+    assert template.render([user("x")], None, options) == "False brief !"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize", "return_tensors"])
+def test_options_that_are_no_variables_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"cannot set {name}"):
+        ChatTemplate({"default": "x"}, {}, "test").render([user("x")], None, {name: 1})
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "expected"),
+    [
+        ("[{{ messages[-1].content }}] end", " ab \n", "[ ab \n"),
+        ("[{{ messages[-1].content | trim }}] end", " ab \n", "[ab"),
+        ("[{{ messages[-1].content }}] a end", "a", "[a"),
+        ("[{{ messages[-1].content[0].text }}]", [{"type": "text", "text": "a"}], "[a"),
+    ],
+)
+def test_the_final_message_stays_open(source: str, content: Any, expected: str) -> None:
+    template = ChatTemplate({"default": source}, {}, "test")
+    assert (
+        template.render([user("q"), assistant(content)], None, {"continue_final_message": True}) == expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "options", "message"),
+    [
+        ("{{ messages | length }}", "a", {}, "does not show the last message"),
+        ("{{ messages[-1].content }}", [], {}, "needs a last message with text"),
+        ("{{ messages[-1].content }}", [{"type": "text"}], {}, "needs a last message with text"),
+        ("{{ messages[-1].content }}", "a", {"add_generation_prompt": True}, "exclude each other"),
+    ],
+)
+def test_a_final_message_that_cannot_stay_open(
+    source: str, content: Any, options: dict[str, Any], message: str
+) -> None:
+    template = ChatTemplate({"default": source}, {}, "test")
+    with pytest.raises(InputError, match=message):
+        template.render([assistant(content)], None, {"continue_final_message": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages is empty"),
+        (["hi"], r"messages\[0\] is 'hi'"),
+        ([user("x"), {"content": "x"}], r"messages\[1\]"),
+    ],
+)
+def test_what_is_no_message(messages: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ChatTemplate({"default": "x"}, {}, "test").render(messages)
+
+
+class TestNamedTemplates:
+    def test_tools_choose_theirs(self) -> None:
+        template = ChatTemplate({"default": "D", "tool_use": "T"}, {}, "test")
+        assert (template.render([user("x")]), template.render([user("x")], [TOOL])) == ("D", "T")
+
+    def test_without_a_default_there_must_be_tools(self) -> None:
+        template = ChatTemplate({"rag": "R", "tool_use": "T"}, {}, "test")
+        assert template.render([user("x")], [TOOL]) == "T"
+        with pytest.raises(InputError, match="no default chat template, only rag, tool_use"):
+            template.render([user("x")])
+
+    def test_files_go_before_the_configuration(self, tmp_path: Path) -> None:
+        config = {"chat_template": [{"name": "default", "template": "C"}, {"name": "rag", "template": "R"}]}
+        assert find_templates(tmp_path, config) == {"default": "C", "rag": "R"}
+        (tmp_path / "chat_template.jinja").write_text("F é", encoding="utf-8")
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+        assert find_templates(tmp_path, config) == {"default": "F é", "rag": "R", "tool_use": "T"}
+        assert find_templates(tmp_path, {"chat_template": "C"}) == {"default": "F é", "tool_use": "T"}
+
+    def test_no_template(self, tmp_path: Path) -> None:
+        assert find_templates(tmp_path, {}) == {}
+
+    @pytest.mark.parametrize("value", [1, {"default": "x"}, ["x"], [{"name": "x"}]])
+    def test_a_damaged_configuration(self, value: object, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match=r"tokenizer_config.json: chat_template is neither"):
+            find_templates(tmp_path, {"chat_template": value})
+
+
+class TestGivenTemplates:
+    @pytest.mark.parametrize("name", ["given.jinja", "given.txt"])
+    def test_jinja(self, name: str, tmp_path: Path) -> None:
+        (tmp_path / name).write_text("{{ bos_token }}{{ messages[0].content }}")
+        assert ChatTemplate.from_file(tmp_path / name, SPECIAL_TOKENS).render([user("x")]) == "<s>x"
+
+    def test_json(self, tmp_path: Path) -> None:
+        (tmp_path / "t.json").write_text(json.dumps({"chat_template": "J"}))
+        assert ChatTemplate.from_file(tmp_path / "t.json", {}).render([user("x")]) == "J"
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            ("t.jinja", "a\n{% if %}", "error in line 2"),
+            ("t.json", "{}", "not a JSON object with a chat_template"),
+            ("t.json", "[", "not a JSON object with a chat_template"),
+            ("t.json", '{"chat_template": 3}', "not a JSON object with a chat_template"),
+        ],
+    )
+    def test_a_mistake_is_found_at_once(self, name: str, text: str, message: str, tmp_path: Path) -> None:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            ChatTemplate.from_file(tmp_path / name, {})
+
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"chat_template: cannot read .*none\.jinja"):
+            ChatTemplate.from_file(tmp_path / "none.jinja", {})
+
+
+@pytest.mark.parametrize("tools", ["get_weather", [1], {"type": "function"}, 5])
+def test_what_is_no_list_of_tools(tools: Any) -> None:
+    with pytest.raises(InputError, match="tools must be a list of objects, was"):
+        ChatTemplate({"default": "x"}, {}, "x").render([{"role": "user"}], tools)
+
+
+def test_what_are_no_options() -> None:
+    with pytest.raises(InputError, match="chat_template_options must be names and values, was 'x'"):
+        ChatTemplate({"default": "x"}, {}, "x").render([{"role": "user"}], options="x")  # type: ignore[arg-type]
+
+
+def test_a_template_that_is_nested_too_deeply() -> None:
+    with pytest.raises(CheckpointError, match="the chat template 'default' is nested too deeply"):
+        ChatTemplate({"default": "{{" + "(" * 5000 + "}}"}, {}, "x").render([{"role": "user"}])
+
+
+def test_a_mistake_in_a_checkpoints_template_names_the_checkpoint() -> None:
+    with pytest.raises(CheckpointError, match=r"folder: the chat template .* has an error in line 1"):
+        ChatTemplate({"default": "{% endif %}"}, {}, "folder").render([user("x")])
+
+
+class TestRequests:
+    def test_a_template_of_strings_gets_the_parts_joined(self) -> None:
+        template = ChatTemplate({"default": "<{{ messages[0].content }}>"}, {}, "test")
+        assert not template.takes_parts
+        assert template.render_request([user(PARTS)]) == "<a\nb>"
+        assert template.render_request([user("a")]) == "<a>"
+
+    def test_a_template_of_parts_gets_parts(self) -> None:
+        source = (
+            "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+        )
+        template = ChatTemplate({"default": source}, {}, "test")
+        assert template.takes_parts
+        assert template.render_request([user(PARTS)]) == "ab"
+
+    @pytest.mark.parametrize("kind", ["image_url", "image", "input_audio", "video"])
+    def test_what_is_not_text_is_named(self, kind: str) -> None:
+        with pytest.raises(UnsupportedFeatureError, match=f"content of type {kind} is not supported"):
+            ChatTemplate({"default": "x"}, {}, "test").render_request([user([{"type": kind}])])
+
+    @pytest.mark.parametrize(
+        "content", [3, [3], [{"text": "x"}], [{"type": "text"}], [{"type": "text", "text": 3}]]
+    )
+    def test_what_is_no_content(self, content: object) -> None:
+        with pytest.raises(InputError, match=r"a message's content is text|a part of a message is"):
+            ChatTemplate({"default": "x"}, {}, "test").render_request([user(content)])
+
+
+def our_text(template: ChatTemplate, messages: Any, tools: Any, options: dict[str, Any]) -> str | None:
+    """None where it raises."""
+    try:
+        return template.render(messages, tools, options)
+    except InputError:
+        return None
+
+
+def transformers_text(source: str, messages: Any, tools: Any, options: dict[str, Any]) -> str | None:
+    """None where it raises."""
+    generation = not options.get("continue_final_message", False)
+    try:
+        return reference().apply_chat_template(  # type: ignore[no-any-return]
+            messages,
+            tools,
+            chat_template=source,
+            tokenize=False,
+            **{"add_generation_prompt": generation, **options},
+        )
+    except Exception:
+        return None
+
+
+@cache
+def reference() -> Any:
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models
+
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **SPECIAL_TOKENS)

@@ -1,0 +1,192 @@
+"""What is read from a checkpoint's tokenizer files, and what is wrong with damaged ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import CheckpointError, MissingDependencyError
+from penstock.text.tokenizer_files import read_tokenizer_files
+
+
+@pytest.fixture
+def folder(tmp_path: Path, shared_data: Path) -> Path:
+    """A copy of a small checkpoint's tokenizer: ``</s>`` is 2, there are 512 tokens."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(shared_data / "models" / "stories260K" / name, tmp_path)
+    return tmp_path
+
+
+class TestEndsOfSequence:
+    def test_all_files_add_theirs(self, folder: Path) -> None:
+        write(folder / "config.json", eos_token_id=5)
+        write(folder / "generation_config.json", eos_token_id=[7, 2, 6])
+        assert read_tokenizer_files(folder).eos_token_ids == (2, 7, 6, 5)
+
+    def test_of_a_model_of_several_modalities(self, folder: Path) -> None:
+        write(folder / "config.json", text_config={"eos_token_id": [9], "max_position_embeddings": 64})
+        files = read_tokenizer_files(folder)
+        assert (files.eos_token_ids, files.max_length) == ((2, 9), 64)
+
+    def test_there_may_be_none(self, folder: Path) -> None:
+        change(folder, eos_token=None)
+        assert read_tokenizer_files(folder).eos_token_ids == ()
+
+    @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+    @pytest.mark.parametrize("value", ["</s>", [2, 2.5], True])
+    def test_what_is_no_token_id(self, name: str, value: object, folder: Path) -> None:
+        write(folder / name, eos_token_id=value)
+        with pytest.raises(CheckpointError, match=rf"{name}: eos_token_id must be a token id"):
+            read_tokenizer_files(folder)
+
+
+class TestLimits:
+    def test_the_model_goes_before_the_tokenizer(self, folder: Path) -> None:
+        assert read_tokenizer_files(folder).max_length == 512
+        write(folder / "config.json", max_position_embeddings=128, vocab_size=600)
+        files = read_tokenizer_files(folder)
+        assert (files.max_length, files.vocab_size) == (128, 600)
+
+    def test_a_limit_that_is_none(self, folder: Path) -> None:
+        change(folder, model_max_length=1000000000000000019884624838656)
+        assert read_tokenizer_files(folder).max_length is None
+
+    def test_truncation_and_padding_are_off(self, folder: Path) -> None:
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        tokenizer["truncation"] = {
+            "direction": "Right",
+            "max_length": 4,
+            "strategy": "LongestFirst",
+            "stride": 0,
+        }
+        tokenizer["padding"] = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None}
+        tokenizer["padding"] |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>"}
+        write(folder / "tokenizer.json", **tokenizer)
+        assert len(read_tokenizer_files(folder).tokenizer.encode("one two three four five").ids) in range(
+            6, 50
+        )
+
+
+class TestSpecialTokens:
+    def test_the_map_goes_before_the_configuration(self, folder: Path) -> None:
+        write(folder / "special_tokens_map.json", eos_token={"content": "<unk>"}, pad_token="<s>")
+        files = read_tokenizer_files(folder)
+        assert files.special_tokens == {
+            "bos_token": "<s>",
+            "eos_token": "<unk>",
+            "unk_token": "<unk>",
+            "pad_token": "<s>",
+        }
+        assert files.eos_token_ids == (0,)
+
+    def test_named_ones_of_a_model(self, folder: Path) -> None:
+        change(folder, extra_special_tokens={"image_token": "<image>"})
+        files = read_tokenizer_files(folder)
+        assert files.special_tokens["image_token"] == "<image>"
+        assert files.vocab_size == 513
+
+    @pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens"])
+    def test_listed_ones_are_added(self, key: str, folder: Path) -> None:
+        change(folder, **{key: ["<x>", {"content": "<y>"}]})
+        tokenizer = read_tokenizer_files(folder).tokenizer
+        assert tokenizer.encode("<y><x>", add_special_tokens=False).ids == [513, 512]
+        assert tokenizer.decode([513, 512]) == ""
+
+    def test_tokens_beyond_the_file_are_added(self, folder: Path) -> None:
+        x, y = {"content": "<x>", "special": True}, {"content": "<y>", "special": False}
+        change(folder, added_tokens_decoder={"513": y, "512": x})
+        tokenizer = read_tokenizer_files(folder).tokenizer
+        assert tokenizer.encode("<x><y>", add_special_tokens=False).ids == [512, 513]
+        assert tokenizer.decode([512, 513]) == "<y>"
+
+    def test_the_end_is_special_even_if_the_file_forgot_it(self, folder: Path) -> None:
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        tokenizer["added_tokens"] = []
+        write(folder / "tokenizer.json", **tokenizer)
+        assert read_tokenizer_files(folder).tokenizer.decode([2, 417]) == "i"
+
+
+class TestDamage:
+    def test_no_tokenizer_at_all(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match=r"has no tokenizer\.json, and no older tokenizer"):
+            read_tokenizer_files(tmp_path)
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"model": 3}'])
+    def test_a_damaged_tokenizer(self, text: str, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json: is not a tokenizer"):
+            read_tokenizer_files(folder)
+
+    @pytest.mark.parametrize(
+        "name", ["tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json"]
+    )
+    @pytest.mark.parametrize(
+        ("text", "problem"), [("{", "is not readable as JSON"), ("[]", "must hold a JSON object")]
+    )
+    def test_a_damaged_configuration(self, name: str, text: str, problem: str, folder: Path) -> None:
+        (folder / name).write_text(text)
+        with pytest.raises(CheckpointError, match=rf"{name}: {problem}"):
+            read_tokenizer_files(folder)
+
+    def test_an_older_tokenizer_that_cannot_be_converted(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("transformers")
+        (tmp_path / "tokenizer.model").write_bytes(b"no model")
+        with pytest.raises(CheckpointError, match="the tokenizer cannot be converted"):
+            read_tokenizer_files(tmp_path)
+        assert capfd.readouterr().err == ""
+
+    def test_an_older_tokenizer_without_transformers(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        (tmp_path / "vocab.json").write_text("{}")
+        with pytest.raises(MissingDependencyError, match=r"pip install 'penstock-llm\[slow-tokenizers\]'"):
+            read_tokenizer_files(tmp_path)
+
+
+class TestTransformersAgrees:
+    """With what small changes to the files do, beside those that the tests of `TextTokenizer` compare."""
+
+    TEXTS = ("Hi <s>you</s> ok", " lead", "", "\n<s>\nx", "a<x><y> b", "ﬁ  x ")
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {},
+            {"legacy": False},
+            {"legacy": None},
+            {"add_prefix_space": False},
+            {"tokenizer_class": "LlamaTokenizerFast"},
+            {"tokenizer_class": "PreTrainedTokenizerFast"},
+            {"tokenizer_class": "PreTrainedTokenizerFast", "legacy": False},
+            {"eos_token": "<x>"},
+            {"additional_special_tokens": ["<x>"]},
+        ],
+        ids=str,
+    )
+    def test_on_tokens_and_text(self, settings: dict[str, Any], folder: Path) -> None:
+        transformers = pytest.importorskip("transformers")
+        change(folder, **settings)
+        expected = transformers.AutoTokenizer.from_pretrained(str(folder))
+        files = read_tokenizer_files(folder)
+        assert files.special_tokens == expected.special_tokens_map
+        for text in self.TEXTS:
+            ids = expected(text)["input_ids"]
+            assert files.tokenizer.encode(text).ids == ids, text
+            assert files.tokenizer.decode(ids) == expected.decode(ids, skip_special_tokens=True)
+
+
+def write(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(values))
+
+
+def change(folder: Path, **values: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    write(path, **(json.loads(path.read_text()) | values))

@@ -1,0 +1,44 @@
+"""Blocks of numbers, against the reference of the format's own package."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from penstock.weights import gguf_blocks
+from penstock.weights.gguf import BLOCK_SIZES
+from penstock.weights.gguf_blocks import READERS, dequantize
+from penstock.weights.gguf_names import READABLE_BLOCKS
+
+
+@pytest.mark.parametrize("name", READABLE_BLOCKS)
+def test_any_bytes_are_the_reference_s_numbers(name: str) -> None:
+    blocks = np.random.default_rng(0).integers(0, 256, (400, BLOCK_SIZES[name]), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(blocks, GGMLQuantizationType[name])
+    numbers = dequantize(torch.from_numpy(blocks), name)
+    assert numbers.dtype is torch.float32
+    np.testing.assert_array_equal(numbers.numpy(), expected)  # NaN equals NaN
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_quantised_numbers_come_back(name: str) -> None:
+    numbers = np.random.default_rng(1).normal(size=(8, 64)).astype(np.float32)
+    blocks = gguf.quants.quantize(numbers, GGMLQuantizationType[name])
+    found = dequantize(torch.from_numpy(blocks).view(-1, BLOCK_SIZES[name]), name).view(8, 64).numpy()
+    worst = {"4": 0.25, "5": 0.13, "8": 0.02}[name[1]]
+    assert 0 < np.abs(found - numbers).max() < worst * np.abs(numbers).max()
+
+
+def test_what_can_be_read_is_known_without_torch() -> None:
+    assert set(READABLE_BLOCKS) == set(READERS)
+
+
+def test_many_blocks_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (23, 34), dtype=np.uint8))
+    whole = dequantize(blocks, "Q8_0")
+    monkeypatch.setattr(gguf_blocks, "_BLOCKS_AT_ONCE", 5)
+    assert torch.equal(dequantize(blocks, "Q8_0").nan_to_num(), whole.nan_to_num())

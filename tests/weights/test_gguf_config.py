@@ -1,0 +1,270 @@
+"""Metadata of GGUF files as config.json: the rotary embedding's ways, and all that is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFWriter
+from support.gguf_files import add_metadata, finish
+
+from penstock.architectures.registry import PIPELINE_REGISTRY
+from penstock.config import HuggingFaceConfig, PipelineConfig
+from penstock.errors import CheckpointError
+from penstock.nn.rotary import Rotary, RotaryConfig
+from penstock.weights.gguf_config import gguf_config, gguf_generation_config
+
+SIZES = {
+    "context_length": 512,
+    "embedding_length": 64,
+    "block_count": 2,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
+
+
+def write(
+    folder: Path,
+    architecture: str = "llama",
+    *,
+    tensors: dict[str, np.ndarray] | None = None,
+    without: tuple[str, ...] = (),
+    **more: Any,
+) -> Path:
+    """A file without most of its tensors; ``more`` are keys of the family with ``__`` for dots."""
+    writer = GGUFWriter(folder / "m.gguf", architecture)
+    keys = SIZES | {name.replace("__", "."): value for name, value in more.items()}
+    values = {f"{architecture}.{key}": value for key, value in keys.items() if key not in without}
+    add_metadata(writer, values)
+    table = {"token_embd.weight": np.zeros((10, 64), np.float32)}
+    for name, tensor in (table | (tensors or {})).items():
+        writer.add_tensor(name, tensor)
+    finish(writer)
+    return folder / "m.gguf"
+
+
+def blueprint_of(file: Path) -> Any:
+    config = HuggingFaceConfig.from_checkpoint(file)
+    model = PIPELINE_REGISTRY.retrieve_architecture(config, file).load_pipeline_model()
+    return model.blueprint(config)  # type: ignore[attr-defined]
+
+
+def frequencies(config: Any, head_dim: int = 16) -> torch.Tensor:
+    rotary = Rotary(RotaryConfig.from_huggingface(config, head_dim), 64, torch.device("cpu"))
+    return torch.stack([rotary.cos, rotary.sin])
+
+
+def test_what_a_file_does_not_say(tmp_path: Path) -> None:
+    assert gguf_config(write(tmp_path)) == {
+        "model_type": "llama",
+        "vocab_size": 10,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+
+
+def test_what_follows_from_the_tensors(tmp_path: Path) -> None:
+    tensors = {
+        "output.weight": np.zeros((10, 64), np.float16),
+        "blk.0.attn_q.bias": np.zeros(64, np.float32),
+        "blk.0.ffn_up.bias": np.zeros(96, np.float32),
+        "blk.0.ffn_up.weight": np.zeros((96, 64), np.float16),
+    }
+    config = gguf_config(write(tmp_path, tensors=tensors))
+    assert (config["tie_word_embeddings"], config["attention_bias"], config["mlp_bias"]) == (
+        False,
+        True,
+        True,
+    )
+    assert config["dtype"] == "float16"
+
+
+class TestFamilies:
+    """What the name of a family stands for besides its own."""
+
+    def test_a_llama_with_a_window_is_a_mistral(self, tmp_path: Path) -> None:
+        blueprint = blueprint_of(write(tmp_path, attention__sliding_window=128))
+        assert gguf_config(tmp_path / "m.gguf")["model_type"] == "mistral"
+        assert blueprint.windows == (128, 128)
+
+    def test_a_llama_with_experts_is_a_mixtral(self, tmp_path: Path) -> None:
+        config = gguf_config(write(tmp_path, expert_count=8, expert_used_count=3))
+        values = [config[key] for key in ("model_type", "num_local_experts", "num_experts_per_tok")]
+        assert values == ["mixtral", 8, 3]
+        assert config["sliding_window"] is None
+
+    @pytest.mark.parametrize(
+        ("family", "layers", "size"), [("gemma2", 46, 48), ("gemma3", 62, 48), ("gemma2", 26, 16)]
+    )
+    def test_the_largest_gemmas_scale_by_another_size(
+        self, tmp_path: Path, family: str, layers: int, size: int
+    ) -> None:
+        file = write(tmp_path, family, block_count=layers, embedding_length=192, attention__key_length=16)
+        assert gguf_config(file)["query_pre_attn_scalar"] == size
+
+    @pytest.mark.parametrize(
+        ("pattern", "full"),
+        [(None, (5,)), (2, (1, 3, 5)), ([True, False, True, True, True, True], (1,))],
+    )
+    def test_which_layers_of_a_gemma_slide(
+        self, tmp_path: Path, pattern: int | list[bool] | None, full: tuple[int, ...]
+    ) -> None:
+        more = {} if pattern is None else {"attention__sliding_window_pattern": pattern}
+        blueprint = blueprint_of(
+            write(tmp_path, "gemma3", block_count=6, attention__sliding_window=32, **more)
+        )
+        assert [i for i, window in enumerate(blueprint.windows) if window is None] == list(full)
+        assert [i for i, rope in enumerate(blueprint.rotary_of_layer) if rope == 0] == list(full)
+        assert [rotary.base for rotary in blueprint.rotaries] == [1_000_000.0, 10_000.0]
+
+    def test_a_gemma_with_both_bases_and_a_stretched_rope(self, tmp_path: Path) -> None:
+        more = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0, "rope__freq_base": 5e5}
+        blueprint = blueprint_of(write(tmp_path, "gemma3", rope__freq_base_swa=77.0, **more))
+        assert [(rotary.kind, rotary.base) for rotary in blueprint.rotaries] == [
+            ("linear", 5e5),
+            ("default", 77.0),
+        ]
+
+
+class TestRope:
+    """Ways to stretch the rotary embedding."""
+
+    def test_llama_3_s_factors(self, tmp_path: Path) -> None:
+        """The file holds what the four numbers of config.json come to, for each pair of dims."""
+        llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        llama3["original_max_position_embeddings"] = 64
+        values = {"rope_theta": 10000.0, "max_position_embeddings": 512}
+        plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
+        waves = 64 * plain / (2 * torch.pi)
+        blend = ((waves - 1) / 3).clamp(0, 1)
+        factors = 1 / ((1 - blend) / 8 + blend)
+        assert 1 < len(factors.unique()) < 8, "all three kinds of waves"
+        file = write(tmp_path, tensors={"rope_freqs.weight": factors.numpy()}, rope__freq_base=10000.0)
+        found = frequencies(HuggingFaceConfig.from_checkpoint(file))
+        expected = frequencies(HuggingFaceConfig(values | {"rope_scaling": llama3}))
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+        assert blueprint_of(file).max_length == 512
+
+    @pytest.mark.parametrize("attn_factor", [None, 1.19])
+    def test_phi_s_two_lists(self, tmp_path: Path, attn_factor: float | None) -> None:
+        tensors = {
+            f"rope_factors_{which}.weight": np.linspace(1, end, 8, dtype=np.float32)
+            for which, end in (("short", 2), ("long", 30))
+        }
+        more = {} if attn_factor is None else {"rope__scaling__attn_factor": attn_factor}
+        more["rope__scaling__original_context_length"] = 128  # type: ignore[assignment]
+        (rotary,) = blueprint_of(write(tmp_path, "phi3", tensors=tensors, **more)).rotaries
+        assert (rotary.kind, rotary.max_positions, rotary.max_length) == ("longrope", 128, 512)
+        assert rotary.parameters["long_factor"][-1] == 30.0
+        assert rotary.parameters.get("attention_factor") == attn_factor
+
+    def test_yarn(self, tmp_path: Path) -> None:
+        scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
+        more = {f"rope__scaling__{name}": value for name, value in scaling.items()}
+        file = write(tmp_path, "qwen2", **more, rope__scaling__yarn_beta_fast=16.0)
+        expected = {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 16.0,
+        }
+        assert gguf_config(file)["rope_scaling"] == expected
+        (rotary,) = blueprint_of(file).rotaries
+        assert (rotary.kind, rotary.max_positions, rotary.max_length) == ("yarn", 128, 512)
+
+    def test_yarn_with_a_factor_of_attention(self, tmp_path: Path) -> None:
+        scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128, "attn_factor": 2.0}
+        file = write(tmp_path, **{f"rope__scaling__{name}": value for name, value in scaling.items()})
+        assert gguf_config(file)["rope_scaling"]["attention_factor"] == pytest.approx(2.2772588)
+
+    @pytest.mark.parametrize(
+        "keys",
+        [{"rope__scale_linear": 4.0}, {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}],
+    )
+    def test_linear(self, tmp_path: Path, keys: dict[str, Any]) -> None:
+        config = gguf_config(write(tmp_path, **keys))
+        assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+    def test_a_part_of_the_dims(self, tmp_path: Path) -> None:
+        (rotary,) = blueprint_of(write(tmp_path, "phi3", rope__dimension_count=12)).rotaries
+        assert rotary.dim == 12
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"without": ("block_count",)}, "has no llama.block_count"),
+        ({"without": ("attention.head_count",)}, "has no llama.attention.head_count"),
+        ({"embedding_length": "x"}, "llama.embedding_length must be a whole number of at least 1, was 'x'"),
+        ({"context_length": 0}, "llama.context_length must be a whole number of at least 1, was 0"),
+        ({"attention__layer_norm_rms_epsilon": -1.0}, "must be a number above 0, was -1.0"),
+        ({"rope__scaling__type": "spiral"}, "rope.scaling.type must be none, linear, yarn"),
+        ({"rope__scaling__type": "yarn"}, "has no llama.rope.scaling.factor"),
+        ({"rope__dimension_count": 8}, "rope.dimension_count must be the length of keys, 16, was 8"),
+        ({"attention__value_length": 8}, "value_length must be the length of keys, 16, was 8"),
+        ({"attention__max_alibi_bias": 8.0}, "max_alibi_bias is of a model that cannot be computed here"),
+        ({"attention__causal": False}, "must be true: text is generated by causal attention alone"),
+        ({"tensor_data_layout": "sideways"}, "tensor_data_layout is not known, was 'sideways'"),
+    ],
+)
+def test_refusals(tmp_path: Path, keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem) as error:
+        HuggingFaceConfig.from_checkpoint(write(tmp_path, **keys))
+    assert str(error.value).startswith(str(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "olmo2", "granite", "gemma2"])
+def test_a_part_of_the_dims_in_families_that_rotate_all(tmp_path: Path, family: str) -> None:
+    with pytest.raises(CheckpointError, match=r"rope\.dimension_count must be the length of keys, 16, was 8"):
+        gguf_config(write(tmp_path, family, rope__dimension_count=8))
+
+
+def test_olmo_3_is_not_taken_for_olmo_2(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"attention\.sliding_window must be absent"):
+        gguf_config(write(tmp_path, "olmo2", attention__sliding_window=64))
+
+
+def test_no_table_of_tokens(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    add_metadata(writer, {f"qwen2.{key}": value for key, value in SIZES.items()})
+    finish(writer)
+    with pytest.raises(CheckpointError, match=r"has no tensor token_embd\.weight"):
+        gguf_config(tmp_path / "m.gguf")
+
+
+def test_keys_without_an_effect_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        gguf_config(write(tmp_path, vocab_size=10))
+        assert not caplog.records
+        gguf_config(write(tmp_path, new__knob=3, other=True))
+    told = "metadata that has no effect here: llama.new.knob, llama.other"
+    assert caplog.messages == [f"{tmp_path / 'm.gguf'}: {told}"]
+
+
+def test_sampling_as_the_file_recommends(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    add_metadata(writer, {"general.sampling.temp": 0.6, "general.sampling.top_k": 20})
+    add_metadata(writer, {"general.sampling.penalty_repeat": 1.05, "general.sampling.xtc_threshold": 0.1})
+    finish(writer)
+    expected = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    assert gguf_generation_config(tmp_path / "m.gguf") == expected
+    config = PipelineConfig.from_flat({"model_path": str(tmp_path / "m.gguf")})
+    params = config.default_sampling_params(top_k=5)
+    assert (params.temperature, params.top_k, params.repetition_penalty) == (0.6, 5, 1.05)

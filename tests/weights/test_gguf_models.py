@@ -1,0 +1,272 @@
+"""Whole models in GGUF files: the same tensors and logits as the checkpoint they were made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from safetensors.torch import load_file, save_file
+from support.checkpoints import write_checkpoint
+from support.gguf_files import ARCHITECTURES, add_config, converted, finish, tokenizer_metadata, write_gguf
+from support.networks import held_bytes
+from support.running import context_of, open_pipeline, step_logits
+from support.tiny_llm import write_tiny_llm
+
+from penstock import LLM, SamplingParams
+from penstock.architectures.registry import PIPELINE_REGISTRY
+from penstock.config import HuggingFaceConfig, PipelineConfig
+from penstock.errors import UnknownArchitectureError, WeightsError
+from penstock.kernels import unpack_linear
+from penstock.memory import estimate_weights_size
+from penstock.weights import Weights
+
+# What the format has no key for, and takes for granted.
+IMPLIED: dict[str, dict[str, Any]] = {
+    "smollm3": {"no_rope_layer_interval": 4},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3_moe": {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True},
+    "gemma3_text": {"sliding_window_pattern": 6, "num_hidden_layers": 7},
+}
+TOKENS = [
+    5,
+    77,
+    23,
+    9,
+    101,
+    64,
+    3,
+    88,
+    120,
+    41,
+    7,
+    7,
+    30,
+    55,
+    99,
+    12,
+    60,
+    61,
+    62,
+    63,
+    100,
+    90,
+    80,
+    70,
+    50,
+    40,
+]
+
+
+def checkpoint_of(family: str, folder: Path, **changes: Any) -> Path:
+    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == family)
+    assert architecture.tiny_config
+    config = architecture.tiny_config() | IMPLIED.get(family, {}) | changes
+    return write_checkpoint(folder / family, config)
+
+
+def logits_of(checkpoint: Path, **config: Any) -> torch.Tensor:
+    pipeline = open_pipeline(checkpoint, **config)
+    return step_logits(pipeline, [context_of(TOKENS, log_probabilities_echo=True)])[0]
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_every_family(family: str, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(family, tmp_path)
+    file = write_gguf(checkpoint, tmp_path / "m.gguf")
+    there, here = Weights.open(checkpoint), Weights.open(file)
+    tied = {"lm_head.weight"} if HuggingFaceConfig.from_checkpoint(file).tie_word_embeddings else set()
+    assert set(here.names) == set(there.names) - tied
+    for name in here.names:
+        shape = there.shape(name)
+        torch.testing.assert_close(here.tensor(name, shape), there.tensor(name, shape), atol=3e-7, rtol=0)
+    here.finish()
+    torch.testing.assert_close(logits_of(file), logits_of(checkpoint), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_16_bit_floats(family: str, kind: str, tmp_path: Path) -> None:
+    """The numbers are those of a checkpoint that was rounded to the type before."""
+    checkpoint = checkpoint_of(family, tmp_path)
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
+    tensors = load_file(checkpoint / "model.safetensors")
+    rounded = {name: t.to(dtype).float() if t.dim() > 1 else t for name, t in tensors.items()}
+    save_file(rounded, checkpoint / "model.safetensors")
+    file = write_gguf(checkpoint, tmp_path / "m.gguf", GGMLQuantizationType[kind])
+    expected = logits_of(checkpoint, quantization_encoding="float32")
+    assert torch.equal(logits_of(file, quantization_encoding="float32"), expected)
+    found = PipelineConfig.from_flat({"model_path": str(file)}).model
+    assert found.encoding == ("float32" if dtype == torch.float32 else "bfloat16")  # float16 on the CPU
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_blocks(kind: str, tmp_path: Path) -> None:
+    """Random blocks, and a checkpoint of the numbers that the format's own package reads in them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+    checkpoint = checkpoint_of("llama", tmp_path, **sizes)
+    config = json.loads((checkpoint / "config.json").read_text())
+    tensors = load_file(checkpoint / "model.safetensors")
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    add_config(writer, config)
+    block_type = GGMLQuantizationType[kind]
+    read: dict[str, torch.Tensor] = {}
+    random = np.random.default_rng(0)
+    for (name, tensor), original in zip(converted(tensors, config).items(), tensors, strict=True):
+        if tensor.dim() == 1:
+            writer.add_tensor(name, tensor.float().numpy())
+            continue
+        blocks = _random_blocks(tuple(tensor.shape), kind, random)
+        writer.add_tensor(name, blocks, raw_dtype=block_type)
+        read[original] = torch.from_numpy(gguf.quants.dequantize(blocks, block_type))
+    finish(writer)
+    weights = Weights.open(tmp_path / "m.gguf")
+    for name, numbers in read.items():
+        found = weights.tensor(name, tuple(numbers.shape))
+        if ".q_proj." in name or ".k_proj." in name:
+            heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
+            numbers = numbers.view(heads, -1, 2, numbers.shape[1]).transpose(1, 2).reshape(numbers.shape)
+        assert torch.equal(found, numbers), name
+    model = PipelineConfig.from_flat({"model_path": str(tmp_path / "m.gguf")})
+    assert model.model.encoding == ("int4" if kind == "Q4_0" else "bfloat16")
+    assert torch.isfinite(logits_of(tmp_path / "m.gguf", quantization_encoding="float32")).all()
+
+
+def test_q4_0_stays_as_it_is(tmp_path: Path) -> None:
+    """In ``int4`` the layers hold the file's own integers and scales, each in its place, fused or not; what
+    has no such blocks is quantised beside them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}
+    checkpoint = checkpoint_of("llama", tmp_path, **sizes)
+    config = json.loads((checkpoint / "config.json").read_text())
+    tensors = load_file(checkpoint / "model.safetensors")
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    add_config(writer, config)
+    random = np.random.default_rng(0)
+    for name, tensor in converted(tensors, config).items():
+        if tensor.dim() == 1 or "attn_v" in name:
+            writer.add_tensor(name, tensor.float().numpy())
+        else:
+            blocks = _random_blocks(tuple(tensor.shape), "Q4_0", random)
+            writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType.Q4_0)
+    finish(writer)
+    pipeline = open_pipeline(tmp_path / "m.gguf", quantization_encoding=None)
+    network: Any = pipeline.model.network  # type: ignore[attr-defined]
+    weights = Weights.open(tmp_path / "m.gguf")
+    block, name = network.blocks[0], "model.layers.0"
+    parts = [
+        (block.attention.qkv, ["self_attn.q_proj", "self_attn.k_proj"]),
+        (block.attention.output, ["self_attn.o_proj"]),
+        (block.mlp.gate_up, ["mlp.gate_proj", "mlp.up_proj"]),
+        (block.mlp.down, ["mlp.down_proj"]),
+    ]
+    for linear, names in parts:
+        assert linear.packed.encoding == "int4"
+        whole, start = unpack_linear(linear.packed), 0
+        for part in names:
+            shape = weights.shape(f"{name}.{part}.weight")
+            expected = weights.tensor(f"{name}.{part}.weight", shape)
+            assert torch.equal(whole[start : start + shape[0]], expected), part
+            start += shape[0]
+    held, foretold = held_bytes(pipeline), estimate_weights_size(pipeline.model.pipeline_config)
+    assert 0.995 * held <= foretold <= 1.1 * held
+    value = f"{name}.self_attn.v_proj.weight"
+    values = weights.tensor(value, weights.shape(value))
+    assert block.attention.values.packed.encoding == "int8", "those that are floats have a layer of their own"
+    error = float((unpack_linear(block.attention.values.packed) - values).norm() / values.norm())
+    assert 0 < error < 0.01, "it was quantised"
+
+
+def _random_blocks(shape: tuple[int, ...], kind: str, random: np.random.Generator) -> np.ndarray:
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // elements, num_bytes), dtype=np.uint8)
+    scales = {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
+    for start in scales:  # of a sensible size
+        scale = random.uniform(1e-5, 1e-4, (*blocks.shape[:-1], 1)).astype(np.float16)
+        blocks[..., start : start + 2] = scale.view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def test_plain_floats_are_views_of_the_file(tmp_path: Path) -> None:
+    file = write_gguf(checkpoint_of("llama", tmp_path), tmp_path / "m.gguf")
+    weights = Weights.open(file)
+    views = [weights.tensor(f"model.layers.{i}.mlp.up_proj.weight", (88, 48)) for i in range(2)]
+    assert views[0].untyped_storage().data_ptr() == views[1].untyped_storage().data_ptr()
+    before = file.read_bytes()
+    views[0].zero_()
+    assert file.read_bytes() == before
+
+
+def test_a_model_in_two_parts(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("qwen2", tmp_path)
+    config = json.loads((checkpoint / "config.json").read_text())
+    tensors = converted(load_file(checkpoint / "model.safetensors"), config)
+    for number in (1, 2):
+        writer = GGUFWriter(tmp_path / f"m-0000{number}-of-00002.gguf", "qwen2")
+        if number == 1:
+            add_config(writer, config)
+        for name in list(tensors)[number - 1 :: 2]:
+            writer.add_tensor(name, tensors[name].numpy())
+        finish(writer)
+    found = logits_of(tmp_path / "m-00001-of-00002.gguf")
+    torch.testing.assert_close(found, logits_of(checkpoint), atol=1e-4, rtol=0)
+
+
+def test_from_the_file_to_text(tmp_path: Path) -> None:
+    """Configuration, tokenizer, template, ends and weights, all of one file."""
+    checkpoint = write_tiny_llm(tmp_path / "m")
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    template = json.loads((checkpoint / "tokenizer_config.json").read_text())["chat_template"]
+    more = tokenizer_metadata(tokenizer, "gpt-2")
+    more |= {"tokenizer.chat_template": template, "tokenizer.ggml.eos_token_id": 256}
+    file = write_gguf(checkpoint, tmp_path / "m.gguf", more=more)
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    messages = [{"role": "user", "content": "Hé!"}]
+    with LLM(str(checkpoint)) as there, LLM(str(file)) as here:
+        assert here.generate("Once", params)[0].text == there.generate("Once", params)[0].text
+        assert here.chat(messages, params)[0].token_ids == there.chat(messages, params)[0].token_ids
+
+
+def test_faults_name_the_tensor_as_the_file_does(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("llama", tmp_path)
+    config = json.loads((checkpoint / "config.json").read_text())
+    tensors = converted(load_file(checkpoint / "model.safetensors"), config)
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    add_config(writer, config)
+    del tensors["blk.1.ffn_down.weight"]
+    tensors["blk.0.attn_v.weight"] = torch.zeros(3, 48)
+    tensors["blk.0.more.weight"] = torch.zeros(3)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.numpy())
+    finish(writer)
+    with pytest.raises(WeightsError) as error:
+        open_pipeline(tmp_path / "m.gguf")
+    for part in (
+        "1 missing: model.layers.1.mlp.down_proj.weight",
+        "1 misshapen: model.layers.0.self_attn.v_proj.weight (blk.0.attn_v.weight in the file) is [3, 48]",
+        "1 unexpected: blk.0.more.weight",
+    ):
+        assert part in str(error.value)
+
+
+def test_types_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_head_count(1)
+    kind = GGMLQuantizationType.IQ2_XXS
+    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((1, 66), np.uint8), raw_dtype=kind)
+    finish(writer)
+    with pytest.raises(
+        WeightsError, match=r"blk.0.ffn_up.weight is of type IQ2_XXS: readable are F16, .* Q4_K"
+    ):
+        Weights.open(tmp_path / "m.gguf")
+
+
+def test_an_unknown_family(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "lama")
+    finish(writer)
+    with pytest.raises(UnknownArchitectureError, match=r"'lama' is not known .*did you mean llama\?"):
+        Weights.open(tmp_path / "m.gguf")

@@ -1,0 +1,127 @@
+"""GGUF files as llama.cpp reads them: the same tokens, logits and text. Needs llama-cpp-python."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from support.gguf_files import (
+    ARCHITECTURES,
+    pieces_of,
+    sentencepiece_metadata,
+    tokenizer_metadata,
+    write_gguf,
+)
+from support.running import context_of, open_pipeline, step_logits
+
+from penstock import LLM, SamplingParams
+from penstock.architectures.registry import PIPELINE_REGISTRY
+from penstock.text.tokenizer_files import read_tokenizer_files
+from penstock.weights import Weights
+from tests.weights.test_gguf_models import TOKENS, checkpoint_of
+from tests.weights.test_gguf_tokenizer import TEXTS, write
+
+pytestmark = pytest.mark.peers
+
+BYTES = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((f"<0x{byte:02X}>", 0.0) for byte in range(127))]
+# What llama.cpp takes for granted besides what the format leaves out, and sizes that it can do.
+IMPLIED: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
+    "phi3": {"sliding_window": None},
+}
+
+
+def peer(file: Path, **options: Any) -> Any:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    more = {"n_ctx": 256, "n_threads": 1, "verbose": False, "type_k": 0, "type_v": 0}
+    return llama_cpp.Llama(model_path=str(file), **more | options)
+
+
+def peer_logits(file: Path, tokens: list[int]) -> torch.Tensor:  # [T, V]
+    llama = peer(file, logits_all=True)
+    llama.eval(tokens)
+    return torch.from_numpy(np.array(llama.scores[: len(tokens)]))
+
+
+def our_logits(file: Path, tokens: list[int]) -> torch.Tensor:
+    pipeline = open_pipeline(file, quantization_encoding="float32")
+    return step_logits(pipeline, [context_of(tokens, log_probabilities_echo=True)])[0]
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_every_family(family: str, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(family, tmp_path, **IMPLIED.get(family, {}))
+    file = write_gguf(checkpoint, tmp_path / "m.gguf", more=sentencepiece_metadata(BYTES))
+    expected = peer_logits(file, TOKENS)
+    # It reads GELU from a table of 16-bit floats.
+    tolerance = 0.05 if family.startswith("g") and family != "granite" else 1e-4
+    torch.testing.assert_close(our_logits(file, TOKENS), expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q5_0", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS"]
+)
+def test_files_that_it_quantised_and_reads_back(kind: str, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
+    checkpoint = checkpoint_of("llama", tmp_path, **sizes)
+    file = write_gguf(checkpoint, tmp_path / "m.gguf", more=sentencepiece_metadata(BYTES))
+    packed, unpacked = tmp_path / "packed.gguf", tmp_path / "unpacked.gguf"
+    for source, target, ftype in ((file, packed, f"MOSTLY_{kind}"), (packed, unpacked, "ALL_F32")):
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_{ftype}"), 1
+        params.allow_requantize = True
+        status = llama_cpp.llama_model_quantize(
+            str(source).encode(), str(target).encode(), ctypes.byref(params)
+        )
+        assert status == 0
+    ours, theirs, before = Weights.open(packed), Weights.open(unpacked), Weights.open(file)
+    assert ours.names == theirs.names == before.names
+    for name in ours.names:
+        numbers, shape = ours.tensor(name, ours.shape(name)), ours.shape(name)
+        assert torch.equal(numbers, theirs.tensor(name, shape)), name
+        assert len(shape) == 1 or not torch.equal(numbers, before.tensor(name, shape)), name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "llama2xs", "stories260K"])
+def test_tokens(name: str, tmp_path: Path, shared_data: Path) -> None:
+    if name in ("gpt2", "qwen3"):
+        original = read_tokenizer_files(shared_data / "tokenizers" / name).tokenizer
+        metadata = tokenizer_metadata(
+            json.loads(original.to_str()), {"gpt2": "gpt-2", "qwen3": "qwen2"}[name]
+        )
+    else:
+        metadata = sentencepiece_metadata(pieces_of(shared_data / "models" / name / "tokenizer.model"))
+    file = write(tmp_path, metadata)
+    ours, llama = read_tokenizer_files(file).tokenizer, peer(file, vocab_only=True)
+    for text in TEXTS:
+        if (
+            "\u030a" in text and name == "qwen3"
+        ):  # which llama.cpp does not compose, against the model's own files
+            continue
+        assert ours.encode(text).ids == llama.tokenize(text.encode(), add_bos=True, special=True), text
+
+
+@pytest.mark.parametrize("name", ["llama2xs", "stories260K"])
+def test_text(name: str, tmp_path: Path, shared_data: Path) -> None:
+    checkpoint = shared_data / "models" / name
+    metadata = sentencepiece_metadata(pieces_of(checkpoint / "tokenizer.model"))
+    for kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        file = write_gguf(checkpoint, tmp_path / "m.gguf", kind, metadata)
+        with LLM(str(file), quantization_encoding="float32") as llm:
+            ours = llm.generate("Once upon a time", SamplingParams(max_new_tokens=100))[0].text
+        options = {"max_tokens": 100, "temperature": 0.0, "repeat_penalty": 1.0}
+        assert ours == peer(file).create_completion("Once upon a time", **options)["choices"][0]["text"]
+
+
+def test_the_families_are_those_of_the_registry() -> None:
+    assert set(ARCHITECTURES) <= {architecture.name for architecture in PIPELINE_REGISTRY.architectures}

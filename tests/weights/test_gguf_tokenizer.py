@@ -1,0 +1,301 @@
+"""Tokenizers rebuilt from GGUF files, against those they were made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter, TokenType
+from support.gguf_files import add_metadata, finish, pieces_of, sentencepiece_metadata, tokenizer_metadata
+from tokenizers import Tokenizer
+
+from penstock.errors import CheckpointError
+from penstock.pipelines import TextTokenizer
+from penstock.text.tokenizer_files import read_tokenizer_files
+from penstock.weights.gguf_tokenizer import read_gguf_tokenizer
+from penstock.weights.hub import resolve_checkpoint
+
+TEXTS = [
+    "Hello world",
+    "  two spaces,  and two more",
+    "tabs\tand\nnewlines\n\n\n",
+    "don't I'll THEY'RE",
+    "1234567 89",
+    "déjà vu ﬁ Å A\u030a e\u0301",
+    "日本語テキスト",
+    "😀 emoji 👩‍👩‍👧",
+    "<|endoftext|>x<|im_start|>user\nhi<|im_end|><tool_call>{}</tool_call>",
+    "",
+    "   ",
+    "a" * 50,
+    "\r\n\r\n x",
+    "x = {'a': [1, 2, 3]}  # c",
+    "\u00a0nbsp ▁literal",
+    "\x00\x01\x7f",
+]
+
+
+def write(folder: Path, metadata: dict[str, Any]) -> Path:
+    """A file whose model has the sizes of nothing and the tokenizer of ``metadata``."""
+    writer = GGUFWriter(folder / "m.gguf", "llama")
+    sizes = {"context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32}
+    sizes["attention.head_count"] = 1
+    add_metadata(writer, {f"llama.{key}": value for key, value in sizes.items()})
+    writer.add_layer_norm_rms_eps(1e-5)
+    add_metadata(writer, metadata)
+    count = len(metadata.get("tokenizer.ggml.tokens", [0]))
+    writer.add_tensor("token_embd.weight", np.zeros((count, 32), np.float32))
+    finish(writer)
+    return folder / "m.gguf"
+
+
+def check_equal(own: Tokenizer, original: Tokenizer) -> None:
+    for text in TEXTS:
+        ids = original.encode(text).ids
+        assert own.encode(text).ids == ids, text
+        for skip in (True, False):
+            assert own.decode(ids, skip_special_tokens=skip) == original.decode(ids, skip_special_tokens=skip)
+
+
+def embedded() -> dict[str, Any]:
+    """The embedded model's tokenizer, with the splits of GPT-2."""
+    tokenizer: dict[str, Any] = json.loads((resolve_checkpoint("demo") / "tokenizer.json").read_text())
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return tokenizer | {"pre_tokenizer": split}
+
+
+def test_byte_level(tmp_path: Path) -> None:
+    tokenizer = embedded()
+    own = read_gguf_tokenizer(write(tmp_path, tokenizer_metadata(tokenizer, "gpt-2")))
+    check_equal(own.tokenizer, Tokenizer.from_str(json.dumps(tokenizer)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_real_byte_level_tokenizers(tmp_path: Path, shared_data: Path, name: str) -> None:
+    original = read_tokenizer_files(shared_data / "tokenizers" / name).tokenizer
+    pre = {"gpt2": "gpt-2", "qwen3": "qwen2"}[name]
+    size = {"gpt2": 50257, "qwen3": 151936}[name]
+    file = write(tmp_path, tokenizer_metadata(json.loads(original.to_str()), pre, size=size))
+    check_equal(read_gguf_tokenizer(file).tokenizer, original)
+
+
+@pytest.mark.parametrize("name", ["llama2xs", "stories260K"])
+def test_real_sentencepiece_models(tmp_path: Path, shared_data: Path, name: str) -> None:
+    folder = shared_data / "models" / name
+    file = write(tmp_path, sentencepiece_metadata(pieces_of(folder / "tokenizer.model")))
+    own = read_gguf_tokenizer(file)
+    check_equal(own.tokenizer, Tokenizer.from_file(str(folder / "tokenizer.json")))
+    assert own.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert own.eos_token_ids == (2,)
+
+
+def test_a_real_vocabulary_by_scores(tmp_path: Path, shared_data: Path) -> None:
+    """TinyLlama's: the scores are those that its merges stand in the order of."""
+    path = shared_data / "tokenizers" / "tinyllama" / "tokenizer.json"
+    model = json.loads(path.read_text())["model"]
+    scores: dict[str, float] = {}
+    for rank, merge in enumerate(model["merges"]):
+        left, right = merge if isinstance(merge, list) else merge.split(" ")
+        scores.setdefault(left + right, -float(rank))
+    pieces = [(piece, scores.get(piece, -1e6)) for piece in sorted(model["vocab"], key=model["vocab"].get)]
+    file = write(tmp_path, sentencepiece_metadata(pieces))
+    check_equal(read_gguf_tokenizer(file).tokenizer, Tokenizer.from_file(str(path)))
+
+
+PIECES = [
+    ("<unk>", 0.0),
+    ("<s>", 0.0),
+    ("</s>", 0.0),
+    *((f"<0x{byte:02X}>", 0.0) for byte in range(256)),
+    *((piece, -float(rank)) for rank, piece in enumerate(["▁a", "ab", "abc", "bc", "▁", "a", "b", "c"])),
+]
+
+
+class TestScores:
+    """SentencePiece, in small."""
+
+    def tokens(self, folder: Path, text: str, **more: Any) -> list[str]:
+        metadata = sentencepiece_metadata(PIECES) | {
+            f"tokenizer.ggml.{key}": value for key, value in more.items()
+        }
+        own = read_gguf_tokenizer(write(folder, metadata)).tokenizer
+        assert own.decode(own.encode(text).ids) == text
+        return own.encode(text).tokens
+
+    def test_the_highest_score_is_joined_first(self, tmp_path: Path) -> None:
+        assert self.tokens(tmp_path, "abc") == ["<s>", "▁a", "bc"]
+
+    def test_no_space_is_put_before_where_the_file_says_so(self, tmp_path: Path) -> None:
+        assert self.tokens(tmp_path, "abc", add_space_prefix=False) == ["<s>", "abc"]
+        assert self.tokens(tmp_path, " a", add_space_prefix=False) == ["<s>", "▁a"]
+
+    def test_special_tokens_are_found_in_a_text(self, tmp_path: Path) -> None:
+        metadata = sentencepiece_metadata(PIECES)
+        own = read_gguf_tokenizer(write(tmp_path, metadata)).tokenizer
+        assert own.encode("<unk></s>").tokens == ["<s>", "<unk>", "</s>"]
+        assert own.decode([1, 0, 2]) == ""
+
+    def test_unknown_letters_are_bytes(self, tmp_path: Path) -> None:
+        assert self.tokens(tmp_path, "é") == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+
+    @pytest.mark.parametrize(
+        ("ends", "expected"),
+        [
+            ({"add_bos_token": False}, ["▁a"]),
+            ({"add_eos_token": True}, ["<s>", "▁a", "</s>"]),
+            ({"add_bos_token": False, "add_eos_token": True}, ["▁a", "</s>"]),
+        ],
+    )
+    def test_the_ends_that_the_file_says(
+        self, tmp_path: Path, ends: dict[str, bool], expected: list[str]
+    ) -> None:
+        assert self.tokens(tmp_path, "a", **ends) == expected
+
+    def test_tokens_of_a_user_go_before_all(self, tmp_path: Path) -> None:
+        metadata = sentencepiece_metadata([*PIECES, ("  ", -1000.0), ("abcab", -1000.0)])
+        metadata["tokenizer.ggml.token_type"][-2:] = [int(TokenType.USER_DEFINED)] * 2
+        metadata["tokenizer.ggml.add_space_prefix"] = False
+        own = read_gguf_tokenizer(write(tmp_path, metadata)).tokenizer
+        assert own.encode("c  abcab").tokens == ["<s>", "c", "  ", "abcab"]
+        assert own.decode(own.encode("c  abcab").ids) == "c  abcab"
+
+
+SPLITS = {
+    "gpt-2": ["It", "'s", " 12345", " I", "'", "LL", "!!", "\n\n ", " x"],
+    "llama-bpe": ["It", "'s", " ", "123", "45", " I", "'LL", "!!\n\n", " ", " x"],
+    "dbrx": ["It", "'s", " ", "123", "45", " I", "'LL", "!!\n\n", " ", " x"],
+    "qwen2": ["It", "'s", " ", "1", "2", "3", "4", "5", " I", "'LL", "!!\n\n", " ", " x"],
+    "smollm": ["It", "'s", " ", "1", "2", "3", "4", "5", " I", "'", "LL", "!!", "\n\n ", " x"],
+    "gpt-4o": ["It's", " ", "123", "45", " I'LL", "!!\n\n", " ", " x"],
+    "tekken": ["It", "'s", " ", "1", "2", "3", "4", "5", " I", "'LL", "!!\n\n", " ", " x"],
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_how_text_is_split(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path, tokenizer_metadata(embedded(), name) | {"tokenizer.ggml.bos_token_id": 1})
+    tokenizer = read_gguf_tokenizer(file).tokenizer
+    assert tokenizer.pre_tokenizer is not None
+    text = "It's 12345 I'LL!!\n\n  x"
+    pieces = [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in pieces] == SPLITS[name]
+    adds_bos = name in ("llama-bpe", "tekken")
+    assert tokenizer.encode("a").ids[:1] == [1] if adds_bos else tokenizer.encode("a").ids[:1] != [1]
+
+
+def test_a_split_that_is_a_token_is_one_where_the_family_says_so(tmp_path: Path) -> None:
+    tokenizer = embedded()
+    tokenizer["model"]["vocab"]["zqz"] = 2048
+    for name, is_one in (("llama-bpe", True), ("qwen2", False)):
+        own = read_gguf_tokenizer(write(tmp_path, tokenizer_metadata(tokenizer, name))).tokenizer
+        assert (own.encode("zqz").ids == [2048]) is is_one
+
+
+class TestBeside:
+    """A tokenizer.json beside the file."""
+
+    def write(self, folder: Path, **changes: Any) -> Path:
+        tokenizer = embedded()
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        settings = {"eos_token": "<|im_end|>", "chat_template": "beside"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        return write(folder, tokenizer_metadata(tokenizer, "martian") | changes)
+
+    def test_it_goes_before_the_file_s_own(self, tmp_path: Path) -> None:
+        more = {"tokenizer.chat_template": "inside", "tokenizer.ggml.eos_token_id": 0}
+        file = self.write(tmp_path, **more, **{"tokenizer.ggml.bos_token_id": 1})
+        files = read_tokenizer_files(file)
+        check_equal(files.tokenizer, Tokenizer.from_file(str(tmp_path / "tokenizer.json")))
+        assert files.templates == {"default": "beside"}
+        assert files.eos_token_ids == (2, 0)
+        assert files.special_tokens == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+
+    def test_another_model_s_is_refused(self, tmp_path: Path) -> None:
+        tokens = tokenizer_metadata(embedded(), "gpt-2")["tokenizer.ggml.tokens"]
+        tokens[700] = "other"
+        file = self.write(tmp_path, **{"tokenizer.ggml.tokens": tokens})
+        with pytest.raises(
+            CheckpointError, match=r"not the tokenizer of m\.gguf: token 700 is .* here and 'other'"
+        ):
+            read_tokenizer_files(file)
+
+    def test_a_larger_one_is_refused(self, tmp_path: Path) -> None:
+        tokens = tokenizer_metadata(embedded(), "gpt-2")["tokenizer.ggml.tokens"]
+        file = self.write(tmp_path, **{"tokenizer.ggml.tokens": tokens[:-1]})
+        with pytest.raises(CheckpointError, match="token 2047 is '</tool_call>' here and nothing there"):
+            read_tokenizer_files(file)
+
+
+def test_a_tokenizer_that_is_whole_in_the_file(tmp_path: Path) -> None:
+    tokenizer = embedded()
+    metadata = tokenizer_metadata(tokenizer, "martian") | {
+        "tokenizer.huggingface.json": json.dumps(tokenizer)
+    }
+    check_equal(
+        read_gguf_tokenizer(write(tmp_path, metadata)).tokenizer, Tokenizer.from_str(json.dumps(tokenizer))
+    )
+
+
+def test_what_the_files_say_together(tmp_path: Path) -> None:
+    metadata = tokenizer_metadata(embedded(), "gpt-2", size=2050) | {
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.eom_token_id": 5,
+        "tokenizer.ggml.padding_token_id": 2**32 - 1,  # how some say none
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.chat_template.tool_use": "T",
+    }
+    files = read_tokenizer_files(write(tmp_path, metadata))
+    assert files.eos_token_ids == (0, 5, 2), (
+        "2 is <|im_end|>, which ends a turn where the file names no other"
+    )
+    assert files.special_tokens == {"eos_token": "<|endoftext|>"}
+    assert files.templates == {"default": "{{ messages[0].content }}", "tool_use": "T"}
+    assert (files.vocab_size, files.max_length) == (2050, 64)
+    tokenizer = TextTokenizer(tmp_path / "m.gguf")
+    assert tokenizer.vocab_size == 2050
+    assert tokenizer.eos == 0
+    named = metadata | {"tokenizer.ggml.eot_token_id": 7}
+    assert read_tokenizer_files(write(tmp_path, named)).eos_token_ids == (0, 7, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"tokenizer.ggml.model": "bert"},
+            "of kind 'bert', not gpt2 or llama: put the model's own tokenizer.json",
+        ),
+        ({"tokenizer.ggml.pre": "default"}, "a way called 'default' .known: gpt-2.*put the model's own"),
+        ({"tokenizer.ggml.pre": None}, "a way called None"),
+        ({"tokenizer.ggml.tokens": None}, "has no tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "has no tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.token_type": [1, 2]}, "has 2048 tokens, and types for 2"),
+        (
+            {"tokenizer.ggml.merges": ["a nowhere"]},
+            "has the merge 'a nowhere', of which some part is no token",
+        ),
+        (
+            {"tokenizer.ggml.eos_token_id": 2048},
+            "eos_token_id must be below 2048, the number of tokens, is 2048",
+        ),
+        ({"tokenizer.ggml.model": "llama"}, "has 2048 tokens, and scores for 0"),
+        ({"tokenizer.huggingface.json": "{}"}, "tokenizer.huggingface.json is no tokenizer"),
+    ],
+)
+def test_refusals(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    metadata = tokenizer_metadata(embedded(), "gpt-2") | changes
+    file = write(tmp_path, {key: value for key, value in metadata.items() if value is not None})
+    with pytest.raises(CheckpointError, match=problem) as error:
+        read_tokenizer_files(file)
+    assert str(error.value).startswith(str(file))
+
+
+def test_a_token_that_is_there_twice(tmp_path: Path) -> None:
+    metadata = tokenizer_metadata(embedded(), "gpt-2")
+    metadata["tokenizer.ggml.tokens"][900] = metadata["tokenizer.ggml.tokens"][800]
+    with pytest.raises(CheckpointError, match="has a token twice"):
+        read_tokenizer_files(write(tmp_path, metadata))

@@ -1,0 +1,305 @@
+"""From a name to a folder. The hub itself is never reached: its client is replaced, or offline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects
+
+from penstock.errors import CheckpointError, CheckpointNotFoundError
+from penstock.weights import hub
+from penstock.weights.hub import resolve_checkpoint
+
+Download = Callable[..., str]
+
+
+@pytest.fixture
+def no_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*args: Any, **kwargs: Any) -> str:
+        pytest.fail(f"asked the hub for {args}")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+
+
+def touch(folder: Path, *names: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(b"")
+    return folder
+
+
+@pytest.mark.usefixtures("no_download")
+class TestLocal:
+    def test_a_folder(self, tmp_path: Path) -> None:
+        folder = touch(tmp_path / "m", "config.json", "model.safetensors")
+        assert resolve_checkpoint(str(folder)) == folder
+
+    def test_the_home_folder_and_relative_paths(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = touch(tmp_path / "m", "config.json", "model.safetensors")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.chdir(tmp_path)
+        assert resolve_checkpoint("~/m") == resolve_checkpoint("./m") == resolve_checkpoint("m") == folder
+
+    def test_demo_is_the_embedded_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert hub._DEMO_FOLDER == Path(hub.__file__).parents[1] / "demo"
+        folder = touch(tmp_path / "embedded", "config.json", "model.safetensors")
+        monkeypatch.setattr(hub, "_DEMO_FOLDER", folder)
+        touch(tmp_path / "demo", "config.json", "model.safetensors")
+        monkeypatch.chdir(tmp_path)
+        assert resolve_checkpoint("demo") == folder
+        assert resolve_checkpoint("./demo") == tmp_path / "demo"
+
+    @pytest.mark.parametrize(
+        "path", ["/no/such", "./gone", "~/gone", "~nobody/gone", "a/b/c", "../gone", "/" + "x" * 500]
+    )
+    def test_what_looks_like_a_path_never_goes_to_the_hub(self, path: str) -> None:
+        with pytest.raises(CheckpointNotFoundError, match="no such folder: give the path"):
+            resolve_checkpoint(path)
+
+    @pytest.mark.parametrize("name", ["", "a b", "model/", "a\x00b", "namespace/na me", "-x"])
+    def test_what_is_neither_path_nor_id(self, name: str) -> None:
+        with pytest.raises(CheckpointNotFoundError, match="is neither a folder nor a hub id"):
+            resolve_checkpoint(name)
+
+    def test_a_file_names_its_folder(self, tmp_path: Path) -> None:
+        touch(tmp_path, "model.safetensors")
+        with pytest.raises(CheckpointError, match=f"is a file: give the folder .*, {tmp_path}$"):
+            resolve_checkpoint(str(tmp_path / "model.safetensors"))
+
+    @pytest.mark.parametrize(
+        ("files", "problem"),
+        [
+            ((), "is empty"),
+            (("notes.txt",), "it has no config.json"),
+            (("model.safetensors",), "it has no config.json"),
+            (("config.json",), "has no weights"),
+            (("config.json", "pytorch_model.bin"), "pickled weights only .* convert the model"),
+            (("a.gguf", "b.gguf"), "has 2 GGUF files .* --gguf-file one of a.gguf, b.gguf$"),
+            (("config.json", "mmproj-a.gguf"), "has no weights"),
+            (("m-00001-of-00002.gguf", "x.gguf"), "has 2 GGUF files"),
+            (("adapter_config.json", "adapter_model.safetensors"), "is a LoRA adapter"),
+        ],
+    )
+    def test_a_folder_that_is_no_checkpoint(
+        self, tmp_path: Path, files: tuple[str, ...], problem: str
+    ) -> None:
+        with pytest.raises(CheckpointError, match=problem) as error:
+            resolve_checkpoint(str(touch(tmp_path / "m", *files)))
+        assert str(error.value).startswith(str(tmp_path / "m"))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("no_download")
+class TestLocalGGUF:
+    def test_a_file(self, tmp_path: Path) -> None:
+        touch(tmp_path, "a.gguf", "b.GGUF", "config.json", "model.safetensors")
+        for name in ("a.gguf", "b.GGUF"):
+            assert resolve_checkpoint(str(tmp_path / name)) == tmp_path / name
+        assert resolve_checkpoint(str(tmp_path / "a.gguf"), gguf_file="a") == tmp_path / "a.gguf"
+        with pytest.raises(CheckpointError, match="is not 'Q4_0', which --gguf-file asks for"):
+            resolve_checkpoint(str(tmp_path / "a.gguf"), gguf_file="Q4_0")
+
+    @pytest.mark.parametrize(
+        ("files", "wanted", "chosen"),
+        [
+            (("m.gguf",), None, "m.gguf"),
+            (("m.gguf", "mmproj-m-f16.gguf", "config.json"), None, "m.gguf"),
+            (("m-00001-of-00002.gguf", "m-00002-of-00002.gguf"), None, "m-00001-of-00002.gguf"),
+            (("m-Q4_K_M.gguf", "m-Q8_0.gguf"), "q8_0", "m-Q8_0.gguf"),
+            (("m-Q4_K.gguf", "m-Q4_K_M.gguf"), "m-Q4_K.gguf", "m-Q4_K.gguf"),
+            (("config.json", "model.safetensors", "m.gguf"), "m.gguf", "m.gguf"),
+            (("config.json", "model.safetensors", "m.gguf"), None, ""),
+        ],
+    )
+    def test_the_one_of_a_folder(
+        self, tmp_path: Path, files: tuple[str, ...], wanted: str | None, chosen: str
+    ) -> None:
+        assert resolve_checkpoint(str(touch(tmp_path, *files)), gguf_file=wanted) == tmp_path / chosen
+
+    @pytest.mark.parametrize(
+        ("files", "wanted", "problem"),
+        [
+            (("a-Q4_0.gguf", "b-Q4_0.gguf"), "Q4_0", "2 GGUF files .* one of a-Q4_0.gguf, b-Q4_0.gguf$"),
+            (("a-Q4_0.gguf",), "Q5_0", "has no GGUF file called 'Q5_0', but a-Q4_0.gguf$"),
+            (
+                ("config.json", "model.safetensors"),
+                "Q5_0",
+                "has no GGUF file, and --gguf-file asks for 'Q5_0'",
+            ),
+            (tuple(f"{i:02}.gguf" for i in range(25)), None, "has 25 GGUF files .* 19.gguf and 5 more$"),
+        ],
+    )
+    def test_none_or_several(
+        self, tmp_path: Path, files: tuple[str, ...], wanted: str | None, problem: str
+    ) -> None:
+        with pytest.raises(CheckpointError, match=problem):
+            resolve_checkpoint(str(touch(tmp_path, *files)), gguf_file=wanted)
+
+    def test_a_later_part(self, tmp_path: Path) -> None:
+        touch(tmp_path, "m-00001-of-00002.gguf", "m-00002-of-00002.gguf")
+        with pytest.raises(CheckpointError, match=r"give its first, m-00001-of-00002\.gguf"):
+            resolve_checkpoint(str(tmp_path / "m-00002-of-00002.gguf"))
+
+    def test_the_embedded_model_is_none(self) -> None:
+        with pytest.raises(CheckpointError, match="has no GGUF file"):
+            resolve_checkpoint("demo", gguf_file="Q4_0")
+
+
+class FakeHub:
+    """Repositories in memory, and which of their files were downloaded, as the client does it."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str, online: bool = True
+    ) -> None:
+        self.folder, self.names, self.online = folder, names, online
+        self.downloaded: set[str] = set()
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
+        monkeypatch.setattr(huggingface_hub, "list_repo_files", self.list_repo_files)
+
+    def list_repo_files(self, model_id: str, *, revision: str) -> list[str]:
+        assert revision == "v1"
+        if not self.online:
+            raise errors.OfflineModeIsEnabled("off")
+        return list(self.names)
+
+    def snapshot_download(
+        self, model_id: str, *, revision: str, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        assert revision == "v1"
+        wanted = filter_repo_objects(
+            self.names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        for name in wanted if self.online else ():
+            self.downloaded.add(name)
+            (self.folder / name).parent.mkdir(exist_ok=True, parents=True)
+            touch(self.folder / Path(name).parent, Path(name).name)
+        self.folder.mkdir(exist_ok=True)
+        return str(self.folder)
+
+
+class TestHubGGUF:
+    SIZES = ("README.md", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m.gguf")
+
+    def test_only_the_file_that_is_meant_comes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES, "tokenizer.json")
+        assert resolve_checkpoint("a/b", "v1", "q4_k_m") == tmp_path / "m" / "m-Q4_K_M.gguf"
+        assert hub.downloaded == {"m-Q4_K_M.gguf", "tokenizer.json"}
+
+    def test_without_a_name_nothing_large_comes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES)
+        with pytest.raises(
+            CheckpointError, match=r"a/b: has 2 GGUF files .* one of m-Q4_K_M.gguf, m-Q8_0.gguf$"
+        ):
+            resolve_checkpoint("a/b", "v1")
+        assert not hub.downloaded
+
+    def test_a_lone_file_needs_no_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        FakeHub(monkeypatch, tmp_path / "m", "m-Q8_0.gguf")
+        assert resolve_checkpoint("a/b", "v1") == tmp_path / "m" / "m-Q8_0.gguf"
+
+    def test_safetensors_come_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES, "config.json", "model.safetensors")
+        assert resolve_checkpoint("a/b", "v1") == tmp_path / "m"
+        assert hub.downloaded == {"config.json", "model.safetensors"}
+
+    def test_but_not_before_a_file_that_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES, "config.json", "model.safetensors")
+        resolve_checkpoint("a/b", "v1", "Q8_0")
+        assert hub.downloaded == {"config.json", "m-Q8_0.gguf"}
+
+    def test_all_parts_come(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        parts = tuple(f"Q8_0/m-Q8_0-{i:05}-of-00003.gguf" for i in (1, 2, 3))
+        hub = FakeHub(monkeypatch, tmp_path / "m", *parts, "Q4_0/m-Q4_0-00001-of-00001.gguf")
+        assert resolve_checkpoint("a/b", "v1", "Q8_0") == tmp_path / "m" / parts[0]
+        assert hub.downloaded == set(parts)
+
+    def test_offline_what_is_there_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        FakeHub(monkeypatch, touch(tmp_path, "m-Q8_0.gguf"), *self.SIZES, online=False)
+        assert resolve_checkpoint("a/b", "v1") == tmp_path / "m-Q8_0.gguf"
+        with pytest.raises(CheckpointError, match=r"has no GGUF file called 'Q4_K_M', but m-Q8_0.gguf$"):
+            resolve_checkpoint("a/b", "v1", "Q4_K_M")
+
+    def test_an_interrupted_download_offline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        FakeHub(monkeypatch, touch(tmp_path, "config.json", "m-1.safetensors"), online=False)
+        index = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-3.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(
+            CheckpointError, match=r"a/b: 2 of 3 files of weights, m-2.safetensors .*run once online"
+        ):
+            resolve_checkpoint("a/b", "v1")
+
+
+class TestHub:
+    def test_a_model_is_downloaded_in_its_revision(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[Any] = []
+
+        def download(model_id: str, **options: Any) -> str:
+            asked.append((model_id, options["revision"]))
+            assert "*.safetensors" in options["allow_patterns"]
+            assert not any(pattern.endswith(".bin") for pattern in options["allow_patterns"])
+            return str(touch(tmp_path / "snapshot", "config.json", "model.safetensors"))
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        assert resolve_checkpoint("name/space", "v1") == tmp_path / "snapshot"
+        assert resolve_checkpoint("gpt2") == tmp_path / "snapshot"
+        assert asked == [("name/space", "v1"), ("gpt2", "main")]
+
+    def test_a_model_without_safetensors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        snapshot = str(touch(tmp_path / "snapshot", "config.json"))
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: snapshot)
+        with pytest.raises(CheckpointError, match="name/space: has no safetensors weights on the hub"):
+            resolve_checkpoint("name/space")
+
+    def test_offline_and_never_downloaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+        with pytest.raises(CheckpointNotFoundError, match="switched off: give the path of a local") as error:
+            resolve_checkpoint("nobody/nothing")
+        assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("kind", "advice"),
+        [
+            (errors.GatedRepoError, "accept its terms at https://huggingface.co/a/b"),
+            (errors.RepositoryNotFoundError, "no such model on the hub"),
+            (errors.RevisionNotFoundError, "has no revision 'v9'"),
+            (errors.LocalEntryNotFoundError, "cannot be reached or is switched off"),
+            (errors.OfflineModeIsEnabled, "cannot be reached or is switched off"),
+            (errors.HFValidationError, "not a valid hub id"),
+            (httpx.ReadTimeout, "cannot be downloaded from the hub .what has arrived is kept.*: first line$"),
+            (OSError, "cannot be downloaded from the hub .what has arrived is kept.*: first line$"),
+        ],
+    )
+    def test_each_failure_says_what_to_do(
+        self, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], advice: str
+    ) -> None:
+        text = "first line\nsecond line"
+        if issubclass(kind, errors.HfHubHTTPError):
+            response = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co"))
+            problem: Exception = kind(text, response=response)  # type: ignore[call-arg]
+        else:
+            problem = kind(text)
+
+        def download(*args: Any, **options: Any) -> str:
+            raise problem
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        with pytest.raises(CheckpointNotFoundError, match=advice) as error:
+            resolve_checkpoint("a/b", "v9")
+        assert str(error.value).startswith("a/b: ")
+        assert "\n" not in str(error.value)

@@ -1,0 +1,90 @@
+"""What memory a load takes beside the weights that it packs: a layer's, however large the checkpoint is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.running import context_of, generate, open_pipeline
+
+from penstock.bench.random_weights import SHAPES, write_random_checkpoint
+from penstock.memory import estimate_weights_size
+from penstock.weights import Weights
+from penstock.weights.mapping import drop_pages
+
+STATUS = Path("/proc/self/status")
+pytestmark = pytest.mark.skipif(not STATUS.is_file(), reason="the system does not tell")
+
+CONFIG = {**SHAPES["l110m"], "num_hidden_layers": 8, "vocab_size": 4096}
+MB = 1 << 20
+
+
+def resident(kind: str) -> int:
+    """Bytes of this process in memory: ``RssAnon``, those of no file, or ``RssFile``."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{kind}:"))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_checkpoint(tmp_path_factory.mktemp("memory"), CONFIG)
+
+
+@pytest.mark.parametrize("encoding", ["bfloat16", "int8", "int4"])
+def test_no_more_than_the_packed_weights(
+    checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"max_length": 64, "max_batch_size": 1, "kv_cache_memory": 8 * MB, "num_threads": 1}
+    generate(open_pipeline("demo", **options), [context_of([1, 2], 2)])  # libraries take theirs once
+    anonymous, files, release = [resident("RssAnon")], [resident("RssFile")], Weights.release
+
+    def watched(weights: Weights, name: str) -> None:
+        anonymous.append(resident("RssAnon"))
+        files.append(resident("RssFile"))
+        release(weights, name)
+
+    monkeypatch.setattr(Weights, "release", watched)
+    pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, **options)
+    files.append(resident("RssFile"))
+    generate(pipeline, [context_of([1, 2], 3)])
+    packed = estimate_weights_size(pipeline.model.pipeline_config)
+    assert len(anonymous) > 40, "it was watched"
+    assert files[-1] - files[0] < 24 * MB, "the file's pages are let go of"
+    if encoding == "bfloat16":  # rows at first, and layer by layer panels in their place
+        assert max(files) - files[0] > 0.5 * packed
+        assert (
+            max(map(sum, zip(anonymous, files, strict=False)))
+            < anonymous[0] + files[0] + 1.15 * packed + 24 * MB
+        )
+    else:
+        assert max(files) - files[0] < 24 * MB
+        assert max(anonymous) - anonymous[0] < 1.15 * packed + 24 * MB
+
+
+def test_pages_come_back_as_they_were(tmp_path: Path) -> None:
+    numbers = torch.arange(3 * MB, dtype=torch.int32).view(3, MB)
+    save_file({"a": numbers.float(), "b": torch.ones(7)}, tmp_path / "model.safetensors")
+    weights = Weights.open(tmp_path / "model.safetensors")
+    tensor, other = weights.tensor("a", (3, MB)), weights.tensor("b", (7,))
+    assert float(tensor.sum()) > 0
+    before = resident("RssFile")
+    weights.release("a")
+    weights.release("a")
+    weights.release("no such tensor")
+    assert before - resident("RssFile") > 10 * MB
+    assert torch.equal(tensor, numbers.float())
+    assert torch.equal(other, torch.ones(7))
+
+
+def test_less_than_a_page_is_left_alone() -> None:
+    numbers = torch.ones(8)
+    drop_pages(numbers)
+    assert torch.equal(numbers, torch.ones(8))
+
+
+def test_memory_of_no_file_is_left_alone() -> None:
+    numbers = torch.arange(1 << 20)
+    drop_pages(numbers)
+    assert torch.equal(numbers, torch.arange(1 << 20))

@@ -1,0 +1,172 @@
+"""Tensors by name, and all faults of a load in one error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.dtype import DType
+from penstock.errors import WeightsError
+from penstock.weights import Weights
+
+TENSORS = {
+    "embed.weight": torch.arange(12, dtype=torch.bfloat16).reshape(3, 4),
+    "norm.weight": torch.full((4,), 2.0),
+    "half.weight": torch.full((2, 2), 0.5, dtype=torch.float16),
+}
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Weights:
+    return saved(tmp_path, TENSORS)
+
+
+def saved(folder: Path, tensors: dict[str, Tensor]) -> Weights:
+    save_file(tensors, folder / "model.safetensors")
+    return Weights.open(folder)
+
+
+def read_all(weights: Weights) -> None:
+    for name in weights.names:
+        weights.tensor(name, weights.shape(name))
+
+
+def test_names_shapes_and_types(weights: Weights) -> None:
+    assert weights.names == ("embed.weight", "half.weight", "norm.weight")
+    assert weights.shape("embed.weight") == (3, 4)
+    assert weights.dtype("embed.weight") is DType.bfloat16
+    assert "norm.weight" in weights
+    assert "norm.bias" not in weights
+    assert weights.num_parameters == 12 + 4 + 4
+    assert weights.num_bytes == 24 + 16 + 8
+
+
+def test_tensors_come_as_they_are_stored(weights: Weights) -> None:
+    for name, tensor in TENSORS.items():
+        read = weights.tensor(name, tuple(tensor.shape))
+        assert read.dtype is tensor.dtype
+        assert torch.equal(read, tensor)
+    weights.finish()
+
+
+def test_what_is_written_into_a_tensor_never_reaches_the_file(weights: Weights, tmp_path: Path) -> None:
+    weights.tensor("norm.weight", (4,)).zero_()
+    assert torch.equal(Weights.open(tmp_path).tensor("norm.weight", (4,)), TENSORS["norm.weight"])
+
+
+def test_shards_are_one(tmp_path: Path) -> None:
+    weight_map = {}
+    for number, (name, tensor) in enumerate(TENSORS.items()):
+        weight_map[name] = f"model-{number}.safetensors"
+        save_file({name: tensor}, tmp_path / weight_map[name])
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    weights = Weights.open(tmp_path)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(weights.tensor(name, tuple(tensor.shape)), tensor)
+    weights.finish()
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    weights = saved(tmp_path, {**TENSORS, "packed.weight": torch.zeros(2, dtype=torch.int8)})
+    assert torch.equal(weights.tensor("lm_head.weight", (2, 3)), torch.zeros(2, 3))
+    assert weights.tensor("embed.weight", (4, 3)).shape == (4, 3)
+    assert weights.tensor("packed.weight", (2,)).shape == (2,)
+    weights.tensor("norm.weight", (4,))
+    with pytest.raises(WeightsError) as error:
+        weights.finish()
+    assert str(error.value) == (
+        f"{tmp_path}: 1 missing: lm_head.weight; "
+        "1 misshapen: embed.weight is [3, 4] where the model needs [4, 3]; "
+        "1 not of a float type that can be read (F16, BF16, F32, F64): packed.weight of type I8; "
+        "1 unexpected: half.weight"
+    )
+
+
+def test_faults_of_what_is_only_expected_are_told_too(tmp_path: Path) -> None:
+    tensors = {"kept": torch.ones(3), "long": torch.ones(4), "bytes": torch.ones(2, dtype=torch.uint8)}
+    weights = saved(tmp_path, tensors)
+    assert weights.expect("kept", (3,))
+    assert not weights.expect("long", (5,))
+    assert not weights.expect("bytes", (2,))
+    assert not weights.expect("absent", (1,))
+    with pytest.raises(WeightsError, match=r"1 missing: absent; 1 misshapen: long .*bytes of type U8$"):
+        weights.finish()
+
+
+def test_eight_bit_floats_are_not_read_as_weights(tmp_path: Path) -> None:
+    weights = saved(tmp_path, {"w": torch.zeros(3).to(torch.float8_e4m3fn)})
+    weights.tensor("w", (3,))
+    with pytest.raises(WeightsError, match=r"w of type F8_E4M3$"):
+        weights.finish()
+    with pytest.raises(WeightsError, match="w is of type F8_E4M3, which is not supported"):
+        weights.dtype("w")
+
+
+def test_long_lists_are_cut(weights: Weights) -> None:
+    read_all(weights)
+    for number in range(11):
+        weights.tensor(f"layer.{number}", (1,))
+    with pytest.raises(WeightsError, match=r"11 missing: layer\.0, .*, layer\.7 and 3 more$"):
+        weights.finish()
+
+
+def test_a_load_of_another_models_size_ends_early(weights: Weights) -> None:
+    with pytest.raises(WeightsError, match=r"1 misshapen: embed\.weight is \[3, 4\] where"):
+        weights.tensor("embed.weight", (2**40, 2**40))
+
+
+def test_a_load_of_another_models_depth_ends_early(weights: Weights) -> None:
+    for number in range(1000):
+        weights.tensor(f"layer.{number}", ())
+    with pytest.raises(WeightsError, match=r"1001 missing: layer\.0, "):
+        weights.tensor("layer.1000", ())
+
+
+def test_patterns_may_be_left_unread(weights: Weights) -> None:
+    weights.tensor("embed.weight", (3, 4))
+    weights.finish(ignore=["half.*", "norm.weight"])
+    with pytest.raises(WeightsError, match=r"1 unexpected: norm\.weight"):
+        weights.finish(ignore=["half.*"])
+
+
+def test_renamed_tensors_answer_to_their_new_names(weights: Weights) -> None:
+    renamed = weights.renamed(lambda name: None if name.startswith("half") else f"model.{name}")
+    assert renamed.names == ("model.embed.weight", "model.norm.weight")
+    assert renamed.num_parameters == 16
+    assert torch.equal(renamed.tensor("model.norm.weight", (4,)), TENSORS["norm.weight"])
+    renamed.tensor("model.embed.weight", (1,))
+    with pytest.raises(WeightsError, match=r"model\.embed\.weight \(embed\.weight in the file\) is \[3, 4\]"):
+        renamed.finish()
+
+
+def test_renaming_twice_reads_the_right_tensor(weights: Weights) -> None:
+    twice = weights.renamed(lambda name: f"a.{name}").renamed(lambda name: name.replace("a.", "b."))
+    assert torch.equal(twice.tensor("b.norm.weight", (4,)), TENSORS["norm.weight"])
+
+
+def test_two_tensors_cannot_have_one_name(weights: Weights) -> None:
+    with pytest.raises(WeightsError, match="are both read as x"):
+        weights.renamed(lambda name: "x")
+
+
+def test_a_view_under_other_names_keeps_its_own_account(weights: Weights) -> None:
+    read_all(weights.renamed(lambda name: name))
+    with pytest.raises(WeightsError, match="3 unexpected"):
+        weights.finish()
+
+
+def test_asking_about_a_tensor_that_is_not_there(weights: Weights) -> None:
+    with pytest.raises(WeightsError, match=r"has no tensor norm\.bias"):
+        weights.shape("norm.bias")
+
+
+def test_a_real_checkpoint(shared_data: Path) -> None:
+    weights = Weights.open(shared_data / "models" / "stories260K")
+    assert weights.shape("model.embed_tokens.weight") == (512, 64)
+    read_all(weights)
+    weights.finish()

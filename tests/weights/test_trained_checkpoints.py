@@ -1,0 +1,49 @@
+"""Trained checkpoints: the embedded one, and others where they lie beside the project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import oracle, oracle_greedy, oracle_logits
+from support.running import context_of, generate, open_pipeline, step_logits
+
+from penstock.pipelines import TextTokenizer
+from penstock.weights.hub import resolve_checkpoint
+
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+    "One day, she saw a big, red ball."
+)
+
+
+@pytest.fixture(params=["demo", "stories260K", "llama2xs"])
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    if request.param == "demo":
+        return resolve_checkpoint("demo", "main")
+    data: Path = request.getfixturevalue("shared_data")
+    return data / "models" / request.param
+
+
+@pytest.mark.parametrize("kernels", ["best", "reference"])
+def test_logits_and_greedy_text(checkpoint: Path, kernels: str) -> None:
+    pipeline = open_pipeline(checkpoint, kernels=kernels)
+    reference = oracle(checkpoint)
+    prompt = TextTokenizer(checkpoint).encode_text("Once upon a time").tolist()
+    (tokens,) = generate(pipeline, [context_of(prompt)], num_steps=4)
+    assert tokens == oracle_greedy(reference, prompt, 100)
+    text = prompt + tokens
+    expected = oracle_logits(reference, text)
+    ours = step_logits(pipeline, [context_of(text, log_probabilities_echo=True)])[0]
+    tolerance = 1e-4 * max(1.0, float(expected.std()))
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
+
+
+def test_a_known_story(shared_data: Path) -> None:
+    checkpoint = shared_data / "models" / "stories260K"
+    tokenizer = TextTokenizer(checkpoint)
+    pipeline = open_pipeline(checkpoint)
+    prompt = tokenizer.encode_text("Once upon a time").tolist()
+    (tokens,) = generate(pipeline, [context_of(prompt, 40)])
+    assert tokenizer.decode_ids(prompt + tokens).startswith(STORY)

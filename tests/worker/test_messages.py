@@ -1,0 +1,166 @@
+"""What crosses to the worker and back arrives as it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+from support.paged import text_context
+
+from penstock import errors
+from penstock.errors import PenstockError, RequestFailedError
+from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextGenerationStatus
+from penstock.worker import messages
+from penstock.worker.messages import (
+    Admission,
+    CallResult,
+    Cancel,
+    ErrorRecord,
+    Failure,
+    LoadAdapter,
+    PackedLogProbabilities,
+    Ping,
+    Pong,
+    RequestResult,
+    Started,
+    StartFailed,
+    StepResults,
+    Stop,
+    Submit,
+    UnloadAdapter,
+    WorkerInfo,
+    WorkerStats,
+)
+
+ERRORS = [
+    errors.PenstockError("anything"),
+    errors.InputError("temperature must be at least 0, was -1"),
+    errors.PromptTooLongError(200, 128),
+    errors.UnknownModelError("gpt", ["demo", "other"]),
+    errors.UnknownParameterError("SamplingParams", "max_tokens", "did you mean max_new_tokens?"),
+    errors.UnsupportedFeatureError("images", "this model reads text"),
+    errors.UnsupportedSchemaError("$ref", "#/properties/a", "is recursive"),
+    errors.RequestFailedError("the request ended"),
+    errors.UnavailableError("not now", retry_after=7),
+    errors.OverloadedError("too many", retry_after=3),
+    errors.ConfigError("max_length", "must be at least 1"),
+    errors.CheckpointError("/models/x", "is damaged"),
+    errors.CheckpointNotFoundError("/models/x", "does not exist"),
+    errors.WeightsError("/models/x", "misses 3 tensors"),
+    errors.UnknownArchitectureError("/models/x", "lama", ["llama"]),
+    errors.InsufficientMemoryError("too little memory", needed=10, available=5),
+    errors.InsufficientBlocksError(3, 1, 8),
+    errors.ForkedProcessError(12, 34),
+    errors.MissingDependencyError("pyzmq", "serve", "penstock serve"),
+]
+FAILURE = ErrorRecord("InputError", "no")
+INFO = WorkerInfo(
+    max_length=1,
+    max_batch_size=2,
+    max_batch_input_tokens=3,
+    num_blocks=4,
+    block_size=5,
+    vocab_size=6,
+    adapters=[("a", "/a")],
+    startup=[("model", 0.5)],
+    memory=[("weights", "1 GiB")],
+)
+LOGS = LogProbabilities([-0.5], [{3: -0.5, 4: -1.25}])
+PACKED = PackedLogProbabilities.of(LOGS)
+DONE = TextGenerationStatus.MAXIMUM_LENGTH
+
+
+def test_every_class_of_error_is_tried() -> None:
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)}
+    assert {type(error) for error in ERRORS} == {kind for kind in kinds if issubclass(kind, PenstockError)}
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_arrives_as_itself(error: PenstockError) -> None:
+    error.add_note("in prompt 2")
+    crossed = messages.report_encoder()(StartFailed(ErrorRecord.of(error)))
+    again = messages.report_decoder()(crossed)
+    assert isinstance(again, StartFailed)
+    arrived = again.error.error()
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
+
+
+def test_what_is_not_meant_for_users_stays_behind() -> None:
+    arrived = ErrorRecord.of(ZeroDivisionError("/secret/path")).error()
+    assert type(arrived) is RequestFailedError
+    assert "secret" not in str(arrived)
+    error = errors.InputError("no")
+    error.context = object()  # type: ignore[attr-defined]
+    assert ErrorRecord.of(error) == ErrorRecord("InputError", "no")
+
+
+def test_an_error_of_an_unknown_class_arrives_as_the_nearest_known() -> None:
+    class OddError(errors.ConfigError):
+        pass
+
+    arrived = ErrorRecord.of(OddError("odd", "is not even")).error()
+    assert type(arrived) is errors.ConfigError
+    assert str(arrived) == "odd: is not even"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        Submit(text_context([1, 2, 3], priority=2, cache_salt="s", eos_token_ids={7})),
+        Submit(TextAndVisionContext(prompt="", max_length=9, tokens=np.array([1]))),
+        Cancel("r"),
+        LoadAdapter(1, "name", "/path"),
+        UnloadAdapter(2, "name"),
+        Ping(),
+        Stop(),
+    ],
+    ids=lambda command: type(command).__name__,
+)
+def test_commands_cross(command: messages.Command) -> None:
+    again = messages.command_decoder()(messages.command_encoder()(command))
+    assert type(again) is type(command)
+    assert again == command
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        Started(INFO),
+        StartFailed(FAILURE),
+        StepResults(WorkerStats(num_steps=1)),
+        StepResults(
+            WorkerStats(step_seconds=0.25),
+            [Admission("a", 64)],
+            [RequestResult("a", [1, 2]), RequestResult("b", [3], DONE, [PACKED], PACKED)],
+            [Failure("c", FAILURE)],
+            ["d"],
+        ),
+        CallResult(3),
+        CallResult(4, FAILURE),
+        Pong(WorkerStats(num_waiting=4)),
+    ],
+    ids=lambda report: type(report).__name__,
+)
+def test_reports_cross(report: messages.WorkerMessage) -> None:
+    again = messages.report_decoder()(messages.report_encoder()(report))
+    assert type(again) is type(report)
+    assert again == report
+
+
+def test_a_token_costs_few_bytes() -> None:
+    def size(num_requests: int) -> int:
+        results = [RequestResult(f"{number:032x}", [1000]) for number in range(num_requests)]
+        return len(messages.report_encoder()(StepResults(WorkerStats(), [], results)))
+
+    assert (size(33) - size(1)) / 32 < 56
+    assert msgspec.msgpack.decode(messages.report_encoder()(Pong(WorkerStats())))[0] == "Pong"
+
+
+def test_neither_messages_nor_worker_load_torch() -> None:
+    script = "import penstock.worker.process, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,174 @@
+"""The model loop without a socket: command for command, step for step, report for report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from support.paged import kv_manager
+from support.workers import FakeAdapters, GatedPipeline, fake_work, letters, request
+
+from penstock.errors import InputError
+from penstock.pipelines.core import TextGenerationStatus
+from penstock.worker.messages import (
+    Admission,
+    CallResult,
+    Cancel,
+    LoadAdapter,
+    Ping,
+    Pong,
+    RequestResult,
+    StepResults,
+    Stop,
+    Submit,
+    WorkerMessage,
+)
+from penstock.worker.process import DraftCounts, WorkerRuntime, _Loop
+
+END = TextGenerationStatus.END_OF_SEQUENCE
+
+
+class Worker:
+    """A loop whose reports are a list."""
+
+    def __init__(self, work: WorkerRuntime) -> None:
+        self.reports: list[WorkerMessage] = []
+        self._socket: Any = None
+        self.loop = _Loop(work, self._socket, self.reports.append)
+
+    def hear(self, *commands: Any) -> list[WorkerMessage]:
+        """Takes commands, makes a step, and gives what was said."""
+        self.reports.clear()
+        for command in commands:
+            self.loop._take(command)
+        self.loop._step()
+        return list(self.reports)
+
+    def results(self, *commands: Any) -> StepResults:
+        (report,) = self.hear(*commands)
+        assert isinstance(report, StepResults)
+        return report
+
+    @property
+    def num_kept(self) -> int:
+        return len(self.loop._contexts) + len(self.loop._lengths)
+
+
+def worker(pipeline: GatedPipeline | None = None, **options: Any) -> Worker:
+    return Worker(fake_work(pipeline or GatedPipeline(choose=letters(2), kv=kv_manager(60)), **options))
+
+
+def test_a_request_from_its_first_word_to_its_last() -> None:
+    one = worker(max_batch_input_tokens=8)
+    report = one.results(Submit(request("a", "0123456789")))
+    assert report.admissions == [Admission("a", 0)]
+    assert report.results == []  # a chunk of the prompt
+    assert one.results().results == [RequestResult("a", [97])]
+    assert one.results().results == [RequestResult("a", [98])]
+    report = one.results()
+    assert report.results == [RequestResult("a", [], END)]
+    assert (report.stats.num_steps, report.stats.num_generated_tokens) == (4, 3)
+    assert one.hear() == []
+    assert one.num_kept == 0
+
+
+def test_nothing_is_kept_of_who_is_cancelled_fails_or_is_refused() -> None:
+    pipeline = GatedPipeline(choose=letters(9), kv=kv_manager(60))
+    pipeline.culprits = {"b"}
+    one = worker(pipeline)
+    report = one.results(*(Submit(request(name)) for name in "abc"), Submit(request("c")))
+    assert sorted(failure.request_id for failure in report.failures) == ["b", "c"]
+    assert "here already" in next(f.error.message for f in report.failures if f.request_id == "c")
+    report = one.results(Cancel("a"), Cancel("b"), Cancel("c"), Cancel("c"), Cancel("who"))
+    assert report.cancelled == ["a", "c"]
+    assert report.results == []
+    assert report.stats.num_used_blocks == 0
+    assert one.num_kept == 0
+
+
+def test_who_is_not_ready_brings_no_report() -> None:
+    ready: list[bool] = []
+    one = worker(ready=lambda context: bool(ready))
+    assert one.hear(Submit(request("a"))) == []
+    ready.append(True)
+    assert one.results().admissions == [Admission("a", 0)]
+
+
+def test_a_ping_is_answered_with_counts() -> None:
+    one = Worker(
+        WorkerRuntime(
+            fake_work(GatedPipeline()).scheduler,
+            fake_work(GatedPipeline()).info,
+            None,
+            lambda: 1,
+            lambda: DraftCounts(9, 4, 3),
+        )
+    )
+    (report,) = one.hear(Ping())
+    assert isinstance(report, Pong)
+    stats = report.stats
+    assert (stats.num_draft_tokens, stats.num_accepted_draft_tokens, stats.num_verified_steps) == (9, 4, 3)
+
+
+def test_an_adapter_that_breaks_is_reported_and_nothing_else_happens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(FakeAdapters):
+        def load(self, name: str, path: str) -> None:
+            raise ZeroDivisionError("a secret of ours") if path == "broken" else InputError("too large")
+
+    one = Worker(fake_work(GatedPipeline(), Broken()))
+    (broken, large) = one.hear(LoadAdapter(1, "a", "broken"), LoadAdapter(2, "a", "large"))
+    assert isinstance(broken, CallResult)
+    assert broken.error is not None
+    assert broken.error.name == "RequestFailedError"
+    assert "secret" not in broken.error.message
+    assert "a secret of ours" in caplog.text
+    assert isinstance(large, CallResult)
+    assert large.error is not None
+    assert (large.call_id, large.error.message) == (2, "too large")
+
+
+def test_it_stops_when_it_is_told_to() -> None:
+    one = worker()
+    one.loop._take(Stop())
+    one.loop.run()
+
+
+class Socket:
+    """Commands that come at a time of their own: after so many looks at it."""
+
+    def __init__(self, *frames: tuple[int, bytes]) -> None:
+        self.frames = list(frames)
+        self.num_looks = 0
+        self.waits: list[int | None] = []
+
+    def poll(self, timeout: int | None = None) -> int:
+        self.num_looks += 1
+        if timeout != 0:
+            self.waits.append(timeout)
+            self.num_looks = max(self.num_looks, self.frames[0][0])
+        return int(self.frames[0][0] <= self.num_looks)
+
+    def recv(self, flags: int) -> bytes:
+        if not self.frames or self.frames[0][0] > self.num_looks:
+            raise zmq.Again
+        return self.frames.pop(0)[1]
+
+
+@pytest.mark.parametrize(("num_looks", "num_settled"), [(1, 0), (3, 2), (9, 5)])
+def test_it_settles_while_nobody_asks_for_anything(num_looks: int, num_settled: int) -> None:
+    left = list(range(5))
+
+    def pack_pending() -> bool:
+        left.pop()
+        return bool(left)
+
+    work = replace(fake_work(GatedPipeline()), pack_pending=pack_pending)
+    socket: Any = Socket((num_looks, msgspec.msgpack.encode(Stop())))
+    _Loop(work, socket, lambda report: None).run()
+    assert 5 - len(left) == num_settled
+    assert socket.waits == [None], "then it sleeps, or finds what has come"

@@ -1,0 +1,735 @@
+"""The client and a worker in a thread: every request ends exactly once, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paged import kv_manager
+from support.workers import (
+    FakeAdapters,
+    Gate,
+    GatedPipeline,
+    client_of,
+    fake_work,
+    ids,
+    letters,
+    read,
+    request,
+    text,
+)
+
+from penstock.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    InputError,
+    OverloadedError,
+    PenstockError,
+    RequestFailedError,
+    UnavailableError,
+    UnsupportedFeatureError,
+)
+from penstock.pipelines.core import TextContext, TextGenerationStatus
+from penstock.testing import FakePipeline
+from penstock.worker import client as worker_client
+from penstock.worker.client import Generation, WorkerClient
+from penstock.worker.messages import WorkerStats
+from penstock.worker.process import WorkerRuntime
+
+CANCELLED = TextGenerationStatus.CANCELLED
+END = TextGenerationStatus.END_OF_SEQUENCE
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# -- Results ---------------------------------------------------------------------------------------------
+
+
+async def test_requests_are_answered() -> None:
+    async with client_of(FakePipeline.saying("Hello!")) as client:
+        assert (client.state, client.is_alive) == ("ready", True)
+        generations = [client.submit(request(str(number))) for number in range(9)]
+        assert client.num_outstanding == 9
+        for generation in generations:
+            await generation.admitted()
+            deltas = await read(generation)
+            assert text(deltas) == "Hello!"
+            assert [delta.status.is_done for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+            assert deltas[-1].status is END
+            assert await read(generation) == []
+        assert client.num_outstanding == 0
+        assert client.num_late_results == 0
+
+
+async def test_who_reads_late_gets_all_at_once() -> None:
+    gate = Gate()
+    async with client_of(GatedPipeline(gate, choose=letters(5))) as client:
+        generation = client.submit(request("a"))
+        gate.let(2)
+        await until(lambda: client.stats.num_steps == 2)
+        assert text([await anext(generation)]) == "ab"
+        gate.open()
+        await until(lambda: generation.is_done)
+        (delta,) = await read(generation)
+        assert text([delta]) == "cde"
+        assert delta.status is END
+
+
+async def test_several_tokens_a_step() -> None:
+    async with client_of(lambda: fake_work(FakePipeline(letters(9)), num_steps=4)) as client:
+        assert text(await read(client.submit(request("a")))) == "abcdefghi"
+        assert client.stats.num_steps == 3
+
+
+async def test_log_probabilities_come_along() -> None:
+    async with client_of(FakePipeline.saying("ab")) as client:
+        deltas = await read(client.submit(request("a", log_probabilities=2, log_probabilities_echo=True)))
+        logs = [token.log_probabilities for delta in deltas for token in delta.tokens]
+        assert [len(log.token_log_probabilities) for log in logs if log] == [2, 1]
+        deltas = await read(client.submit(request("b")))
+        assert [token.log_probabilities for delta in deltas for token in delta.tokens] == [None, None]
+
+
+async def test_log_probabilities_of_a_prompt_that_nothing_follows() -> None:
+    async with client_of(FakePipeline.saying("")) as client:
+        asked = {"log_probabilities": 1, "log_probabilities_echo": True}
+        (delta,) = await read(client.submit(request("a", "Hello", **asked)))
+        assert delta.tokens == []
+        assert delta.prompt_log_probabilities is not None
+        assert len(delta.prompt_log_probabilities.token_log_probabilities) == 4
+
+
+# -- Counts ----------------------------------------------------------------------------------------------
+
+
+async def test_counts_are_exact() -> None:
+    def work() -> WorkerRuntime:
+        return fake_work(FakePipeline(letters(3), kv=kv_manager(16)), max_batch_input_tokens=8)
+
+    async with client_of(work) as client:
+        assert client.stats == WorkerStats()
+        # 10 tokens in steps of 8 and 2, then three of 1; the fourth letter is the end.
+        assert text(await read(client.submit(request("a", "0123456789")))) == "abc"
+        await until(lambda: client.stats.num_running == 0)
+        stats = client.stats
+        assert stats.step_seconds > 0
+        stats.step_seconds = 0
+        assert stats == WorkerStats(
+            num_blocks=16,
+            num_cached_blocks=3,  # 13 tokens, four a block
+            num_prefix_query_tokens=10,
+            num_prompt_tokens=10,
+            num_generated_tokens=4,
+            num_steps=5,
+            last_batch_size=1,
+            last_batch_tokens=1,
+        )
+        # 8 are cached.
+        deltas = await read(client.submit(request("b", "0123456789")))
+        assert {delta.num_cached_tokens for delta in deltas} == {8}
+        deltas = await read(client.submit(request("c", "0123456789", log_probabilities_echo=True)))
+        assert {delta.num_cached_tokens for delta in deltas} == {0}
+        stats = client.stats
+        assert (stats.num_prompt_tokens, stats.num_prefix_query_tokens) == (30, 20)
+        assert (stats.num_prefix_hit_tokens, stats.num_generated_tokens) == (8, 12)
+        assert stats.num_steps == 5 + 4 + 5
+
+
+async def test_counts_while_it_works() -> None:
+    gate, ready = Gate(), threading.Event()
+
+    def work() -> WorkerRuntime:
+        pipeline = GatedPipeline(gate, choose=letters(20), kv=kv_manager(9))
+        return fake_work(pipeline, max_batch_size=2, ready=lambda context: ready.is_set())
+
+    async with client_of(work) as client:
+        for name in "abc":
+            client.submit(request(name, f"{name}1234", max_length=26))
+        with pytest.raises(UnsupportedFeatureError):
+            await client.load_adapter("a", "/a")  # answered after all three have arrived
+        ready.set()
+        gate.let(1)
+        await until(lambda: client.stats.num_steps == 1)
+        stats = client.stats
+        assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (2, 1, 4)
+        assert (stats.last_batch_size, stats.last_batch_tokens) == (2, 10)
+        gate.let(12)  # with 17 tokens each needs a fifth block
+        await until(lambda: client.stats.num_steps == 13)
+        stats = client.stats
+        assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (1, 2, 1)
+        assert (stats.num_used_blocks, stats.last_batch_size) == (5, 1)
+        assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (10, 2 * 12 + 1)
+        gate.open()
+
+
+# -- Requests that fail alone ----------------------------------------------------------------------------
+
+
+async def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+    async with client_of(lambda: fake_work(FakePipeline(kv=kv_manager(4)))) as client:
+        generation = client.submit(request("a", "x" * 30))
+        with pytest.raises(InputError, match="do not fit the 4 blocks"):
+            await generation.admitted()
+        for _ in range(2):
+            with pytest.raises(InputError, match="do not fit the 4 blocks"):
+                await anext(generation)
+        assert client.num_outstanding == 0
+
+
+async def test_who_makes_the_forward_fail_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline = GatedPipeline(choose=letters(5))
+    pipeline.culprits = {"b"}
+    async with client_of(pipeline) as client:
+        good, bad = client.submit(request("a")), client.submit(request("b"))
+        with pytest.raises(RequestFailedError) as caught:
+            await read(bad)
+        assert "secret" not in str(caught.value)
+        assert text(await read(good)) == "abcde"
+        assert "a secret of ours" in caplog.text
+        assert client.num_restarts == 0
+
+
+async def test_who_cannot_become_ready_fails_alone() -> None:
+    def ready(context: TextContext) -> bool:
+        if context.request_id == "a":
+            raise InputError("the grammar does not compile")
+        return True
+
+    async with client_of(lambda: fake_work(FakePipeline.saying("x"), ready=ready)) as client:
+        bad, good = client.submit(request("a")), client.submit(request("b"))
+        with pytest.raises(InputError, match="does not compile"):
+            await bad.admitted()
+        assert text(await read(good)) == "x"
+
+
+async def test_waiting_for_readiness_does_not_spin() -> None:
+    asked, begin = 0, time.monotonic()
+
+    def ready(context: TextContext) -> bool:
+        nonlocal asked
+        asked += 1
+        return asked >= 50
+
+    async with client_of(lambda: fake_work(FakePipeline.saying("x"), ready=ready)) as client:
+        assert text(await read(client.submit(request("a")))) == "x"
+        assert time.monotonic() - begin > 50 * 0.004 / 2, "no less; it may take any time longer"
+
+
+# -- Cancelling ------------------------------------------------------------------------------------------
+
+
+async def test_cancelling_frees_the_blocks_within_a_step() -> None:
+    gate = Gate()
+    async with client_of(
+        lambda: fake_work(GatedPipeline(gate, choose=letters(20), kv=kv_manager(20)))
+    ) as client:
+        kept, dropped = client.submit(request("a", "aaaaa")), client.submit(request("b", "bbbbb"))
+        gate.let(2)
+        await until(lambda: client.stats.num_steps == 2)
+        await kept.admitted()
+        dropped.cancel()
+        dropped.cancel()
+        assert client.num_outstanding == 2  # until the worker says so
+        gate.let(2)
+        for _ in range(10):
+            with suppress(TimeoutError):
+                await until(lambda: client.num_outstanding == 1, seconds=0.5)
+                break
+            gate.let(1)  # the message was not there before the steps were
+        assert client.stats.num_used_blocks == -(-(5 + client.stats.num_steps - 1) // 4)
+        deltas = await read(dropped)
+        assert deltas[-1].status is CANCELLED
+        await dropped.admitted()
+        gate.open()
+        assert text(await read(kept)) == "abcdefghijklmnopqrst"
+        kept.cancel()
+        assert kept.is_done
+        assert client.num_outstanding == 0
+
+
+async def test_cancelling_wakes_the_reader() -> None:
+    gate = Gate()
+    async with client_of(GatedPipeline(gate)) as client:
+        generation = client.submit(request("a"))
+        reader = asyncio.create_task(read(generation))
+        waiter = asyncio.create_task(generation.admitted())
+        await asyncio.sleep(0.02)
+        generation.cancel()
+        assert [delta.status for delta in await reader] == [CANCELLED]
+        await waiter
+        gate.open()
+
+
+async def test_results_after_a_cancel_are_ignored_and_counted() -> None:
+    gate = Gate()
+    async with client_of(GatedPipeline(gate, choose=letters(1))) as client:
+        generation = client.submit(request("a"))
+        gate.let(1)
+        await until(lambda: gate.num_arrived == 2)  # the last step waits
+        generation.cancel()
+        gate.open()
+        await until(lambda: client.num_outstanding == 0)
+        assert client.num_late_results == 1
+        assert text(await read(generation)) == "a"
+        assert text(await read(client.submit(request("a")))) == "a"
+
+
+async def test_a_reader_that_is_cancelled_leaves_the_generation_readable() -> None:
+    gate = Gate()
+    async with client_of(GatedPipeline(gate, choose=letters(2))) as client:
+        generation = client.submit(request("a"))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(generation), 0.02)
+        gate.open()
+        assert text(await read(generation)) == "ab"
+
+
+# -- Limits ----------------------------------------------------------------------------------------------
+
+
+async def test_the_queue_is_bounded() -> None:
+    gate = Gate()
+    async with client_of(
+        lambda: fake_work(GatedPipeline(gate), max_batch_size=1), max_queue_size=2
+    ) as client:
+        assert client.max_outstanding == 3
+        generations = [client.submit(request(name)) for name in "abc"]
+        with pytest.raises(OverloadedError, match="3 requests") as caught:
+            client.submit(request("d"))
+        assert caught.value.retry_after >= 1
+        gate.open()
+        for generation in generations:
+            await read(generation)
+        await read(client.submit(request("d")))
+
+
+async def test_an_id_in_use_is_refused() -> None:
+    gate = Gate()
+    async with client_of(GatedPipeline(gate)) as client:
+        generation = client.submit(request("a"))
+        for _ in range(2):
+            with pytest.raises(InputError, match="is here already"):
+                client.submit(request("a"))
+            generation.cancel()
+        gate.open()
+
+
+async def test_by_default_four_batches_wait_at_least_64() -> None:
+    async with client_of(FakePipeline()) as client:
+        assert client.max_outstanding == 4 + 64
+    async with client_of(lambda: fake_work(FakePipeline(), max_batch_size=50)) as client:
+        assert client.max_outstanding == 50 + 200
+
+
+# -- Dying -----------------------------------------------------------------------------------------------
+
+
+class Death(BaseException):
+    """What no scheduler takes for the fault of a request."""
+
+
+class Mortal(GatedPipeline):
+    """Dies of requests called ``kill``."""
+
+    def execute(self, batch: Any, num_steps: int = 1) -> Any:
+        if "kill" in batch:
+            if self.gate is not None:
+                self.gate.pass_through()
+            raise Death
+        return super().execute(batch, num_steps)
+
+
+def mortal() -> WorkerRuntime:
+    return fake_work(Mortal(choose=letters(9), kv=kv_manager(60)))
+
+
+async def kill(client: WorkerClient) -> UnavailableError:
+    with pytest.raises(UnavailableError) as caught:
+        await read(client.submit(request("kill")))
+    return caught.value
+
+
+async def test_a_dead_worker_is_replaced_and_nobody_hangs() -> None:
+    gate = Gate()
+    async with client_of(lambda: fake_work(Mortal(gate, choose=letters(9)))) as client:
+        generations = [client.submit(request(name)) for name in "abcdefgh"]
+        gate.let(1)
+        await until(lambda: client.stats.num_steps == 1)
+        cancelled = client.submit(request("cancelled"))
+        cancelled.cancel()
+        readers = [asyncio.create_task(read(one)) for one in generations]
+        waiter = asyncio.create_task(generations[-1].admitted())
+        error = asyncio.create_task(kill(client))
+        gate.open()
+        outcomes = await asyncio.gather(*readers, waiter, return_exceptions=True)
+        assert "has died" in str(await error)
+        assert (await error).retry_after >= 1
+        ended = [one for one in outcomes if isinstance(one, UnavailableError)]
+        finished = [text(one) for one in outcomes if isinstance(one, list)]
+        assert len(ended) + len(finished) + (outcomes[-1] is None) == len(outcomes)
+        assert set(finished) <= {"abcdefghi"}
+        assert client.num_outstanding == 0
+        await until(lambda: client.state == "ready")
+        assert client.num_restarts == 1
+        assert text(await read(client.submit(request("b")))) == "abcdefghi"
+
+
+async def test_while_it_is_started_again_requests_are_refused() -> None:
+    let = threading.Event()
+    let.set()
+
+    def work() -> WorkerRuntime:
+        assert let.wait(20)
+        return mortal()
+
+    async with client_of(work) as client:
+        let.clear()
+        await kill(client)
+        assert (client.state, client.is_alive) == ("restarting", False)
+        with pytest.raises(UnavailableError, match="being started again"):
+            client.submit(request("a"))
+        with pytest.raises(UnavailableError, match="being started again"):
+            await client.load_adapter("a", "/a")
+        let.set()
+        await until(lambda: client.state == "ready")
+        assert client.is_alive
+        assert client.stats.num_steps == 0
+
+
+async def test_requests_that_fail_one_after_the_other_bring_a_new_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work() -> WorkerRuntime:
+        pipeline = GatedPipeline(choose=letters(2))
+        pipeline.culprits = {"b"}
+        return fake_work(pipeline)
+
+    async with client_of(work) as client:
+        with pytest.raises(RequestFailedError):
+            await read(client.submit(request("b")))
+        with pytest.raises(UnavailableError):
+            await read(client.submit(request("b")))
+        await until(lambda: client.state == "ready")
+        assert text(await read(client.submit(request("a")))) == "ab"
+        assert "a secret of ours" in caplog.text
+
+
+async def test_a_worker_that_hangs_is_given_up() -> None:
+    gates = [Gate(), Gate()]
+    pipelines = iter([GatedPipeline(gates[0]), FakePipeline.saying("x")])
+    async with client_of(lambda: fake_work(next(pipelines)), hang_limit=3.0) as client:
+        begin = time.monotonic()
+        with pytest.raises(UnavailableError, match="has died"):
+            await read(client.submit(request("a")))
+        assert time.monotonic() - begin >= 3.0
+        await until(lambda: client.state == "ready")
+        assert text(await read(client.submit(request("a")))) == "x"
+        assert client.is_alive
+        gates[0].open()
+
+
+async def test_an_idle_worker_is_asked_and_answers() -> None:
+    async with client_of(FakePipeline.saying("x"), hang_limit=3.0) as client:
+        await asyncio.sleep(3.4)
+        assert (client.is_alive, client.num_restarts) == (True, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_happens_each_request_ends_once(seed: int) -> None:
+    rng = random.Random(seed)
+    ends: Counter[str] = Counter()
+
+    async def ask(client: WorkerClient, name: str) -> None:
+        await asyncio.sleep(rng.uniform(0, 0.3))
+        context = request(name, "x" * rng.randint(1, 30), cache_salt=str(rng.randint(0, 3)))
+        context.eos_token_ids = set()
+        try:
+            generation = client.submit(context)
+        except UnavailableError:
+            ends["turned away"] += 1
+            return
+        patience = rng.choice([None, None, 1, 3])
+        try:
+            async for delta in generation:
+                if delta.status.is_done:
+                    ends[delta.status.value] += 1
+                    assert delta.status is CANCELLED or len(context.prompt_tokens) < 60
+                elif patience is not None:
+                    patience -= 1
+                    if patience == 0:
+                        generation.cancel()
+        except PenstockError as error:
+            ends[type(error).__name__] += 1
+        assert generation.is_done
+        assert await asyncio.wait_for(_rest(generation), 60) == 0
+
+    def work() -> WorkerRuntime:
+        pipeline = Mortal(choose=letters(200), kv=kv_manager(24))
+        pipeline.culprits = {str(number) for number in range(0, 80, 9)}
+        return fake_work(pipeline, max_batch_size=6, max_batch_input_tokens=16)
+
+    async with client_of(work) as client:
+        names = [str(number) for number in range(80)]
+        names[20] = "kill"
+        await asyncio.gather(*(ask(client, name) for name in names))
+        assert ends.total() == 80
+        await until(lambda: client.num_outstanding == 0 and client.state == "ready")
+        assert len(ids(await read(client.submit(request("last"))))) == 58
+        assert (client.stats.num_used_blocks, client.num_outstanding) == (0, 0)
+
+
+async def _rest(generation: Generation) -> int:
+    """How much comes after the end."""
+    with suppress(PenstockError):
+        return len(await read(generation))
+    return 0
+
+
+# -- Starting --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [CheckpointNotFoundError("/models/x", "does not exist"), ConfigError("max_length", "must be at least 1")],
+)
+async def test_a_start_that_fails_says_why(error: Exception) -> None:
+    def work() -> WorkerRuntime:
+        raise error
+
+    client = WorkerClient(work, in_thread=True)
+    client.launch()
+    folder = Path(client._folder)
+    assert client.state == "starting"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(type(error)) as caught:
+        await client.start()
+    assert str(caught.value) == str(error)
+    assert client.state == "stopped"
+    assert not folder.exists()
+    await client.stop(1)
+
+
+async def test_stopping_a_start_ends_it() -> None:
+    let = threading.Event()
+
+    def work() -> WorkerRuntime:
+        assert let.wait(20)
+        return mortal()
+
+    client = WorkerClient(work, in_thread=True)
+    start = asyncio.create_task(client.start())
+    await asyncio.sleep(0.02)
+    await client.stop(1)
+    with pytest.raises(UnavailableError, match="stopped while it started"):
+        await start
+    assert client.state == "stopped"
+    let.set()
+
+
+async def test_a_worker_that_cannot_be_launched_again_is_a_failed_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_client, "_BACK_OFF", 0.001)
+    async with client_of(mortal) as client:
+
+        def fail(*_: Any, **__: Any) -> Any:
+            raise OSError("too many processes")
+
+        monkeypatch.setattr(worker_client, "WorkerConnection", fail)
+        await kill(client)
+        await until(lambda: client.state == "stopped")
+        assert "too many processes" in str(client.failure)
+        assert client.stats == WorkerStats()
+
+
+async def test_any_other_error_of_a_start_is_told_too() -> None:
+    with pytest.raises(UnavailableError, match="could not start: ZeroDivisionError: division by zero"):
+        await WorkerClient(lambda: 1 / 0, in_thread=True).start()  # type: ignore[arg-type, return-value]
+
+
+async def test_a_worker_that_cannot_be_started_again_stays_down(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_client, "_BACK_OFF", 0.001)
+    starts = 0
+
+    def work() -> WorkerRuntime:
+        nonlocal starts
+        starts += 1
+        if starts > 1:
+            raise CheckpointNotFoundError("/models/x", "is gone")
+        return mortal()
+
+    async with client_of(work) as client:
+        await kill(client)
+        await until(lambda: client.state == "stopped")
+        assert starts == 1 + 5
+        with pytest.raises(UnavailableError, match="could not be started again: /models/x: is gone"):
+            client.submit(request("a"))
+        assert isinstance(client.failure, CheckpointNotFoundError)
+        assert "stays down" in caplog.text
+
+
+async def test_a_worker_that_dies_before_it_answers_counts_as_a_failed_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_client, "_BACK_OFF", 0.001)
+    starts = 0
+
+    def work() -> WorkerRuntime:
+        nonlocal starts
+        starts += 1
+        dead = mortal()
+        if starts > 1:
+
+            def die() -> Any:
+                raise Death
+
+            object.__setattr__(dead, "draft_counts", die)
+        return dead
+
+    async with client_of(work) as client:
+        await kill(client)
+        await until(lambda: client.state == "stopped")
+        assert starts == 1 + 5
+
+
+# -- Adapters --------------------------------------------------------------------------------------------
+
+
+async def test_adapters_come_and_go_and_are_there_again_after_a_restart() -> None:
+    made: list[FakeAdapters] = []
+
+    def work() -> WorkerRuntime:
+        made.append(FakeAdapters(first="/1", second="/2"))
+        return fake_work(Mortal(choose=letters(2)), made[-1])
+
+    async with client_of(work) as client:
+        assert client.adapters == {"first": "/1", "second": "/2"}
+        await client.load_adapter("third", "/3")
+        await client.unload_adapter("second")
+        with pytest.raises(CheckpointNotFoundError, match="missing: does not exist"):
+            await client.load_adapter("fourth", "missing")
+        with pytest.raises(InputError, match="fifth is not loaded"):
+            await client.unload_adapter("fifth")
+        expected = {"first": "/1", "third": "/3"}
+        assert client.adapters == made[0].loaded == expected
+        await kill(client)
+        await until(lambda: client.state == "ready")
+        assert client.adapters == made[1].loaded == expected
+
+
+async def test_an_adapter_that_is_gone_after_a_restart_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    class Forgetful(FakeAdapters):
+        def load(self, name: str, path: str) -> None:
+            if len(made) > 1:
+                raise InputError("its file is gone")
+            super().load(name, path)
+
+    made: list[Forgetful] = []
+
+    def work() -> WorkerRuntime:
+        made.append(Forgetful())
+        return fake_work(Mortal(choose=letters(2)), made[-1])
+
+    async with client_of(work) as client:
+        await client.load_adapter("a", "/a")
+        await kill(client)
+        await until(lambda: client.state == "ready")
+        assert client.adapters == {}
+        assert "its file is gone" in caplog.text
+
+
+async def test_a_call_ends_when_the_worker_does() -> None:
+    gate = Gate()
+
+    def work() -> WorkerRuntime:
+        return fake_work(Mortal(gate, choose=letters(2)), FakeAdapters())
+
+    async with client_of(work) as client:
+        error = asyncio.create_task(kill(client))
+        await until(lambda: gate.num_arrived == 1)
+        call = asyncio.create_task(client.load_adapter("a", "/a"))
+        await asyncio.sleep(0.02)
+        gate.open()
+        with pytest.raises(UnavailableError):
+            await call
+        await error
+
+
+async def test_without_adapters_none_is_loaded() -> None:
+    async with client_of(FakePipeline()) as client:
+        assert client.adapters == {}
+        with pytest.raises(UnsupportedFeatureError, match="LoRA adapters"):
+            await client.load_adapter("a", "/a")
+
+
+# -- Stopping --------------------------------------------------------------------------------------------
+
+
+async def test_stopping_waits_for_those_who_run() -> None:
+    gate = Gate()
+    async with client_of(GatedPipeline(gate, choose=letters(5))) as client:
+        generation = client.submit(request("a"))
+        stopping = asyncio.create_task(client.stop(20))
+        await until(lambda: client.state == "stopping")
+        with pytest.raises(UnavailableError, match="shutting down"):
+            client.submit(request("b"))
+        assert client.is_alive
+        gate.open()
+        await stopping
+        assert text(await read(generation)) == "abcde"
+        assert (client.state, client.is_alive) == ("stopped", False)
+        with pytest.raises(UnavailableError, match="shutting down"):
+            client.submit(request("b"))
+
+
+async def test_stopping_waits_no_longer_than_it_may() -> None:
+    gate = Gate()
+    async with client_of(GatedPipeline(gate, choose=letters(5))) as client:
+        generation = client.submit(request("a"))
+        gate.let(1)
+        assert ids([await anext(generation)]) == [97]
+        stopping = asyncio.create_task(client.stop(0.05))
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await read(generation)
+        generation.cancel()
+        gate.open()
+        await stopping
+        assert client.num_outstanding == 0
+
+
+async def test_nothing_is_left_behind() -> None:
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        async with client_of(mortal) as client:
+            await kill(client)
+            await until(lambda client=client: client.state == "ready")
+            folder = Path(client._folder)
+            assert len(list(folder.iterdir())) <= 5  # two sockets for each worker, the progress of one
+        assert not folder.exists()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert threading.active_count() <= threads
+
+
+async def test_a_folder_of_temporary_files_with_a_long_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(worker_client.tempfile, "tempdir", str(deep))
+    async with client_of(FakePipeline.saying("x")) as client:
+        assert text(await read(client.submit(request("a")))) == "x"

@@ -1,0 +1,315 @@
+"""Workers in real processes: killed, refused at the start, drained, and orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from support import workers
+from support.workers import ids, read, request, text
+
+from penstock.assembly import load_tokenizer, load_work
+from penstock.config import PipelineConfig
+from penstock.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    InsufficientMemoryError,
+    UnavailableError,
+)
+from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
+from penstock.worker import client as worker_client
+from penstock.worker.client import WorkerClient
+from penstock.worker.process import WorkerRuntime
+
+pytestmark = pytest.mark.timeout(120)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_embedded_model_killed_under_load_serves_again() -> None:
+    config = PipelineConfig.from_flat({"model_path": "demo", "max_length": 512})
+    client = WorkerClient(partial(load_work, config))
+    client.launch()
+    tokenizer = load_tokenizer(config)
+
+    def story(number: int, length: int) -> TextContext:
+        params = SamplingParams(
+            max_new_tokens=length, temperature=1.0, top_k=-1, seed=number, ignore_eos=True
+        )
+        return tokenizer.build_context(
+            TokenGeneratorRequest(
+                f"{time.time()}", number, "demo", "Once upon a time", sampling_params=params
+            )
+        )
+
+    await client.start()
+    try:
+        info = client.info
+        assert (info.max_length, info.vocab_size, info.lora_enabled) == (512, tokenizer.vocab_size, False)
+        assert [phase for phase, _ in info.startup] == ["process", "tokenizer", "libraries", "model"]
+        assert dict(info.memory)["max length"] == "512 tokens"
+        assert info.isa.split()[0] in ("cpu", "reference")
+        assert info.num_blocks * info.block_size >= 512
+        expected = ids(await read(client.submit(story(1, 8))))
+        assert len(expected) == 8
+
+        generations = [client.submit(story(number, 490)) for number in range(40)]
+        first = await anext(generations[0])
+        assert first.tokens
+        os.kill(info.pid, signal.SIGINT)  # both are the parent's business
+        os.kill(info.pid, signal.SIGTERM)
+        await anext(generations[0])
+        os.kill(info.pid, signal.SIGKILL)
+        outcomes = await asyncio.gather(*map(read, generations), return_exceptions=True)
+        assert all(isinstance(one, UnavailableError) for one in outcomes)
+        assert (client.state, client.is_alive, client.num_outstanding) == ("restarting", False, 0)
+        await until(lambda: client.state == "ready")
+        assert client.info.pid != info.pid
+        assert ids(await read(client.submit(story(1, 8)))) == expected
+
+        last = client.submit(story(2, 100))
+        folder = Path(client._folder)
+        await client.stop(30)
+        assert len(ids(await read(last))) == 100
+        assert not folder.exists()
+        with pytest.raises(ProcessLookupError):
+            os.kill(client.info.pid, 0)
+    finally:
+        await client.stop(0)
+
+
+async def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    missing = str(tmp_path / "model")
+    client = WorkerClient(partial(workers.of_checkpoint, missing))
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        await client.start()
+    assert missing in str(caught.value)
+    assert caught.value.path == missing
+    assert client.state == "stopped"
+
+
+async def test_a_process_that_ends_while_it_starts() -> None:
+    with pytest.raises(UnavailableError, match="ended while it started: exit status 7"):
+        await WorkerClient(workers.exiting_at_the_start).start()
+
+
+async def test_a_factory_that_the_worker_does_not_find(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnavailableError, match="exit status 1"):
+        await WorkerClient(_Unloadable()).start()  # type: ignore[arg-type]
+    assert "no such factory" in capfd.readouterr().err
+
+
+class _Unloadable:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return workers.raise_lookup_error, ("no such factory",)
+
+
+async def test_a_process_that_exits_in_a_forward() -> None:
+    client = WorkerClient(workers.exiting_in_a_forward)
+    await client.start()
+    try:
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="has died"):
+                await read(client.submit(request("a")))
+            await until(lambda: client.state == "ready")
+        assert client.num_restarts == 2
+    finally:
+        await client.stop(0)
+
+
+async def test_a_process_that_is_stopped_is_taken_for_hung() -> None:
+    client = WorkerClient(workers.saying_hello, hang_limit=1.5)
+    await client.start()
+    try:
+        os.kill(client.info.pid, signal.SIGSTOP)
+        with pytest.raises(UnavailableError, match="has died"):
+            await read(client.submit(request("a")))
+        await until(lambda: client.state == "ready")
+        assert text(await read(client.submit(request("a")))) == "Hello!"
+    finally:
+        await client.stop(1)
+
+
+@pytest.mark.parametrize("factory", [workers.hanging_in_a_forward, workers.holding_the_interpreter])
+async def test_a_step_that_hangs_is_given_up(factory: Callable[[], WorkerRuntime]) -> None:
+    client = WorkerClient(factory, hang_limit=2.0)
+    await client.start()
+    try:
+        first = client.info.pid
+        generations = [client.submit(request(name)) for name in ("hang", "other")]
+        outcomes = await asyncio.gather(*map(read, generations), return_exceptions=True)
+        hung = outcomes[0]
+        assert isinstance(hung, UnavailableError)
+        assert "has died (no progress for 2 s) and is being started again" in str(hung)
+        await until(lambda: client.state == "ready")
+        assert (client.info.pid != first, client.num_restarts) == (True, 1)
+        assert await read(client.submit(request("a")))
+    finally:
+        await client.stop(0)
+
+
+async def test_a_slow_step_that_makes_progress_is_waited_for() -> None:
+    client = WorkerClient(workers.slow_in_a_forward, hang_limit=2.0)
+    await client.start()
+    try:
+        begin = time.monotonic()
+        deltas = await read(client.submit(request("slow")))
+        assert deltas[-1].status.is_done
+        assert time.monotonic() - begin >= 5
+        assert (client.is_alive, client.num_restarts) == (True, 0)
+    finally:
+        await client.stop(0)
+
+
+async def test_a_slow_load_that_makes_progress_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "MAX_LOAD_PAUSE", 8.0)  # imports make none
+    client = WorkerClient(workers.slow_to_load, hang_limit=2.0)
+    await client.start()
+    await client.stop(0)
+
+
+async def test_a_load_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "MAX_LOAD_PAUSE", 2.0)
+    with pytest.raises(UnavailableError, match="ended while it started: no progress for"):
+        await WorkerClient(workers.hanging_at_the_start, hang_limit=2.0).start()
+
+
+async def test_a_load_that_is_suspended_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "_PING", 0.2)
+    client = WorkerClient(workers.hanging_at_the_start)
+    starting = asyncio.create_task(client.start())
+    await until(lambda: client._link is not None)
+    os.kill(client._link._body._process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    with pytest.raises(UnavailableError, match="ended while it started: suspended by a signal"):
+        await starting
+
+
+async def test_a_process_that_is_suspended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "_PING", 0.2)
+    client = WorkerClient(workers.saying_hello)  # one step may take ten minutes
+    await client.start()
+    try:
+        first = client.info.pid
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(UnavailableError, match="has died"):
+            await read(client.submit(request("a")))
+        await until(lambda: client.state == "ready")
+        assert client.info.pid != first
+        assert text(await read(client.submit(request("a")))) == "Hello!"
+    finally:
+        await client.stop(1)
+
+
+async def test_a_process_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "_PING", 0.5)
+    client = WorkerClient(workers.saying_hello)
+    await client.start()
+    try:
+        os.kill(client.info.pid, signal.SIGSTOP)
+        os.kill(client.info.pid, signal.SIGCONT)
+        await asyncio.sleep(1.2)
+        assert text(await read(client.submit(request("a")))) == "Hello!"
+        assert client.num_restarts == 0
+    finally:
+        await client.stop(1)
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """Even one that is busy for ever, and leaves no sockets."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import asyncio\n"
+        "from support import workers\n"
+        "from penstock.worker.client import WorkerClient\n"
+        "async def main():\n"
+        "    client = WorkerClient(workers.never_ending)\n"
+        "    await client.start()\n"
+        "    generation = client.submit(workers.request('a', max_length=2000))\n"
+        "    await anext(generation)\n"
+        "    print(client.info.pid, client._folder, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"  # not guarded: the worker does not run it
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        pid, folder = parent.stdout.readline().split()
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while (is_running(int(pid)) or Path(folder.decode()).exists()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(int(pid))
+    assert not Path(folder.decode()).exists()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+# -- A limit on private memory -----------------------------------------------------------------------------
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("name", ["hog", "torch", "grammar"])
+async def test_a_worker_that_reaches_its_memory_limit_is_started_again(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = WorkerClient(workers.hogging, memory_limit=2 * GIB)
+    await client.start()
+    try:
+        reason = client.submit(request(name))
+        with pytest.raises(InsufficientMemoryError, match=r"limit of 2,147,483,648 bytes .*--worker-memory"):
+            await read(reason)
+        await until(lambda: client.num_restarts == 1 and client.state == "ready")
+        assert "reached its limit of private memory and ends" in capfd.readouterr().err
+        assert text(await read(client.submit(request("a")))) == "a" * 40
+    finally:
+        await client.stop(0)
+
+
+async def test_requests_that_wait_at_the_memory_limit_may_be_sent_again() -> None:
+    client = WorkerClient(workers.hogging, memory_limit=2 * GIB)
+    await client.start()
+    try:
+        generations = [client.submit(request(name)) for name in ("hog", "b", "c", "d")]
+        outcomes = await asyncio.gather(*map(read, generations), return_exceptions=True)
+        kinds = [type(one) for one in outcomes]
+        assert kinds[0] is InsufficientMemoryError
+        assert kinds[-1] is UnavailableError
+        assert "out of memory: its private memory has reached --worker-memory-limit" in str(outcomes[-1])
+    finally:
+        await client.stop(0)
+
+
+async def test_a_load_beyond_the_memory_limit_says_so() -> None:
+    with pytest.raises(ConfigError, match="worker_memory_limit: the model cannot be loaded within 2,147,483"):
+        await WorkerClient(workers.too_large, memory_limit=2 * GIB).start()
+
+
+async def test_a_model_is_planned_into_the_memory_limit() -> None:
+    config = PipelineConfig.from_flat({"model_path": "demo", "max_length": 512})
+    client = WorkerClient(partial(load_work, config), memory_limit=2 * GIB)
+    await client.start()
+    try:
+        rows = dict(client.info.memory)
+        assert re.search(r"of 1\.\d+ GiB|of \d+\.?\d* MiB", rows["free"]), rows
+    finally:
+        await client.stop(0)
