@@ -47,11 +47,10 @@ def memory_of_weights(config: PipelineConfig) -> Iterator[None]:
     """For the time of a load: has memory found for the weights that are going to be packed, which goes on
     while libraries are imported. Begin with it."""
     from penstock.memory import estimate_packed_size
-    from penstock.weights.packed_file import packed_file
 
     size, device = 0, config.model.devices[0]
     with suppress(PenstockError):  # of a model that cannot be loaded, which the load tells
-        if device.device_type == "cpu" and not packed_file(config.model).is_file():
+        if device.device_type == "cpu" and not config.model.packed_key.file.is_file():
             size = estimate_packed_size(config)
     has_room = size < CPU().stats["free_memory"] * _PREFAULT_SHARE
     with prefaulted_memory(size if size > _MIN_PREFAULTED and has_room else 0):
@@ -146,7 +145,7 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
     loader = Loader(weights, config.model.encoding, devices[0].torch_device, ops, later=CALIBRATED)
     network = model.read(weights, loader, config.model.huggingface_config, length)
     model.calibrate(config, network, loader.layers, ops)
-    return write_packed(config.model, loader.layers)
+    return write_packed(config.model.packed_key, loader.layers)
 
 
 def _load_model(config: PipelineConfig) -> type[PipelineModel[Any]]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.architectures.model import ModelInputs, ModelOutputs
 from penstock.pipelines.core import LogProbabilities
 
 _MAX_CELLS = 1 << 23
@@ -16,13 +15,15 @@ _MAX_CELLS = 1 << 23
 
 
 def compute_log_probabilities(
-    model_inputs: ModelInputs,
-    model_outputs: ModelOutputs,
+    tokens: Tensor,  # [T]
+    row_offsets: Tensor,  # [B + 1]
+    logits: Tensor,  # [R, V]
+    logit_offsets: Tensor,  # [B + 1]
     next_tokens: Tensor,  # [B]
     batch_top_n: Sequence[int],
     batch_echo: Sequence[bool],
 ) -> list[LogProbabilities | None]:
-    """See `PipelineModel.compute_log_probabilities`.
+    """Return the log probabilities of a batch, see `PipelineModel.compute_log_probabilities`.
 
     Without echo an entry covers one position, the sampled token's. With echo it covers every input token
     of this step but the first (whose predecessor was in the step before) and then the sampled token; this
@@ -31,9 +32,8 @@ def compute_log_probabilities(
     Raises:
         ValueError: echo is wanted, but the forward returned fewer rows.
     """
-    assert model_outputs.logits is not None
-    rows = model_inputs.row_offsets.tolist()
-    offsets = model_inputs.logit_offsets.tolist()
+    rows = row_offsets.tolist()
+    offsets = logit_offsets.tolist()
     batch: list[_Rows | None] = []
     for sequence, (top_n, echo) in enumerate(zip(batch_top_n, batch_echo, strict=True)):
         if top_n == 0:
@@ -42,17 +42,17 @@ def compute_log_probabilities(
         start, stop = offsets[sequence], offsets[sequence + 1]
         targets = next_tokens[sequence : sequence + 1]
         if echo:
-            inputs = model_inputs.tokens[rows[sequence] : rows[sequence + 1]]
+            inputs = tokens[rows[sequence] : rows[sequence + 1]]
             if stop - start < len(inputs):
                 raise ValueError(
                     f"echo needs logits of all {len(inputs)} input tokens, the model returned {stop - start}"
                 )
             targets = torch.cat([inputs[1:], targets])
-        batch.append(_Rows(stop - len(targets), targets, min(top_n, model_outputs.logits.shape[-1])))
+        batch.append(_Rows(stop - len(targets), targets, min(top_n, logits.shape[-1])))
     wanted = [rows for rows in batch if rows is not None]
     for top_n in {rows.top_n for rows in wanted}:
         # Apart, so that which of equal tokens is among the best does not depend on what others ask for.
-        _fill(model_outputs.logits, [rows for rows in wanted if rows.top_n == top_n], top_n)
+        _fill(logits, [rows for rows in wanted if rows.top_n == top_n], top_n)
     return [None if rows is None else rows.entry for rows in batch]
 
 

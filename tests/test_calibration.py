@@ -25,7 +25,6 @@ from penstock.host.progress import LoadingProgress
 from penstock.kernels import ENCODINGS, PackedLinear, unpack_linear
 from penstock.kernels.cpu import available_isas, library
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig
-from penstock.weights.packed_file import packed_file
 
 needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 INT4 = {"quantization_encoding": "int4"}
@@ -133,7 +132,7 @@ def test_a_file_of_packed_weights_is_what_a_load_packs(
     config = PipelineConfig.from_flat({"model_path": str(tiny), **INT4})
     loaded = blocks_of(tiny)
     pack_checkpoint(config)
-    assert packed_file(config.model).is_file()
+    assert config.model.packed_key.file.is_file()
     mapped = blocks_of(tiny)
     for one, other in zip(loaded, mapped, strict=True):
         assert torch.equal(unpack_linear(one.mlp.down.packed), unpack_linear(other.mlp.down.packed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from support.running import context_of, open_pipeline, random_tokens
 from support.tiny_llm import VOCABULARY, write_tiny_llm
 
 from penstock import log_probabilities
-from penstock.architectures.model import ModelOutputs
 from penstock.log_probabilities import compute_log_probabilities
 from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import LogProbabilities, SamplingParams, TextContext
@@ -44,16 +42,13 @@ def test_rows_of_any_batch(rows: list[tuple[int, int, bool]], seed: int, cells: 
     logits = random.normal(0, 3, (sum(counts), vocabulary)).astype(np.float32)
     tokens = random.integers(0, vocabulary, sum(length for length, _, _ in rows))
     nexts = random.integers(0, vocabulary, len(rows))
-    inputs: Any = SimpleNamespace(
-        tokens=torch.from_numpy(tokens),
-        row_offsets=torch.tensor(np.cumsum([0, *(length for length, _, _ in rows)])),
-        logit_offsets=torch.tensor(np.cumsum([0, *counts])),
-    )
     before, log_probabilities._MAX_CELLS = log_probabilities._MAX_CELLS, cells
     try:
         result = compute_log_probabilities(
-            inputs,
-            ModelOutputs(logits=torch.from_numpy(logits)),
+            torch.from_numpy(tokens),
+            torch.tensor(np.cumsum([0, *(length for length, _, _ in rows)])),
+            torch.from_numpy(logits),
+            torch.tensor(np.cumsum([0, *counts])),
             torch.from_numpy(nexts),
             [top_n for _, top_n, _ in rows],
             [echo for _, _, echo in rows],
@@ -76,9 +71,11 @@ def test_rows_of_any_batch(rows: list[tuple[int, int, bool]], seed: int, cells: 
 
 
 def test_bfloat16_logits_are_looked_at_in_float32() -> None:
-    inputs: Any = SimpleNamespace(row_offsets=torch.tensor([0, 1]), logit_offsets=torch.tensor([0, 1]))
+    offsets = torch.tensor([0, 1])
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
-    (entry,) = compute_log_probabilities(inputs, ModelOutputs(logits=logits), torch.tensor([7]), [1], [False])
+    (entry,) = compute_log_probabilities(
+        torch.tensor([3]), offsets, logits, offsets, torch.tensor([7]), [1], [False]
+    )
     assert entry is not None
     value, _ = expected(logits[0].float().numpy(), 7, 1)
     assert entry.token_log_probabilities == pytest.approx([value], abs=1e-5)

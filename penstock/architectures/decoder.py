@@ -99,7 +99,7 @@ class DecoderModel(PipelineModel[TextContext]):
         self.torch_device = self.devices[0].torch_device
         model = self.pipeline_config.model
         ops = self.session.ops
-        store = open_packed(model, ops.layout)
+        store = open_packed(model.packed_key, ops.layout)
         if store is not None or ops.layout != "panels":
             release_prefaulted()  # nothing is going to be packed into it
         loader = Loader(self.weights, model.encoding, self.torch_device, ops, store, later=LAZILY_PACKED)
@@ -353,7 +353,16 @@ class DecoderModel(PipelineModel[TextContext]):
         batch_top_n: list[int],
         batch_echo: list[bool],
     ) -> list[LogProbabilities | None]:
-        return compute_log_probabilities(model_inputs, model_outputs, next_tokens, batch_top_n, batch_echo)
+        assert model_outputs.logits is not None
+        return compute_log_probabilities(
+            model_inputs.tokens,
+            model_inputs.row_offsets,
+            model_outputs.logits,
+            model_inputs.logit_offsets,
+            next_tokens,
+            batch_top_n,
+            batch_echo,
+        )
 
     def _load_adapters(self, loader: Loader) -> LoRAManager | None:
         config = self.pipeline_config

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.bench_run import command as run
+from penstock.cli.plotting import check_plot
 from penstock.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -182,13 +183,3 @@ async def _model_and_prompts(client: HttpClient, options: dict[str, Any]) -> tup
         return model, await random_prompts(client, model, options["endpoint"], count, length, seed)
     except (ConnectionError, IncompleteResponseError, TimeoutError, gaierror) as error:
         raise ConfigError("url", f"{options['url']} does not answer: {error}") from None
-
-
-def check_plot() -> None:
-    """Refuses ``--plot`` before anything is measured, where nothing can draw."""
-    from importlib.util import find_spec
-
-    from penstock.errors import MissingDependencyError
-
-    if find_spec("matplotlib") is None:
-        raise MissingDependencyError("matplotlib", "bench", "--plot")

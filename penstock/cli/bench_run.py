@@ -13,6 +13,7 @@ import click
 
 from penstock.cli.formatting import GroupedCommand
 from penstock.cli.options import config_from_flags, config_options, print_settings
+from penstock.cli.plotting import check_plot
 
 if TYPE_CHECKING:
     from penstock.bench.workloads import Figure, Sizes
@@ -73,8 +74,6 @@ def command(
     if shape is not None and "model_path" in config.sources:
         raise click.UsageError("--shape and --model exclude each other: a shape has weights of its own")
     if plot_path is not None:
-        from penstock.cli.bench import check_plot
-
         check_plot()
     for path in (json_path, plot_path):
         if path is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -17,6 +18,7 @@ from penstock.weights.checkpoint import is_gguf, read_tensor_headers
 from penstock.weights.gguf_config import gguf_generation_config
 from penstock.weights.hub import local_name, resolve_checkpoint
 from penstock.weights.json_files import read_json_object
+from penstock.weights.packed_file import PackedKey
 from penstock.weights.safetensors import TensorHeader
 
 FLOAT_ENCODINGS = ("float32", "bfloat16", "float16")
@@ -183,6 +185,20 @@ class ModelConfig:
             WeightsError: its files are missing or damaged.
         """
         return read_tensor_headers(self.checkpoint)
+
+    @property
+    def packed_key(self) -> PackedKey:
+        """Return the identity of this model's packed weights.
+
+        Raises:
+            CheckpointError: the checkpoint is missing or malformed.
+        """
+        return PackedKey(
+            checkpoint=self.checkpoint,
+            encoding=self.encoding,
+            tensor_files=tuple({header.file for header in self.tensor_headers.values()}),
+            config=json.dumps(self.huggingface_config.to_dict(), sort_keys=True, default=str),
+        )
 
     def _stored_type(self) -> str:
         config = self.huggingface_config

@@ -1,20 +1,32 @@
-"""Where packed weights are kept; to know it takes no torch."""
+"""Identity and location of a file of packed weights. Loads no torch."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from penstock.config import ModelConfig
 
 
-def packed_file(model: ModelConfig) -> Path:
-    """Where the packed weights of a model in its encoding are kept, there or not: below
-    ``$XDG_CACHE_HOME/penstock/packed``, by default ``~/.cache/penstock/packed``."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    checkpoint = model.checkpoint.absolute()
-    key = hashlib.sha256(f"{checkpoint}\n{model.encoding}".encode()).hexdigest()[:16]
-    return cache / "penstock" / "packed" / f"{checkpoint.name}-{model.encoding}-{key}.safetensors"
+@dataclass(frozen=True, slots=True)
+class PackedKey:
+    """Identifies the packed weights of one checkpoint in one encoding."""
+
+    checkpoint: Path
+    """Folder or GGUF file of the checkpoint."""
+    encoding: str
+    tensor_files: tuple[Path, ...]
+    """The files that hold the checkpoint's tensors."""
+    config: str
+    """The checkpoint's ``config.json`` as JSON with sorted keys."""
+
+    @property
+    def file(self) -> Path:
+        """Return the path of the packed weights, whether or not the file exists.
+
+        The folder is ``$XDG_CACHE_HOME/penstock/packed``, by default ``~/.cache/penstock/packed``.
+        """
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        checkpoint = self.checkpoint.absolute()
+        key = hashlib.sha256(f"{checkpoint}\n{self.encoding}".encode()).hexdigest()[:16]
+        return cache / "penstock" / "packed" / f"{checkpoint.name}-{self.encoding}-{key}.safetensors"

@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,8 @@ from penstock.kernels import LinearSlice, PackedLinear
 from penstock.kernels.linear import Layout, layer_of
 from penstock.kernels.panels import LAYOUTS_VERSION
 from penstock.weights.mapping import map_in_huge_pages, read_in_huge_pages
-from penstock.weights.packed_file import packed_file
+from penstock.weights.packed_file import PackedKey
 from penstock.weights.safetensors import read_header
-
-if TYPE_CHECKING:
-    from penstock.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +42,9 @@ _TYPES = {
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
-def open_packed(model: ModelConfig, layout: Layout) -> PackedLayerReader | None:
-    """The layers of a model that were packed before for back ends of this layout, if there are any."""
-    file = packed_file(model)
+def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
+    """Return the packed layers of a checkpoint, or None if no usable file exists for this layout."""
+    file = key.file
     if layout != "panels" or not file.is_file():
         return None
     try:
@@ -56,7 +53,7 @@ def open_packed(model: ModelConfig, layout: Layout) -> PackedLayerReader | None:
         logger.warning("packed weights are not used: %s", problem)
         return None
     metadata = header.pop("__metadata__", {})
-    if metadata.get("made_of") != _made_of(model):
+    if metadata.get("made_of") != _made_of(key):
         logger.info("packed weights are not used: %s is of another checkpoint or version", file)
         return None
     logger.info("packed weights are mapped from %s", file)
@@ -118,14 +115,14 @@ class PackedLayerReader:
         return layer_of(tensors, shape, encoding, bias, layer.slices, "panels")
 
 
-def write_packed(model: ModelConfig, packed: Sequence[PackedLinear]) -> Path:
-    """Writes the layers of a load where the next ones of the model find them, in place of what is there.
+def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
+    """Write packed layers to the file that later loads of the same checkpoint map, and return its path.
 
     Raises:
         OSError: the file cannot be written.
     """
     assert all(layer.layout == "panels" for layer in packed)
-    file = packed_file(model)
+    file = key.file
     named = [
         (f"{place}.{name}", tensor)
         for place, layer in enumerate(packed)
@@ -133,7 +130,7 @@ def write_packed(model: ModelConfig, packed: Sequence[PackedLinear]) -> Path:
     ]
     named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # what would leave a gap comes last
     layers = [_Layer.of(layer).fields() for layer in packed]
-    header: dict[str, Any] = {"__metadata__": {"made_of": _made_of(model), "layers": json.dumps(layers)}}
+    header: dict[str, Any] = {"__metadata__": {"made_of": _made_of(key), "layers": json.dumps(layers)}}
     end = 0
     for name, tensor in named:
         begin, end = end, end + tensor.nbytes
@@ -175,11 +172,12 @@ def _view(content: Tensor, entry: Mapping[str, Any]) -> Tensor:
     return content[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
 
 
-def _made_of(model: ModelConfig) -> str:
-    """All that packed layers depend on: files are told apart by place, size and time, as reading gigabytes
-    to compare them would take longer than packing."""
-    files = sorted({header.file.resolve() for header in model.tensor_headers.values()})
+def _made_of(key: PackedKey) -> str:
+    """Return everything that packed layers depend on, as JSON.
+
+    Checkpoint files are compared by path, size and time: reading their contents takes longer than packing.
+    """
+    files = sorted({file.resolve() for file in key.tensor_files})
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    config = json.dumps(model.huggingface_config.to_dict(), sort_keys=True, default=str)
-    digest = hashlib.sha256(config.encode()).hexdigest()
-    return json.dumps([__version__, LAYOUTS_VERSION, model.encoding, states, digest])
+    digest = hashlib.sha256(key.config.encode()).hexdigest()
+    return json.dumps([__version__, LAYOUTS_VERSION, key.encoding, states, digest])

@@ -14,7 +14,6 @@ from support.checkpoints import write_checkpoint
 from support.running import context_of, open_pipeline, step_logits
 
 from penstock.assembly import pack_checkpoint
-from penstock.config import ModelConfig
 from penstock.engine import InferenceSession
 from penstock.errors import ConfigError
 from penstock.kernels import PackedLinear
@@ -22,7 +21,7 @@ from penstock.kernels.cpu import CpuOps, available_isas
 from penstock.kernels.reference import ReferenceOps
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig
 from penstock.weights import packed_weights
-from penstock.weights.packed_file import packed_file
+from penstock.weights.packed_file import PackedKey
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 
@@ -152,9 +151,9 @@ def test_layers_in_another_order_are_packed_anew(
     expected = logits(tiny)
     write = packed_weights.write_packed
 
-    def exchanged(model: ModelConfig, layers: list[PackedLinear]) -> Path:
+    def exchanged(key: PackedKey, layers: list[PackedLinear]) -> Path:
         layers[1], layers[2] = layers[2], layers[1]
-        return write(model, layers)
+        return write(key, layers)
 
     monkeypatch.setattr(packed_weights, "write_packed", exchanged)
     pack_checkpoint(config_of(tiny))
@@ -182,10 +181,10 @@ def test_a_write_that_fails_leaves_what_was_there(
 
 
 def test_the_place_of_the_file(tiny: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packed_file(config_of(tiny).model).parent == cache / "penstock" / "packed"
+    assert config_of(tiny).model.packed_key.file.parent == cache / "penstock" / "packed"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(cache / "home"))
-    assert packed_file(config_of(tiny).model).parent == cache / "home" / ".cache" / "penstock" / "packed"
+    assert config_of(tiny).model.packed_key.file.parent == cache / "home" / ".cache" / "penstock" / "packed"
 
 
 def test_what_packs_in_rows_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
