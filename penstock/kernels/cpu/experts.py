@@ -59,9 +59,19 @@ class CpuExperts(CpuLinear):
         rows_fit = stride == shares.stride(1) == chosen.stride(1) == 1 and chosen.shape[1] > 0
         adapted = lora is not None and table is not None and not table.names.isdisjoint(lora.matrices)
         if table is None or kind is None or adapted or not (types_fit and rows_fit):
+            self._fall_back(
+                "experts",
+                {
+                    "experts that differ in encoding, layout or shape": table is not None,
+                    f"{x.dtype} activations": kind is not None,
+                    "adapters on experts": not adapted,
+                    "this routing type or memory layout": types_fit and rows_fit,
+                },
+            )
             return super().experts(x, packed, shares, chosen, gating, lora=lora)
         gate_up, down = table.gate_up, table.down
         if not (_fits(gate_up, x.dtype) and _fits(down, x.dtype)):
+            self._fall_back("experts", {f"{gate_up.encoding} weights with {x.dtype} activations": False})
             return super().experts(x, packed, shares, chosen, gating, lora=lora)
         (rows, hidden), top, inner = x.shape, chosen.shape[1], down.in_features
         assert hidden == gate_up.in_features, "experts of another width"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,6 +16,8 @@ from penstock.kernels.lazy_weight import LazyWeight
 from penstock.kernels.linear import LinearSlice, PackedLinear, encoding_named, layer_of, shape_of
 from penstock.kernels.panels import PANEL
 from penstock.kernels.reference import ReferenceOps
+
+_logger = logging.getLogger(__name__)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Types of activations that the kernels take, as csrc numbers them."""
@@ -43,6 +46,7 @@ class CpuLinear(ReferenceOps):
         self._kernels = kernels
         self._weights = WeightMemory()
         self._slice = SliceMemory(_SLICE_BYTES)
+        self._reported: set[tuple[str, str]] = set()
 
     def pack_linear(
         self,
@@ -53,6 +57,7 @@ class CpuLinear(ReferenceOps):
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
         if encoding not in ENCODINGS:
+            self._fall_back("pack_linear", {f"encoding {encoding}": False})
             return super().pack_linear(weight, encoding, bias=bias, slices=slices)
         parts = [weight] if isinstance(weight, Tensor) else weight
         return layer_of(self._pack(parts, encoding), shape_of(parts), encoding, bias, slices, self.layout)
@@ -66,6 +71,7 @@ class CpuLinear(ReferenceOps):
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
         if encoding not in QUANTIZED:
+            self._fall_back("pack_quantized", {f"encoding {encoding}": False})
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices)
         parts = [rows["weight"]]
         tensors = self._pack(parts, encoding, None, rows["scales"])
@@ -88,6 +94,15 @@ class CpuLinear(ReferenceOps):
         bias, kind = packed.bias, TYPES.get(x.dtype)
         fits = packed.layout == "panels" and x.stride(1) == 1 and (bias is None or bias.dtype == x.dtype)
         if kind is None or not fits or not takes(packed.encoding, x.dtype):
+            self._fall_back(
+                "linear",
+                {
+                    f"{packed.encoding} weights with {x.dtype} activations": takes(packed.encoding, x.dtype),
+                    f"weights in layout {packed.layout}": packed.layout == "panels",
+                    "strided rows": x.stride(1) == 1,
+                    "a bias of another type": bias is None or bias.dtype == x.dtype,
+                },
+            )
             return super().linear(x, packed, lora=lora)
         assert x.shape[1] == packed.in_features, "a layer of another width"
         y = self._empty((x.shape[0], packed.out_features), x.dtype)
@@ -142,6 +157,7 @@ class CpuLinear(ReferenceOps):
         fits = kind is not None and x.stride(1) == y.stride(1) == 1 and y.dtype == x.dtype
         fits = fits and rows.dtype == torch.int64 and rows.is_contiguous()
         if not fits or not all(_are_stacked(*lora.matrices[part.name], x.dtype) for part in own):
+            self._fall_back("linear with adapters", {f"{x.dtype} or strided adapters": False})
             return super()._add_lora(y, x, packed, lora)
         assert len(rows) == len(x)
         slots, parts, work = len(lora.matrices[own[0].name][0]), [], 0
@@ -167,6 +183,22 @@ class CpuLinear(ReferenceOps):
             x.shape[1],
         )
         return y
+
+    def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> None:
+        """Log once per cause that an operation runs on the slower reference kernels.
+
+        Args:
+            operation: name of the operation.
+            conditions: properties of the arguments, and whether the C++ kernel supports each.
+        """
+        cause = ", ".join(name for name, supported in conditions.items() if not supported)
+        if (operation, cause) not in self._reported:
+            self._reported.add((operation, cause))
+            _logger.warning(
+                "%s runs on the reference kernels, which are slower: the C++ kernels do not support %s",
+                operation,
+                cause,
+            )
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Where a kernel writes a result: contiguous, what is in it undefined."""

@@ -40,6 +40,14 @@ class CpuOps(CpuExperts):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         kind, weight_kind, strides = TYPES.get(x.dtype), TYPES.get(weight.dtype), x.stride()
         if kind is None or weight_kind is None or len(strides) not in (2, 3) or strides[-1] != 1:
+            self._fall_back(
+                "rms_norm",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    f"{weight.dtype} weights": weight_kind is not None,
+                    "this memory layout": len(strides) in (2, 3) and strides[-1] == 1,
+                },
+            )
             return super().rms_norm(x, weight, eps)
         out = self._empty(x.shape, x.dtype)
         *outer, inner, width = x.shape
@@ -63,6 +71,14 @@ class CpuOps(CpuExperts):
         strides, residual_strides = x.stride(), residual.stride()
         fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
         if kind is None or weight_kind is None or not fits:
+            self._fall_back(
+                "add_rms_norm",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    f"{weight.dtype} weights": weight_kind is not None,
+                    "this memory layout or mixed types": fits,
+                },
+            )
             return super().add_rms_norm(x, residual, weight, eps)
         normed, total = self._empty(x.shape, x.dtype), self._empty(x.shape, x.dtype)
         rows, width = x.shape
@@ -86,6 +102,15 @@ class CpuOps(CpuExperts):
         kind, q_strides, k_strides = TYPES.get(q.dtype), q.stride(), k.stride()
         tables = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         if kind is None or q_strides[2] != 1 or k_strides[2] != 1 or k.dtype != q.dtype or not tables:
+            self._fall_back(
+                "rotary",
+                {
+                    f"{q.dtype} activations": kind is not None,
+                    "strided heads": q_strides[2] == k_strides[2] == 1,
+                    f"{k.dtype} keys": k.dtype == q.dtype,
+                    "tables that are not contiguous float32": tables,
+                },
+            )
             return super().rotary(q, k, cos, sin)
         q_out, k_out = self._empty(q.shape, q.dtype), self._empty(k.shape, k.dtype)
         rows, heads, dim = q.shape
@@ -115,6 +140,14 @@ class CpuOps(CpuExperts):
         cache_kind = _CACHE_TYPES.get(cache.dtype)
         rows_fit = k_strides[2] == v_strides[2] == 1 and k.dtype == v.dtype
         if kind is None or cache_kind is None or not rows_fit or not cache.is_contiguous():
+            self._fall_back(
+                "store_kv",
+                {
+                    f"{k.dtype} keys": kind is not None,
+                    f"a {cache.dtype} cache": cache_kind is not None,
+                    "this memory layout": rows_fit and cache.is_contiguous(),
+                },
+            )
             super().store_kv(k, v, kv)
             return
         assert slots.dtype == torch.int64
@@ -152,6 +185,17 @@ class CpuOps(CpuExperts):
         blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
         rows_fit = dim % 8 == 0 and dim <= _MAX_HEAD and strides[2] == 1 and tables.stride(1) == 1
         if kind is None or cache_kind is None or not (blocks_fit and rows_fit):
+            self._fall_back(
+                "attention",
+                {
+                    f"{q.dtype} queries": kind is not None,
+                    f"a {cache.dtype} cache": cache_kind is not None,
+                    f"cache blocks of {block_size} tokens (a power of two, at least 16)": blocks_fit,
+                    f"a head size of {dim} (a multiple of 8, at most {_MAX_HEAD})": dim % 8 == 0
+                    and dim <= _MAX_HEAD,
+                    "strided queries or block tables": strides[2] == tables.stride(1) == 1,
+                },
+            )
             return super().attention(q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks)
         assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
         if sinks is not None:
@@ -188,6 +232,13 @@ class CpuOps(CpuExperts):
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
         kind, strides = TYPES.get(x.dtype), x.stride()
         if kind is None or len(strides) != 2 or strides[1] != 1:
+            self._fall_back(
+                "gated_activation",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    "this memory layout": len(strides) == 2 and strides[1] == 1,
+                },
+            )
             return super().gated_activation(x, activation)
         rows, width = x.shape
         out = self._empty((rows, width // 2), x.dtype)
@@ -204,15 +255,24 @@ class CpuOps(CpuExperts):
 
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         out = self._change(x, ACTIVATIONS[activation], 0.0)
-        return super().activation(x, activation) if out is None else out
+        if out is None:
+            self._fall_back("activation", _elementwise_conditions(x))
+            return super().activation(x, activation)
+        return out
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         out = self._change(x, _SCALE, factor)
-        return super().scale(x, factor) if out is None else out
+        if out is None:
+            self._fall_back("scale", _elementwise_conditions(x))
+            return super().scale(x, factor)
+        return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         out = self._change(x, _SOFT_CAP, cap)
-        return super().soft_cap(x, cap) if out is None else out
+        if out is None:
+            self._fall_back("soft_cap", _elementwise_conditions(x))
+            return super().soft_cap(x, cap)
+        return out
 
     def _change(self, x: Tensor, function: int, factor: float) -> Tensor | None:
         """Each number of ``x [T, F]`` changed by itself; None for what is not the kernel's type or layout."""
@@ -227,6 +287,14 @@ class CpuOps(CpuExperts):
         kind, x_strides, y_strides = TYPES.get(x.dtype), x.stride(), y.stride()
         rows_fit = len(x_strides) == 2 and x_strides[1] == 1 and y_strides[-1] == 1
         if kind is None or not rows_fit or x.dtype != y.dtype or x.shape != y.shape:
+            self._fall_back(
+                "add",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    "this memory layout": rows_fit,
+                    "operands of different types or shapes": x.dtype == y.dtype and x.shape == y.shape,
+                },
+            )
             return super().add(x, y)
         out = self._empty(x.shape, x.dtype)
         pointers = (x.data_ptr(), y.data_ptr(), out.data_ptr())
@@ -238,6 +306,14 @@ class CpuOps(CpuExperts):
         weights_fit = weight_kind is not None and bias.dtype == weight.dtype
         weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
         if kind is None or not weights_fit or len(strides) not in (2, 3) or strides[-1] != 1:
+            self._fall_back(
+                "layer_norm",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    f"{weight.dtype} or strided weights": weights_fit,
+                    "this memory layout": len(strides) in (2, 3) and strides[-1] == 1,
+                },
+            )
             return super().layer_norm(x, weight, bias, eps)
         out = self._empty(x.shape, x.dtype)
         *outer, inner, width = x.shape
@@ -260,6 +336,13 @@ class CpuOps(CpuExperts):
     def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
         kind, strides = TYPES.get(x.dtype), x.stride()
         if kind is None or len(strides) != 2 or strides[1] != 1:
+            self._fall_back(
+                "clamped_swiglu",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    "this memory layout": len(strides) == 2 and strides[1] == 1,
+                },
+            )
             return super().clamped_swiglu(x, gate)
         rows, width = x.shape[0], x.shape[1] // 2
         out = self._empty((rows, width), x.dtype)
@@ -271,6 +354,14 @@ class CpuOps(CpuExperts):
         kind, strides = TYPES.get(logits.dtype), logits.stride()
         rows, experts = logits.shape
         if kind is None or strides[1] != 1 or not 0 < top <= experts:
+            self._fall_back(
+                "route",
+                {
+                    f"{logits.dtype} logits": kind is not None,
+                    "strided rows": strides[1] == 1,
+                    f"{top} of {experts} experts": 0 < top <= experts,
+                },
+            )
             return super().route(logits, top, routing)
         shares, chosen = self._empty((rows, top), torch.float32), self._empty((rows, top), torch.int64)
         pointers = (logits.data_ptr(), shares.data_ptr(), chosen.data_ptr())
@@ -287,6 +378,7 @@ class CpuOps(CpuExperts):
             rows_fit and len(x_strides) == 2 and x_strides[1] == strides[1] == 1 and x.dtype == values.dtype
         )
         if not fits:
+            self._fall_back("put_rows", {"this memory layout or mixed types": False})
             return super().put_rows(x, rows, values)
         (count, width), size = x.shape, x.element_size()
         out = self._empty(x.shape, x.dtype)
@@ -298,6 +390,14 @@ class CpuOps(CpuExperts):
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         strides = x.stride()
         if len(strides) != 2 or strides[1] != 1 or rows.dtype != torch.int64 or not rows.is_contiguous():
+            self._fall_back(
+                "take_rows",
+                {
+                    "this memory layout": len(strides) == 2 and strides[1] == 1,
+                    f"{rows.dtype} or strided row numbers": rows.dtype == torch.int64
+                    and rows.is_contiguous(),
+                },
+            )
             return super().take_rows(x, rows)
         count, (table_rows, width), size = rows.shape[0], x.shape, x.element_size()
         out = self._empty((count, width), x.dtype)
@@ -317,6 +417,15 @@ class CpuOps(CpuExperts):
         kind, strides = TYPES.get(logits.dtype), logits.stride()
         masks_fit = bitmask is None or bitmask.is_contiguous()
         if kind is None or strides[1] != 1 or not masks_fit or not _fits(sampling):
+            self._fall_back(
+                "sample",
+                {
+                    f"{logits.dtype} logits": kind is not None,
+                    "strided rows": strides[1] == 1,
+                    "this bitmask layout": masks_fit,
+                    "these parameter types": _fits(sampling),
+                },
+            )
             return super().sample(logits, sampling, bitmask)
         rows, vocabulary = logits.shape
         tokens = self._empty((rows,), torch.int64)
@@ -346,6 +455,13 @@ class CpuOps(CpuExperts):
         """
         if bad != -1:
             raise IndexError(f"row {int(rows[bad])} of a table with {count} rows")
+
+
+def _elementwise_conditions(x: Tensor) -> dict[str, bool]:
+    return {
+        f"{x.dtype} activations": x.dtype in TYPES,
+        "this memory layout": x.dim() == 2 and x.stride(1) == 1,
+    }
 
 
 def _scales_of(kv: LayerKV) -> int:

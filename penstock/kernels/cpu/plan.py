@@ -25,9 +25,7 @@ from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.experts import PackedExperts
 from penstock.kernels.inputs import SamplingInputs
 from penstock.kernels.linear import PackedLinear
-from penstock.kernels.ops import OPERATIONS
 from penstock.kernels.recording import Plan, UnrecordableStepError, tensors_of
-from penstock.kernels.reference import ReferenceOps
 
 _LONG = 1 << 25
 """Multiplications of a step from which the GIL is released: a millisecond or more."""
@@ -211,23 +209,8 @@ def _multiplications(packed: PackedLinear) -> int:
     return packed.in_features * packed.out_features
 
 
-def _refusing(operation: str) -> Any:
-    def refuse(self: Any, *arguments: Any, **options: Any) -> NoReturn:
-        raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
-
-    return refuse
-
-
-_Refusals: type[ReferenceOps] = type(
-    "_Refusals",
-    (ReferenceOps,),
-    {name: _refusing(name) for name in OPERATIONS} | {"_add_lora": _refusing("linear with adapters")},
-)
-"""Stands between `CpuOps` and the reference, where a method of `CpuOps` looks for what it cannot do."""
-
-
-class _CapturingOps(CpuOps, _Refusals):  # type: ignore[misc, valid-type]  # a class that is made above
-    """Gives operations the places of their results, and keeps what their kernels are called with."""
+class _CapturingOps(CpuOps):
+    """Writes results to given tensors and records the kernel calls instead of running them."""
 
     def __init__(self, ops: CpuOps) -> None:
         self.captured: list[Capture] = []
@@ -244,6 +227,10 @@ class _CapturingOps(CpuOps, _Refusals):  # type: ignore[misc, valid-type]  # a c
         written = [result.data_ptr() for result in results] == [place.data_ptr() for place in places]
         if self._places or not written or len(self.captured) == before:
             raise UnrecordableStepError(f"{operation} does not run as kernels alone")
+
+    def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
+        """Refuse what only the reference kernels can run: it cannot be compiled."""
+        raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         place = self._places.pop(0) if self._places else None
