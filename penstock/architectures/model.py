@@ -28,7 +28,6 @@ from penstock.memory import (
 from penstock.nn import ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import InputContext, LogProbabilities
 from penstock.weights import Weights
-from penstock.weights.packed_file import packed_file
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, KVCacheConfig, PipelineConfig
@@ -301,7 +300,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """What weights, activations and KV cache may share, before anything is loaded."""
         free = sum(device.stats["free_memory"] for device in self.devices)
         private = private_memory.free()
-        if private is not None and free >= private and packed_file(self.pipeline_config.model).is_file():
+        if private is not None and free >= private and self.pipeline_config.model.packed_key.file.is_file():
             free += weights_size  # they are mapped from that file: the limit does not count them
         return free
 

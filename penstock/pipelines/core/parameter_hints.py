@@ -56,8 +56,13 @@ def hinting(function: Callable[P, R]) -> Callable[P, R]:
     return hinted
 
 
+_CONSTRUCTOR_PARAMETERS: dict[str, frozenset[str]] = {}
+"""Class name -> parameters of its constructor, for the classes that `hinting_class` decorates."""
+
+
 def hinting_class(cls: C) -> C:
-    """The class, its constructor as `hinting` makes it."""
+    """Return the class with a constructor wrapped by `hinting`."""
+    _CONSTRUCTOR_PARAMETERS[cls.__name__] = frozenset(signature(cls).parameters)
     setattr(cls, "__init__", hinting(cls.__init__))  # type: ignore[misc]  # noqa: B010
     return cls
 
@@ -85,7 +90,5 @@ def _hint(name: str, owner: str, known: list[str]) -> str:
     return f"the parameters are {', '.join(known)}"
 
 
-def _sampling_parameters() -> Any:
-    from penstock.pipelines.core.sampling_params import SamplingParams
-
-    return SamplingParams.__dataclass_fields__
+def _sampling_parameters() -> frozenset[str]:
+    return _CONSTRUCTOR_PARAMETERS.get("SamplingParams", frozenset())

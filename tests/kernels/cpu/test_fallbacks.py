@@ -1,4 +1,4 @@
-"""Operations that the C++ kernels do not support run on the reference kernels and are logged once per cause."""
+"""Operations that the C++ kernels do not support run on the reference kernels, logged once per cause."""
 
 from __future__ import annotations
 
