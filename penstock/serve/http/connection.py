@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import Any
 
 import h11
@@ -197,12 +196,3 @@ def check_framing(headers: Iterable[tuple[bytes, bytes]], http_version: bytes) -
     codings = [value.strip().lower() for name, value in fields if name == b"transfer-encoding"]
     if codings and (codings != [b"chunked"] or len(fields) > 1 or http_version < b"1.1"):
         raise h11.RemoteProtocolError("the framing is ambiguous, or of a transfer coding beside chunked")
-
-
-def connection_class() -> type[Connection]:
-    """Returns the faster class where httptools is installed."""
-    if find_spec("httptools") is None:
-        return H11Connection
-    from penstock.serve.http.fast_connection import HttpToolsConnection
-
-    return HttpToolsConnection

@@ -7,12 +7,13 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from importlib.util import find_spec
 
 import uvicorn
 from fastapi import FastAPI
 
 from penstock.serve.config import ServeConfig
-from penstock.serve.http.connection import connection_class
+from penstock.serve.http.connection import Connection, H11Connection
 
 DRAIN_TIMEOUT = 2
 """Seconds that connections have to close by themselves at the end."""
@@ -62,3 +63,12 @@ class HttpServer(uvicorn.Server):
             self.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
+
+
+def connection_class() -> type[Connection]:
+    """Return the connection class of httptools if it is installed, else that of h11."""
+    if find_spec("httptools") is None:
+        return H11Connection
+    from penstock.serve.http.fast_connection import HttpToolsConnection
+
+    return HttpToolsConnection
