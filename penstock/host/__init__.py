@@ -1,1 +1,1 @@
-"""The host process: memory, container limits, signals, garbage collection, terminal output. Loads no torch."""
+"""The host process: memory, container limits, signals, garbage collection, progress bars. No torch."""

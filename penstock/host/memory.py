@@ -1,9 +1,8 @@
-"""The host's memory: in huge pages, and found before it is needed.
+"""Host memory in huge pages, and memory that a thread prefaults before a load needs it.
 
-Pages come into being when they are first touched. The system clears them then, and in a virtual machine that
-gave its free memory back the host has to find them first, which takes many times as long. A load that waits
-for libraries to be imported has a core to spare: `prefaulted_memory` has a thread touch the memory meanwhile that
-the weights will be packed into.
+The system allocates and clears a page on its first access. In a virtual machine that has returned its free
+memory, the host must allocate it again, which takes many times as long. While a load waits for library
+imports, one core is idle: `prefaulted_memory` uses it to touch the memory for the packed weights.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ _HUGE_PAGE = 2 << 20
 CACHE_LINE = 64
 """Bytes. What begins with one has no load of a kernel that crosses two."""
 _PREFAULT_STEP = 16 << 20
-"""Bytes that are found at a go: whoever takes the first of them waits so long."""
+"""Bytes to prefault per step; bounds how long the first allocation waits."""
 
 
 def advise_huge_pages(pages: mmap.mmap) -> None:
-    """Asks for huge pages; a system built without them says no, which changes nothing but speed."""
+    """Ask for huge pages. A kernel without them refuses, which only costs speed."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
 
 
 def huge_pages(num_bytes: int) -> Bytes:
-    """At least so many bytes, from the start of a huge page; memory is taken when it is written."""
+    """Return at least ``num_bytes`` bytes that start on a huge page; pages are allocated on first write."""
     pages, start = _map(num_bytes)
     return _view(pages)[start:]
 
 
 def _map(num_bytes: int) -> tuple[mmap.mmap, int]:
-    """Pages, and where in them the first huge one begins, which so many bytes follow at least."""
+    """Return a mapping and the offset of its first huge page, which at least ``num_bytes`` bytes follow."""
     rounded = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
     pages = mmap.mmap(-1, rounded + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise_huge_pages(pages)
@@ -50,19 +49,19 @@ def _map(num_bytes: int) -> tuple[mmap.mmap, int]:
 
 
 def _view(pages: mmap.mmap) -> Bytes:
-    """The bytes of a mapping, which they keep."""
+    """Return the bytes of a mapping; the array keeps the mapping alive."""
     import numpy as np  # late: this module is imported to ask how much memory there is
 
     return np.frombuffer(pages, np.uint8)
 
 
 class PrefaultedBuffer:
-    """Memory that a thread finds, page after page, until somebody takes of it.
+    """Memory that a thread touches page by page until the first allocation from it.
 
-    What is taken stays with whoever has it; the rest goes back with `close`.
+    Allocated parts stay with their owner. `close` returns the rest to the system.
 
     Args:
-        num_bytes: how much there is to be.
+        num_bytes: size of the buffer.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -76,13 +75,13 @@ class PrefaultedBuffer:
 
     @property
     def num_idle(self) -> int:
-        """Bytes that have been found and not been taken."""
+        """Bytes that are prefaulted and not allocated."""
         return max(self._num_found - self._num_taken, 0)
 
     def take(self, num_bytes: int) -> Bytes | None:
-        """The next so many bytes, from the start of a cache line; None where fewer are left.
+        """Return the next ``num_bytes`` bytes, aligned to a cache line, or None if fewer are left.
 
-        The search ends: those who write are to have all cores.
+        Stops the thread, so that packing has all cores.
         """
         with self._taking:
             self._end()
@@ -93,7 +92,7 @@ class PrefaultedBuffer:
             return self._memory[start:end]
 
     def close(self) -> None:
-        """Ends the search, and gives back what nobody has taken."""
+        """Stop the thread and return unallocated memory to the system."""
         with self._taking:
             self._end()
             begin = -(-(self._start + self._num_taken) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -115,19 +114,19 @@ class PrefaultedBuffer:
 
 
 _prefaulted: PrefaultedBuffer | None = None
-"""That of the load which is under way; of several at once, the first one's."""
+"""The buffer of the current load. Only the first of several concurrent loads has one."""
 
 
 @contextmanager
 def prefaulted_memory(num_bytes: int) -> Iterator[None]:
-    """For the time of a load: finds so much memory, for `allocate_prefaulted` to hand out.
+    """Prefault ``num_bytes`` bytes for the duration of a load; `allocate_prefaulted` allocates from them.
 
-    At its end, or with `release_prefaulted` before it, what nobody has taken goes back.
+    Unallocated memory is returned at the end of the block, or earlier by `release_prefaulted`.
     """
     global _prefaulted
     mine = None
     if _prefaulted is None and num_bytes:
-        with suppress(OSError):  # so much at once is refused: it may be had in parts
+        with suppress(OSError):  # one large mapping was refused; smaller ones may succeed later
             _prefaulted = mine = PrefaultedBuffer(num_bytes)
     try:
         yield
@@ -137,13 +136,13 @@ def prefaulted_memory(num_bytes: int) -> Iterator[None]:
 
 
 def allocate_prefaulted(num_bytes: int) -> Bytes | None:
-    """So many bytes of what was found ahead; None where there is nothing of the kind, or not enough left."""
+    """Return ``num_bytes`` prefaulted bytes, or None if there is no buffer or too little is left."""
     ahead = _prefaulted
     return ahead.take(num_bytes) if ahead is not None else None
 
 
 def release_prefaulted() -> None:
-    """Gives back what was found ahead and not taken: nobody is going to."""
+    """Return prefaulted memory that is not allocated to the system."""
     global _prefaulted
     ahead, _prefaulted = _prefaulted, None
     if ahead is not None:
@@ -151,17 +150,16 @@ def release_prefaulted() -> None:
 
 
 def num_prefaulted() -> int:
-    """Bytes that were found ahead and that nobody has taken yet: they count as free."""
+    """Return the number of prefaulted bytes that are not allocated; they count as free memory."""
     ahead = _prefaulted
     return ahead.num_idle if ahead is not None else 0
 
 
 class MemoryReservation:
-    """Memory that somebody is going to take, and that nobody else should count on; until it is kept, or
-    dropped.
+    """Memory that will be allocated later and is not counted as free until then.
 
     Args:
-        num_bytes: how much.
+        num_bytes: size of the reservation.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -170,7 +168,7 @@ class MemoryReservation:
             _reservations.add(self)
 
     def keep(self) -> None:
-        """It has been taken."""
+        """End the reservation: the memory has been allocated."""
         with _reservations_lock:
             _reservations.discard(self)
 
@@ -180,6 +178,6 @@ _reservations_lock = threading.Lock()
 
 
 def num_reserved() -> int:
-    """Bytes of this process's free memory that somebody is going to take."""
+    """Return the bytes of this process's free memory that are reserved."""
     with _reservations_lock:
         return sum(promise.num_bytes for promise in _reservations)

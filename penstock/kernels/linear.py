@@ -78,8 +78,8 @@ class LinearEncoding(Protocol):
     def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
         """The stored form of ``weight [out, in]``.
 
-        Where there is a choice (`needs_calibration`), squared errors of the weights count as much as ``importance
-        [in]`` says of their inputs: above 0, and without it all alike.
+        Encodings with `needs_calibration` minimise the squared weight errors, weighted by ``importance [in]``
+        of their inputs. Its values are above 0. Without it all inputs have the same weight.
         """
         ...
 

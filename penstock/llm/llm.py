@@ -46,7 +46,8 @@ from penstock.pipelines.core.parameter_hints import hinting
 from penstock.text.detokenizer import Detokenizer
 
 BATCH_LATENCY_BUDGET = 0.1
-"""Seconds in which tokens may come together where all are handed out at the end; else it is `STREAMING_LATENCY_BUDGET`."""
+"""Seconds that one step may take when outputs are returned at the end, not streamed. Streams use
+`STREAMING_LATENCY_BUDGET`."""
 _POLL = 0.001  # seconds between two looks at contexts that wait, for a grammar to be compiled perhaps
 
 __all__ = ["LLM", "GenerationOutput", "TextStream"]

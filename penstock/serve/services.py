@@ -51,8 +51,8 @@ class LargeBodyLimiter:
         """
         if self.num_inside >= self._most:
             raise OverloadedError(
-                f"{self.num_inside} requests with bodies of more than {LARGE_BODY_BYTES // 1024} KiB are being read "
-                "already: try again later",
+                f"{self.num_inside} requests with bodies of more than {LARGE_BODY_BYTES // 1024} KiB are "
+                "being read already: try again later",
                 retry_after=5,
             )
         self.num_inside += 1

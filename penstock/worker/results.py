@@ -34,8 +34,8 @@ class RequestDelta:
 class Generation:
     """The results of one request, as they come; made by `WorkerClient.submit`.
 
-    However the request ends, it does so once: iteration stops after a `RequestDelta` whose status is done, or raises
-    the error of the request. Whoever stops reading before that cancels.
+    A request ends once: iteration stops after a `RequestDelta` whose status is done, or raises the error of
+    the request. A reader that stops earlier must call `cancel`.
     """
 
     def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:

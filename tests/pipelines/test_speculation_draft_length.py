@@ -1,4 +1,4 @@
-"""`AdaptiveDraftLength` on made-up machines: wide where drafts pay, none where they do not, and back again."""
+"""`AdaptiveDraftLength` on simulated machines: long drafts where they pay, none where they do not."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """From contexts to what came of them: submission, admission, deltas, disconnects.
 
-    contexts -> Run(...) -> admitted() -> deltas() | whole() -> usage()
+    contexts -> GenerationRun(...) -> admitted() -> deltas() | whole() -> usage()
 
-A `GenerationRun` is all that one HTTP request has at the worker: ``n`` choices for each of its prompts, in OpenAI's
+A `GenerationRun` holds the contexts of one HTTP request: ``n`` choices for each of its prompts in OpenAI's
 order, choice ``i`` of prompt ``p`` at ``p * n + i``.
 """
 

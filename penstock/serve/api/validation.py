@@ -1,4 +1,4 @@
-"""How the bytes of a body become one of `penstock.serve.api.schemas`, and what is said of those that do not."""
+"""Validation of request bodies against `penstock.serve.api.schemas`, and the errors of invalid ones."""
 
 from __future__ import annotations
 
