@@ -7,8 +7,6 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any
 
-import numpy as np
-
 from penstock.errors import InputError
 
 
@@ -20,8 +18,8 @@ def plain(value: Any) -> Any:
     """
     if type(value) in (int, float, bool):
         return value
-    if isinstance(value, np.bool_):
-        return bool(value)
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)  # numpy itself is not imported: settings are read without it
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):

@@ -1,7 +1,7 @@
 """Import rules: one row per folder, no cycle, and the public modules keep their paths.
 
 A folder may import what its row names, its own modules, the standard library, ``penstock.errors``,
-``penstock.dtype`` and ``penstock.__version__``. Imports inside functions and under ``TYPE_CHECKING`` follow
+``penstock.dtype``, ``penstock.plain_numbers`` and ``penstock.__version__``. Imports inside functions and under ``TYPE_CHECKING`` follow
 the same table, except for third-party packages listed in ``lazy``.
 """
 
@@ -51,6 +51,7 @@ _MODELS = f"{_MIDDLE} nn codecs distributed memory lora calibration log_probabil
 
 TABLE: Mapping[str, Row] = {
     "errors": Row(),
+    "plain_numbers": Row(),
     "dtype": Row("", "numpy", "torch"),
     "demo": Row(),
     "host": Row("", "rich", "numpy torch"),
@@ -253,7 +254,7 @@ def _is_allowed(found: Import, folder: str, row: Row) -> bool:
         packages = row.packages.split() + (row.lazy.split() if found.where != "module" else [])
         return package in sys.stdlib_module_names or package in packages
     target = _folder(found.target)
-    if found.target == "penstock.__version__" or target in ("errors", "dtype"):
+    if found.target == "penstock.__version__" or target in ("errors", "dtype", "plain_numbers"):
         return True
     return target == folder or target in row.penstock.split()
 

@@ -68,7 +68,7 @@ def test_every_code_of_an_error_is_on_the_page() -> None:
 def _codes() -> Iterator[str]:
     for file in SERVE.rglob("*.py"):
         yield from re.findall(r'\bcode="(\w+)"', file.read_text())
-    problems = (SERVE / "problems.py").read_text()
+    problems = (SERVE / "http" / "problems.py").read_text()
     yield from re.findall(r'INVALID, "(\w+)"', problems)
     yield from re.findall(r'"(?:missing|server_error|\w+_error)", "(\w+)"', problems)
     yield from re.findall(r'\{"missing": "(\w+)"\}', problems)
