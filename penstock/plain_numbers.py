@@ -91,7 +91,8 @@ def checked_ids(name: str, ids: Any) -> list[int] | None:
 
 
 def _elements(values: Any) -> list[Any] | None:
-    is_array = isinstance(values, np.ndarray) and values.ndim == 1
+    kind = type(values)
+    is_array = kind.__module__ == "numpy" and kind.__name__ == "ndarray" and values.ndim == 1
     if not is_array and not isinstance(values, list | tuple):
         return None
     items: Iterable[Any] = values
