@@ -1,8 +1,8 @@
 """Import rules: one row per folder, no cycle, and the public modules keep their paths.
 
 A folder may import what its row names, its own modules, the standard library, ``penstock.errors``,
-``penstock.dtype``, ``penstock.plain_numbers`` and ``penstock.__version__``. Imports inside functions and under
-``TYPE_CHECKING`` follow the same table, except for third-party packages listed in ``lazy``.
+``penstock.dtype``, ``penstock.plain_numbers`` and ``penstock.__version__``. Imports inside functions and
+under ``TYPE_CHECKING`` follow the same table, except for third-party packages listed in ``lazy``.
 """
 
 from __future__ import annotations

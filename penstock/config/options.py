@@ -46,6 +46,11 @@ class PipelineOptions(TypedDict, total=False):
     ngram_max: int | None
     enable_structured_output: bool | None
     grammar_compile_timeout: float | None
+    grammar_backend: str | None
+    max_grammar_symbols: int | None
+    grammar_mask_items: int | None
+    grammar_mask_fuel: int | None
+    max_grammar_states: int | None
     max_grammar_size: int | None
     grammar_cache_size: int | str | None
     json_whitespace: str | None
