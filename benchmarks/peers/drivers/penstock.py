@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
 from penstock import LLM, SamplingParams
-from penstock.llm.outputs import Answer
+from penstock.llm.outputs import OutputBuilder
 
 
 class Watched(LLM):
@@ -14,7 +14,7 @@ class Watched(LLM):
 
     arrived: Callable[[int], None]
 
-    def _run(self, answers: Sequence[Answer], *, seconds: float) -> Iterator[list[Answer]]:
+    def _run(self, answers: Sequence[OutputBuilder], *, seconds: float) -> Iterator[list[OutputBuilder]]:
         for stepped in super()._run(answers, seconds=seconds):
             if stepped and stepped[0].num_new_tokens:
                 self.arrived(stepped[0].num_new_tokens)
