@@ -152,11 +152,6 @@ def problem_of(error: BaseException) -> Problem:
     return Problem(500, "the server made a mistake; its log shows it", "server_error", "internal_error")
 
 
-def problem_response(error: BaseException) -> Response:
-    """`problem_of` as an answer."""
-    return problem_of(error).response()
-
-
 async def handle(request: Request, error: Exception) -> Response:
     """The handler of every exception that an application knows of; the record learns of it."""
     problem, record = problem_of(error), RequestRecord.of(request)
