@@ -26,7 +26,7 @@ _SEPARATOR = "\0"
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedPrompt:
     """A prompt's text, and where in it users and tools spell special tokens."""
 
     text: str
@@ -68,7 +68,9 @@ class SpecialTokens:
         rewritten = any(token.normalized for token in special.values())
         self._normalize = normalize if rewritten else None
 
-    def render(self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> Rendered:
+    def render(
+        self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
+    ) -> RenderedPrompt:
         """Renders messages, and finds the special tokens that users and tools spell.
 
         Raises:
@@ -79,11 +81,11 @@ class SpecialTokens:
             text = render(messages)
             for in_part in (True, False):
                 if not self._marked(messages, "\0", in_part)[1]:
-                    return Rendered(text)
+                    return RenderedPrompt(text)
                 for mark in _marks(text):
                     boundaries = _boundaries(text, self._marked(messages, mark, in_part)[0], render, mark)
                     if boundaries is not None:
-                        return Rendered(text, boundaries)
+                        return RenderedPrompt(text, boundaries)
         raise InputError(
             "a user's or tool's message spells a special token of the model, and the chat template changes "
             "such text so that the token cannot be told from its own: remove the token from the message, or "
@@ -91,7 +93,7 @@ class SpecialTokens:
         )
 
     def encode(
-        self, tokenizer: Tokenizer, prompt: Rendered, token_bytes: Callable[[int], bytes]
+        self, tokenizer: Tokenizer, prompt: RenderedPrompt, token_bytes: Callable[[int], bytes]
     ) -> list[int]:
         """The tokens of a rendered prompt. What users and tools spell is text, the rest is as ever."""
         [encoding] = tokenizer.encode_batch([prompt.text], add_special_tokens=False)

@@ -177,7 +177,7 @@ class TestEnds:
     def test_none_at_all(self, shared_data: Path) -> None:
         tokenizer = real_tokenizer(shared_data / "tokenizers/bert-base-uncased")
         assert tokenizer.eos_token_ids == set()
-        with pytest.raises(CheckpointError, match="bert-base-uncased: names no token that ends"):
+        with pytest.raises(CheckpointError, match="bert-base-uncased: has no end-of-sequence token"):
             _ = tokenizer.eos
 
     def test_stop_ids_of_a_request_do_not_leak(self) -> None:
@@ -266,7 +266,7 @@ class TestLengths:
             return encode(texts, **options)
 
         counted = SimpleNamespace(tokenizer=SimpleNamespace(encode_batch_fast=counting))
-        monkeypatch.setattr(tokenizer, "_local", counted)
+        monkeypatch.setattr(tokenizer, "_copies", counted)
         refused: dict[str, Callable[[], object]] = {
             "prompt": lambda: tokenizer.build_context(request(text)),
             "messages": lambda: tokenizer.build_context(request(messages=[{**USER, "content": text}])),
@@ -382,7 +382,7 @@ class TestPrompts:
         assert context.prompt == "function s True"
 
     def test_messages_without_a_template(self) -> None:
-        with pytest.raises(InputError, match="no chat template: pass a prompt, or give a template"):
+        with pytest.raises(InputError, match="no chat template: pass a prompt, or a template"):
             FakeTokenizer(template=None).build_context(request(messages=[USER]))
 
     def test_a_template_that_refuses(self) -> None:

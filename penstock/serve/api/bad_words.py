@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from penstock.text.tokenizer import BYTE_LEVEL, TextTokenizer
+from penstock.text.token_bytes import BYTE_LEVEL
+from penstock.text.tokenizer import TextTokenizer
 
 MAX_SEQUENCES = 1024
 """Of all words of a request together, besides the tokens that the tokenizer writes for each."""

@@ -1,0 +1,92 @@
+"""Checks of a request's parameters against the model, and values derived from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from penstock.errors import InputError, PromptTooLongError
+from penstock.pipelines.core import Grammar, SamplingParams, TokenGeneratorRequest
+
+
+def sampling_params_with_stops(request: TokenGeneratorRequest) -> SamplingParams:
+    """Return the sampling parameters with the stop strings of ``request.stop`` and ``sampling_params``."""
+    given = [request.stop] if isinstance(request.stop, str) else (request.stop or [])
+    if not all(isinstance(stop, str) for stop in given):
+        raise InputError(f"stop must be a string or a list of strings, was {request.stop!r}")
+    stops = dict.fromkeys(stop for stop in [*given, *(request.sampling_params.stop or [])] if stop)
+    return replace(request.sampling_params, stop=list(stops) or None)
+
+
+def output_format(request: TokenGeneratorRequest) -> tuple[str | None, Grammar | None]:
+    """Return (JSON schema, grammar) of the output. At most one is set: the context derives its grammar
+    from the schema."""
+    if request.grammar is not None and not isinstance(request.grammar, Grammar):
+        raise InputError(f"grammar must be a Grammar, was {request.grammar!r}")
+    form = request.response_format
+    kind = "text" if form is None else form.get("type")
+    if kind == "text":
+        return None, request.grammar
+    if request.grammar is not None:
+        raise InputError("a request has either a response_format or a grammar, not both")
+    if kind == "json_object":
+        return None, Grammar(kind="json_object")
+    if kind != "json_schema" or form is None:
+        raise InputError(f"response_format has type {kind!r}: it can be text, json_object or json_schema")
+    schema = form.get("json_schema")
+    # OpenAI wraps the schema in an object with the key "schema", which is not a JSON Schema keyword.
+    if isinstance(schema, dict) and "schema" in schema:
+        schema = schema["schema"]
+    if not isinstance(schema, dict):
+        raise InputError(f"response_format needs a json_schema, an object; it has {schema!r}")
+    try:
+        return json.dumps(schema), None
+    except (TypeError, ValueError) as error:
+        raise InputError(f"response_format has a json_schema that is not JSON: {error}") from None
+
+
+def check_token_ids_in_params(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `InputError` if a parameter has ids outside the vocabulary, or if it bans every token."""
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "banned_token_ids"):
+        largest = max(getattr(params, name) or (), default=0)
+        if largest >= vocab_size:
+            raise InputError(f"{name} has {largest}: ids are integers from 0 to {vocab_size - 1}")
+    largest = max((max(ids) for ids in params.banned_sequences or ()), default=0)
+    if largest >= vocab_size:
+        raise InputError(f"banned_sequences has {largest}: ids are integers from 0 to {vocab_size - 1}")
+    banned = params.banned_token_ids or []
+    if len(banned) >= vocab_size == len(set(banned)):
+        raise InputError(
+            f"banned_token_ids has all {vocab_size} tokens of the model: no token remains to generate"
+        )
+
+
+def total_length(num_prompt_tokens: int, params: SamplingParams, max_length: int | None) -> int:
+    """Return the maximum length of prompt and output together.
+
+    Args:
+        num_prompt_tokens: length of the prompt.
+        params: ``max_new_tokens`` and ``min_new_tokens`` of the request.
+        max_length: limit of the model or of the configuration; None if there is no limit.
+
+    Raises:
+        PromptTooLongError: the prompt leaves no room for a token.
+        InputError: there is no limit and no ``max_new_tokens``, or ``min_new_tokens`` does not fit.
+    """
+    requested = params.max_new_tokens
+    if max_length is None:
+        if requested is None:
+            raise InputError(
+                "max_new_tokens is needed: neither checkpoint nor configuration has a maximum length"
+            )
+        return num_prompt_tokens + requested
+    available = max_length - num_prompt_tokens
+    if available < (0 if requested == 0 else 1):
+        raise PromptTooLongError(num_prompt_tokens, max_length)
+    num_new = available if requested is None else min(requested, available)
+    if params.min_new_tokens > num_new:
+        raise InputError(
+            f"min_new_tokens is {params.min_new_tokens}, but only {num_new} tokens can follow "
+            f"the prompt of {num_prompt_tokens} (max_new_tokens {requested}, maximum length {max_length})"
+        )
+    return num_prompt_tokens + num_new

@@ -1,0 +1,45 @@
+"""One copy of a tokenizer per thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cached_property
+
+from tokenizers import Tokenizer
+
+
+class ThreadTokenizers:
+    """Gives each thread its own copy of a tokenizer. The first thread gets the original.
+
+    A copy takes up to 100 MB.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._original = tokenizer
+        self._is_original_taken = False
+        self._lock = threading.Lock()
+        self._local = _ThreadLocal(self._take)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The copy of the calling thread."""
+        return self._local.tokenizer
+
+    def _take(self) -> Tokenizer:
+        with self._lock:
+            if self._is_original_taken:
+                return Tokenizer.from_str(self._serialized)
+            self._is_original_taken = True
+            return self._original
+
+    @cached_property
+    def _serialized(self) -> str:
+        return self._original.to_str()
+
+
+class _ThreadLocal(threading.local):
+    """Python runs the constructor once in every thread that reads ``tokenizer``."""
+
+    def __init__(self, take: Callable[[], Tokenizer]) -> None:
+        self.tokenizer = take()

@@ -1,0 +1,55 @@
+"""Checks of token ids that callers pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InputError
+
+TokenIds: TypeAlias = npt.NDArray[np.int64]
+
+
+def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[Any], vocab_size: int) -> TokenIds:
+    """Return the token ids of a prompt as an array.
+
+    Raises:
+        InputError: ``ids`` is not a list of ids, or an id is not in the vocabulary. Names the first such id.
+    """
+    is_bytes = isinstance(ids, str | bytes | bytearray | memoryview)
+    if is_bytes or not isinstance(ids, Sequence | np.ndarray):
+        raise InputError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
+    values = ids.tolist() if isinstance(ids, np.ndarray) else ids
+    # Fast path: nearly all prompts are plain integers in range.
+    if {*map(type, values)} == {int} and 0 <= min(values) <= max(values) < vocab_size:
+        return np.array(values, dtype=np.int64)
+    for index, value in enumerate(values):
+        if not _is_id(value, vocab_size):
+            raise InputError(
+                f"token {index} of the prompt is {value!r}: ids are integers from 0 to {vocab_size - 1}"
+            )
+    return np.array([int(value) for value in values], dtype=np.int64)
+
+
+def checked_ids_to_decode(ids: Iterable[Any]) -> list[int]:
+    """Return token ids as plain integers. Ids that the tokenizer does not know are allowed."""
+    values = list(ids)
+    for token_id in values:
+        if not _is_id(token_id, 2**32):
+            raise InputError(f"{token_id!r} is not a token id: ids are integers from 0")
+    return [int(token_id) for token_id in values]
+
+
+def unique_ids_below(vocab_size: int, *sources: Iterable[int]) -> tuple[int, ...]:
+    """Return the distinct ids of all sources in order, without those outside the vocabulary.
+
+    Some configurations contain ids of a larger sibling model; no step could sample them.
+    """
+    return tuple(dict.fromkeys(token_id for ids in sources for token_id in ids if 0 <= token_id < vocab_size))
+
+
+def _is_id(value: object, vocab_size: int) -> bool:
+    return isinstance(value, int | np.integer) and type(value) is not bool and 0 <= int(value) < vocab_size
