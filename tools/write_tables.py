@@ -276,23 +276,11 @@ def gguf_blocks() -> str:
 
 
 def tool_formats() -> str:
-    """How each format of tool calls is recognised and written."""
-    rows = [[code(name), _docstring(one)] for name, one in TOOL_FORMATS.items()]
-    return table("name | whose it is, and how a call looks", rows)
-
-
-def _docstring(one: Any) -> str:
-    """The docstring of the file that makes the format."""
-    folder = "penstock.serve.parsers.formats"
-    files = [importlib.import_module(f"{folder}.{path.stem}") for path in _files(folder)]
-    (maker, *_) = [file for file in files if any(value is one for value in vars(file).values())]
-    text = (maker.__doc__ or "").replace("``", "`")
-    return " ".join(text.split())
-
-
-def _files(package: str) -> list[Path]:
-    folder = Path(cast(str, importlib.import_module(package).__file__)).parent
-    return [path for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
+    """Return the models and an example of each tool-call format."""
+    rows = [
+        [code(name), one.models, code(one.example.replace("\n", "\\n"))] for name, one in TOOL_FORMATS.items()
+    ]
+    return table("name | models | a call", rows)
 
 
 def reasoning_formats() -> str:

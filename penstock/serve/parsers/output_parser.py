@@ -45,8 +45,8 @@ class ToolCallReader(Protocol):
         ...
 
     @property
-    def bare(self) -> str:
-        """First characters of calls that no marker announces, where an answer or its text begins."""
+    def bare_starts(self) -> str:
+        """Characters with which a call without a marker may begin, at the beginning of the output."""
         ...
 
     @property
@@ -54,7 +54,7 @@ class ToolCallReader(Protocol):
         """Whether calls that no marker announces stand behind other text, too."""
         ...
 
-    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
+    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
         """Reads the calls behind a marker, taken already, or where a bare call may stand (marker "").
 
         Raises:
@@ -104,7 +104,7 @@ class ReasoningToolParser:
         self._begins = reasoning.begins if reasoning else ()
         self._ends = reasoning.ends if reasoning else ()
         self._call_markers = calls.markers if calls else ()
-        self._bare_in_text = calls.bare if calls and calls.bare_in_text and bare_in_text else ""
+        self._bare_in_text = calls.bare_starts if calls and calls.bare_in_text and bare_in_text else ""
         ignored = (*dropped, *(reasoning.dropped if reasoning else ()))
         self._markers = Markers(
             [*self._begins, *self._ends, *self._call_markers, *ignored, *self._bare_in_text]
@@ -241,11 +241,11 @@ class ReasoningToolParser:
                     yield from self._bare_calls()
 
     def _bare_calls(self) -> Steps[None]:
-        if self._calls is None or not self._calls.bare:
+        if self._calls is None or not self._calls.bare_starts:
             return
         yield from self.stream.skip_space()
         first = yield from self.stream.peek()
-        if first and first in self._calls.bare:
+        if first and first in self._calls.bare_starts:
             yield from self._read_calls("")
         else:
             self._give_back()

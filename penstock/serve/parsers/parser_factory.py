@@ -54,19 +54,27 @@ class ParserFactory:
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         special_tokens: Iterable[str] = (),
+        *,
+        tool_formats: Mapping[str, ToolFormat] = TOOL_FORMATS,
+        reasoning_formats: Mapping[str, ReasoningFormat] = REASONING_FORMATS,
     ) -> ParserFactory:
-        """The parsers by two flags: "auto" asks the chat template, "none" is none, else a format's name.
+        """Choose the formats of a model by two flags.
+
+        A flag is the name of a format, "none", or "auto", which selects the first format that matches the
+        chat template.
 
         Args:
-            special_tokens: the texts of the tokens that decoding leaves out by default.
+            special_tokens: the texts of the tokens that decoding omits by default.
+            tool_formats: the known tool-call formats by name.
+            reasoning_formats: the known reasoning formats by name.
 
         Raises:
             ConfigError: there is no format of that name.
         """
         template = chat_template or ""
         return cls(
-            _chosen("tool_call_parser", tool_call_parser, TOOL_FORMATS, template),
-            _chosen("reasoning_parser", reasoning_parser, REASONING_FORMATS, template),
+            _chosen("tool_call_parser", tool_call_parser, tool_formats, template),
+            _chosen("reasoning_parser", reasoning_parser, reasoning_formats, template),
             frozenset(special_tokens),
         )
 
@@ -195,12 +203,12 @@ class ParserFactory:
         assert self.tools is not None
         if self.reasoning is not None and self.reasoning.answer:
             return grammar_of(self._turn(self.reasoning, called, in_reasoning))
-        behind = {marker: self.tools.behind(marker, offered, parallel) for marker in self.tools.markers}
+        behind = {marker: self.tools.after_marker(marker, offered, parallel) for marker in self.tools.markers}
         text = self._markup(triggered(behind, parallel))
-        if not self.tools.bare:
+        if not self.tools.bare_starts:
             return grammar_of(text)
         marked = [self._markup(sequence(constant(marker), tag)) for marker, tag in behind.items()]
-        firsts = "".join(sorted({*self.tools.bare, *(marker[0] for marker in behind)}))
+        firsts = "".join(sorted({*self.tools.bare_starts, *(marker[0] for marker in behind)}))
         first = pattern(f"[^\\s{re.escape(firsts)}]")
         tag = either([called, *marked, constant(""), sequence(first, text)])
         return grammar_of(self._after_reasoning(tag, in_reasoning, without=self.tools.markers))
@@ -288,7 +296,7 @@ def _chosen(field: str, name: str, formats: Mapping[str, Format], template: str)
     if name == "none":
         return None
     if name == "auto":
-        return next((row for row in formats.values() if row.suits(template)), None)
+        return next((row for row in formats.values() if row.matches(template)), None)
     if name not in formats:
         raise ConfigError(field, f"{name!r} is not known: auto, none, or one of {', '.join(formats)}")
     return formats[name]

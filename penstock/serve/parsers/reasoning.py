@@ -26,7 +26,7 @@ class ReasoningFormat:
     hints: tuple[str, ...] = ()
     """A chat template that has all of these is of this format."""
 
-    def suits(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return all(hint in template for hint in self.hints)
 
     def opened_by(self, prompt: str) -> bool:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from support.call_formats import pieces
 from support.random_draws import examples
 
-from penstock.serve.parsers.json_scanner import MAX_DEPTH, JsonScanner
+from penstock.serve.parsers.json_scanner import JsonScanner
 from penstock.serve.parsers.python_scanner import PythonScanner
+from penstock.serve.parsers.value_scanner import MAX_DEPTH
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

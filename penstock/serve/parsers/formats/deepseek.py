@@ -1,8 +1,9 @@
-"""DeepSeek V3 and R1, V3.1, V3.2.
+"""Calls of DeepSeek V3, R1 and V3.1.
 
-V3.1, with wide bars (U+FF5C) and U+2581 for low lines, and no line end:
-``<|tool_calls_begin|><|tool_call_begin|>f<|tool_sep|>{"a": 1}<|tool_call_end|><|tool_calls_end|>``.
-V3 and R1 have ``function<|tool_sep|>f`` and the arguments in a fence of ``json``.
+V3.1 writes
+``<|tool_calls_begin|><|tool_call_begin|>f<|tool_sep|>{"a": 1}<|tool_call_end|><|tool_calls_end|>``
+without line ends, where each bar is U+FF5C and each underscore U+2581. V3 and R1 write
+``function<|tool_sep|>f`` and put the arguments into a ``json`` code fence.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end, read_name
+from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Markers, NotAToolCallError, Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
@@ -21,22 +23,19 @@ _SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 _NAME_END = Markers([_SEPARATOR])
 
 
-@dataclass(frozen=True)
-class _DeepSeek:
-    """Reads both; they differ in what the grammar forces."""
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekCalls(ToolFormat):
+    """Parses both variants; the grammar forces the variant of the model."""
 
-    name: str
     fenced: bool
-    bare: str = ""
-    bare_in_text: bool = False
-    id_length: int = 0
-    markers: tuple[str, ...] = (_BEGIN, _CALL)  # the outer one is sometimes forgotten
+    """Whether the arguments are in a code fence."""
 
-    def suits(self, template: str) -> bool:
-        return _BEGIN in template and self.fenced == ("```" in template)
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (_BEGIN, _CALL)  # models sometimes omit the outer marker
 
-    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
-        stream = answer.stream
+    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+        stream = parser.stream
         yield from stream.skip_space()
         while marker == _CALL or (yield from stream.accept(_CALL)):
             marker = ""
@@ -46,21 +45,18 @@ class _DeepSeek:
             if (yield from stream.peek()) != "{":
                 if name != "function":
                     raise NotAToolCallError
-                name = yield from read_name(answer)
+                name = yield from read_name(parser)
                 yield from stream.skip_space()
                 fenced = bool((yield from stream.accept("```json")))
                 yield from stream.skip_space()
-            yield from read_arguments(answer, name)
+            yield from read_arguments(parser, name)
             if fenced:
-                yield from read_end(answer, "```")
-            yield from read_end(answer, _CALL_END)
+                yield from read_end(parser, "```")
+            yield from read_end(parser, _CALL_END)
             yield from stream.skip_space()
-        yield from read_end(answer, _END)
+        yield from read_end(parser, _END)
 
-    def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        return sequence(constant(_BEGIN), self.behind(_BEGIN, tools, parallel))
-
-    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+    def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         def head(name: str) -> str:
             return f"function{_SEPARATOR}{name}\n```json\n" if self.fenced else f"{name}{_SEPARATOR}"
 
@@ -77,7 +73,3 @@ class _DeepSeek:
             return either(calls)
         separator = "\n" if self.fenced else ""
         return sequence(repeated(either(calls), separator, parallel), constant(_END))
-
-
-FORMAT = _DeepSeek("deepseek_v3", fenced=True)
-V31_FORMAT = _DeepSeek("deepseek_v31", fenced=False)

@@ -1,6 +1,9 @@
-"""DeepSeek V3.2 and V4, with wide bars (U+FF5C): ``<|DSML|function_calls>\\n<|DSML|invoke name="f">\\n
+"""Calls of DeepSeek V3.2 and V4, where each bar is U+FF5C.
+
+V3.2 writes ``<|DSML|function_calls>\\n<|DSML|invoke name="f">\\n
 <|DSML|parameter name="a" string="false">1</|DSML|parameter>\\n</|DSML|invoke>\\n</|DSML|function_calls>``.
-V4 has ``tool_calls`` outside."""
+The outer tag of V4 is ``tool_calls``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import dataclass
 from penstock.serve.parsers.formats.arguments import TaggedArguments
 from penstock.serve.parsers.formats.json_calls import read_end
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
+from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Markers, Steps
 from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
@@ -22,26 +26,22 @@ _KEY_END = Markers(['" string="'])
 _VALUE_END = Markers([f"</{_TOKEN}parameter>"])
 
 
-@dataclass(frozen=True)
-class _Dsml:
-    name: str
-    outside: str
-    bare: str = ""
-    bare_in_text: bool = False
-    id_length: int = 0
+@dataclass(frozen=True, kw_only=True)
+class DsmlCalls(ToolFormat):
+    """Arguments in tags that state whether the value is a string."""
+
+    tag: str
+    """The name of the outer tag."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (f"<{_TOKEN}{self.outside}>",)
+        return (f"<{_TOKEN}{self.tag}>",)
 
-    def suits(self, template: str) -> bool:
-        return _TOKEN in template and f"dsml_token + '{self.outside}>" in template
-
-    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
-        stream = answer.stream
+    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+        stream = parser.stream
         yield from stream.skip_space()
         while (yield from stream.accept(_INVOKE)):
-            writer = ArgumentWriter(answer, (yield from stream.until(_NAME_END, 256)))
+            writer = ArgumentWriter(parser, (yield from stream.until(_NAME_END, 256)))
             yield from stream.skip_space()
             while (yield from stream.accept(_PARAMETER)):
                 key = yield from stream.until(_KEY_END, 256)
@@ -50,20 +50,16 @@ class _Dsml:
                 yield from stream.skip_space()
             yield from stream.expect(_INVOKE_END)
             writer.close()
-            answer.commit()
+            parser.commit()
             yield from stream.skip_space()
-        yield from read_end(answer, f"</{_TOKEN}{self.outside}>")
+        yield from read_end(parser, f"</{_TOKEN}{self.tag}>")
 
-    def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        [marker] = self.markers
-        return sequence(constant(marker), self.behind(marker, tools, parallel))
-
-    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+    def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         calls = [
             sequence(constant(f'{_INVOKE}{name}">\n'), _ARGUMENTS.grammar(schema), constant(_INVOKE_END))
             for name, schema in tools.schemas.items()
         ]
-        end = constant(f"\n</{_TOKEN}{self.outside}>")
+        end = constant(f"\n</{_TOKEN}{self.tag}>")
         return sequence(constant("\n"), repeated(either(calls), "\n", parallel), end)
 
 
@@ -72,7 +68,3 @@ def _head(name: Tag, is_string: bool) -> Tag:
 
 
 _ARGUMENTS = TaggedArguments(_head, f"</{_TOKEN}parameter>", says_strings=True)
-
-
-FORMAT = _Dsml("deepseek_v32", "function_calls")
-V4_FORMAT = _Dsml("deepseek_v4", "tool_calls")

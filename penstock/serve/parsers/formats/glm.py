@@ -1,5 +1,4 @@
-"""GLM 4.5 and later: ``<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>``,
-the line ends in some versions only."""
+"""Calls as ``<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>``."""
 
 from __future__ import annotations
 
@@ -8,9 +7,10 @@ from dataclasses import dataclass
 from penstock.serve.parsers.formats.arguments import TaggedArguments
 from penstock.serve.parsers.formats.json_calls import read_name
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
+from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Markers, Steps
-from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
+from penstock.serve.parsers.structural_tags import Tag, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
 _KEY_END = Markers(["</arg_key>"])
@@ -18,20 +18,17 @@ _VALUE_END = Markers(["</arg_value>"])
 
 
 @dataclass(frozen=True)
-class _Glm:
-    name: str = "glm"
-    bare: str = ""
-    bare_in_text: bool = False
-    id_length: int = 0
-    markers: tuple[str, ...] = ("<tool_call>",)
+class GlmCalls(ToolFormat):
+    """The name as plain text, each argument as a key tag and a value tag. Line ends are optional."""
 
-    def suits(self, template: str) -> bool:
-        return "<arg_key>" in template
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return ("<tool_call>",)
 
-    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
-        stream = answer.stream
+    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+        stream = parser.stream
         yield from stream.skip_space()
-        writer = ArgumentWriter(answer, (yield from read_name(answer)))
+        writer = ArgumentWriter(parser, (yield from read_name(parser)))
         yield from stream.skip_space()
         while (yield from stream.accept("<arg_key>")):
             key = yield from stream.until(_KEY_END, 256)
@@ -41,13 +38,9 @@ class _Glm:
             yield from stream.skip_space()
         yield from stream.expect("</tool_call>")
         writer.close()
-        answer.commit()
+        parser.commit()
 
-    def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        one = sequence(constant("<tool_call>"), self.behind("<tool_call>", tools, parallel))
-        return repeated(one, "\n", parallel)
-
-    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+    def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         return either(
             [
                 sequence(constant(f"{name}\n"), _ARGUMENTS.grammar(schema), constant("</tool_call>"))
@@ -61,6 +54,3 @@ def _head(name: Tag, is_string: bool) -> Tag:
 
 
 _ARGUMENTS = TaggedArguments(_head, "</arg_value>")
-
-
-FORMAT = _Glm()

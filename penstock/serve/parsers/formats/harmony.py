@@ -1,7 +1,8 @@
-"""gpt-oss: ``<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>``, or with the
-name before the channel: ``<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}``.
+"""Calls as ``<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>``.
 
-The text begins behind ``<|start|>assistant``. A turn ends with its first call, so there is never a second.
+The name may also stand before the channel:
+``<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}``.
+The output begins after ``<|start|>assistant``. A turn ends with its first call, so it has at most one call.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end
+from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Markers, NotAToolCallError, Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, sequence
@@ -21,22 +23,15 @@ _MAX_HEAD = 256
 
 
 @dataclass(frozen=True)
-class _Harmony:
-    name: str = "harmony"
-    bare: str = _TO[0]
-    bare_in_text: bool = False
-    id_length: int = 0
-    markers: tuple[str, ...] = (
-        f"{_CHANNEL}commentary {_TO}",
-        f"{_CHANNEL}analysis {_TO}",
-        f"{_START} {_TO}",
-    )
+class HarmonyCalls(ToolFormat):
+    """A message to the tool, with the arguments as JSON."""
 
-    def suits(self, template: str) -> bool:
-        return f"{_CHANNEL}analysis{_MESSAGE}" in template
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (f"{_CHANNEL}commentary {_TO}", f"{_CHANNEL}analysis {_TO}", f"{_START} {_TO}")
 
-    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
-        stream = answer.stream
+    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+        stream = parser.stream
         if not marker:
             yield from stream.expect(_TO)
         head = yield from stream.until(_HEAD, _MAX_HEAD)
@@ -44,15 +39,11 @@ class _Harmony:
         if not name:
             raise NotAToolCallError
         yield from stream.skip_space()
-        yield from read_arguments(answer, name[0].removeprefix(_PREFIX))
-        yield from read_end(answer, "<|call|>", "<|end|>", one_token=True)
+        yield from read_arguments(parser, name[0].removeprefix(_PREFIX))
+        yield from read_end(parser, "<|call|>", "<|end|>", one_token=True)
 
-    def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        marker = self.markers[0]
-        return sequence(constant(marker), self.behind(marker, tools, parallel))
-
-    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
-        # What ends the call ends the output.
+    def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+        # No end marker: the token that ends the call also ends the output.
         head = f"{_CHANNEL}commentary json" if marker.startswith(_START) else " <|constrain|>json"
         return either(
             [
@@ -60,6 +51,3 @@ class _Harmony:
                 for name, schema in tools.schemas.items()
             ]
         )
-
-
-FORMAT = _Harmony()

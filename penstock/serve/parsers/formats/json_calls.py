@@ -1,4 +1,4 @@
-"""Calls written as JSON objects with a name and arguments: the reader that most formats share."""
+"""Calls written as JSON objects with a name and arguments, and the readers that most formats share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 import re
 from dataclasses import dataclass
 
+from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.json_scanner import JsonScanner, json_value
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import NotAToolCallError, Steps
 from penstock.serve.parsers.structural_tags import Tag, by_schema, constant, either, repeated, sequence
 from penstock.serve.parsers.tools import Tools
+from penstock.serve.parsers.value_scanner import scan_value
 
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -19,53 +21,39 @@ _NAME = re.compile(r"[\w.\-]+")
 _MAX_NAME = 256
 
 
-@dataclass(frozen=True)
-class JsonCalls:
-    """A marker, one JSON object or a list of them, an end marker.
+@dataclass(frozen=True, kw_only=True)
+class JsonCalls(ToolFormat):
+    """A begin marker, one JSON object or a list of objects, an end marker.
 
-    Readers take either shape; `is_list` says which one the format's templates write and its grammar forces.
+    The reader accepts an object or a list everywhere. The grammar forces a list if ``separator`` is None;
+    otherwise it forces one object per marker.
     """
 
-    name: str
     begin: str
     end: str = ""
-    is_list: bool = False
-    hints: tuple[str, ...] = ()
+    """The end marker; "" for formats without one."""
     name_key: str = "name"
     arguments_key: str = "arguments"
     padding: str = ""
-    """Stands on both sides of the object."""
-    separator: str = ""
-    """Stands between two calls, each with its own markers."""
+    """Text on both sides of the object or list."""
     first_keys: str = ""
-    """What the templates write in an object before the name."""
-    more_begins: tuple[str, ...] = ()
-    bare: str = ""
-    bare_in_text: bool = False
-    id_length: int = 0
+    """JSON text that the models write in an object before the name."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (self.begin, *self.more_begins)
+        return (self.begin,)
 
-    def suits(self, template: str) -> bool:
-        return all(hint in template for hint in self.hints)
-
-    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
-        yield from read_json_calls(answer)
+    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+        yield from read_json_calls(parser)
         if self.end:
-            yield from answer.stream.accept("}")  # some models write one too many
-            yield from read_end(answer, self.end)
+            yield from parser.stream.accept("}")  # some models write one too many
+            yield from read_end(parser, self.end)
         else:
-            end_of_calls(answer)
+            end_of_calls(parser)
 
-    def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        one = sequence(constant(self.begin), self.behind(self.begin, tools, parallel))
-        return one if self.is_list else repeated(one, self.separator, parallel)
-
-    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+    def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         calls = self.calls(tools)
-        if self.is_list:
+        if self.separator is None:
             listed = repeated(calls, ", ", parallel)
             return sequence(constant(f"{self.padding}["), listed, constant(f"]{self.end}"))
         return sequence(constant(self.padding), calls, constant(f"{self.padding}{self.end}"))
@@ -79,38 +67,38 @@ class JsonCalls:
         return sequence(constant(head), by_schema(schema), constant("}"))
 
 
-def read_json_calls(answer: ReasoningToolParser, more: str = "{[") -> Steps[None]:
+def read_json_calls(parser: ReasoningToolParser, more: str = "{[") -> Steps[None]:
     """Objects and lists of them, one or several; those after the first begin with one of `more`."""
-    stream = answer.stream
+    stream = parser.stream
     yield from stream.skip_space()
     while True:
         if (yield from stream.accept("[")):
-            yield from read_json_list(answer)
+            yield from read_json_list(parser)
         else:
-            yield from read_json_call(answer)
-        if not (yield from another_follows(answer, more)):
+            yield from read_json_call(parser)
+        if not (yield from another_follows(parser, more)):
             return
 
 
-def read_json_list(answer: ReasoningToolParser, *, bare: bool = False) -> Steps[None]:
+def read_json_list(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[None]:
     """Objects and the end of the list that has begun."""
-    stream = answer.stream
+    stream = parser.stream
     while True:
         yield from stream.skip_space()
-        yield from read_json_call(answer, bare=bare)
+        yield from read_json_call(parser, bare=bare)
         yield from stream.skip_space()
         if not (yield from stream.accept(",")):
             break
     yield from stream.expect("]")
-    answer.commit()
+    parser.commit()
 
 
-def another_follows(answer: ReasoningToolParser, firsts: str, *marker: str) -> Steps[bool]:
+def another_follows(parser: ReasoningToolParser, firsts: str, *marker: str) -> Steps[bool]:
     """Whether another call follows the one at hand, and begins with one of `firsts`.
 
     Takes what stands between the two: white space, a comma or semicolon, and a marker, all of them optional.
     """
-    stream = answer.stream
+    stream = parser.stream
     yield from stream.skip_space()
     yield from stream.accept(";", ",")
     yield from stream.skip_space()
@@ -120,59 +108,59 @@ def another_follows(answer: ReasoningToolParser, firsts: str, *marker: str) -> S
     return bool(first) and first in firsts
 
 
-def end_of_calls(answer: ReasoningToolParser) -> None:
+def end_of_calls(parser: ReasoningToolParser) -> None:
     """Ends calls that no marker ends: what was taken behind them is text.
 
     Raises:
         NotAToolCallError: something was taken.
     """
-    if answer.stream.taken:
+    if parser.stream.taken:
         raise NotAToolCallError
 
 
-def read_end(answer: ReasoningToolParser, *ends: str, one_token: bool = False) -> Steps[None]:
+def read_end(parser: ReasoningToolParser, *ends: str, one_token: bool = False) -> Steps[None]:
     """The end marker. It may be missing or cut short where the text ends; before more text it may not.
 
     Args:
         one_token: the marker is one token, so that it is never cut short: its beginning is text.
     """
-    stream = answer.stream
+    stream = parser.stream
     yield from stream.skip_space()
     if (yield from stream.peek()) and not (yield from stream.accept(*ends)):
         if not stream.ended or one_token:
             raise NotAToolCallError
         if stream.take_rest() == "<":
             raise NotAToolCallError  # more likely text than the first character of a marker
-    answer.commit()
+    parser.commit()
 
 
-def read_json_call(answer: ReasoningToolParser, *, bare: bool = False) -> Steps[None]:
+def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[None]:
     """One object, its keys in any order; keys that are of no use are skipped.
 
     `bare` objects have no marker before them, so that they must look like nothing else: only known keys, both
     name and arguments, and the name of a tool.
     """
-    stream = answer.stream
+    stream = parser.stream
     name, held, is_called = "", "", False
     yield from stream.expect("{")
     yield from stream.skip_space()
     while True:
-        key = yield from _string(answer)
+        key = yield from _string(parser)
         yield from stream.skip_space()
         yield from stream.expect(":")
         yield from stream.skip_space()
         if key in _NAME_KEYS and not name:
-            name = yield from _string(answer)
-            if not answer.knows(name):
-                _refuse(answer, bare)
+            name = yield from _string(parser)
+            if not parser.knows(name):
+                _refuse(parser, bare)
             elif held:
-                _call_at_once(answer, name, held)
+                _call_at_once(parser, name, held)
                 is_called = True
-        elif key in _ARGUMENT_KEYS and name and answer.knows(name) and not is_called:
-            yield from stream_arguments(answer, name)
+        elif key in _ARGUMENT_KEYS and name and parser.knows(name) and not is_called:
+            yield from stream_arguments(parser, name)
             is_called = True
         elif key in _ARGUMENT_KEYS and not name and not held:
-            held = yield from _arguments(answer)
+            held = yield from _arguments(parser)
         elif bare and key not in _OTHER_KEYS:
             raise NotAToolCallError
         else:
@@ -185,79 +173,75 @@ def read_json_call(answer: ReasoningToolParser, *, bare: bool = False) -> Steps[
     if not is_called:
         if not closed or not name or bare:
             raise NotAToolCallError
-        if answer.knows(name):
-            _call_at_once(answer, name, "{}")
-    answer.commit()
+        if parser.knows(name):
+            _call_at_once(parser, name, "{}")
+    parser.commit()
 
 
-def stream_arguments(answer: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
+def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
     """The arguments of a call whose name is known, passed on as they come.
 
     The call begins when its object of arguments has begun well, with a key or its end. From there on it stays
     a call: where its JSON breaks off, its arguments break off, and the rest is text.
     """
-    stream = answer.stream
-    if (yield from stream.peek()) != "{":
-        _call_at_once(answer, name, (yield from _arguments(answer)), call_id)
+    if (yield from parser.stream.peek()) != "{":
+        _call_at_once(parser, name, (yield from _arguments(parser)), call_id)
         return
-    value = JsonScanner()
-    begun, started = "", False
-    while not value.done:
-        text, at = yield from stream.available()
-        end, piece = value.feed(text, at)
-        stream.num_looked_at += end - at + 1
-        stream.take(end - at)
-        if not started:
-            begun += piece
-            started = len(begun.rstrip()) > 1
-            if started:
-                answer.start_call(name, call_id)
-                answer.add_arguments(begun)
-        else:
-            answer.add_arguments(piece)
-        if value.broken or at == len(text):
-            raise NotAToolCallError
-    answer.end_call()
+    head: str | None = ""
+
+    def write(piece: str) -> None:
+        nonlocal head
+        if head is None:
+            parser.add_arguments(piece)
+            return
+        head += piece
+        if len(head.rstrip()) > 1:
+            parser.start_call(name, call_id)
+            parser.add_arguments(head)
+            head = None
+
+    yield from scan_value(parser.stream, JsonScanner(), write)
+    parser.end_call()
 
 
-def read_arguments(answer: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
+def read_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
     """The arguments behind a name; those of an unknown tool become text, with what is around them."""
-    if answer.knows(name):
-        yield from stream_arguments(answer, name, call_id)
+    if parser.knows(name):
+        yield from stream_arguments(parser, name, call_id)
     else:
-        answer.refuse()
-        yield from json_value(answer.stream)
+        parser.refuse()
+        yield from json_value(parser.stream)
 
 
-def read_name(answer: ReasoningToolParser) -> Steps[str]:
+def read_name(parser: ReasoningToolParser) -> Steps[str]:
     """A name without quotes."""
-    name = yield from answer.stream.run(_NAME, _MAX_NAME)
+    name = yield from parser.stream.run(_NAME, _MAX_NAME)
     return name
 
 
-def _call_at_once(answer: ReasoningToolParser, name: str, arguments: str, call_id: str = "") -> None:
-    answer.start_call(name, call_id)
-    answer.add_arguments(arguments)
-    answer.end_call()
+def _call_at_once(parser: ReasoningToolParser, name: str, arguments: str, call_id: str = "") -> None:
+    parser.start_call(name, call_id)
+    parser.add_arguments(arguments)
+    parser.end_call()
 
 
-def _refuse(answer: ReasoningToolParser, bare: bool) -> None:
+def _refuse(parser: ReasoningToolParser, bare: bool) -> None:
     if bare:
         raise NotAToolCallError
-    answer.refuse()
+    parser.refuse()
 
 
-def _string(answer: ReasoningToolParser) -> Steps[str]:
-    if (yield from answer.stream.peek()) != '"':
+def _string(parser: ReasoningToolParser) -> Steps[str]:
+    if (yield from parser.stream.peek()) != '"':
         raise NotAToolCallError
-    value = json.loads((yield from json_value(answer.stream)))
+    value = json.loads((yield from json_value(parser.stream)))
     assert isinstance(value, str)
     return value
 
 
-def _arguments(answer: ReasoningToolParser) -> Steps[str]:
+def _arguments(parser: ReasoningToolParser) -> Steps[str]:
     """An object; the same in a string, as some models write it; null for none."""
-    text = yield from json_value(answer.stream)
+    text = yield from json_value(parser.stream)
     if text.startswith('"'):
         text = json.loads(text).strip()
         value = JsonScanner()

@@ -1,5 +1,7 @@
-"""Kimi K2: ``<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}
-<|tool_call_end|><|tool_calls_section_end|>``. What stands before the arguments is the call's id."""
+"""Calls as ``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>``.
+
+A section encloses all calls. The text before the arguments is the id of the call.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from penstock.serve.parsers.formats.json_calls import read_arguments, read_end
+from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Markers, Steps
 from penstock.serve.parsers.structural_tags import (
@@ -27,33 +30,27 @@ _ID_END = Markers([_ARGUMENTS])
 
 
 @dataclass(frozen=True)
-class _KimiK2:
-    name: str = "kimi_k2"
-    bare: str = ""
-    bare_in_text: bool = False
-    id_length: int = 0
-    markers: tuple[str, ...] = (_BEGIN, _CALL)  # the outer one is sometimes forgotten
+class KimiK2Calls(ToolFormat):
+    """The name inside the call id, the arguments as JSON."""
 
-    def suits(self, template: str) -> bool:
-        return _BEGIN in template
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (_BEGIN, _CALL)  # models sometimes omit the outer marker
 
-    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
-        stream = answer.stream
+    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+        stream = parser.stream
         yield from stream.skip_space()
         while marker == _CALL or (yield from stream.accept(_CALL)):
             marker = ""
             written = (yield from stream.until(_ID_END, 256)).strip()
-            name = _name(answer, written)
+            name = _name(parser, written)
             yield from stream.skip_space()
-            yield from read_arguments(answer, name, _id(answer, written, name))
-            yield from read_end(answer, _CALL_END)
+            yield from read_arguments(parser, name, _id(parser, written, name))
+            yield from read_end(parser, _CALL_END)
             yield from stream.skip_space()
-        yield from read_end(answer, _END)
+        yield from read_end(parser, _END)
 
-    def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        return sequence(constant(_BEGIN), self.behind(_BEGIN, tools, parallel))
-
-    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+    def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         number = pattern("[0-9]{1,4}")
         begin = "" if marker == _CALL else _CALL
         calls = [
@@ -71,24 +68,21 @@ class _KimiK2:
         return sequence(repeated(either(calls), "", parallel), constant(_END))
 
 
-def _name(answer: ReasoningToolParser, written: str) -> str:
-    """The tool that an id names; models leave out the prefix or the number."""
+def _name(parser: ReasoningToolParser, written: str) -> str:
+    """Return the tool that a call id names. Models sometimes omit the prefix or the number."""
     plain = written.removeprefix("functions.")
     names = (plain.rpartition(":")[0], plain, written)
-    return next(filter(answer.knows, names), "")
+    return next(filter(parser.knows, names), "")
 
 
-def _id(answer: ReasoningToolParser, written: str, name: str) -> str:
-    """The id as written; one that is not whole or that another call has gets a number of its own.
+def _id(parser: ReasoningToolParser, written: str, name: str) -> str:
+    """Return the id as written; an incomplete or repeated id is replaced by one with a new number.
 
-    The chat template writes it back as it is, so that it has to look like the model's own.
+    The chat template writes the id back unchanged, so it must have the model's own form.
     """
-    if _WHOLE_ID.fullmatch(written) and not answer.has_id(written):
+    if _WHOLE_ID.fullmatch(written) and not parser.has_id(written):
         return written
-    number = answer.num_calls
-    while answer.has_id(f"functions.{name}:{number}"):
+    number = parser.num_calls
+    while parser.has_id(f"functions.{name}:{number}"):
         number += 1
     return f"functions.{name}:{number}"
-
-
-FORMAT = _KimiK2()

@@ -1,5 +1,7 @@
-"""Llama 3.1 to 3.3: ``{"name": "f", "parameters": {"a": 1}}``, with or without ``<|python_tag|>`` before it,
-several with ``;``, white space or nothing between them; and ``<|python_tag|>f.call(a="b")``."""
+"""Calls of Llama 3.1 to 3.3: ``{"name": "f", "parameters": {"a": 1}}``, or ``<|python_tag|>f.call(a="b")``.
+
+``<|python_tag|>`` before an object is optional. Between two calls is ``;``, white space or nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +20,34 @@ from penstock.serve.parsers.structural_tags import Tag, repeated
 from penstock.serve.parsers.tools import Tools
 
 
-class _Llama3(JsonCalls):
-    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
-        stream = answer.stream
+class Llama3Calls(JsonCalls):
+    """Objects with or without a marker."""
+
+    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+        stream = parser.stream
         yield from stream.skip_space()
         if marker and (yield from stream.peek()) not in ("{", "["):
-            yield from self._built_in(answer)
+            yield from self._built_in(parser)
             return
         while True:
             if (yield from stream.accept("[")):
-                yield from read_json_list(answer, bare=True)
+                yield from read_json_list(parser, bare=True)
             else:
-                yield from read_json_call(answer, bare=True)
-            if not (yield from another_follows(answer, self.bare, self.begin)):
+                yield from read_json_call(parser, bare=True)
+            if not (yield from another_follows(parser, self.bare_starts, self.begin)):
                 break
-        end_of_calls(answer)
+        end_of_calls(parser)
 
-    def _built_in(self, answer: ReasoningToolParser) -> Steps[None]:
-        name = yield from read_name(answer)
+    def _built_in(self, parser: ReasoningToolParser) -> Steps[None]:
+        name = yield from read_name(parser)
         method = ".call"
-        if not name.endswith(method) or not answer.knows(name.removesuffix(method)):
+        if not name.endswith(method) or not parser.knows(name.removesuffix(method)):
             raise NotAToolCallError
-        yield from answer.stream.expect("(")
-        yield from read_keywords(answer, name.removesuffix(method))
+        yield from parser.stream.expect("(")
+        yield from read_keywords(parser, name.removesuffix(method))
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
         return repeated(self.calls(tools), "; ", parallel)
 
-    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+    def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         return self.grammar(tools, parallel)
-
-
-FORMAT = _Llama3(
-    "llama3_json",
-    "<|python_tag|>",
-    arguments_key="parameters",
-    bare="{[",
-    bare_in_text=True,
-    hints=('{"name": function name, "parameters": dictionary',),
-)

@@ -1,4 +1,4 @@
-"""Llama 3.2 and 4 as their model cards have it: an answer that is ``[f(a=1, b="x"), g()]``."""
+"""Calls written as a Python list: ``[f(a=1, b="x"), g()]``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from penstock.serve.parsers.formats.arguments import Arguments
 from penstock.serve.parsers.formats.json_calls import another_follows, end_of_calls, read_end
+from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.python_scanner import PythonScanner
 from penstock.serve.parsers.stream import NotAToolCallError, Steps
@@ -23,47 +24,38 @@ from penstock.serve.parsers.structural_tags import (
     sequence,
 )
 from penstock.serve.parsers.tools import Schema, Tools
+from penstock.serve.parsers.value_scanner import scan_value
 
 _NAME = re.compile(r"[\w.\-]+")
 _MAX_NAME = 256
 
 
-@dataclass(frozen=True)
-class PythonicCalls:
-    """A list of calls in Python, with keywords and literals only, between markers or bare."""
+@dataclass(frozen=True, kw_only=True)
+class PythonicCalls(ToolFormat):
+    """A list of Python calls with keyword arguments and literals only, between markers or without them."""
 
-    name: str
     begin: str
     end: str
-    bare: str = ""
-    bare_in_text: bool = False
-    hints: tuple[str, ...] = ()
-    id_length: int = 0
 
     @property
     def markers(self) -> tuple[str, ...]:
         return (self.begin,)
 
-    def suits(self, template: str) -> bool:
-        return bool(self.hints) and all(hint in template for hint in self.hints)
-
-    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
-        yield from answer.stream.skip_space()
+    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+        yield from parser.stream.skip_space()
         while True:
-            yield from _read_list(answer)
-            if not (yield from another_follows(answer, "[")):
+            yield from _read_list(parser)
+            if not (yield from another_follows(parser, "[")):
                 break
         if marker:
-            yield from read_end(answer, self.end)
+            yield from read_end(parser, self.end)
         else:
-            end_of_calls(answer)
+            end_of_calls(parser)
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        if self.bare:
-            return self._list(tools, parallel)
-        return sequence(constant(self.begin), self.behind(self.begin, tools, parallel))
+        return self._list(tools, parallel) if self.bare_starts else super().grammar(tools, parallel)
 
-    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+    def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         return sequence(self._list(tools, parallel), constant(self.end))
 
     def _list(self, tools: Tools, parallel: bool) -> Tag:
@@ -71,27 +63,27 @@ class PythonicCalls:
         return sequence(constant("["), repeated(calls, ", ", parallel), constant("]"))
 
 
-def _read_list(answer: ReasoningToolParser) -> Steps[None]:
-    stream = answer.stream
+def _read_list(parser: ReasoningToolParser) -> Steps[None]:
+    stream = parser.stream
     yield from stream.expect("[")
     yield from stream.skip_space()
     while not (yield from stream.accept("]")):
         name = yield from stream.run(_NAME, _MAX_NAME)
         yield from stream.expect("(")
-        if not answer.knows(name):
+        if not parser.knows(name):
             raise NotAToolCallError
-        yield from read_keywords(answer, name)
+        yield from read_keywords(parser, name)
         yield from stream.skip_space()
         if not (yield from stream.accept(",")):
             yield from stream.expect("]")
             break
         yield from stream.skip_space()
-    answer.commit()
+    parser.commit()
 
 
-def read_keywords(answer: ReasoningToolParser, name: str) -> Steps[None]:
+def read_keywords(parser: ReasoningToolParser, name: str) -> Steps[None]:
     """``a=1, b="x")``: what follows a call's parenthesis, passed on as the JSON it stands for."""
-    stream = answer.stream
+    stream = parser.stream
     before = "{"
     yield from stream.skip_space()
     while not (yield from stream.accept(")")):
@@ -100,35 +92,20 @@ def read_keywords(answer: ReasoningToolParser, name: str) -> Steps[None]:
         yield from stream.expect("=")
         yield from stream.skip_space()
         if before == "{":  # only now it is more than the word and parenthesis that any text may have
-            answer.start_call(name)
-        answer.add_arguments(f"{before}{json.dumps(keyword, ensure_ascii=False)}: ")
+            parser.start_call(name)
+        parser.add_arguments(f"{before}{json.dumps(keyword, ensure_ascii=False)}: ")
         before = ", "
-        yield from _literal(answer)
+        yield from scan_value(stream, PythonScanner(), parser.add_arguments)
         yield from stream.skip_space()
         if not (yield from stream.accept(",")):
             yield from stream.expect(")")
             break
         yield from stream.skip_space()
     if before == "{":
-        answer.start_call(name)
-        answer.add_arguments("{")
-    answer.add_arguments("}")
-    answer.end_call()
-
-
-def _literal(answer: ReasoningToolParser) -> Steps[None]:
-    stream = answer.stream
-    value = PythonScanner()
-    while not value.done:
-        text, at = yield from stream.available()
-        end, piece = value.feed(text, at)
-        stream.num_looked_at += end - at + 1
-        stream.take(end - at)
-        answer.add_arguments(piece)
-        if value.broken or at == len(text):
-            raise NotAToolCallError
-    if value.broken:
-        raise NotAToolCallError
+        parser.start_call(name)
+        parser.add_arguments("{")
+    parser.add_arguments("}")
+    parser.end_call()
 
 
 def _call(name: str, schema: Schema) -> Tag:
@@ -162,8 +139,3 @@ def _any_of_in_order(values: list[Tag]) -> Tag:
             for index, first in enumerate(values)
         ]
     )
-
-
-FORMAT = PythonicCalls(
-    "pythonic", "<|python_start|>", "<|python_end|>", bare="[", bare_in_text=True, hints=("<|python_start|>",)
-)

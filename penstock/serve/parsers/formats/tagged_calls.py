@@ -21,13 +21,13 @@ class ArgumentWriter:
     The call begins with its first argument or its end. Of an unknown tool nothing is written.
     """
 
-    def __init__(self, answer: ReasoningToolParser, name: str) -> None:
-        self._answer = answer
+    def __init__(self, parser: ReasoningToolParser, name: str) -> None:
+        self._parser = parser
         self._name = name
         self._before = "{"
-        self._known = answer.knows(name)
+        self._known = parser.knows(name)
         if not self._known:
-            answer.refuse()
+            parser.refuse()
 
     def argument(self, key: str, end: Markers, *, padded: bool, is_string: bool | None = None) -> Steps[None]:
         """The value of an argument up to its end marker, which is taken too.
@@ -36,7 +36,7 @@ class ArgumentWriter:
             padded: the format sets the value between two line ends, which are not the value's.
             is_string: what the text says about the type; None leaves it to the schema.
         """
-        types = self._answer.schema_types(self._name, key) if self._known else None
+        types = self._parser.schema_types(self._name, key) if self._known else None
         if is_string is not None:
             types = _STRING if is_string else None
         self._write(f"{json.dumps(key, ensure_ascii=False)}: ")
@@ -49,23 +49,23 @@ class ArgumentWriter:
         if not self._known:
             return
         self._write("}" if self._before == ", " else "{}", alone=True)
-        self._answer.end_call()
+        self._parser.end_call()
 
     def _write(self, text: str, *, alone: bool = False) -> None:
         if not self._known:
             return
         if self._before == "{":
-            self._answer.start_call(self._name)
-        self._answer.add_arguments(text if alone else self._before + text)
+            self._parser.start_call(self._name)
+        self._parser.add_arguments(text if alone else self._before + text)
         self._before = ", "
 
     def _add(self, text: str) -> None:
         if self._known:
-            self._answer.add_arguments(text)
+            self._parser.add_arguments(text)
 
     def _string(self, end: Markers, padded: bool) -> Steps[None]:
         """Passes the text on as it comes, but for a line end that may be the last."""
-        stream = self._answer.stream
+        stream = self._parser.stream
         self._add('"')
         held, is_first, marker = "", padded, ""
         while not marker:
@@ -80,7 +80,7 @@ class ArgumentWriter:
         self._add('"')
 
     def _typed(self, end: Markers, padded: bool, types: frozenset[str] | None) -> Steps[None]:
-        stream = self._answer.stream
+        stream = self._parser.stream
         pieces, marker = [], ""
         while not marker:
             text, marker = yield from stream.piece(end)

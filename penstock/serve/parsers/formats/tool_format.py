@@ -1,44 +1,70 @@
-"""What a file of this folder defines: one way of writing calls."""
+"""The base class of all tool-call formats."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
-from penstock.serve.parsers.output_parser import ToolCallReader
-from penstock.serve.parsers.structural_tags import Tag
+from penstock.serve.parsers.output_parser import ReasoningToolParser
+from penstock.serve.parsers.stream import Steps
+from penstock.serve.parsers.structural_tags import Tag, constant, repeated, sequence
 from penstock.serve.parsers.tools import Tools
 
 
-class ToolFormat(ToolCallReader, Protocol):
-    """How calls are found in text, and how a grammar forces them."""
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat(ABC):
+    """How one family of models writes tool calls: how to parse them, and a grammar that forces them."""
+
+    name: str
+    """The value of ``--tool-call-parser``."""
+    models: str
+    """The models that use the format. For the documentation."""
+    example: str
+    """One call as the models write it. For the documentation."""
+    hints: tuple[str, ...]
+    """Texts that a chat template of this format contains; if empty, only the flag selects the format."""
+    separator: str | None = None
+    """Text between two calls that each have a marker; None if one pair of markers encloses all calls."""
+    bare_starts: str = ""
+    """Characters with which a call without a marker may begin, at the beginning of the output."""
+    bare_in_text: bool = False
+    """Whether calls without a marker may also follow other text."""
+    id_length: int = 0
+    """Length of a call id where the format fixes it, else 0."""
 
     @property
-    def name(self) -> str:
-        """What flags call it."""
-        ...
+    @abstractmethod
+    def markers(self) -> tuple[str, ...]:
+        """Texts that begin calls. The grammar forces the first one."""
 
-    @property
-    def id_length(self) -> int:
-        """Length of a call's id where the format fixes it, else 0."""
-        ...
+    @abstractmethod
+    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+        """Read calls after `marker`, which is already taken; the marker "" means a call without a marker.
 
-    def suits(self, template: str) -> bool:
-        """Whether a chat template writes calls like this."""
-        ...
+        Raises:
+            NotAToolCallError: the text is not a call. The text since the last call is plain text.
+        """
+
+    @abstractmethod
+    def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+        """Return the grammar of the text after a marker, including the end marker.
+
+        The text is one call. If one pair of markers encloses all calls, `parallel` allows several.
+
+        Raises:
+            UnsupportedSchemaError: the schema of the arguments has a keyword that the grammar cannot enforce.
+        """
 
     def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        """One call of these tools, or with `parallel` also several, and nothing else.
+        """Return the grammar of one call of these tools; with `parallel`, of one or several.
 
         Raises:
-            UnsupportedSchemaError: the schema of the arguments has a keyword that cannot be honoured.
+            UnsupportedSchemaError: as for `after_marker`.
         """
-        ...
+        begin = self.markers[0]
+        call = sequence(constant(begin), self.after_marker(begin, tools, parallel))
+        return call if self.separator is None else repeated(call, self.separator, parallel)
 
-    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
-        """What follows a marker, and the marker that ends it: a call of these tools, or where the format has
-        several between two markers and `parallel` allows it, several.
-
-        Raises:
-            UnsupportedSchemaError: as `grammar`.
-        """
-        ...
+    def matches(self, template: str) -> bool:
+        """Return whether a chat template writes calls in this format."""
+        return bool(self.hints) and all(hint in template for hint in self.hints)

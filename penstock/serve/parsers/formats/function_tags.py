@@ -1,5 +1,4 @@
-"""Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5, and with tags of its own outside and no line ends Seed-OSS:
-``<tool_call>\\n<function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>``."""
+"""Calls as ``<tool_call>\\n<function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>``."""
 
 from __future__ import annotations
 
@@ -8,9 +7,10 @@ from dataclasses import dataclass
 from penstock.serve.parsers.formats.arguments import TaggedArguments
 from penstock.serve.parsers.formats.json_calls import read_end, read_name
 from penstock.serve.parsers.formats.tagged_calls import ArgumentWriter
+from penstock.serve.parsers.formats.tool_format import ToolFormat
 from penstock.serve.parsers.output_parser import ReasoningToolParser
 from penstock.serve.parsers.stream import Markers, Steps
-from penstock.serve.parsers.structural_tags import Tag, constant, either, repeated, sequence
+from penstock.serve.parsers.structural_tags import Tag, constant, either, sequence
 from penstock.serve.parsers.tools import Tools
 
 _TAG_END = Markers([">"])
@@ -18,34 +18,27 @@ _VALUE_END = Markers(["</parameter>"])
 _FUNCTION = "<function="
 
 
-@dataclass(frozen=True)
-class FunctionTags:
+@dataclass(frozen=True, kw_only=True)
+class FunctionTags(ToolFormat):
     """``<function=name>`` around ``<parameter=key>value</parameter>``."""
 
-    name: str
     begin: str
     end: str
-    hints: tuple[str, ...]
     padded: bool
-    bare: str = ""
-    bare_in_text: bool = False
-    id_length: int = 0
+    """Whether a value stands between two line ends, which are not part of the value."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (self.begin, _FUNCTION)  # the outer tag is often forgotten
+        return (self.begin, _FUNCTION)  # models often omit the outer tag
 
-    def suits(self, template: str) -> bool:
-        return all(hint in template for hint in self.hints)
-
-    def read(self, answer: ReasoningToolParser, marker: str) -> Steps[None]:
-        stream = answer.stream
+    def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
+        stream = parser.stream
         if marker == self.begin:
             yield from stream.skip_space()
             yield from stream.expect(_FUNCTION)
-        name = yield from read_name(answer)
+        name = yield from read_name(parser)
         yield from stream.expect(">")
-        writer = ArgumentWriter(answer, name)
+        writer = ArgumentWriter(parser, name)
         yield from stream.skip_space()
         while (yield from stream.accept("<parameter=")):
             key = yield from stream.until(_TAG_END, 256)
@@ -53,21 +46,17 @@ class FunctionTags:
             yield from stream.skip_space()
         end = yield from stream.expect("</function>", self.end)
         writer.close()
-        answer.commit()
-        if end == self.end:  # the inner end tag is sometimes forgotten
+        parser.commit()
+        if end == self.end:  # models sometimes omit the inner end tag
             return
         if marker == self.begin:
-            yield from read_end(answer, self.end)
+            yield from read_end(parser, self.end)
             return
         yield from stream.skip_space()
         yield from stream.accept(self.end)
-        answer.commit()
+        parser.commit()
 
-    def grammar(self, tools: Tools, parallel: bool) -> Tag:
-        one = sequence(constant(self.begin), self.behind(self.begin, tools, parallel))
-        return repeated(one, "\n", parallel)
-
-    def behind(self, marker: str, tools: Tools, parallel: bool) -> Tag:
+    def after_marker(self, marker: str, tools: Tools, parallel: bool) -> Tag:
         arguments = TaggedArguments(_head, "</parameter>", line="\n" if self.padded else "")
         begin, end = ("", "") if marker == _FUNCTION else (f"\n{_FUNCTION}", f"\n{self.end}")
         return either(
@@ -82,11 +71,3 @@ class FunctionTags:
 
 def _head(name: Tag, is_string: bool) -> Tag:
     return sequence(constant("<parameter="), name, constant(">"))
-
-
-FORMAT = FunctionTags(
-    "qwen3_coder", "<tool_call>", "</tool_call>", ("<tool_call>", "<function=", "<parameter="), padded=True
-)
-SEED_OSS_FORMAT = FunctionTags(
-    "seed_oss", "<seed:tool_call>", "</seed:tool_call>", ("<seed:tool_call>",), padded=False
-)

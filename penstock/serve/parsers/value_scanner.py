@@ -1,0 +1,186 @@
+"""The incremental scanner that `JsonScanner` and `PythonScanner` share: structure, strings and nesting."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal
+
+from penstock.serve.parsers.stream import SPACE, IncrementalText, NotAToolCallError, Steps
+
+MAX_DEPTH = 128  # json.loads and the parsers of many clients support only a few hundred levels
+MAX_WORD = 4096  # characters; Python reads no integer of more than 4300 digits
+HEX_DIGITS = "0123456789abcdefABCDEF"
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+
+_Expected = Literal["value", "value or end", "key", "key or end", ":", ", or end"]
+_Inside = Literal["", "string", "escape", "hex", "octal", "word", "literal"]
+
+
+class ValueScanner(ABC):
+    """Check one value character by character and write it as JSON.
+
+    Feed it text until it is ``done`` or ``broken``. The work is linear in the length of the text. A subclass
+    defines the grammar of the literals (strings, numbers, names) and the JSON text that is written.
+    """
+
+    STRING_RUNS: ClassVar[Mapping[str, re.Pattern[str]]]
+    """For each quote, the characters of a string that need no treatment."""
+    CLOSERS: ClassVar[Mapping[str, str]]
+    """The closing character of each opening bracket."""
+    TRAILING_COMMA: ClassVar[bool]
+    """Whether a comma may stand before a closing bracket."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.broken = False
+        self._closers: list[str] = []
+        self._expected: _Expected = "value"
+        self._inside: _Inside = ""
+        self._is_key = False
+        self._quote = ""
+        self._out: list[str] = []
+
+    def feed(self, text: str, at: int = 0) -> tuple[int, str]:
+        """Scan `text` from position `at`.
+
+        Returns:
+            The position after the last character of the value, and the JSON text of the scanned part.
+        """
+        self._out = []
+        while at < len(text) and not self.done and not self.broken:
+            match self._inside:
+                case "":
+                    at = self._scan_structure(text, at)
+                case "string":
+                    at = self._scan_string(text, at)
+                case "escape" | "hex" | "octal":
+                    at = self._scan_escape(text, at)
+                case _:
+                    at = self._scan_word(text, at)
+        return at, "".join(self._out)
+
+    def _scan_structure(self, text: str, at: int) -> int:
+        char = text[at]
+        expected = self._expected
+        is_value = expected in ("value", "value or end")
+        if char in SPACE:
+            self._write_space(char)
+        elif char in self.STRING_RUNS and expected not in (":", ", or end"):
+            self._is_key = not is_value
+            self._inside, self._quote = "string", char
+            self._begin_string()
+        elif is_value and char in self.CLOSERS and len(self._closers) < MAX_DEPTH:
+            self._closers.append(self.CLOSERS[char])
+            self._expected = "key or end" if char == "{" else "value or end"
+            self._open(char)
+        elif is_value and self._begin_word(char):
+            return at  # `_scan_word` reads the whole word
+        elif char == ":" and expected == ":":
+            self._expected = "value"
+            self._write_colon()
+        elif char == "," and expected == ", or end":
+            self._comma()
+            self._expected = self._after_comma()
+        elif char in self._closers[-1:] and expected.endswith("end"):
+            self._close(char)
+            self._closers.pop()
+            self._end_value()
+        else:
+            self.broken = True
+            return at
+        return at + 1
+
+    def _after_comma(self) -> _Expected:
+        if self._closers[-1] == "}":
+            return "key or end" if self.TRAILING_COMMA else "key"
+        return "value or end" if self.TRAILING_COMMA else "value"
+
+    def _end_value(self) -> None:
+        self._inside = ""
+        self._expected = ", or end"
+        self.done = not self._closers
+
+    def _scan_string(self, text: str, at: int) -> int:
+        run = self.STRING_RUNS[self._quote].match(text, at)
+        if run is not None:
+            self._write_in_string(run.group())
+            return run.end()
+        char = text[at]
+        if char == self._quote:
+            self._emit('"')
+            if self._is_key:
+                self._inside, self._expected = "", ":"
+            else:
+                self._end_value()
+        elif char == "\\":
+            self._inside = "escape"
+            self._begin_escape()
+        else:
+            self._write_in_string(char)
+        return at + 1
+
+    def _emit(self, text: str) -> None:
+        """Write JSON text."""
+        self._out.append(text)
+
+    @abstractmethod
+    def _write_space(self, char: str) -> None:
+        """Write white space between tokens, or drop it."""
+
+    @abstractmethod
+    def _write_colon(self) -> None:
+        """Write the colon behind a key."""
+
+    @abstractmethod
+    def _comma(self) -> None:
+        """Process a comma between two values."""
+
+    @abstractmethod
+    def _open(self, char: str) -> None:
+        """Process an opening bracket; its closing bracket is already on the stack."""
+
+    @abstractmethod
+    def _close(self, char: str) -> None:
+        """Process a closing bracket, which is still on the stack."""
+
+    @abstractmethod
+    def _begin_string(self) -> None:
+        """Write the opening quote of a string."""
+
+    @abstractmethod
+    def _write_in_string(self, text: str) -> None:
+        """Write a run of ordinary characters or one control character of a string."""
+
+    @abstractmethod
+    def _begin_escape(self) -> None:
+        """Process the backslash of an escape."""
+
+    @abstractmethod
+    def _scan_escape(self, text: str, at: int) -> int:
+        """Scan one character behind a backslash; return the next position."""
+
+    @abstractmethod
+    def _begin_word(self, char: str) -> bool:
+        """Return whether a number or a name begins with `char`; if so, set the scanner's state."""
+
+    @abstractmethod
+    def _scan_word(self, text: str, at: int) -> int:
+        """Scan a piece of a number or a name; return the next position."""
+
+
+def scan_value(stream: IncrementalText, scanner: ValueScanner, write: Callable[[str], None]) -> Steps[None]:
+    """Take one value from the stream and pass its JSON text to `write`, piece by piece.
+
+    Raises:
+        NotAToolCallError: the text is not a value, or the text ends inside the value.
+    """
+    while not scanner.done:
+        text, at = yield from stream.available()
+        end, piece = scanner.feed(text, at)
+        stream.num_looked_at += end - at + 1
+        stream.take(end - at)
+        write(piece)
+        if scanner.broken or at == len(text):
+            raise NotAToolCallError
