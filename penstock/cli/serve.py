@@ -45,6 +45,7 @@ def command(print_config: bool, **flags: Any) -> int:
     from penstock.serve.http.lifecycle import Server
     from penstock.serve.http.startup import Startup
     from penstock.worker.client import WorkerClient
+    from penstock.worker.router import WorkerRouter
 
     worker = WorkerClient(
         partial(load_served_work, pipeline_config, config),
@@ -52,7 +53,8 @@ def command(print_config: bool, **flags: Any) -> int:
         hang_limit=config.worker_timeout,
         memory_limit=config.worker_memory_limit,
     )
-    server = Server(config, pipeline_config, worker, partial(load_tokenizer, pipeline_config), Startup())
+    engine = WorkerRouter([worker])
+    server = Server(config, pipeline_config, engine, partial(load_tokenizer, pipeline_config), Startup())
     return server.run()
 
 

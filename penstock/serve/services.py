@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.serve.api.schemas import GenerationBody
     from penstock.serve.observability.tracing import Tracing
     from penstock.serve.parsers import ParserFactory
-    from penstock.worker.client import WorkerClient
+    from penstock.worker.engine_client import EngineClient
 
 
 LARGE_BODY_BYTES = 512 * 1024
@@ -70,7 +70,7 @@ class Services:
     config: ServeConfig
     pipeline_config: PipelineConfig
     tokenizer: TextTokenizer
-    worker: WorkerClient
+    worker: EngineClient
     metrics: Metrics
     pool: ThreadPoolExecutor
     """Where tokenising, templates and schema work run: never on the event loop."""

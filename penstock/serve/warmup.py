@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from penstock.pipelines.core import Grammar, SamplingParams, TextContext, TokenGeneratorRequest
 from penstock.text.tokenizer import TextTokenizer
-from penstock.worker.client import WorkerClient
+from penstock.worker.engine_client import EngineClient
 
 _NUM_TOKENS = 3
 
 
-async def warm_up(worker: WorkerClient, tokenizer: TextTokenizer) -> None:
+async def warm_up(worker: EngineClient, tokenizer: TextTokenizer) -> None:
     """Runs a prompt and some tokens of each kind: greedy, sampled, with penalties and log probabilities.
 
     Raises:
@@ -42,7 +42,7 @@ def _contexts(tokenizer: TextTokenizer) -> Iterator[TextContext]:
         yield tokenizer.build_context(request)
 
 
-async def warm_up_grammars(worker: WorkerClient, tokenizer: TextTokenizer) -> None:
+async def warm_up_grammars(worker: EngineClient, tokenizer: TextTokenizer) -> None:
     """Has the worker load what grammars need, which may take longer than all else: not to be waited for.
 
     Raises:
@@ -56,6 +56,6 @@ async def warm_up_grammars(worker: WorkerClient, tokenizer: TextTokenizer) -> No
     await _run(worker, tokenizer.build_context(request))
 
 
-async def _run(worker: WorkerClient, context: TextContext) -> None:
+async def _run(worker: EngineClient, context: TextContext) -> None:
     async for _ in worker.submit(context):
         pass

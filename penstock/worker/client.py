@@ -1,83 +1,51 @@
-"""The worker as the rest of the server sees it: contexts in, tokens out, and news of its health.
-
-    starting --> ready --> restarting --> ready ...     a worker that dies is started again
-        |          |           |
-        +----------+-----------+--> stopping --> stopped
-
-Everything here runs on the event loop and never blocks it.
-"""
+"""The engine client of one worker: requests in, results out."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable
 from itertools import count
-from typing import Literal, TypeAlias
-
-import zmq
 
 from penstock.errors import InputError, OverloadedError, PenstockError, UnavailableError
 from penstock.pipelines.core import TextContext
-from penstock.worker.link import WorkerConnection
-from penstock.worker.liveness import MAX_LOAD_PAUSE, Liveness
+from penstock.worker.engine_client import EngineState
 from penstock.worker.messages import (
     CallResult,
     Cancel,
     LoadAdapter,
-    Ping,
     Pong,
-    Started,
-    StartFailed,
     StepResults,
-    Stop,
     Submit,
     UnloadAdapter,
     WorkerInfo,
     WorkerMessage,
     WorkerStats,
 )
-from penstock.worker.process import Endpoint, WorkerRuntime
-from penstock.worker.results import Generation, RequestDelta
-
-__all__ = ["Generation", "RequestDelta", "WorkerClient"]
-
-State: TypeAlias = Literal["starting", "ready", "restarting", "stopping", "stopped"]
+from penstock.worker.process import WorkerRuntime
+from penstock.worker.results import Generation
+from penstock.worker.supervisor import WorkerSupervisor
 
 _LOG = logging.getLogger("penstock.worker")
 
-_HAS_DIED = "the worker that runs the model has died{} and is being started again: try again"
-
-_MAX_STARTS = 5
-"""Starts in a row that fail until the worker stays down."""
-_BACK_OFF = 0.25
-"""Seconds before the start after one that failed, doubled with each more of them."""
-_PING = 2.0
-"""Seconds between two looks at a worker that says nothing by itself."""
-_LOOK = 0.02
-"""Seconds between two looks at the requests that a server which stops waits for."""
-DRAIN_TIMEOUT = 0.05
-"""Seconds in which what a worker said before it ended arrives."""
-SHUTDOWN_TIMEOUT = 5.0
-"""Seconds that a worker has to end by itself when it is told to."""
+_STOP_POLL_INTERVAL = 0.02
+"""Seconds between two checks whether all requests have ended, during a shutdown."""
 
 
 class WorkerClient:
-    """Starts the worker, sends it requests, gives their results out, and starts it again where it dies.
+    """Send requests to one worker and pass its results to their `Generation`. An `EngineClient`.
+
+    A `WorkerSupervisor` starts, watches and restarts the worker.
 
     Args:
-        factory: makes the worker's work in the worker's process; picklable, unless ``in_thread``.
-        in_thread: runs the worker in a thread of this process, for tests.
-        max_queue_size: requests that may wait for a place in the batch; by default 4 batches, at least 64.
-            Clients that have less than a batch of their own outstanding may exceed it, by one batch together.
-        hang_limit: seconds without an answer and without progress after which the worker is ended and
-            started again. A long step makes progress; in a thread it does not: make the limit generous there.
-        memory_limit: bytes of private memory that the worker's process may take.
+        factory: loads the model in the worker's process; picklable, unless ``in_thread``.
+        in_thread: run the worker in a thread of this process, for tests.
+        max_queue_size: requests that may wait for a place in the batch. Default: 4 batches, at least 64. A
+            client with less than one batch of outstanding requests may exceed the limit; all such requests
+            together exceed it by at most one batch.
+        hang_limit: see `WorkerSupervisor`.
+        memory_limit: see `WorkerSupervisor`.
     """
 
     def __init__(
@@ -89,300 +57,203 @@ class WorkerClient:
         hang_limit: float = 20.0,
         memory_limit: int | None = None,
     ) -> None:
-        self._factory = factory
-        self._in_thread = in_thread
+        self._supervisor = WorkerSupervisor(
+            factory,
+            on_report=self._on_report,
+            on_start=self._restore_adapters,
+            on_end=self._on_end,
+            in_thread=in_thread,
+            hang_limit=hang_limit,
+            memory_limit=memory_limit,
+        )
         self._max_queue_size = max_queue_size
-        self._hang_limit = hang_limit
-        self._memory_limit = memory_limit
-        self._numbers = count()
+        self._call_ids = count()
         self._calls: dict[int, asyncio.Future[PenstockError | None]] = {}
         self._generations: dict[str, Generation] = {}
-        self._cancelled: set[str] = set()  # the worker has not said yet that they ended
-        self._clients: dict[str, str] = {}  # of each request that is outstanding
-        self._adapters: dict[str, str | None] = {}  # changed while serving: name -> path, None: unloaded
-        self._state: State = "stopped"
-        self._link: WorkerConnection | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._folder = ""
-        self._start: asyncio.Future[WorkerInfo | PenstockError] | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self._liveness: Liveness | None = None  # of this worker
-        self._why_ended = ""  # by us
-        self._has_answered = False  # this worker, since it was ready
-        self._info: WorkerInfo | None = None
-        self.stats = WorkerStats()
-        """The newest that the worker has sent."""
-        self.failure: PenstockError | None = None
-        """Why the worker could not be started again and stays down, if that is so."""
-        self.num_restarts = 0
-        """How often a worker died."""
+        self._cancelled: set[str] = set()  # cancelled here, not yet confirmed by the worker
+        self._client_ids: dict[str, str] = {}  # request id -> client id, of outstanding requests
+        self._changed_adapters: dict[str, str | None] = {}  # since the first start; None: unloaded
+        self._stats = WorkerStats()
         self.num_late_results = 0
-        """Results that came for requests which had ended here already."""
+        """The number of results that arrived for requests that had already ended here."""
 
-    # -- How it is ---------------------------------------------------------------------------------------
+    # -- State -------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> State:
-        """Requests are taken while it is ``ready``."""
-        return self._state
+    def state(self) -> EngineState:
+        """The state of the worker. Only a ``ready`` worker accepts requests."""
+        return self._supervisor.state
 
     @property
     def is_alive(self) -> bool:
-        """Whether the worker has its model loaded and answers, or computes no longer than a step may."""
-        return self._state in ("ready", "stopping") and self._silence() < self._hang_limit
+        """Whether the worker has loaded its model and was silent for less than the hang limit."""
+        return self._supervisor.is_alive
 
     @property
     def info(self) -> WorkerInfo:
-        """What the last worker said when it had started; there is none before the first has."""
-        assert self._info is not None, "the worker has not started"
-        return self._info
+        """The information that the newest worker reported when it had started."""
+        return self._supervisor.info
+
+    @property
+    def stats(self) -> WorkerStats:
+        """The newest statistics from the worker. Reset when the worker ends."""
+        return self._stats
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The LoRA adapters that are loaded, name -> path."""
-        changed = dict(self.info.adapters) | self._adapters
-        return {name: path for name, path in changed.items() if path is not None}
+        """The loaded LoRA adapters, name to path."""
+        merged = dict(self.info.adapters) | self._changed_adapters
+        return {name: path for name, path in merged.items() if path is not None}
 
     @property
     def num_outstanding(self) -> int:
-        """Requests that the worker has and has not ended."""
+        """The number of requests that the worker has not ended, cancelled requests included."""
         return len(self._generations) + len(self._cancelled)
 
     @property
     def max_outstanding(self) -> int:
-        """As many may be, running and waiting together."""
+        """The number of requests that may run and wait together."""
         size = self.info.max_batch_size
         return size + (max(64, 4 * size) if self._max_queue_size is None else self._max_queue_size)
+
+    @property
+    def num_restarts(self) -> int:
+        """The number of times that the worker ended unexpectedly."""
+        return self._supervisor.num_restarts
+
+    @property
+    def failure(self) -> PenstockError | None:
+        """The error of the last start, if the worker is not restarted any more."""
+        return self._supervisor.failure
 
     # -- Requests ----------------------------------------------------------------------------------------
 
     def submit(self, context: TextContext) -> Generation:
-        """Sends a request to the worker. Never blocks.
+        """Send a request to the worker. Never blocks.
 
         Raises:
-            UnavailableError: there is no worker now.
-            OverloadedError: as many requests as may wait do.
-            InputError: its id is in use.
+            UnavailableError: the worker is not ready.
+            OverloadedError: the queue is full.
+            InputError: another request with the same id is running.
         """
-        link = self._ready_link()
+        self._supervisor.check_ready()
         if not self._has_room(context.client_id):
             raise OverloadedError(
-                f"{self.num_outstanding} requests are being served or wait, and no more are let in: try again"
+                f"{self.num_outstanding} requests are running or waiting, and the queue is full: try again"
             )
         request_id = context.request_id
         if request_id in self._generations or request_id in self._cancelled:
-            raise InputError(f"request {request_id} is here already: give each request its own id")
-        link.send(Submit(context))
-        self._clients[request_id] = context.client_id
+            raise InputError(f"request {request_id} is running already: give each request its own id")
+        self._supervisor.send(Submit(context))
+        self._client_ids[request_id] = context.client_id
         generation = self._generations[request_id] = Generation(request_id, self._cancel)
         return generation
 
+    def _has_room(self, client_id: str) -> bool:
+        """Return whether a client may submit another request.
+
+        A client that fills the queue cannot keep other clients out: the queue has an additional batch for
+        clients with less than one batch of outstanding requests.
+        """
+        if self.num_outstanding < self.max_outstanding:
+            return True
+        batch_size = self.info.max_batch_size
+        num_own = sum(submitter == client_id for submitter in self._client_ids.values())
+        return num_own < batch_size and self.num_outstanding < self.max_outstanding + batch_size
+
+    def _cancel(self, request_id: str) -> None:
+        """Cancel a request that has not ended. Called by its `Generation`."""
+        del self._generations[request_id]
+        self._cancelled.add(request_id)
+        self._supervisor.send(Cancel(request_id))
+
+    # -- Adapters ----------------------------------------------------------------------------------------
+
     async def load_adapter(self, name: str, path: str) -> None:
-        """Loads a LoRA adapter; it is loaded again whenever the worker is.
+        """Load a LoRA adapter. A restarted worker loads it again.
 
         Raises:
-            PenstockError: it cannot be loaded, or there is no worker now.
+            PenstockError: the adapter cannot be loaded, or the worker is not ready.
         """
-        await self._call(LoadAdapter(next(self._numbers), name, path))
-        self._adapters[name] = path
+        self._supervisor.check_ready()
+        await self._call(LoadAdapter(next(self._call_ids), name, path))
+        self._changed_adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
-        """Forgets a LoRA adapter.
+        """Unload a LoRA adapter.
 
         Raises:
-            PenstockError: it is unknown or in use, or there is no worker now.
+            PenstockError: the adapter is unknown, or the worker is not ready.
         """
-        await self._call(UnloadAdapter(next(self._numbers), name))
-        self._adapters[name] = None
+        self._supervisor.check_ready()
+        await self._call(UnloadAdapter(next(self._call_ids), name))
+        self._changed_adapters[name] = None
 
-    # -- Its life ----------------------------------------------------------------------------------------
-
-    def launch(self) -> None:
-        """Lets the worker begin to start, before there is an event loop. A no-op where it has."""
-        if self._link is not None:
-            return
-        # The path of a socket may have some hundred characters.
-        roomy = len(tempfile.gettempdir()) < 60
-        self._folder = tempfile.mkdtemp(prefix="penstock-", dir=None if roomy else "/tmp")  # for us alone
-        self._context = zmq.Context()
-        self._state = "starting"
+    async def _call(self, command: LoadAdapter | UnloadAdapter) -> None:
+        """Send a command and wait for its result."""
+        result: asyncio.Future[PenstockError | None] = asyncio.get_running_loop().create_future()
+        self._calls[command.call_id] = result
+        self._supervisor.send(command)
         try:
-            self._open_link()
-        except BaseException:
-            self._shut()
-            raise
-
-    async def start(self) -> None:
-        """Returns once requests can be served.
-
-        Raises:
-            PenstockError: what the start ended with; then there is no worker.
-        """
-        assert self._supervisor is None, "the worker was started already"
-        self.launch()
-        first = asyncio.get_running_loop().create_future()
-        self._supervisor = asyncio.create_task(self._supervise(first))
-        self._supervisor.add_done_callback(lambda _: _end_of_start(first))
-        try:
-            await first
-        except asyncio.CancelledError:
-            await self.stop(0)
-            raise
-
-    async def stop(self, grace: float) -> None:
-        """Takes no more requests, waits up to ``grace`` seconds for those there are, and ends the worker."""
-        if self._context is None or self._state == "stopping":
-            return
-        was_ready, self._state = self._state == "ready", "stopping"
-        deadline = self._now() + grace
-        link = self._link
-        while was_ready and self.num_outstanding and self._now() < deadline:
-            await asyncio.sleep(_LOOK)
-        self._end_all("the server is shutting down")
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.wait({self._supervisor})
-        if was_ready and link is not None and not link.ended.is_set():
-            link.send(Stop())
-            with suppress(TimeoutError):
-                await asyncio.wait_for(link.ended.wait(), SHUTDOWN_TIMEOUT)
-        self._shut()
-
-    async def _supervise(self, first: asyncio.Future[None]) -> None:
-        """Sees the worker through its lives."""
-        num_failed = 0  # starts in a row
-        while True:
-            error = await self._come_up()
-            if error is None:
-                self._state = "ready"
-                if not first.done():
-                    first.set_result(None)
-                has_answered = await self._watch()
-                error = UnavailableError("it ended before it had answered once")
-                num_failed = 0 if has_answered else num_failed + 1
-            else:
-                num_failed += 1
-            how = self._close_link()
-            if not first.done():
-                self._shut()
-                first.set_exception(error)
-                return
-            self._end_all(_HAS_DIED.format(f" ({how})" if how else ""))
-            self.stats = WorkerStats()
-            if self._state == "stopping":
-                return
-            self._state = "restarting"
-            self.num_restarts += 1
-            if num_failed >= _MAX_STARTS:
-                self.failure = error
-                _LOG.critical("the worker stays down after %d failed starts: %s", num_failed, error)
-                self._state = "stopped"
-                return
-            _LOG.error("the worker has ended (%s) and is started again", how if not num_failed else error)
-            await asyncio.sleep(_BACK_OFF * 2**num_failed if num_failed else 0)
-
-    async def _come_up(self) -> PenstockError | None:
-        """Waits until a worker has started; its error if it has not."""
-        try:
-            link = self._link or self._open_link()
-        except (OSError, zmq.ZMQError) as error:
-            return UnavailableError(f"the worker could not be launched: {error}")
-        self._start = asyncio.get_running_loop().create_future()
-        link.attach(self._on_report)
-        if not await self._unless_it_ends(_result_of(self._start)):
-            return UnavailableError(f"the worker ended while it started: {self._close_link()}")
-        outcome = self._start.result()
-        if isinstance(outcome, PenstockError):
-            return outcome
-        self._info = outcome
-        if not await self._unless_it_ends(self._restore_adapters()):
-            return UnavailableError(f"the worker ended while it loaded adapters: {self._close_link()}")
-        return None
-
-    async def _watch(self) -> bool:
-        """Returns when the worker has ended, or says nothing for too long: whether it has ever answered."""
-        link, self._has_answered = self._link, False
-        assert link is not None
-        liveness = self._liveness = Liveness(link, self._interval)
-        while not link.ended.is_set():
-            link.drain()
-            self._why_ended = liveness.look(self._hang_limit)
-            if self._why_ended:
-                break
-            if not liveness.is_asked:
-                liveness.ask()
-                link.send(Ping())
-            with suppress(TimeoutError):
-                await asyncio.wait_for(link.ended.wait(), self._interval)
-        await asyncio.sleep(DRAIN_TIMEOUT)
-        link.drain()
-        return self._has_answered
+            error = await result
+        finally:
+            self._calls.pop(command.call_id, None)
+        if error is not None:
+            raise error
 
     async def _restore_adapters(self) -> None:
-        """Brings a new worker to where the last one was."""
-        assert self._link is not None
-        for name, path in list(self._adapters.items()):
-            number = next(self._numbers)
-            is_loaded = any(name == loaded for loaded, _ in self.info.adapters)
+        """Repeat all adapter changes in a restarted worker."""
+        at_start = {name for name, _ in self.info.adapters}
+        for name, path in list(self._changed_adapters.items()):
             try:
                 if path is not None:
-                    await self._ask(self._link, LoadAdapter(number, name, path))
-                elif is_loaded:
-                    await self._ask(self._link, UnloadAdapter(number, name))
+                    await self._call(LoadAdapter(next(self._call_ids), name, path))
+                elif name in at_start:
+                    await self._call(UnloadAdapter(next(self._call_ids), name))
             except PenstockError as error:
                 _LOG.error("adapter %s could not be restored: %s", name, error)
-                self._adapters[name] = None
+                self._changed_adapters[name] = None
 
-    async def _unless_it_ends(self, what: Coroutine[None, None, None]) -> bool:
-        """Whether something comes to its end before the worker does, and before the worker hangs."""
-        assert self._link is not None
-        link = self._link
-        task, ended = asyncio.create_task(what), asyncio.create_task(link.ended.wait())
-        hangs = asyncio.create_task(self._until_it_hangs(link))
-        try:
-            await asyncio.wait({task, ended, hangs}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                await asyncio.sleep(DRAIN_TIMEOUT)
-                link.drain()
-                await asyncio.sleep(0)
-            return task.done()
-        finally:
-            for one in (task, ended, hangs):
-                one.cancel()
+    # -- Start and stop ----------------------------------------------------------------------------------
 
-    async def _until_it_hangs(self, link: WorkerConnection) -> None:
-        """Returns when a worker that starts makes no progress any more, or is suspended."""
-        liveness = Liveness(link, self._interval)
-        liveness.ask()
-        while not (why := liveness.look(max(MAX_LOAD_PAUSE, self._hang_limit))):
-            await asyncio.sleep(self._interval)
-        self._why_ended = why
+    def launch(self) -> None:
+        """Launch the worker. Needs no event loop. Does nothing if it is launched already."""
+        self._supervisor.launch()
 
-    # -- What it says ------------------------------------------------------------------------------------
+    async def start(self) -> None:
+        """Launch the worker if needed, and return when it is ready.
+
+        Raises:
+            PenstockError: the reason why the worker could not start.
+        """
+        await self._supervisor.start()
+
+    async def stop(self, grace: float) -> None:
+        """Stop accepting requests, wait up to ``grace`` seconds for running requests, and end the worker."""
+        if not self._supervisor.begin_stop():
+            return
+        deadline = time.monotonic() + grace
+        while self.num_outstanding and time.monotonic() < deadline:
+            await asyncio.sleep(_STOP_POLL_INTERVAL)
+        self._fail_all("the server is shutting down")
+        await self._supervisor.finish_stop()
+
+    # -- Reports -----------------------------------------------------------------------------------------
 
     def _on_report(self, report: WorkerMessage) -> None:
-        if self._liveness is not None:
-            self._liveness.hear()
         match report:
             case StepResults():
-                self._has_answered = True
-                self.stats = report.stats
+                self._stats = report.stats
                 self._dispatch(report)
             case Pong():
-                self._has_answered = True
-                self.stats = report.stats
+                self._stats = report.stats
             case CallResult():
-                answer = self._calls.pop(report.call_id, None)
-                if answer is not None and not answer.done():
-                    answer.set_result(None if report.error is None else report.error.error())
-            case Started():
-                assert self._start is not None
-                self._start.set_result(report.info)
-            case StartFailed():
-                assert self._start is not None
-                self._start.set_result(report.error.error())
+                result = self._calls.pop(report.call_id, None)
+                if result is not None and not result.done():
+                    result.set_result(None if report.error is None else report.error.error())
 
     def _dispatch(self, report: StepResults) -> None:
+        """Pass the results of a step to their generations."""
         for admission in report.admissions:
             generation = self._generations.get(admission.request_id)
             if generation is not None:
@@ -407,116 +278,20 @@ class WorkerClient:
     def _forget(self, request_id: str) -> None:
         self._generations.pop(request_id, None)
         self._cancelled.discard(request_id)
-        self._clients.pop(request_id, None)
+        self._client_ids.pop(request_id, None)
 
-    def _has_room(self, client_id: str) -> bool:
-        """Whether a client may have another request. One client that fills the queue keeps no other out."""
-        if self.num_outstanding < self.max_outstanding:
-            return True
-        batch = self.info.max_batch_size
-        own = sum(one == client_id for one in self._clients.values())
-        return own < batch and self.num_outstanding < self.max_outstanding + batch
+    def _on_end(self, reason: str) -> None:
+        self._fail_all(reason)
+        self._stats = WorkerStats()
 
-    # -- What it is told ---------------------------------------------------------------------------------
-
-    def _cancel(self, request_id: str) -> None:
-        """Called by a generation that has not ended."""
-        assert self._link is not None
-        del self._generations[request_id]
-        self._cancelled.add(request_id)
-        self._link.send(Cancel(request_id))
-
-    async def _call(self, command: LoadAdapter | UnloadAdapter) -> None:
-        await self._ask(self._ready_link(), command)
-
-    async def _ask(self, link: WorkerConnection, command: LoadAdapter | UnloadAdapter) -> None:
-        answer: asyncio.Future[PenstockError | None] = asyncio.get_running_loop().create_future()
-        self._calls[command.call_id] = answer
-        link.send(command)
-        try:
-            error = await answer
-        finally:
-            self._calls.pop(command.call_id, None)
-        if error is not None:
-            raise error
-
-    def _ready_link(self) -> WorkerConnection:
-        if self._state != "ready":
-            raise UnavailableError(self._why_not_ready(), retry_after=self._retry_after())
-        assert self._link is not None
-        return self._link
-
-    def _why_not_ready(self) -> str:
-        if self.failure is not None:
-            return f"the model could not be started again: {self.failure}"
-        return {
-            "starting": "the model is being loaded: try again",
-            "restarting": _HAS_DIED.format(""),
-        }.get(self._state, "the server is shutting down")
-
-    def _retry_after(self) -> int:
-        """Whole seconds: about what a start takes."""
-        seconds = sum(seconds for _, seconds in self._info.startup) if self._info is not None else 1
-        return min(max(1, math.ceil(seconds)), 60)
-
-    def _end_all(self, why: str) -> None:
+    def _fail_all(self, reason: str) -> None:
+        """End all requests and calls with an `UnavailableError`."""
         generations, self._generations = self._generations, {}
         self._cancelled.clear()
-        self._clients.clear()
+        self._client_ids.clear()
+        retry_after = self._supervisor.retry_after
         for generation in generations.values():
-            generation.fail(UnavailableError(why, retry_after=self._retry_after()))
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_result(UnavailableError(why, retry_after=self._retry_after()))
-
-    # -- Means -------------------------------------------------------------------------------------------
-
-    def _open_link(self) -> WorkerConnection:
-        assert self._context is not None
-        endpoint = Endpoint(self._folder, next(self._numbers))
-        self._liveness, self._why_ended = None, ""
-        self._link = WorkerConnection(
-            self._context,
-            self._factory,
-            endpoint,
-            in_thread=self._in_thread,
-            memory_limit=self._memory_limit,
-        )
-        return self._link
-
-    def _close_link(self) -> str:
-        """Ends the worker, and says how it ended."""
-        link, self._link = self._link, None
-        how = link.close() if link is not None else ""
-        return self._why_ended or how
-
-    def _shut(self) -> None:
-        """Leaves nothing behind."""
-        self._close_link()
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._state = "stopped"
-
-    def _silence(self) -> float:
-        """Seconds for which the worker has shown no sign of life."""
-        return 0.0 if self._liveness is None else self._liveness.silence
-
-    @property
-    def _interval(self) -> float:
-        """Seconds between two looks at the worker."""
-        return min(_PING, self._hang_limit / 4)
-
-    def _now(self) -> float:
-        return time.monotonic()
-
-
-def _end_of_start(first: asyncio.Future[None]) -> None:
-    """Whoever waits for the first start does not wait for ever."""
-    if not first.done():
-        first.set_exception(UnavailableError("the server was stopped while it started"))
-
-
-async def _result_of(future: asyncio.Future[WorkerInfo | PenstockError]) -> None:
-    await future
+            generation.fail(UnavailableError(reason, retry_after=retry_after))
+        for result in self._calls.values():
+            if not result.done():
+                result.set_result(UnavailableError(reason, retry_after=retry_after))

@@ -1,4 +1,4 @@
-"""Tells a worker that works from one that hangs: by its answers, and by the progress that it counts."""
+"""Detect a hanging worker by its answers and its progress counter."""
 
 from __future__ import annotations
 
@@ -6,70 +6,72 @@ import time
 from typing import Protocol
 
 MAX_LOAD_PAUSE = 600.0
-"""Seconds without progress after which a worker that starts is ended, if the limit for steps is not longer.
-Importing libraries from a slow disk counts no progress."""
+"""Seconds without progress after which a starting worker is killed, unless the hang limit is longer. Imports
+of libraries do not count as progress and are slow on a slow disk."""
 
 
 class Watched(Protocol):
-    """What can be seen of a worker from outside."""
+    """The signs of life of a worker."""
 
     @property
     def progress(self) -> int:
-        """How much progress it has counted."""
+        """The value of the worker's progress counter."""
         ...
 
     @property
     def is_suspended(self) -> bool:
-        """Whether its process was suspended by a signal."""
+        """Whether a signal has suspended the worker's process."""
         ...
 
 
 class Liveness:
-    """How long a worker that should answer has shown no sign of life, as far as looks at it can say.
+    """Measure how long a worker has been silent: no answer and no progress.
 
-    The time between two looks counts up to twice the ``interval``: a server that was suspended itself, or was
-    busy, has not looked and does not know.
+    The time between two checks counts for at most twice the ``interval``. If the server itself was suspended
+    or busy for longer, it cannot know whether the worker was silent.
 
     Args:
         worker: the worker.
-        interval: seconds between two looks.
+        interval: seconds between two checks.
     """
 
     def __init__(self, worker: Watched, interval: float) -> None:
         self._worker = worker
-        self._longest_gap = 2 * interval
+        self._max_gap = 2 * interval
         self._progress = worker.progress
-        self._looked_at = self._now()
+        self._checked_at = self._now()
         self._was_suspended = False
-        self.is_asked = False
-        """Whether the worker has yet to answer."""
+        self.awaits_answer = False
+        """Whether the worker owes an answer."""
         self.silence = 0.0
-        """Seconds without an answer and without progress, up to the last look."""
+        """Seconds without an answer and without progress, up to the last check."""
 
-    def ask(self) -> None:
-        """Note that the worker is to answer from now on."""
-        self.is_asked = True
-        self._progress, self._looked_at = self._worker.progress, self._now()
+    def expect_answer(self) -> None:
+        """Start to wait for an answer."""
+        self.awaits_answer = True
+        self._progress, self._checked_at = self._worker.progress, self._now()
 
-    def hear(self) -> None:
-        """Note that the worker has answered."""
-        self.is_asked = False
+    def on_answer(self) -> None:
+        """Record that the worker has answered."""
+        self.awaits_answer = False
         self.silence = 0.0
 
-    def look(self, limit: float) -> str:
-        """Return why the worker has to be ended, or nothing.
+    def check(self, limit: float) -> str:
+        """Return the reason why the worker must be killed, or an empty string.
 
         Args:
-            limit: the longest silence, in seconds.
+            limit: the longest allowed silence, in seconds.
         """
         progress, now = self._worker.progress, self._now()
-        if self.is_asked and progress == self._progress:
-            self.silence += min(now - self._looked_at, self._longest_gap)
+        if self.awaits_answer and progress == self._progress:
+            self.silence += min(now - self._checked_at, self._max_gap)
         else:
             self.silence = 0.0
-        self._progress, self._looked_at = progress, now
+        self._progress, self._checked_at = progress, now
+        # If a signal suspends server and worker together, only the first check after it finds the worker
+        # suspended.
         is_suspended = self._worker.is_suspended
-        if is_suspended and self._was_suspended:  # a server that was suspended with it sees that once
+        if is_suspended and self._was_suspended:
             return "suspended by a signal"
         self._was_suspended = is_suspended
         return f"no progress for {self.silence:.0f} s" if self.silence >= limit else ""

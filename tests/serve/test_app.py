@@ -13,7 +13,8 @@ from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from support.asgi import eventually
-from support.serving import StubWorker, client_of, make_services
+from support.engines import FakeEngine
+from support.serving import client_of, make_services
 
 import penstock
 from penstock.errors import UnavailableError
@@ -210,7 +211,7 @@ async def test_a_server_that_ends_in_haste_logs_what_it_cuts(caplog: pytest.LogC
 
 
 async def test_probes() -> None:
-    worker = StubWorker()
+    worker = FakeEngine()
     async with client_of(make_services(worker)) as client:
         assert (await client.get("/health")).json() == {"status": "ok"}
         assert (await client.get("/ready")).json() == {"status": "ready"}
@@ -273,7 +274,7 @@ async def test_pages_of_other_origins() -> None:
 
 
 async def test_no_answer_sends_the_client_to_the_host_that_it_named() -> None:
-    async with client_of(make_services(StubWorker(), allowed_hosts=["*"])) as client:
+    async with client_of(make_services(FakeEngine(), allowed_hosts=["*"])) as client:
         answer = await client.get("/health/", headers={"host": "elsewhere.example"})
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "not_found"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import httpx
 from fastapi import APIRouter
+from support.engines import FakeEngine
 
 from penstock.config import PipelineConfig
 from penstock.serve.app import create_app
@@ -20,34 +20,15 @@ from penstock.serve.observability.tracing import Tracing
 from penstock.serve.parsers import ParserFactory
 from penstock.serve.services import Services
 from penstock.testing import FakeTokenizer
-from penstock.worker.client import WorkerClient
-from penstock.worker.messages import WorkerInfo, WorkerStats
-
-
-@dataclass
-class StubWorker:
-    """A worker that says of itself what a test wants it to say."""
-
-    state: str = "ready"
-    is_alive: bool = True
-    num_outstanding: int = 0
-    num_restarts: int = 0
-    adapters: dict[str, str] = field(default_factory=dict)
-    stats: WorkerStats = field(default_factory=WorkerStats)
-    info: WorkerInfo = field(
-        default_factory=lambda: WorkerInfo(
-            max_length=2048,
-            max_batch_size=8,
-            max_batch_input_tokens=8192,
-            num_blocks=100,
-            block_size=32,
-            vocab_size=257,
-        )
-    )
+from penstock.worker.engine_client import EngineClient
 
 
 def make_services(
-    worker: Any = None, *, gate: Gate | None = None, tracing: Tracing | None = None, **config: Any
+    worker: EngineClient | None = None,
+    *,
+    gate: Gate | None = None,
+    tracing: Tracing | None = None,
+    **config: Any,
 ) -> Services:
     """Services of a `FakeTokenizer`; ``config`` are fields of `ServeConfig`."""
     tokenizer = FakeTokenizer()
@@ -55,7 +36,7 @@ def make_services(
         config=ServeConfig(**config),
         pipeline_config=PipelineConfig.from_flat({"enable_lora": True}),
         tokenizer=tokenizer,
-        worker=cast(WorkerClient, StubWorker() if worker is None else worker),
+        worker=FakeEngine() if worker is None else worker,
         metrics=Metrics(with_process=False),
         pool=ThreadPoolExecutor(2),
         parsers=ParserFactory.choose(tokenizer.chat_template_source, "auto", "auto"),

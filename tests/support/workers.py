@@ -16,9 +16,10 @@ from penstock.host import heartbeat
 from penstock.pipelines.core import TextContext, TokenGeneratorRequest
 from penstock.scheduler import Scheduler
 from penstock.testing import FakePipeline, FakeTokenizer
-from penstock.worker.client import Generation, RequestDelta, WorkerClient
+from penstock.worker.client import WorkerClient
 from penstock.worker.messages import WorkerInfo
 from penstock.worker.process import WorkerRuntime
+from penstock.worker.results import Generation, RequestDelta
 
 TOKENIZER = FakeTokenizer()
 

@@ -1,4 +1,4 @@
-"""Silence is what was seen of it: without an answer, without progress, while somebody looked."""
+"""Liveness: silence is the observed time without an answer and without progress."""
 
 from __future__ import annotations
 
@@ -23,52 +23,52 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def looks(watch: Liveness, clock: list[float], count: int) -> str:
-    """Looks every two seconds, until there is a reason to end the worker."""
+def check_repeatedly(watch: Liveness, clock: list[float], count: int) -> str:
+    """Check every two seconds, up to ``count`` times. Return the first reason to kill the worker."""
     for _ in range(count):
         clock[0] += 2
-        if why := watch.look(20):
-            return why
+        if reason := watch.check(20):
+            return reason
     return ""
 
 
-def test_a_worker_that_was_not_asked_may_be_silent(clock: list[float]) -> None:
-    assert looks(Liveness(Worker(), 2), clock, 100) == ""
+def test_a_worker_that_owes_no_answer_may_be_silent(clock: list[float]) -> None:
+    assert check_repeatedly(Liveness(Worker(), 2), clock, 100) == ""
 
 
-def test_without_an_answer_and_without_progress_it_hangs(clock: list[float]) -> None:
+def test_a_worker_without_answer_and_progress_hangs(clock: list[float]) -> None:
     watch = Liveness(Worker(), 2)
-    watch.ask()
-    assert looks(watch, clock, 9) == ""
-    assert looks(watch, clock, 1) == "no progress for 20 s"
+    watch.expect_answer()
+    assert check_repeatedly(watch, clock, 9) == ""
+    assert check_repeatedly(watch, clock, 1) == "no progress for 20 s"
 
 
-def test_progress_or_an_answer_begin_anew(clock: list[float]) -> None:
+def test_progress_or_an_answer_resets_the_silence(clock: list[float]) -> None:
     worker = Worker()
     watch = Liveness(worker, 2)
-    watch.ask()
-    assert looks(watch, clock, 9) == ""
+    watch.expect_answer()
+    assert check_repeatedly(watch, clock, 9) == ""
     worker.progress += 1
-    assert looks(watch, clock, 10) == ""
+    assert check_repeatedly(watch, clock, 10) == ""
     assert watch.silence == 18
-    watch.hear()
-    watch.ask()
-    assert looks(watch, clock, 9) == ""
+    watch.on_answer()
+    watch.expect_answer()
+    assert check_repeatedly(watch, clock, 9) == ""
 
 
-def test_a_server_that_did_not_look_does_not_know(clock: list[float]) -> None:
+def test_a_long_gap_between_checks_counts_as_two_intervals(clock: list[float]) -> None:
     watch = Liveness(Worker(), 2)
-    watch.ask()
-    clock[0] += 3600  # it was suspended itself
-    assert watch.look(20) == ""
+    watch.expect_answer()
+    clock[0] += 3600  # the server itself was suspended
+    assert watch.check(20) == ""
     assert watch.silence == 4
 
 
-def test_a_worker_that_is_suspended_twice_in_a_row(clock: list[float]) -> None:
+def test_two_consecutive_checks_find_the_worker_suspended(clock: list[float]) -> None:
     worker = Worker(is_suspended=True)
     watch = Liveness(worker, 2)
-    assert watch.look(20) == ""
+    assert watch.check(20) == ""
     worker.is_suspended = False
-    assert watch.look(20) == ""
+    assert watch.check(20) == ""
     worker.is_suspended = True
-    assert (watch.look(20), watch.look(20)) == ("", "suspended by a signal")
+    assert (watch.check(20), watch.check(20)) == ("", "suspended by a signal")

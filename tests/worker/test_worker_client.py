@@ -40,10 +40,11 @@ from penstock.errors import (
 )
 from penstock.pipelines.core import TextContext, TextGenerationStatus
 from penstock.testing import FakePipeline
-from penstock.worker import client as worker_client
-from penstock.worker.client import Generation, WorkerClient
+from penstock.worker import supervisor
+from penstock.worker.client import WorkerClient
 from penstock.worker.messages import WorkerStats
 from penstock.worker.process import WorkerRuntime
+from penstock.worker.results import Generation
 
 CANCELLED = TextGenerationStatus.CANCELLED
 END = TextGenerationStatus.END_OF_SEQUENCE
@@ -321,7 +322,7 @@ async def test_an_id_in_use_is_refused() -> None:
     async with client_of(GatedPipeline(gate)) as client:
         generation = client.submit(request("a"))
         for _ in range(2):
-            with pytest.raises(InputError, match="is here already"):
+            with pytest.raises(InputError, match="is running already"):
                 client.submit(request("a"))
             generation.cancel()
         gate.open()
@@ -375,7 +376,7 @@ async def test_a_dead_worker_is_replaced_and_nobody_hangs() -> None:
         error = asyncio.create_task(kill(client))
         gate.open()
         outcomes = await asyncio.gather(*readers, waiter, return_exceptions=True)
-        assert "has died" in str(await error)
+        assert "worker process died" in str(await error)
         assert (await error).retry_after >= 1
         ended = [one for one in outcomes if isinstance(one, UnavailableError)]
         finished = [text(one) for one in outcomes if isinstance(one, list)]
@@ -399,9 +400,9 @@ async def test_while_it_is_started_again_requests_are_refused() -> None:
         let.clear()
         await kill(client)
         assert (client.state, client.is_alive) == ("restarting", False)
-        with pytest.raises(UnavailableError, match="being started again"):
+        with pytest.raises(UnavailableError, match="being restarted"):
             client.submit(request("a"))
-        with pytest.raises(UnavailableError, match="being started again"):
+        with pytest.raises(UnavailableError, match="being restarted"):
             await client.load_adapter("a", "/a")
         let.set()
         await until(lambda: client.state == "ready")
@@ -432,7 +433,7 @@ async def test_a_worker_that_hangs_is_given_up() -> None:
     pipelines = iter([GatedPipeline(gates[0]), FakePipeline.saying("x")])
     async with client_of(lambda: fake_work(next(pipelines)), hang_limit=3.0) as client:
         begin = time.monotonic()
-        with pytest.raises(UnavailableError, match="has died"):
+        with pytest.raises(UnavailableError, match="worker process died"):
             await read(client.submit(request("a")))
         assert time.monotonic() - begin >= 3.0
         await until(lambda: client.state == "ready")
@@ -511,7 +512,7 @@ async def test_a_start_that_fails_says_why(error: Exception) -> None:
 
     client = WorkerClient(work, in_thread=True)
     client.launch()
-    folder = Path(client._folder)
+    folder = Path(client._supervisor._folder)
     assert client.state == "starting"
     assert folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(type(error)) as caught:
@@ -542,13 +543,13 @@ async def test_stopping_a_start_ends_it() -> None:
 async def test_a_worker_that_cannot_be_launched_again_is_a_failed_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_client, "_BACK_OFF", 0.001)
+    monkeypatch.setattr(supervisor, "RESTART_DELAY", 0.001)
     async with client_of(mortal) as client:
 
         def fail(*_: Any, **__: Any) -> Any:
             raise OSError("too many processes")
 
-        monkeypatch.setattr(worker_client, "WorkerConnection", fail)
+        monkeypatch.setattr(supervisor, "WorkerConnection", fail)
         await kill(client)
         await until(lambda: client.state == "stopped")
         assert "too many processes" in str(client.failure)
@@ -563,7 +564,7 @@ async def test_any_other_error_of_a_start_is_told_too() -> None:
 async def test_a_worker_that_cannot_be_started_again_stays_down(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker_client, "_BACK_OFF", 0.001)
+    monkeypatch.setattr(supervisor, "RESTART_DELAY", 0.001)
     starts = 0
 
     def work() -> WorkerRuntime:
@@ -577,16 +578,16 @@ async def test_a_worker_that_cannot_be_started_again_stays_down(
         await kill(client)
         await until(lambda: client.state == "stopped")
         assert starts == 1 + 5
-        with pytest.raises(UnavailableError, match="could not be started again: /models/x: is gone"):
+        with pytest.raises(UnavailableError, match="could not be restarted: /models/x: is gone"):
             client.submit(request("a"))
         assert isinstance(client.failure, CheckpointNotFoundError)
-        assert "stays down" in caplog.text
+        assert "is not restarted after 5 failed starts" in caplog.text
 
 
 async def test_a_worker_that_dies_before_it_answers_counts_as_a_failed_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_client, "_BACK_OFF", 0.001)
+    monkeypatch.setattr(supervisor, "RESTART_DELAY", 0.001)
     starts = 0
 
     def work() -> WorkerRuntime:
@@ -718,7 +719,7 @@ async def test_nothing_is_left_behind() -> None:
         async with client_of(mortal) as client:
             await kill(client)
             await until(lambda client=client: client.state == "ready")
-            folder = Path(client._folder)
+            folder = Path(client._supervisor._folder)
             assert len(list(folder.iterdir())) <= 5  # two sockets for each worker, the progress of one
         assert not folder.exists()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
@@ -730,6 +731,6 @@ async def test_a_folder_of_temporary_files_with_a_long_name(
 ) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
-    monkeypatch.setattr(worker_client.tempfile, "tempdir", str(deep))
+    monkeypatch.setattr(supervisor.tempfile, "tempdir", str(deep))
     async with client_of(FakePipeline.saying("x")) as client:
         assert text(await read(client.submit(request("a")))) == "x"

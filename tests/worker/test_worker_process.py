@@ -26,7 +26,7 @@ from penstock.errors import (
     UnavailableError,
 )
 from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
-from penstock.worker import client as worker_client
+from penstock.worker import supervisor
 from penstock.worker.client import WorkerClient
 from penstock.worker.process import WorkerRuntime
 
@@ -81,7 +81,7 @@ async def test_the_embedded_model_killed_under_load_serves_again() -> None:
         assert ids(await read(client.submit(story(1, 8)))) == expected
 
         last = client.submit(story(2, 100))
-        folder = Path(client._folder)
+        folder = Path(client._supervisor._folder)
         await client.stop(30)
         assert len(ids(await read(last))) == 100
         assert not folder.exists()
@@ -122,7 +122,7 @@ async def test_a_process_that_exits_in_a_forward() -> None:
     await client.start()
     try:
         for _ in range(2):
-            with pytest.raises(UnavailableError, match="has died"):
+            with pytest.raises(UnavailableError, match="worker process died"):
                 await read(client.submit(request("a")))
             await until(lambda: client.state == "ready")
         assert client.num_restarts == 2
@@ -135,7 +135,7 @@ async def test_a_process_that_is_stopped_is_taken_for_hung() -> None:
     await client.start()
     try:
         os.kill(client.info.pid, signal.SIGSTOP)
-        with pytest.raises(UnavailableError, match="has died"):
+        with pytest.raises(UnavailableError, match="worker process died"):
             await read(client.submit(request("a")))
         await until(lambda: client.state == "ready")
         assert text(await read(client.submit(request("a")))) == "Hello!"
@@ -153,7 +153,7 @@ async def test_a_step_that_hangs_is_given_up(factory: Callable[[], WorkerRuntime
         outcomes = await asyncio.gather(*map(read, generations), return_exceptions=True)
         hung = outcomes[0]
         assert isinstance(hung, UnavailableError)
-        assert "has died (no progress for 2 s) and is being started again" in str(hung)
+        assert "the worker process died (no progress for 2 s) and is being restarted" in str(hung)
         await until(lambda: client.state == "ready")
         assert (client.info.pid != first, client.num_restarts) == (True, 1)
         assert await read(client.submit(request("a")))
@@ -175,36 +175,36 @@ async def test_a_slow_step_that_makes_progress_is_waited_for() -> None:
 
 
 async def test_a_slow_load_that_makes_progress_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_client, "MAX_LOAD_PAUSE", 8.0)  # imports make none
+    monkeypatch.setattr(supervisor, "MAX_LOAD_PAUSE", 8.0)  # imports make none
     client = WorkerClient(workers.slow_to_load, hang_limit=2.0)
     await client.start()
     await client.stop(0)
 
 
 async def test_a_load_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_client, "MAX_LOAD_PAUSE", 2.0)
+    monkeypatch.setattr(supervisor, "MAX_LOAD_PAUSE", 2.0)
     with pytest.raises(UnavailableError, match="ended while it started: no progress for"):
         await WorkerClient(workers.hanging_at_the_start, hang_limit=2.0).start()
 
 
 async def test_a_load_that_is_suspended_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_client, "_PING", 0.2)
+    monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.2)
     client = WorkerClient(workers.hanging_at_the_start)
     starting = asyncio.create_task(client.start())
-    await until(lambda: client._link is not None)
-    os.kill(client._link._body._process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    await until(lambda: client._supervisor._connection is not None)
+    os.kill(client._supervisor._connection._body._process.pid, signal.SIGSTOP)  # type: ignore[union-attr]
     with pytest.raises(UnavailableError, match="ended while it started: suspended by a signal"):
         await starting
 
 
 async def test_a_process_that_is_suspended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_client, "_PING", 0.2)
+    monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.2)
     client = WorkerClient(workers.saying_hello)  # one step may take ten minutes
     await client.start()
     try:
         first = client.info.pid
         os.kill(first, signal.SIGSTOP)
-        with pytest.raises(UnavailableError, match="has died"):
+        with pytest.raises(UnavailableError, match="worker process died"):
             await read(client.submit(request("a")))
         await until(lambda: client.state == "ready")
         assert client.info.pid != first
@@ -214,7 +214,7 @@ async def test_a_process_that_is_suspended_is_not_waited_for(monkeypatch: pytest
 
 
 async def test_a_process_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_client, "_PING", 0.5)
+    monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.5)
     client = WorkerClient(workers.saying_hello)
     await client.start()
     try:
@@ -239,7 +239,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
         "    await client.start()\n"
         "    generation = client.submit(workers.request('a', max_length=2000))\n"
         "    await anext(generation)\n"
-        "    print(client.info.pid, client._folder, flush=True)\n"
+        "    print(client.info.pid, client._supervisor._folder, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"  # not guarded: the worker does not run it
     )

@@ -25,7 +25,7 @@ from penstock.serve.http.sse import disconnected
 from penstock.serve.http.time_limits import TimeLimits
 from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.services import Services
-from penstock.worker.client import Generation, RequestDelta
+from penstock.worker.results import Generation, RequestDelta
 
 T = TypeVar("T")
 

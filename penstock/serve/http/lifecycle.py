@@ -24,13 +24,13 @@ from penstock.host.garbage_collection import gc_disabled
 from penstock.serve.config import ServeConfig
 from penstock.serve.http.startup import Startup, announce
 from penstock.serve.observability.logs import configure_logging, log_event
-from penstock.worker.client import WorkerClient
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
     from penstock.serve.http.server import HttpServer
     from penstock.serve.services import Services
     from penstock.text.tokenizer import TextTokenizer
+    from penstock.worker.engine_client import EngineClient
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Server:
         self,
         config: ServeConfig,
         pipeline_config: PipelineConfig,
-        worker: WorkerClient,
+        worker: EngineClient,
         load_tokenizer: Callable[[], TextTokenizer],
         startup: Startup,
     ) -> None:

@@ -36,7 +36,7 @@ from penstock import __version__
 
 if TYPE_CHECKING:
     from penstock.serve.observability.request_record import RequestRecord
-    from penstock.worker.client import WorkerClient
+    from penstock.worker.engine_client import EngineClient
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
@@ -102,7 +102,7 @@ class Metrics:
         for phase, seconds in phases:
             self._startup.labels(phase).set(seconds)
 
-    def watch(self, worker: WorkerClient) -> None:
+    def watch(self, worker: EngineClient) -> None:
         """Reports the statistics of a worker too, whenever somebody looks."""
         self.registry.register(WorkerCollector(worker))
 
@@ -152,7 +152,7 @@ class RequestMetrics:
 class WorkerCollector(Collector):
     """A worker's newest statistics as metrics. Its totals begin again at 0 with each new worker process."""
 
-    def __init__(self, worker: WorkerClient) -> None:
+    def __init__(self, worker: EngineClient) -> None:
         self._worker = worker
 
     def describe(self) -> Iterable[Metric]:
@@ -173,7 +173,7 @@ class WorkerMetric:
     name: str
     """A counter where it ends in ``_total``, else a gauge."""
     help: str
-    read: Callable[[WorkerClient], float]
+    read: Callable[[EngineClient], float]
 
 
 WORKER_METRICS = (

@@ -12,7 +12,7 @@ import msgspec
 from penstock.serve.observability.logs import log_event
 
 if TYPE_CHECKING:
-    from penstock.worker.client import WorkerClient
+    from penstock.worker.engine_client import EngineClient
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Watchdog:
         interval: seconds between two looks.
     """
 
-    def __init__(self, worker: WorkerClient, limit: float, interval: float = 0.5) -> None:
+    def __init__(self, worker: EngineClient, limit: float, interval: float = 0.5) -> None:
         self._worker = worker
         self._limit = limit
         self._interval = interval

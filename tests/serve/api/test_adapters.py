@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from support.serving import StubWorker, client_of, make_services
+from support.engines import FakeEngine
+from support.serving import client_of, make_services
 
 from penstock.config import PipelineConfig
 from penstock.errors import UnknownModelError, WeightsError
@@ -16,7 +17,7 @@ from penstock.serve.services import Services
 
 
 @dataclass
-class Worker(StubWorker):
+class Worker(FakeEngine):
     """Loads everything but what is called ``broken``."""
 
     async def load_adapter(self, name: str, path: str) -> None:

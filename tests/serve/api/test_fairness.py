@@ -101,4 +101,4 @@ async def test_a_full_queue_has_room_for_another_client() -> None:
         gate.open()
         for generation in (*own, *others):
             assert text(await read(generation)) == "ab"
-        assert not client._clients
+        assert not client._client_ids

@@ -8,7 +8,8 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.chatting import chatting
-from support.serving import StubWorker, client_of, make_services
+from support.engines import FakeEngine
+from support.serving import client_of, make_services
 
 import penstock
 from penstock.serve.observability.metrics import WORKER_METRICS, Metrics, RequestMetrics
@@ -130,8 +131,8 @@ def test_what_the_worker_does() -> None:
         num_accepted_draft_tokens=9,
         num_verified_steps=7,
     )
-    metrics, worker = Metrics(with_process=False), StubWorker(stats=stats, num_outstanding=3, num_restarts=2)
-    metrics.watch(worker)  # type: ignore[arg-type]
+    metrics, worker = Metrics(with_process=False), FakeEngine(stats=stats, num_outstanding=3, num_restarts=2)
+    metrics.watch(worker)
     found = samples(metrics)
     assert {one.name: found[one.name] for one in WORKER_METRICS} == {
         "penstock_worker_up": 1,
@@ -162,7 +163,7 @@ def test_what_the_worker_does() -> None:
 
 def test_every_metric_is_explained() -> None:
     metrics = Metrics()
-    metrics.watch(StubWorker())  # type: ignore[arg-type]
+    metrics.watch(FakeEngine())
     explained = sys.modules[Metrics.__module__].__doc__ or ""
     of_worker = {one.name for one in WORKER_METRICS}
     for family in text_string_to_metric_families(metrics.render().decode()):

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.serving import StubWorker
+from support.engines import FakeEngine
 
 from penstock.serve.observability.watchdog import Watchdog
 from penstock.worker.messages import WorkerStats
@@ -20,8 +20,8 @@ class Watched:
         monkeypatch.setattr("penstock.serve.observability.watchdog.time.perf_counter", lambda: self.now)
         caplog.set_level("INFO")
         self.caplog = caplog
-        self.worker = StubWorker()
-        self.watchdog = Watchdog(self.worker, limit=10)  # type: ignore[arg-type]
+        self.worker = FakeEngine()
+        self.watchdog = Watchdog(self.worker, limit=10)
 
     def look(self, at: float) -> list[tuple[str, Any]]:
         """Level and fields of what is reported at a time."""
@@ -83,7 +83,7 @@ def test_a_death_and_what_came_of_it(watched: Watched) -> None:
 
 
 async def test_it_looks_again_and_again(watched: Watched) -> None:
-    watchdog = Watchdog(watched.worker, limit=10, interval=0.001)  # type: ignore[arg-type]
+    watchdog = Watchdog(watched.worker, limit=10, interval=0.001)
     task = asyncio.create_task(watchdog.run())
     await asyncio.sleep(0.02)
     watched.worker.state = "restarting"

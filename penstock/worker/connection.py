@@ -1,7 +1,8 @@
-"""One life of a worker: its process or thread, the sockets to it, and the news of its end.
+"""One run of a worker: its process or thread, the sockets to it, and the detection of its end.
 
-The process holds the write end of a pipe and never writes: when it ends, however it ends, the pipe does. In
-the same way it sees by its standard input that the serving side is gone.
+The worker process holds the write end of a pipe and never writes to it. The pipe is closed when the process
+ends for any reason, which wakes the event loop of the server. In the same way, the worker detects the end of
+the server by its standard input.
 """
 
 from __future__ import annotations
@@ -32,54 +33,55 @@ _BOOT = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from penstock.worker.process import main; main()"
 )
-"""A plain interpreter rather than ``multiprocessing``, which would run the user's main module once more."""
+"""Program of the worker process. ``multiprocessing`` would run the user's main module a second time."""
 
-_PATIENT = {"GOMP_SPINCOUNT": "100"}
-"""Kernels' threads that wait for each other sleep soon. By default they spin for milliseconds, and where the
-server needs a core too that is time the one they wait for does not get: steps take ten times as long."""
+_SHORT_SPIN = {"GOMP_SPINCOUNT": "100"}
+"""Environment of the worker: OpenMP threads that wait for each other sleep soon. By default they spin for
+milliseconds. If the server needs a core at the same time, the spinning threads take it from the thread that
+they wait for, and a step takes ten times as long."""
 
 
 class _Body(Protocol):
-    """What a worker runs in."""
+    """The process or thread in which a worker runs."""
 
     sentinel: int
-    """A file descriptor that reads as ended when the worker has."""
+    """A file descriptor that becomes readable when the worker ends."""
 
     def is_suspended(self) -> bool:
-        """Whether it was told to stand still (SIGSTOP), and will not move by itself."""
+        """Return whether a signal (SIGSTOP) has suspended the worker."""
 
     def end(self) -> str:
-        """Makes sure that it has ended, if that can be done, and says how it did."""
+        """End the worker if possible, and return how it ended."""
 
 
 class _Process:
     def __init__(
         self, factory: Callable[[], WorkerRuntime], endpoint: Endpoint, memory_limit: int | None
     ) -> None:
-        self.sentinel, held = os.pipe()
+        self.sentinel, write_end = os.pipe()
         self._is_limited = memory_limit is not None
-        told = WorkerLaunch(factory, endpoint, time.time(), memory_limit)
-        launch = pickle.dumps(sys.path) + pickle.dumps(told)
+        launch = WorkerLaunch(factory, endpoint, time.time(), memory_limit)
+        data = pickle.dumps(sys.path) + pickle.dumps(launch)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT],
                 stdin=subprocess.PIPE,
-                stdout=2,  # what libraries print does not get between the server's own lines
-                pass_fds=(held,),
-                env=os.environ if "OMP_WAIT_POLICY" in os.environ else {**_PATIENT, **os.environ},
+                stdout=2,  # keeps the output of libraries out of the server's standard output
+                pass_fds=(write_end,),
+                env=os.environ if "OMP_WAIT_POLICY" in os.environ else {**_SHORT_SPIN, **os.environ},
             )
         finally:
-            os.close(held)
+            os.close(write_end)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the sentinel tells
-            self._process.stdin.write(launch)
+        with contextlib.suppress(BrokenPipeError):  # the sentinel reports the end of the process
+            self._process.stdin.write(data)
             self._process.stdin.flush()
 
     def is_suspended(self) -> bool:
         try:
             stat = Path(f"/proc/{self._process.pid}/stat").read_text()
         except OSError:
-            return False  # it has ended, or the system does not say
+            return False  # the process has ended, or the system has no /proc
         return stat.rpartition(")")[2].split()[0] == "T"
 
     def end(self) -> str:
@@ -92,50 +94,50 @@ class _Process:
             return "out of memory: its private memory has reached --worker-memory-limit"
         if status >= 0:
             return f"exit status {status}"
-        # Native code aborts where it cannot report that an allocation failed.
+        # Native code aborts when an allocation fails and it cannot raise an error.
         hint = ", perhaps at --worker-memory-limit" if self._is_limited and -status == signal.SIGABRT else ""
         return f"killed by {signal.Signals(-status).name}{hint}"
 
 
 class _Thread:
-    """For tests and notebooks: as a process, but it cannot be killed, and its memory is not its own."""
+    """A worker in a thread, for tests and notebooks. It cannot be killed and has no memory limit."""
 
     def __init__(
         self, factory: Callable[[], WorkerRuntime], endpoint: Endpoint, memory_limit: int | None
     ) -> None:
         assert memory_limit is None
-        self.sentinel, self._held = os.pipe()
-        self._end = "still running"
+        self.sentinel, self._write_end = os.pipe()
+        self._outcome = "still running"
         self._thread = threading.Thread(target=self._run, args=(factory, endpoint), daemon=True)
         self._thread.start()
 
     def _run(self, factory: Callable[[], WorkerRuntime], endpoint: Endpoint) -> None:
         try:
             run_worker(factory, endpoint)
-            self._end = "stopped"
+            self._outcome = "stopped"
         except BaseException as error:
-            _LOG.critical("the worker gives up", exc_info=True)
-            self._end = f"{type(error).__name__}: {error}"
+            _LOG.critical("the worker failed", exc_info=True)
+            self._outcome = f"{type(error).__name__}: {error}"
         finally:
-            os.close(self._held)
+            os.close(self._write_end)
 
     def is_suspended(self) -> bool:
         return False
 
     def end(self) -> str:
         self._thread.join(timeout=0.2)
-        return self._end
+        return self._outcome
 
 
 class WorkerConnection:
-    """Starts a worker at once, and carries commands and reports once it is attached to an event loop.
+    """Launch a worker, and carry commands and reports after `attach`.
 
     Args:
-        context: the sockets' context, of the serving side.
-        factory: makes the worker's work; picklable, unless ``in_thread``.
-        endpoint: where the two meet; used by no other link.
-        in_thread: a thread of this process instead of a process.
-        memory_limit: bytes of private memory that the process may take.
+        context: the ZeroMQ context of the server.
+        factory: loads the model in the worker; picklable, unless ``in_thread``.
+        endpoint: the addresses of the sockets. Each connection needs its own.
+        in_thread: run the worker in a thread of this process.
+        memory_limit: limit of the process's private memory, in bytes.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class WorkerConnection:
         self._reports.bind(endpoint.reports)
         self._commands = context.socket(zmq.PUSH)
         self._commands.linger = 0
-        self._commands.sndhwm = 0  # bounded by whoever sends: by the requests that are let in
+        self._commands.sndhwm = 0  # the engine client bounds the number of requests
         self._encode, self._decode = command_encoder(), report_decoder()
         self._body: _Body = (_Thread if in_thread else _Process)(factory, endpoint, memory_limit)
         self._reports_fd = int(self._reports.getsockopt(zmq.FD))
@@ -161,25 +163,25 @@ class WorkerConnection:
         self.ended = asyncio.Event()
         """Set when the worker has ended."""
 
-    def attach(self, hear: Callable[[WorkerMessage], None]) -> None:
-        """Calls ``hear`` with each report from now on, in the running event loop."""
+    def attach(self, on_report: Callable[[WorkerMessage], None]) -> None:
+        """Call ``on_report`` with each report from now on, in the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._on_report = hear
+        self._on_report = on_report
         self._loop.add_reader(self._reports_fd, self.drain)
         self._loop.add_reader(self._body.sentinel, self._on_end)
-        self._loop.call_soon(self.drain)  # what came before does not wake anybody
+        self._loop.call_soon(self.drain)  # earlier reports do not wake the loop
 
     def send(self, command: Command) -> None:
-        """Never blocks. There is nobody to hear it before the worker has started."""
+        """Send a command. Never blocks. The worker must have sent `Started`."""
         self._commands.send(self._encode(command), zmq.NOBLOCK)
 
     def drain(self) -> None:
-        """Takes all reports that are here."""
+        """Process all reports that have arrived."""
         while not self._reports.closed:
             try:
                 frame = self._reports.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return  # only now the descriptor is sure to wake the loop for the next one
+                return  # ZeroMQ signals the descriptor for the next report only after this
             report = self._decode(frame)
             if isinstance(report, Started):
                 self._commands.connect(self._endpoint.commands)
@@ -187,25 +189,25 @@ class WorkerConnection:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the worker's process stands still, by a signal."""
+        """Whether a signal has suspended the worker's process."""
         return self._body.is_suspended()
 
     @property
     def progress(self) -> int:
-        """How much progress the worker has counted. One in a thread counts none."""
+        """The value of the worker's progress counter. A worker in a thread counts no progress."""
         return self._progress.count
 
     def close(self) -> str:
-        """Ends the worker, by force where it has not ended, and says how it did."""
+        """End the worker, by a kill if it still runs, and return how it ended."""
         if self._loop is not None:
             self._loop.remove_reader(self._reports_fd)
             self._loop.remove_reader(self._body.sentinel)
         self._reports.close(linger=0)
         self._commands.close(linger=0)
-        words = self._body.end()
+        outcome = self._body.end()
         os.close(self._body.sentinel)
         self._progress.close()
-        return words
+        return outcome
 
     def _on_end(self) -> None:
         assert self._loop is not None

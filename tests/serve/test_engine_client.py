@@ -1,0 +1,80 @@
+"""The server over a fake engine client: it knows nothing of workers but the `EngineClient` protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from support.asgi import eventually
+from support.engines import FakeEngine
+from support.serving import client_of, make_services
+
+from penstock.serve.warmup import warm_up
+from penstock.worker.messages import WorkerStats
+from penstock.worker.router import WorkerRouter
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **more}
+
+
+@pytest.mark.parametrize("route", [False, True])
+async def test_completions_chats_and_streams(route: bool) -> None:
+    engine = FakeEngine()
+    services = make_services(WorkerRouter([engine]) if route else engine)
+    async with client_of(services) as client:
+        chat = (await client.post("/v1/chat/completions", json=body(n=2))).json()
+        assert [choice["message"]["content"] for choice in chat["choices"]] == ["Hello!", "Hello!"]
+        short = await client.post("/v1/completions", json={"model": "demo", "prompt": "Hi", "max_tokens": 3})
+        assert short.json()["choices"][0]["text"] == "Hel"
+        assert short.json()["choices"][0]["finish_reason"] == "length"
+        stream = (await client.post("/v1/chat/completions", json=body(stream=True))).text
+    events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == "Hello!"
+    assert (len(engine.contexts), engine.num_outstanding) == (4, 0)
+
+
+async def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
+    engine = FakeEngine(is_paused=True)
+    async with client_of(make_services(engine)) as client:
+        task = asyncio.create_task(client.post("/v1/chat/completions", json=body(n=2)))
+        await eventually(lambda: len(engine.contexts) == 2)
+        task.cancel()
+        await asyncio.wait({task})
+        await eventually(lambda: engine.num_outstanding == 0)
+    assert engine.cancelled == [context.request_id for context in engine.contexts]
+
+
+async def test_an_engine_that_is_not_ready() -> None:
+    engine = FakeEngine(state="restarting", is_alive=False)
+    async with client_of(make_services(engine)) as client:
+        refused = await client.post("/v1/chat/completions", json=body())
+        probes = [(await client.get(path)).status_code for path in ("/health", "/ready", "/version")]
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the engine is restarting")
+    assert probes == [503, 503, 200]
+
+
+async def test_adapters_and_statistics() -> None:
+    engine = FakeEngine(stats=WorkerStats(num_steps=7))
+    services = make_services(engine)
+    services.metrics.watch(engine)
+    async with client_of(services) as client:
+        loaded = await client.post("/v1/load_lora_adapter", json={"lora_name": "tone", "lora_path": "/a"})
+        missing = await client.post(
+            "/v1/load_lora_adapter", json={"lora_name": "other", "lora_path": "/missing"}
+        )
+        models = (await client.get("/v1/models")).json()["data"]
+        metrics = (await client.get("/metrics")).text
+    assert (loaded.status_code, missing.status_code) == (200, 400)
+    assert engine.adapters == {"tone": "/a"}
+    assert [model["id"] for model in models][1:] == ["tone"]
+    assert models[0]["max_model_len"] == 2048
+    assert "penstock_steps_total 7.0" in metrics
+
+
+async def test_the_warm_up_needs_only_the_protocol() -> None:
+    engine = FakeEngine()
+    await warm_up(engine, make_services().tokenizer)
+    assert len(engine.contexts) == 3

@@ -1,0 +1,109 @@
+"""An engine client without a process, a model or a scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from penstock.errors import CheckpointNotFoundError, InputError, UnavailableError
+from penstock.pipelines.core import TextContext, TextGenerationStatus
+from penstock.testing import FakeTokenizer
+from penstock.worker.engine_client import EngineState
+from penstock.worker.messages import RequestResult, WorkerInfo, WorkerStats
+from penstock.worker.results import Generation
+
+INFO = WorkerInfo(
+    max_length=2048,
+    max_batch_size=8,
+    max_batch_input_tokens=8192,
+    num_blocks=100,
+    block_size=32,
+    vocab_size=257,
+)
+
+
+@dataclass
+class FakeEngine:
+    """An `EngineClient` that answers each request with ``text``, one byte per turn of the event loop.
+
+    Tests set the attributes directly. ``is_paused`` keeps requests from generating after their admission.
+    """
+
+    text: str = "Hello!"
+    is_paused: bool = False
+    state: EngineState = "ready"
+    is_alive: bool = True
+    info: WorkerInfo = INFO
+    stats: WorkerStats = field(default_factory=WorkerStats)
+    adapters: dict[str, str] = field(default_factory=dict)
+    num_outstanding: int = 0
+    max_outstanding: int = 64
+    num_restarts: int = 0
+    contexts: list[TextContext] = field(default_factory=list)
+    """All submitted contexts."""
+    cancelled: list[str] = field(default_factory=list)
+    """The ids of all cancelled requests."""
+    calls: list[str] = field(default_factory=list)
+    """The calls of `launch`, `start` and `stop`."""
+    start_error: Exception | None = None
+    """Raised by `start`."""
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def submit(self, context: TextContext) -> Generation:
+        if self.state != "ready":
+            raise UnavailableError(f"the engine is {self.state}")
+        self.contexts.append(context)
+        self.num_outstanding += 1
+        generation = Generation(context.request_id, self._cancel)
+        if self.is_paused:
+            generation.admit(0)
+        else:
+            task = asyncio.create_task(self._generate(context, generation))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return generation
+
+    def _cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+        self.num_outstanding -= 1
+
+    async def _generate(self, context: TextContext, generation: Generation) -> None:
+        generation.admit(0)
+        tokens = [*self.text.encode(), FakeTokenizer.EOS]
+        room = (context.max_length or self.info.max_length) - len(context.prompt_tokens)
+        for number, token in enumerate(tokens, 1):
+            await asyncio.sleep(0)
+            if generation.is_done:
+                return
+            status = TextGenerationStatus.ACTIVE
+            if token == FakeTokenizer.EOS:
+                status = TextGenerationStatus.END_OF_SEQUENCE
+            elif number == room:
+                status = TextGenerationStatus.MAXIMUM_LENGTH
+            kept = [] if token == FakeTokenizer.EOS else [token]
+            if status.is_done:
+                self.num_outstanding -= 1
+            generation.add(RequestResult(context.request_id, kept, status))
+            if status.is_done:
+                return
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        if "missing" in path:
+            raise CheckpointNotFoundError(path, "does not exist")
+        self.adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        if self.adapters.pop(name, None) is None:
+            raise InputError(f"{name} is not loaded")
+
+    def launch(self) -> None:
+        self.calls.append("launch")
+
+    async def start(self) -> None:
+        self.calls.append("start")
+        if self.start_error is not None:
+            raise self.start_error
+
+    async def stop(self, grace: float) -> None:
+        self.calls.append(f"stop {grace}")
+        self.state = "stopped"
