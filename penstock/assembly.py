@@ -1,41 +1,84 @@
-"""From a configuration to the parts that run it: what `LLM` drives itself and the server's worker is given.
+"""The composition root: builds tokenizer, pipeline, scheduler and worker runtime from a configuration.
 
-A composition root, like ``llm.py`` and ``cli``: here alone tokenizer, model, cache and scheduler meet.
-"""
+`LLM` and the worker process call these functions. They read the table of tasks (`penstock.pipelines.tasks`)
+and the registry of architectures; nothing here depends on a task."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from penstock.architectures.registry import PIPELINE_REGISTRY, PipelineRegistry, SupportedArchitecture
 from penstock.config import PipelineConfig
 from penstock.driver import CPU
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, UnsupportedTaskError
 from penstock.host.memory import prefaulted_memory
-from penstock.pipelines.core import TextContext, TextGenerationResponse
+from penstock.pipelines.tasks import TASKS, PipelineRequirements, TaskRecord, TaskTable
 from penstock.scheduler import Scheduler
-from penstock.text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.pipelines.text_generation import PipelineModel, TextGenerationPipeline
+    from penstock.architectures.decoder import DecoderModel
+    from penstock.pipelines.task_pipeline import TaskPipeline
     from penstock.worker.process import WorkerRuntime
 
+_MIN_PREFAULTED = 64 << 20
+"""Bytes. Smaller allocations take no noticeable time."""
+_PREFAULT_SHARE = 0.7
+"""Share of the free memory; a larger load may have to be refused, which the memory planner decides."""
+_PHASES = ("tokenizer", "libraries", "model")
+STREAMING_LATENCY_BUDGET = 0.02
+"""Seconds that a scheduler step may take by default: new requests wait so long, and streamed tokens arrive in
+groups of so many seconds."""
 
-def load_tokenizer(config: PipelineConfig) -> TextTokenizer:
-    """The tokenizer of the configured model; it loads no torch. Its ``max_length`` is the checkpoint's own
-    until whoever has planned the memory sets it.
+
+@dataclass(frozen=True)
+class Catalog:
+    """The architectures and tasks that a configuration is resolved with."""
+
+    registry: PipelineRegistry = PIPELINE_REGISTRY
+    tasks: TaskTable = field(default_factory=lambda: TASKS)
+
+    def resolve(self, config: PipelineConfig) -> tuple[SupportedArchitecture, TaskRecord]:
+        """Return the architecture and the task of the configured checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, or its architecture is unknown.
+            UnsupportedTaskError: there is no pipeline for its task.
+            ConfigError: the architecture does not support the encoding or the checkpoint's quantisation.
+        """
+        model = config.model
+        task = model.pipeline_task
+        architecture = self.registry.retrieve_architecture(
+            model.huggingface_config, model.checkpoint, task=task, encoding=model.encoding
+        )
+        if task not in self.tasks:
+            known = [one.option for one in self.tasks]
+            raise UnsupportedTaskError(model.checkpoint, architecture.name, task.option, known)
+        return architecture, self.tasks[task]
+
+
+CATALOG = Catalog()
+"""The architectures and tasks of this process."""
+
+
+def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
+    """Return the tokenizer that the configured model's architecture or task names; loads no torch.
+
+    Its ``max_length`` is the checkpoint's limit; the caller sets it to the planned maximum length.
 
     Raises:
-        CheckpointError: the tokenizer is missing or damaged.
-        ConfigError: the chat template that is configured is not a template.
+        CheckpointError: the model cannot be served, or its tokenizer is missing or damaged.
+        ConfigError: the configured chat template is not a template.
     """
-    return TextTokenizer(
+    architecture, task = catalog.resolve(config)
+    return task.load_tokenizer_class(architecture)(
         config.model.checkpoint,
         chat_template=config.model.chat_template,
         special_tokens_in_content=config.model.special_tokens_in_content,
@@ -44,12 +87,11 @@ def load_tokenizer(config: PipelineConfig) -> TextTokenizer:
 
 @contextmanager
 def memory_of_weights(config: PipelineConfig) -> Iterator[None]:
-    """For the time of a load: has memory found for the weights that are going to be packed, which goes on
-    while libraries are imported. Begin with it."""
+    """Prefault memory for packed weights in a thread during a load; enter it before importing libraries."""
     from penstock.memory import estimate_packed_size
 
     size, device = 0, config.model.devices[0]
-    with suppress(PenstockError):  # of a model that cannot be loaded, which the load tells
+    with suppress(PenstockError):  # the load reports a model that cannot be loaded
         if device.device_type == "cpu" and not config.model.packed_key.file.is_file():
             size = estimate_packed_size(config)
     has_room = size < CPU().stats["free_memory"] * _PREFAULT_SHARE
@@ -57,76 +99,63 @@ def memory_of_weights(config: PipelineConfig) -> Iterator[None]:
         yield
 
 
-_MIN_PREFAULTED = 64 << 20
-"""Bytes. Less is found in no time."""
-_PREFAULT_SHARE = 0.7
-"""Of the memory that is free. What takes more is left to the planner, which may have to refuse it."""
-
-
-def load_pipeline(config: PipelineConfig, tokenizer: TextTokenizer) -> TextGenerationPipeline:
-    """The pipeline of the configured model, its weights loaded and its memory shared out.
+def load_pipeline(
+    config: PipelineConfig, tokenizer: Any, catalog: Catalog = CATALOG
+) -> TaskPipeline[Any, Any]:
+    """Load the configured model and return the pipeline of its task.
 
     Raises:
         CheckpointError: the model cannot be loaded.
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
-    from penstock.grammar import GrammarCompiler
-    from penstock.pipelines.text_generation import TextGenerationPipeline
-
-    model = _load_model(config)
-    eos = tokenizer.eos if tokenizer.eos_token_ids else None
-    if config.speculative.method is None:
-        pipeline = TextGenerationPipeline(config, model, eos)
-    else:
-        pipeline = _load_speculating(config, model, eos)
-    if config.structured_output.enable:
-        pipeline.grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, config=config.structured_output)
-    return pipeline
+    architecture, task = catalog.resolve(config)
+    required = PipelineRequirements(
+        config=config, architecture=architecture, tokenizer=tokenizer, registry=catalog.registry
+    )
+    return task.load_factory()(required)
 
 
-def check_checkpoint(config: PipelineConfig) -> TextTokenizer:
-    """Sees that the configured model can be loaded, without reading its weights: its architecture, its
-    encoding, its tokenizer, and every tensor's name and shape.
+def check_checkpoint(config: PipelineConfig) -> Any:
+    """Check that the configured model can be loaded, without reading its weights.
+
+    Checks its architecture, its encoding, its tokenizer, and the name and shape of every tensor.
 
     Returns:
         The tokenizer.
 
     Raises:
-        CheckpointError: it cannot be loaded; of tensors, lists all that are at fault.
-        ConfigError: it cannot run in its encoding, or the chat template that is configured is none.
+        CheckpointError: it cannot be loaded; lists all tensors with errors. ConfigError: it does not run in
+        its encoding, the chat template is invalid, or the model is no decoder.
     """
     import torch
 
-    from penstock.architectures.decoder import DecoderModel
     from penstock.kernels import encoding_named
     from penstock.nn import Loader
     from penstock.weights import Weights
 
     tokenizer = load_tokenizer(config)
-    model = _load_model(config)
-    assert issubclass(model, DecoderModel)
+    model = _load_decoder(config)
     weights = Weights.open(config.model.checkpoint, shapes_only=True)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
     with torch.no_grad():
         kind = encoding_named(config.model.encoding)
-        loader = Loader(weights, kind.compute_dtype.value, torch.device("meta"))  # nothing is to be quantised
+        loader = Loader(weights, kind.compute_dtype.value, torch.device("meta"))  # nothing is quantised
         model.build(loader, config.model.huggingface_config, length)
     weights.finish(model.ignored_weights)
     return tokenizer
 
 
 def pack_checkpoint(config: PipelineConfig) -> Path:
-    """Packs the weights of the configured model, and keeps them where its loads find them.
+    """Pack the weights of the configured model and store them where later loads find them.
 
     Returns:
         The file.
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ConfigError: its device has no packed form that could be kept.
+        ConfigError: its device has no packed form, or the model is no decoder.
         OSError: the file cannot be written.
     """
-    from penstock.architectures.decoder import DecoderModel
     from penstock.calibration import CALIBRATED
     from penstock.driver import load_devices
     from penstock.engine import InferenceSession
@@ -134,8 +163,7 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
     from penstock.weights import Weights
     from penstock.weights.packed_weights import write_packed
 
-    model = _load_model(config)
-    assert issubclass(model, DecoderModel)
+    model = _load_decoder(config)
     devices = load_devices(config.model.devices)
     ops = InferenceSession(devices, num_threads=config.num_threads).ops
     if ops.layout != "panels":
@@ -148,49 +176,27 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
     return write_packed(config.model.packed_key, loader.layers)
 
 
-def _load_model(config: PipelineConfig) -> type[PipelineModel[Any]]:
-    """The class of the configured model."""
-    from penstock.architectures.registry import PIPELINE_REGISTRY
+def _load_decoder(config: PipelineConfig) -> type[DecoderModel]:
+    from penstock.architectures.decoder import DecoderModel
 
-    architecture = PIPELINE_REGISTRY.retrieve_architecture(
-        config.model.huggingface_config, config.model.checkpoint, encoding=config.model.encoding
-    )
-    return architecture.load_pipeline_model()
-
-
-def _load_speculating(
-    config: PipelineConfig, model: type[PipelineModel[Any]], eos: int | None
-) -> TextGenerationPipeline:
-    """A pipeline that drafts tokens, by a draft model or from the text itself."""
-    from penstock.driver import load_devices
-    from penstock.pipelines.speculative import AdaptiveDraftLength, FixedDraftLength, NGramProposer
-    from penstock.pipelines.speculative.draft_model import DraftModelProposer, draft_config, share_memory
-    from penstock.pipelines.text_generation import TextGenerationPipeline
-
-    speculative = config.speculative
-    width = AdaptiveDraftLength if speculative.adaptive_speculation else FixedDraftLength
-    widths = width(speculative.num_speculative_tokens)
-    if speculative.method == "ngram":
-        proposer = NGramProposer(speculative.ngram_min, speculative.ngram_max)
-        return TextGenerationPipeline(config, model, eos, proposer=proposer, widths=widths)
-    draft = _load_model(draft_config(config))
-    free_memory = sum(device.stats["free_memory"] for device in load_devices(config.model.devices))
-    config, drafting = share_memory(config, model, draft, free_memory=free_memory)
-    pipeline = TextGenerationPipeline(config, model, eos, widths=widths)
-    vocabulary = config.model.huggingface_config.vocabulary_size
-    pipeline.proposer = DraftModelProposer(drafting, draft, pipeline.session, vocabulary)
-    return pipeline
+    architecture, _ = CATALOG.resolve(config)
+    model = architecture.load_pipeline_model()
+    if not issubclass(model, DecoderModel):
+        raise ConfigError(
+            "model_path", f"{architecture.name} is no decoder: only decoders can be checked and packed"
+        )
+    return model
 
 
 def load_scheduler(
-    config: PipelineConfig, pipeline: TextGenerationPipeline, *, isolates_faults: bool = False
-) -> Scheduler[TextContext, TextGenerationResponse]:
-    """The scheduler that drives a pipeline within the limits that its memory was planned for.
+    config: PipelineConfig, pipeline: TaskPipeline[Any, Any], *, isolates_faults: bool = False
+) -> Scheduler[Any, Any]:
+    """Return the scheduler of a pipeline, with the limits of its memory plan.
 
     Args:
-        config: the configuration.
-        pipeline: made of the same.
-        isolates_faults: as of `Scheduler`; without it a fault of ours reaches the caller as it is.
+        config: the configuration. pipeline: made from the same configuration. isolates_faults: end only the
+        requests that cause an error, as `Scheduler` does; otherwise an error reaches
+            the caller of ``step``.
     """
     plan = pipeline.memory_plan
     return Scheduler(
@@ -203,46 +209,39 @@ def load_scheduler(
     )
 
 
-def load_work(config: PipelineConfig) -> WorkerRuntime:
-    """What the server's worker works with. Called in the worker's process, as
-    ``functools.partial(load_work, config)``, and timed phase by phase.
+def load_work(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRuntime:
+    """Load all that a worker runs. The worker's process calls ``functools.partial(load_work, config)``.
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ConfigError: the configuration does not go together with the model.
+        ConfigError: the configuration does not fit the model.
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
     times = [perf_counter()]
     with memory_of_weights(config):
-        tokenizer = load_tokenizer(config)  # first: a model that is not there is noticed at once
+        tokenizer = load_tokenizer(config, catalog)  # first: a missing model is reported at once
         times.append(perf_counter())
-        import penstock.pipelines.text_generation  # noqa: F401  # torch and its like, which take longest
-
+        catalog.resolve(config)[1].load_factory()  # imports torch and other libraries, which takes longest
         times.append(perf_counter())
-        pipeline = load_pipeline(config, tokenizer)
+        pipeline = load_pipeline(config, tokenizer, catalog)
     scheduler = load_scheduler(config, pipeline, isolates_faults=True)
     times.append(perf_counter())
     seconds = [end - begin for begin, end in pairwise(times)]
     return _as_work(config, pipeline, scheduler, list(zip(_PHASES, seconds, strict=True)))
 
 
-_PHASES = ("tokenizer", "libraries", "model")
-STREAMING_LATENCY_BUDGET = 0.02
-"""Seconds that a step of the scheduler may take where nobody says how many tokens a request is to gain: so
-long those who come have to wait, and so long tokens that are streamed may stand together."""
-
-
 def _as_work(
     config: PipelineConfig,
-    pipeline: TextGenerationPipeline,
-    scheduler: Scheduler[TextContext, TextGenerationResponse],
+    pipeline: TaskPipeline[Any, Any],
+    scheduler: Scheduler[Any, Any],
     startup: list[tuple[str, float]],
 ) -> WorkerRuntime:
-    from penstock.worker.messages import WorkerInfo
-    from penstock.worker.process import DraftCounts, WorkerRuntime
+    from penstock.worker.messages import WorkerInfo, WorkerStats
+    from penstock.worker.process import WorkerRuntime
 
-    plan, adapters, drafts = pipeline.memory_plan, pipeline.model.lora_manager, pipeline.speculation_stats
+    plan, adapters, drafts = pipeline.memory_plan, pipeline.lora_manager, pipeline.speculation_stats
     info = WorkerInfo(
+        task=pipeline.task,
         max_length=plan.max_length,
         max_batch_size=plan.max_batch_size,
         max_batch_input_tokens=plan.max_batch_input_tokens,
@@ -255,13 +254,21 @@ def _as_work(
         isa=pipeline.session.kernels,
         pid=os.getpid(),
         lora_enabled=adapters is not None,
-        grammars_enabled=pipeline.grammars is not None and pipeline.grammars.is_available,
+        grammars_enabled=pipeline.supports_grammars,
     )
+
+    def add_draft_counts(stats: WorkerStats) -> None:
+        if drafts is not None:
+            stats.num_draft_tokens = drafts.num_proposed
+            stats.num_accepted_draft_tokens = drafts.num_accepted
+            stats.num_verified_steps = drafts.num_verified_steps
+
     return WorkerRuntime(
-        scheduler,
-        info,
-        adapters,
-        lambda: config.max_num_steps or pipeline.num_steps_for(STREAMING_LATENCY_BUDGET),
-        lambda: DraftCounts(drafts.num_proposed, drafts.num_accepted, drafts.num_verified_steps),
-        pipeline.pack_pending,
+        scheduler=scheduler,
+        info=info,
+        load_adapter=adapters.load if adapters is not None else None,
+        unload_adapter=adapters.unload if adapters is not None else None,
+        num_steps=lambda: config.max_num_steps or pipeline.num_steps_for(STREAMING_LATENCY_BUDGET),
+        add_counts=add_draft_counts,
+        pack_pending=pipeline.pack_pending,
     )

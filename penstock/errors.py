@@ -3,6 +3,7 @@
     PenstockError
     ├── InputError (ValueError)               one request cannot be served as asked
     │   ├── PromptTooLongError                num_tokens, max_length
+    │   ├── TaskMismatchError                 task, served
     │   ├── UnknownModelError                 model, known
     │   ├── UnknownParameterError (TypeError)  parameter
     │   └── UnsupportedFeatureError           feature
@@ -14,7 +15,8 @@
     ├── CheckpointError (ValueError)          path
     │   ├── CheckpointNotFoundError
     │   ├── WeightsError
-    │   └── UnknownArchitectureError          architecture, known
+    │   ├── UnknownArchitectureError          architecture, known
+    │   └── UnsupportedTaskError              architecture, task, known
     ├── InsufficientMemoryError               needed, available
     │   └── InsufficientBlocksError           needed, free, total
     ├── ForkedProcessError (RuntimeError)     origin: the process that the threads were left in
@@ -49,6 +51,25 @@ class PromptTooLongError(InputError):
         )
         self.num_tokens = num_tokens
         self.max_length = max_length
+
+
+class TaskMismatchError(InputError):
+    """A request belongs to another task than the one that the model is loaded for.
+
+    Args:
+        request: what was requested, such as ``"LLM.generate"`` or ``"a TTSContext"``.
+        task: the task that the request belongs to; None where it follows from ``request``.
+        served: the task that the model is loaded for.
+    """
+
+    def __init__(self, request: str, task: str | None, served: str) -> None:
+        needs = "is a request of another task" if task is None else f"needs a model of the task {task}"
+        super().__init__(
+            f"{request} {needs}, but this model is loaded for {served}: use another model, or load this one "
+            f"with --task {task or 'TASK'} if its architecture supports that"
+        )
+        self.task = task
+        self.served = served
 
 
 class UnsupportedFeatureError(InputError):
@@ -138,6 +159,22 @@ class UnknownArchitectureError(CheckpointError):
         )
         self.architecture = architecture
         self.known = names
+
+
+class UnsupportedTaskError(CheckpointError):
+    """The checkpoint's architecture, or Penstock as a whole, has no pipeline for the task."""
+
+    def __init__(self, path: object, architecture: str, task: str, known: Iterable[str]) -> None:
+        tasks = list(known)
+        hint = f"pass --task {tasks[0]}" if tasks else "use a checkpoint of another task"
+        super().__init__(
+            path,
+            f"architecture {architecture!r} has no pipeline for the task {task} (it has: "
+            f"{', '.join(tasks) or 'none'}): {hint}",
+        )
+        self.architecture = architecture
+        self.task = task
+        self.known = tasks
 
 
 class InsufficientMemoryError(PenstockError):

@@ -75,7 +75,7 @@ TABLE: Mapping[str, Row] = {
     "architectures": Row(_MODELS, "torch numpy"),
     "pipelines": Row(f"{_MODELS} architectures", "torch numpy"),
     "scheduler": Row("pipelines.core kv_cache host", "numpy"),
-    "worker": Row("scheduler pipelines.core host", "msgspec zmq"),
+    "worker": Row("scheduler pipelines.core host", "msgspec numpy zmq"),
     "serve": Row(
         "worker pipelines.core text media grammar config host",
         "fastapi starlette pydantic pydantic_core msgspec uvicorn h11 prometheus_client",

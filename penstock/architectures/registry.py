@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from penstock.dtype import ENCODINGS
-from penstock.errors import ConfigError, UnknownArchitectureError
+from penstock.errors import ConfigError, UnknownArchitectureError, UnsupportedTaskError
 from penstock.pipelines.core import PipelineTask
 
 if TYPE_CHECKING:
@@ -30,15 +30,16 @@ _BUILT_IN = "penstock.architectures"
 
 @dataclass(frozen=True, kw_only=True)
 class SupportedArchitecture:
-    """What the registry knows of a model family before any of its code is loaded.
+    """The registry's record of a model family and a task; creating it loads none of the family's code.
 
-    A class may be given as ``"module:Class"``; the module is relative to the family's folder, or absolute
-    where there is no folder (``package`` is None), as for one that is registered by hand.
-    """
+    A class is given as the class itself or as ``"module:Class"``. The module is relative to the family's
+    folder; it is absolute where there is no folder (``package`` is None), as for a record that is registered
+    by hand."""
 
     name: str
     """The ``model_type`` in ``config.json``."""
     task: PipelineTask
+    """The task of the pipeline. A family that serves several tasks has one record for each."""
     pipeline_model: str | type
     """The `PipelineModel`."""
     supported_encodings: tuple[str, ...] = ENCODINGS
@@ -47,20 +48,20 @@ class SupportedArchitecture:
     """The ``quant_method`` of checkpoints that it reads, besides those of plain floats."""
     example_repo_ids: tuple[str, ...] = ()
     """Hub ids of models known to work."""
-    tokenizer: str | type = "penstock.text.tokenizer:TextTokenizer"
-    """The `PipelineTokenizer`; always an absolute module."""
+    tokenizer: str | type | None = None
+    """The `PipelineTokenizer`, in an absolute module; None takes the one of the task in
+    `penstock.pipelines.tasks`.
+
+    It is constructed with the checkpoint and the keyword arguments ``chat_template`` and
+    ``special_tokens_in_content``, as `penstock.text.tokenizer.TextTokenizer` is."""
     tiny_config: Callable[[], dict[str, Any]] | None = None
     """Values of a ``config.json`` small enough for tests with random weights; every folder has them."""
     package: str | None = None
     """The folder as a package; the registry fills it in."""
 
     def load_pipeline_model(self) -> type[Any]:
-        """The class of the model; loads torch."""
-        return _load(self.pipeline_model, self.package)
-
-    def load_tokenizer(self) -> type[Any]:
-        """The class of the tokenizer."""
-        return _load(self.tokenizer, None)
+        """Return the class of the model; loads torch."""
+        return load_class(self.pipeline_model, self.package)
 
     def check_encoding(self, encoding: str) -> None:
         """Refuses an encoding that this architecture cannot run.
@@ -93,66 +94,76 @@ class SupportedArchitecture:
 
 
 class PipelineRegistry:
-    """The architectures of some folders, and those registered by hand.
+    """The architectures of some folders, and those registered by hand; the key is model type and task.
 
     Args:
-        folders: where to look besides Penstock's own; each holds one package a family.
+        folders: searched in addition to Penstock's own; each holds one package a family.
     """
 
     def __init__(self, folders: Iterable[Path] = ()) -> None:
         self._more_folders = tuple(folders)
-        self._registered: dict[str, SupportedArchitecture] = {}
+        self._registered: dict[tuple[str, PipelineTask], SupportedArchitecture] = {}
 
     @property
     def architectures(self) -> tuple[SupportedArchitecture, ...]:
-        """All of them, by name."""
-        known = {name: self._load_folder(name) for name in self._folders}
-        found = {architecture.name: architecture for architecture in known.values()}
-        return tuple(architecture for _, architecture in sorted((found | self._registered).items()))
+        """All records, by name and task."""
+        found = {_key(one): one for folder in self._folders for one in self._load_folder(folder)}
+        return tuple(one for _, one in sorted((found | self._registered).items()))
 
     def retrieve_architecture(
-        self, huggingface_config: HuggingFaceConfig, path: object, *, encoding: str | None = None
+        self,
+        huggingface_config: HuggingFaceConfig,
+        path: object,
+        *,
+        task: PipelineTask = PipelineTask.TEXT_GENERATION,
+        encoding: str | None = None,
     ) -> SupportedArchitecture:
-        """The architecture of a checkpoint, by its ``model_type``.
+        """Return the architecture of a checkpoint, by its ``model_type`` and a task.
 
         Args:
             huggingface_config: the checkpoint's ``config.json``.
             path: the checkpoint, for messages.
+            task: the task that the checkpoint is loaded for.
             encoding: refused if the architecture cannot run it.
 
         Raises:
-            UnknownArchitectureError: there is none of this type; lists those there are.
+            UnknownArchitectureError: no architecture has this type; lists the known ones.
+            UnsupportedTaskError: the architecture does not serve the task; lists the tasks that it serves.
             CheckpointError: ``config.json`` names no type.
-            ConfigError: the encoding is not supported, or the way in which the checkpoint is quantised.
+            ConfigError: the encoding, or the checkpoint's quantisation, is not supported.
         """
         name = str(huggingface_config.model_type)
-        architecture = self._named(name)
+        of_tasks = self._named(name)
+        if not of_tasks:
+            raise UnknownArchitectureError(path, name, {one.name for one in self.architectures})
+        architecture = of_tasks.get(task)
         if architecture is None:
-            known = [one.name for one in self.architectures]
-            raise UnknownArchitectureError(path, name, known)
+            raise UnsupportedTaskError(path, name, task.option, [one.option for one in of_tasks])
         architecture.check_quantization(huggingface_config)
         if encoding is not None:
             architecture.check_encoding(encoding)
         return architecture
 
     def register(self, architecture: SupportedArchitecture, allow_override: bool = False) -> None:
-        """Adds an architecture that has no folder here.
+        """Add an architecture that has no folder.
 
         Raises:
-            ConfigError: one of this name is there already, and ``allow_override`` is false.
+            ConfigError: its name and task are registered already, and ``allow_override`` is false.
         """
-        if not allow_override and self._named(architecture.name) is not None:
+        if not allow_override and architecture.task in self._named(architecture.name):
             raise ConfigError(
                 "architecture",
-                f"{architecture.name!r} is registered already: pass allow_override=True to replace it",
+                f"{architecture.name!r} is registered already for {architecture.task.option}: pass "
+                "allow_override=True to replace it",
             )
-        self._registered[architecture.name] = architecture
+        self._registered[_key(architecture)] = architecture
 
-    def _named(self, name: str) -> SupportedArchitecture | None:
-        if name in self._registered:
-            return self._registered[name]
+    def _named(self, name: str) -> dict[PipelineTask, SupportedArchitecture]:
+        """Return the records of a model type, by task."""
         folder = _folder_of(name)
-        return self._load_folder(folder) if folder in self._folders else None
+        records = list(self._load_folder(folder)) if folder in self._folders else []
+        records += [one for one in self._registered.values() if one.name == name]
+        return {one.task: one for one in records}
 
     @cached_property
     def _folders(self) -> Mapping[str, str]:
@@ -165,22 +176,39 @@ class PipelineRegistry:
             if module.ispkg
         }
 
-    def _load_folder(self, folder: str) -> SupportedArchitecture:
+    def _load_folder(self, folder: str) -> tuple[SupportedArchitecture, ...]:
+        """Return the records of a folder: its ``ARCHITECTURE``, or all of its ``ARCHITECTURES``."""
         package = f"{self._folders[folder]}.{folder}"
-        architecture = getattr(import_module(package), "ARCHITECTURE", None)
-        if not isinstance(architecture, SupportedArchitecture):
-            raise ConfigError("architecture", f"{package} must hold ARCHITECTURE, a SupportedArchitecture")
-        if _folder_of(architecture.name) != folder:
+        module = vars(import_module(package))
+        records = module.get("ARCHITECTURES", (module.get("ARCHITECTURE"),))
+        if not isinstance(records, tuple) or not all(
+            isinstance(one, SupportedArchitecture) for one in records
+        ):
             raise ConfigError(
                 "architecture",
-                f"{package} is of model_type {architecture.name!r}: its folder must be "
-                f"{_folder_of(architecture.name)}",
+                f"{package} must hold ARCHITECTURE, a SupportedArchitecture, or ARCHITECTURES, a tuple",
             )
-        return replace(architecture, package=package)
+        if len({one.task for one in records}) < len(records) or {"ARCHITECTURE", "ARCHITECTURES"} <= {
+            *module
+        }:
+            raise ConfigError(
+                "architecture", f"{package} must export one record for each task, in ARCHITECTURES alone"
+            )
+        for one in records:
+            if _folder_of(one.name) != folder:
+                raise ConfigError(
+                    "architecture",
+                    f"{package} is of model_type {one.name!r}: its folder must be {_folder_of(one.name)}",
+                )
+        return tuple(replace(one, package=package) for one in records)
 
 
 PIPELINE_REGISTRY = PipelineRegistry()
 """The registry of this process."""
+
+
+def _key(architecture: SupportedArchitecture) -> tuple[str, PipelineTask]:
+    return architecture.name, architecture.task
 
 
 def _folder_of(name: str) -> str:
@@ -199,12 +227,26 @@ def _as_package(folder: Path) -> str:
     return name
 
 
-def _load(target: str | type, package: str | None) -> type[Any]:
+def load_class(target: str | type, package: str | None = None) -> type[Any]:
+    """Return a class given as itself or as ``"module:Class"``, relative to ``package`` if there is one.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
     if isinstance(target, type):
         return target
+    loaded = load_object(target, package)
+    assert isinstance(loaded, type)
+    return loaded
+
+
+def load_object(target: str, package: str | None = None) -> Any:
+    """Import what ``"module:name"`` names, the module relative to ``package`` if there is one.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
     module, colon, name = target.partition(":")
     if not colon:
         raise ConfigError("architecture", f"{target!r} must be written module:Class")
-    loaded = getattr(import_module(f"{package}.{module}" if package else module), name)
-    assert isinstance(loaded, type)
-    return loaded
+    return getattr(import_module(f"{package}.{module}" if package else module), name)

@@ -122,7 +122,7 @@ class Bench:
     @property
     def kernels(self) -> str:
         """What the model computes with."""
-        return self._llm.pipeline.session.kernels
+        return str(self._llm.pipeline.session.kernels)
 
     @property
     def plan_status(self) -> str:

@@ -11,9 +11,11 @@ from typing import Any
 
 from penstock.config.huggingface import HuggingFaceConfig
 from penstock.config.settings import COUNT, FLAG, TEXT, Rule, check_fields, setting
+from penstock.config.task import TASK_OPTIONS, detect_task
 from penstock.driver import DeviceSpec
 from penstock.dtype import ENCODINGS
 from penstock.errors import ConfigError
+from penstock.pipelines.core import PipelineTask
 from penstock.weights.checkpoint import is_gguf, read_tensor_headers
 from penstock.weights.gguf_config import gguf_generation_config
 from penstock.weights.hub import local_name, resolve_checkpoint
@@ -116,8 +118,31 @@ class ModelConfig:
         None, TEXT, "What the server calls the model; by default its folder's name, or its id on the hub."
     )
 
+    task: str = setting(
+        "auto",
+        Rule(
+            f"one of {', '.join(TASK_OPTIONS)}",
+            lambda value: value in TASK_OPTIONS,
+            TASK_OPTIONS,
+            read=lambda text: text.replace("_", "-"),
+        ),
+        "What the model is loaded for; auto reads the checkpoint's modules.json and 1_Pooling, then "
+        "architectures in config.json.",
+    )
+
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @cached_property
+    def pipeline_task(self) -> PipelineTask:
+        """The task that the model is loaded for: ``task``, or the checkpoint's if that is ``auto``.
+
+        Raises:
+            CheckpointError: the checkpoint's files are missing or malformed.
+        """
+        if self.task == "auto":
+            return detect_task(self.checkpoint, self.huggingface_config)
+        return PipelineTask(self.task.replace("-", "_"))
 
     @property
     def name(self) -> str:

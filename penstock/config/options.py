@@ -25,6 +25,7 @@ class PipelineOptions(TypedDict, total=False):
     chat_template: Path | None
     special_tokens_in_content: bool | None
     served_model_name: str | None
+    task: str | None
     kv_cache_block_size: int | None
     enable_prefix_caching: bool | None
     device_memory_utilization: float | None

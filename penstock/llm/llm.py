@@ -20,7 +20,7 @@ from penstock.assembly import (
     memory_of_weights,
 )
 from penstock.config import PipelineConfig, PipelineOptions
-from penstock.errors import ConfigError, InputError, UnsupportedFeatureError
+from penstock.errors import ConfigError, InputError, TaskMismatchError, UnsupportedFeatureError
 from penstock.host.garbage_collection import gc_disabled
 from penstock.host.interrupts import deferred_interrupts
 from penstock.host.progress import GenerationProgress
@@ -37,6 +37,7 @@ from penstock.llm.prompts import (
 )
 from penstock.pipelines.core import (
     Grammar,
+    PipelineTask,
     SamplingParams,
     TextContext,
     TokenGeneratorRequest,
@@ -93,7 +94,8 @@ class LLM:
         self.config = config
         with gc_disabled(), memory_of_weights(config):
             self.tokenizer = load_tokenizer(config)
-            self.pipeline = load_pipeline(config, self.tokenizer)
+            self.pipeline: Any = load_pipeline(config, self.tokenizer)
+            """The `penstock.pipelines.task_pipeline.TaskPipeline` of the model's task."""
         self.tokenizer.max_length = self.pipeline.memory_plan.max_length
         self._scheduler = load_scheduler(config, self.pipeline)
         self._driven = threading.Lock()
@@ -139,6 +141,7 @@ class LLM:
         Raises:
             InputError: some prompt cannot be served; then none has been run.
         """
+        self._check_task("LLM.generate", PipelineTask.TEXT_GENERATION)
         return self._generate(
             [{"prompt": prompt} for prompt in as_batch(prompts)],
             sampling_params,
@@ -191,6 +194,7 @@ class LLM:
         Raises:
             InputError: some conversation cannot be served, or the model has no chat template.
         """
+        self._check_task("LLM.chat", PipelineTask.TEXT_GENERATION)
         more = {"tools": tools, "chat_template_options": chat_template_kwargs}
         return self._generate(
             [{"messages": conversation, **more} for conversation in as_conversations(messages)],
@@ -226,6 +230,7 @@ class LLM:
         Raises:
             InputError: the prompt cannot be served.
         """
+        self._check_task("LLM.stream", PipelineTask.TEXT_GENERATION)
         if (prompt is None) == (messages is None):
             raise InputError("give either a prompt or messages")
         report = OutputOptions.of(1, None, logprobs, prompt_logprobs)
@@ -279,6 +284,7 @@ class LLM:
             InputError: some prompt cannot be served; then none has been run.
             InsufficientBlocksError: the beams of one prompt do not fit the KV cache.
         """
+        self._check_task("LLM.beam_search", PipelineTask.TEXT_GENERATION)
         options = BeamOptions(
             num_beams=num_beams,
             num_return_sequences=num_return_sequences,
@@ -310,8 +316,7 @@ class LLM:
         """Gives the model's memory back; twice is once. Using the LLM afterwards is an `InputError`."""
         with self._driving():
             if self._is_open:
-                if self.pipeline.grammars is not None:
-                    self.pipeline.grammars.close()
+                self.pipeline.close()
                 del self.pipeline, self._scheduler
 
     def __enter__(self) -> Self:
@@ -323,6 +328,16 @@ class LLM:
         # A stream that an error left open would be refused, and hide that error.
         if self._is_open and not (error is not None and self._driven.locked()):
             self.close()
+
+    def _check_task(self, method: str, task: PipelineTask) -> None:
+        """Refuse a call of a method that belongs to another task than the model's.
+
+        Raises:
+            TaskMismatchError: names both tasks.
+        """
+        served = self.config.model.pipeline_task
+        if served is not task:
+            raise TaskMismatchError(method, task.option, served.option)
 
     @property
     def _is_open(self) -> bool:
@@ -428,11 +443,12 @@ class LLM:
             raise InputError("this LLM is closed: make a new one")
         self.pipeline.session.check_process()
         try:
-            return self.tokenizer.build_context(request, stops_as_tokens=False)
+            context: TextContext = self.tokenizer.build_context(request, stops_as_tokens=False)
         except InputError as error:
             if num_requests > 1:
                 error.add_note(f"in prompt {request.index + 1} of {num_requests}")
             raise
+        return context
 
     def _answers(
         self, request: TokenGeneratorRequest, report: OutputOptions, num_requests: int = 1

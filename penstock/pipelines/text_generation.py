@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.architectures.model import KVCacheMixin, ModelInputs, ModelOutputs, PipelineModel
 from penstock.config import PipelineConfig
@@ -19,14 +19,15 @@ from penstock.engine import InferenceSession
 from penstock.errors import (
     InputError,
     InsufficientBlocksError,
-    PenstockError,
     RequestFailedError,
     UnsupportedFeatureError,
 )
 from penstock.grammar import GrammarCompiler, acceptable_drafts, forced_tokens
-from penstock.kv_cache import KVCache, NullKVCache, restart
+from penstock.kv_cache import restart
 from penstock.memory import MAX_DRAFT_ROWS
 from penstock.pipelines.core import (
+    PipelineTask,
+    TextAndVisionContext,
     TextContext,
     TextGenerationResponse,
     TextGenerationStatus,
@@ -36,6 +37,10 @@ from penstock.pipelines.core import (
 from penstock.pipelines.runner import ModelRunner, SampledTokens
 from penstock.pipelines.sampling import check_logit_rules
 from penstock.pipelines.speculative import DraftLengthPolicy, DraftProposer, SpeculationStats
+from penstock.pipelines.task_pipeline import TaskPipeline
+
+if TYPE_CHECKING:
+    from penstock.lora import LoRAManager
 
 __all__ = [
     "KVCacheMixin",
@@ -50,7 +55,7 @@ _MAX_FORCED_TOKENS = 64
 """Most tokens that a grammar may force in one go."""
 
 
-class TextGenerationPipeline:
+class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     """Generates tokens with any `PipelineModel`.
 
     Args:
@@ -62,6 +67,10 @@ class TextGenerationPipeline:
         widths: how many it may draft; without it as many as it likes.
         grammars: compiles the grammars of contexts, see `ready`; without it they come with a matcher.
     """
+
+    task = PipelineTask.TEXT_GENERATION
+    context_types = (TextContext, TextAndVisionContext)
+    speculation_stats: SpeculationStats
 
     def __init__(
         self,
@@ -79,23 +88,19 @@ class TextGenerationPipeline:
         self.widths = widths
         self.grammars = grammars
         self.speculation_stats = SpeculationStats()
-        self.failures: dict[str, PenstockError] = {}
-        """Requests that a fault of ours ended in `execute`, and why: they have no output there. Whoever has
-        answered a request takes it out (``pop``) and releases its context."""
-        self.session = InferenceSession(
+        session = InferenceSession(
             load_devices(pipeline_config.model.devices),
             num_threads=pipeline_config.num_threads,
         )
-        self.model = pipeline_model(pipeline_config, self.session)
-        self.memory_plan = self.model.memory_plan
+        self.model = pipeline_model(pipeline_config, session)
+        plan, kv = self.model.memory_plan, None
         self.device = self.model.devices[0].torch_device
-        self.kv: KVCache = NullKVCache()
         if isinstance(self.model, KVCacheMixin):
             planned = self.model.kv_cache_spec is not None
-            self.kv = self.model.load_kv_manager(
-                self.session,
-                self.memory_plan.kv_cache_size if planned else self.model.estimate_memory_footprint(),
+            kv = self.model.load_kv_manager(
+                session, plan.kv_cache_size if planned else self.model.estimate_memory_footprint()
             )
+        super().__init__(session, plan, kv)
         self._runner = ModelRunner(self.model, self.session, self.kv)
 
     def ready(self, context: TextContext) -> bool:
@@ -105,6 +110,7 @@ class TextGenerationPipeline:
             PenstockError: it never will.
         """
         self.session.check_process()
+        self.check_context_types([context])
         if self.grammars is not None and not self.grammars.ready(context):
             return False
         adapters = self.model.lora_manager  # asked last: where it says yes, it keeps room for the context
@@ -174,6 +180,21 @@ class TextGenerationPipeline:
             return 1
         return self._runner.num_steps_for(seconds)
 
+    @property
+    def lora_manager(self) -> LoRAManager | None:
+        """The manager of LoRA adapters; None where no adapters are enabled."""
+        return self.model.lora_manager
+
+    @property
+    def supports_grammars(self) -> bool:
+        """Whether grammars are enabled and a library that compiles them is installed."""
+        return self.grammars is not None and self.grammars.is_available
+
+    def close(self) -> None:
+        """Stop the threads that compile grammars."""
+        if self.grammars is not None:
+            self.grammars.close()
+
     def pack_pending(self) -> bool:
         """Does some of what the load has put off, see `PipelineModel.pack_pending`."""
         return self.model.pack_pending()
@@ -208,6 +229,7 @@ class TextGenerationPipeline:
         """Refuses what cannot be served before anything has changed."""
         if len({context.request_id for context in contexts}) < len(contexts):
             raise InputError("a request stands twice in the batch: give each context a request_id of its own")
+        self.check_context_types(contexts)
         vocabulary, longest = self._runner.vocabulary, self.model.max_seq_len
         for context in contexts:
             status = _status(context)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, FastAPI
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from penstock import __version__
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, TaskMismatchError
+from penstock.pipelines.core import PipelineTask
 from penstock.serve import playground
 from penstock.serve.api import adapters, chat, completions, models, operations, tokenization
 from penstock.serve.http import problems
@@ -44,8 +47,9 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     app.state.services = services
     for router in more:
         app.include_router(router)
-    app.include_router(chat.router)  # POST /v1/chat/completions, /v1/chat/completions/render
-    app.include_router(completions.router)  # POST /v1/completions
+    text = [_needs(PipelineTask.TEXT_GENERATION)]
+    app.include_router(chat.router, dependencies=text)  # POST /v1/chat/completions, .../render
+    app.include_router(completions.router, dependencies=text)  # POST /v1/completions
     app.include_router(models.router)  # GET  /v1/models, /v1/models/{id}
     app.include_router(adapters.router)  # POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     app.include_router(tokenization.router)  # POST /tokenize, /detokenize
@@ -53,6 +57,17 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     if services.config.playground:
         app.include_router(playground.router)  # GET  /, /playground/...
     return app
+
+
+def _needs(task: PipelineTask) -> Any:
+    """Return the dependency of routes that only a model of this task can serve; others answer 400."""
+
+    async def check(request: Request) -> None:
+        served = Services.of(request).task
+        if served is not task:
+            raise TaskMismatchError(request.url.path, task.option, served.option)
+
+    return Depends(check)
 
 
 def _middleware(services: Services) -> list[Middleware]:

@@ -12,6 +12,7 @@ from fastapi import Request
 
 from penstock.config import PipelineConfig
 from penstock.errors import OverloadedError
+from penstock.pipelines.core import PipelineTask
 from penstock.serve.api.json_parts import Turns
 from penstock.serve.api.token_fragments import TokenFragments
 from penstock.serve.config import ServeConfig
@@ -128,6 +129,11 @@ class Services:
         services = request.app.state.services
         assert isinstance(services, cls)
         return services
+
+    @property
+    def task(self) -> PipelineTask:
+        """The task that the model is loaded for."""
+        return self.pipeline_config.model.pipeline_task
 
     @property
     def model_name(self) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import count
 
 from penstock.errors import InputError, OverloadedError, PenstockError, UnavailableError
-from penstock.pipelines.core import TextContext
+from penstock.pipelines.core import RequestContext
 from penstock.worker.engine_client import EngineState
 from penstock.worker.messages import (
     CallResult,
@@ -128,7 +128,7 @@ class WorkerClient:
 
     # -- Requests ----------------------------------------------------------------------------------------
 
-    def submit(self, context: TextContext) -> Generation:
+    def submit(self, context: RequestContext) -> Generation:
         """Send a request to the worker. Never blocks.
 
         Raises:

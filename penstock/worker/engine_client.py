@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, TypeAlias
 
-from penstock.pipelines.core import TextContext
+from penstock.pipelines.core import RequestContext
 from penstock.worker.messages import WorkerInfo, WorkerStats
 from penstock.worker.results import Generation
 
@@ -58,7 +58,7 @@ class EngineClient(Protocol):
         """The number of times that a worker ended unexpectedly."""
         ...
 
-    def submit(self, context: TextContext) -> Generation:
+    def submit(self, context: RequestContext) -> Generation:
         """Send a request to a worker.
 
         Raises:

@@ -14,13 +14,16 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from penstock import errors
 from penstock.errors import PenstockError, RequestFailedError
 from penstock.pipelines.core import (
+    EmbeddingsResponse,
     LogProbabilities,
-    TextAndVisionContext,
-    TextContext,
+    PipelineTask,
+    RequestContext,
     TextGenerationStatus,
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
@@ -78,7 +81,7 @@ def _is_plain(value: object) -> bool:
 class Submit(msgspec.Struct, tag=True):
     """A new request."""
 
-    context: TextContext | TextAndVisionContext
+    context: RequestContext
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -139,6 +142,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     lora_enabled: bool = False
     grammars_enabled: bool = False
+    task: PipelineTask = PipelineTask.TEXT_GENERATION
+    """The task of the requests that the worker takes."""
 
 
 class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
@@ -206,16 +211,49 @@ class PackedLogProbabilities(msgspec.Struct, array_like=True):
         )
 
 
-class RequestResult(msgspec.Struct, array_like=True):
-    """What a step brought for one request."""
+class TextResult(msgspec.Struct, array_like=True, tag=0):
+    """The new tokens of one request."""
 
     request_id: str
     tokens: list[int]
     status: TextGenerationStatus = TextGenerationStatus.ACTIVE
     log_probabilities: list[PackedLogProbabilities | None] | None = None
-    """One a token, where any has some."""
+    """One entry a token; None if no token has any."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
-    """Those that no token took along: the very first one ended the output."""
+    """Those of an echoed prompt whose first new token ended the output; else the first token has them."""
+
+
+class EmbeddingsResult(msgspec.Struct, array_like=True, tag=1):
+    """The vectors or scores of one request, which they end."""
+
+    request_id: str
+    response: EmbeddingsResponse
+
+    @property
+    def status(self) -> TextGenerationStatus:
+        """Always the end: one call computes the whole response."""
+        return TextGenerationStatus.END_OF_SEQUENCE
+
+
+class AudioResult(msgspec.Struct, array_like=True, tag=2):
+    """The new audio of one request."""
+
+    request_id: str
+    status: TextGenerationStatus = TextGenerationStatus.ACTIVE
+    audio: npt.NDArray[Any] | None = None
+    """The samples that follow those of the last result."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        same = (self.request_id, self.status) == (other.request_id, other.status)
+        if self.audio is None or other.audio is None:
+            return same and self.audio is other.audio
+        return same and np.array_equal(self.audio, other.audio)
+
+
+RequestResult: TypeAlias = TextResult | EmbeddingsResult | AudioResult
+"""What a step computed for one request; the tag says which."""
 
 
 class Admission(msgspec.Struct, array_like=True):

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import msgspec
 import zmq
@@ -25,7 +25,8 @@ import zmq
 from penstock.errors import PenstockError, RequestFailedError, UnavailableError, UnsupportedFeatureError
 from penstock.host import heartbeat, private_memory
 from penstock.host.garbage_collection import gc_disabled
-from penstock.pipelines.core import LogProbabilities, TextContext, TextGenerationResponse
+from penstock.pipelines.core import RequestContext
+from penstock.pipelines.core.interfaces import PipelineOutput
 from penstock.scheduler.scheduler import Scheduler
 from penstock.worker.messages import (
     Admission,
@@ -35,7 +36,6 @@ from penstock.worker.messages import (
     ErrorRecord,
     Failure,
     LoadAdapter,
-    PackedLogProbabilities,
     Ping,
     Pong,
     RequestResult,
@@ -51,6 +51,7 @@ from penstock.worker.messages import (
     command_decoder,
     report_encoder,
 )
+from penstock.worker.outputs import result_of
 
 _LOG = logging.getLogger("penstock.worker")
 
@@ -62,41 +63,22 @@ _LINGER = 2000
 """Milliseconds that the last messages have to leave a worker which ends."""
 
 
-class Adapters(Protocol):
-    """The LoRA adapters that a model has loaded."""
-
-    def load(self, name: str, path: str) -> None:
-        """Loads the adapter at ``path`` under a name; a `PenstockError` where it does not fit the model."""
-
-    def unload(self, name: str) -> None:
-        """Forgets an adapter; a `PenstockError` where it is unknown or in use."""
-
-    def names(self) -> list[tuple[str, str]]:
-        """Name and path of each."""
-
-
-@dataclass(frozen=True)
-class DraftCounts:
-    """How speculation has gone since the beginning."""
-
-    proposed: int = 0
-    accepted: int = 0
-    verified: int = 0
-    """Forwards of one request that had drafts to verify."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerRuntime:
-    """What a worker works with: made by the factory in the worker's own process."""
+    """What a worker runs: made by the factory in the worker's own process."""
 
-    scheduler: Scheduler[TextContext, TextGenerationResponse]
+    scheduler: Scheduler[Any, Any]
     info: WorkerInfo
-    adapters: Adapters | None = None
+    load_adapter: Callable[[str, str], None] | None = None
+    """Loads the LoRA adapter at a path (second) under a name (first); None if adapters are not enabled."""
+    unload_adapter: Callable[[str], None] | None = None
+    """Removes a LoRA adapter."""
     num_steps: Callable[[], int] = lambda: 1
-    """Most tokens that a request is to gain in the next step of the scheduler."""
-    draft_counts: Callable[[], DraftCounts] = DraftCounts
+    """Most tokens that a request gains in the next step of the scheduler."""
+    add_counts: Callable[[WorkerStats], None] = lambda stats: None
+    """Writes the counts that the pipeline keeps into the statistics."""
     pack_pending: Callable[[], bool] = lambda: False
-    """Does some of what the load has put off; False once nothing is left."""
+    """Packs some of the weights that are not packed yet; False when all are packed."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +142,7 @@ class _Loop:
         self._commands = commands
         self._decode = command_decoder()
         self._send = send
-        self._contexts: dict[str, TextContext] = {}  # all that have not ended
+        self._contexts: dict[str, RequestContext] = {}  # all that have not ended
         self._lengths: dict[str, int] = {}
         self._cancelled: list[str] = []
         self._refused: list[Failure] = []
@@ -205,7 +187,7 @@ class _Loop:
             case Stop():
                 self._is_stopping = True
 
-    def _submit(self, context: TextContext) -> None:
+    def _submit(self, context: RequestContext) -> None:
         try:
             self._scheduler.submit(context)
         except Exception as error:
@@ -216,12 +198,13 @@ class _Loop:
 
     def _change_adapters(self, command: LoadAdapter | UnloadAdapter) -> ErrorRecord | None:
         try:
-            if self._work.adapters is None:
+            load, unload = self._work.load_adapter, self._work.unload_adapter
+            if load is None or unload is None:
                 raise UnsupportedFeatureError("LoRA adapters", "this server was started without them")
             if isinstance(command, LoadAdapter):
-                self._work.adapters.load(command.name, command.path)
+                load(command.name, command.path)
             else:
-                self._work.adapters.unload(command.name)
+                unload(command.name)
         except Exception as error:
             if not isinstance(error, PenstockError):
                 _LOG.exception("adapter %s", command.name)
@@ -232,7 +215,7 @@ class _Loop:
 
     def _step(self) -> bool:
         """One step, and its report. False where there was nothing to run."""
-        outputs: dict[str, TextGenerationResponse] = {}
+        outputs: dict[str, PipelineOutput] = {}
         has_run = False
         if self._scheduler.has_work:
             heartbeat.beat()
@@ -253,7 +236,7 @@ class _Loop:
             self._send(StepResults(self._current_stats(), admissions, results, failures, cancelled))
         return has_run
 
-    def _admit(self, context: TextContext) -> Admission:
+    def _admit(self, context: RequestContext) -> Admission:
         stats, num_tokens = self._stats, len(context.prompt_tokens)
         stats.num_prompt_tokens += num_tokens
         if not context.log_probabilities_echo:  # whose every row has to be computed
@@ -261,19 +244,14 @@ class _Loop:
             stats.num_prefix_hit_tokens += context.num_cached_tokens
         return Admission(context.request_id, context.num_cached_tokens)
 
-    def _result(self, request_id: str, output: TextGenerationResponse) -> RequestResult | None:
-        """What a step brought for a request; None where that is nothing yet: a chunk of its prompt."""
+    def _result(self, request_id: str, output: PipelineOutput) -> RequestResult | None:
+        """Return what a step computed for a request; None if that is nothing yet, as after a prompt chunk."""
         context = self._contexts[request_id]
-        if not output.tokens and not output.is_done:
-            return None
-        tokens = [int(one.next_token) for one in output.tokens]
-        result = RequestResult(request_id, tokens, output.final_status)
-        if context.log_probabilities:
-            result.log_probabilities = [_packed(one.log_probabilities) for one in output.tokens]
-        self._stats.num_generated_tokens += context.current_length - self._lengths[request_id]
-        self._lengths[request_id] = context.current_length
+        result = result_of(context, output)
+        if result is not None:
+            self._stats.num_generated_tokens += context.current_length - self._lengths[request_id]
+            self._lengths[request_id] = context.current_length
         if output.is_done:
-            result.prompt_log_probabilities = _packed(context.prompt_log_probabilities)
             self._forget(request_id)
         return result
 
@@ -320,20 +298,14 @@ class _Loop:
         stats.last_batch_size, stats.last_batch_tokens = self._scheduler.last_batch
 
     def _current_stats(self) -> WorkerStats:
-        stats, scheduler, drafts = self._stats, self._scheduler, self._work.draft_counts()
+        stats, scheduler = self._stats, self._scheduler
         stats.num_running, stats.num_waiting = scheduler.num_running, scheduler.num_waiting
         stats.num_preemptions = scheduler.num_preemptions
         stats.num_blocks = scheduler.kv.num_blocks
         stats.num_used_blocks = scheduler.kv.num_blocks - scheduler.kv.num_free_blocks
         stats.num_cached_blocks = scheduler.kv.num_cached_blocks
-        stats.num_draft_tokens = drafts.proposed
-        stats.num_accepted_draft_tokens = drafts.accepted
-        stats.num_verified_steps = drafts.verified
+        self._work.add_counts(stats)
         return stats
-
-
-def _packed(rows: LogProbabilities | None) -> PackedLogProbabilities | None:
-    return None if rows is None else PackedLogProbabilities.of(rows)
 
 
 def _start_failure(error: Exception) -> ErrorRecord:

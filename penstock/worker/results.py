@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
 
 from penstock.errors import PenstockError
-from penstock.pipelines.core import TextGenerationStatus
-from penstock.worker.messages import PackedLogProbabilities, RequestResult
+from penstock.pipelines.core import EmbeddingsResponse, TextGenerationStatus
+from penstock.worker.messages import (
+    AudioResult,
+    EmbeddingsResult,
+    PackedLogProbabilities,
+    RequestResult,
+    TextResult,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,23 @@ class RequestDelta:
     """Prompt tokens found in the prefix cache."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
     """Those of an echoed prompt whose very first token ended the output; else the first token has them."""
+    embeddings: EmbeddingsResponse | None = None
+    """The response of an embeddings request."""
+    audio: list[npt.NDArray[Any]] = field(default_factory=list)
+    """New chunks of samples, in order."""
+
+    def add(self, result: RequestResult) -> None:
+        """Append what a step computed."""
+        match result:
+            case TextResult():
+                logs = result.log_probabilities or [None] * len(result.tokens)
+                self.tokens += map(WorkerToken, result.tokens, logs)
+                self.prompt_log_probabilities = result.prompt_log_probabilities
+            case EmbeddingsResult():
+                self.embeddings = result.response
+            case AudioResult():
+                if result.audio is not None:
+                    self.audio.append(result.audio)
 
 
 class Generation:
@@ -122,14 +148,10 @@ class Generation:
     def _take(self) -> RequestDelta:
         results, self._results = self._results, []
         self._is_read = self._status.is_done
-        tokens = [
-            WorkerToken(token, None if logs is None else logs[i])
-            for result in results
-            for logs in (result.log_probabilities,)
-            for i, token in enumerate(result.tokens)
-        ]
-        prompt = results[-1].prompt_log_probabilities if results else None
-        return RequestDelta(tokens, self._status, self._num_cached_tokens, prompt)
+        delta = RequestDelta([], self._status, self._num_cached_tokens)
+        for result in results:
+            delta.add(result)
+        return delta
 
     async def _change(self) -> None:
         waiter = asyncio.get_running_loop().create_future()

@@ -8,18 +8,18 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from penstock.errors import PenstockError
-from penstock.pipelines.core import TextContext
+from penstock.pipelines.core import RequestContext
 from penstock.worker.engine_client import EngineClient, EngineState
 from penstock.worker.messages import WorkerInfo, WorkerStats
 from penstock.worker.results import Generation
 
-ChooseWorker: TypeAlias = Callable[[Sequence[EngineClient], TextContext], EngineClient]
+ChooseWorker: TypeAlias = Callable[[Sequence[EngineClient], RequestContext], EngineClient]
 
 _STATES: tuple[EngineState, ...] = ("ready", "starting", "restarting", "stopping", "stopped")
 """The router has the first of these states that one of its workers has."""
 
 
-def least_loaded(workers: Sequence[EngineClient], context: TextContext) -> EngineClient:
+def least_loaded(workers: Sequence[EngineClient], context: RequestContext) -> EngineClient:
     """Return the worker with the fewest outstanding requests. Workers that are not ready come last."""
     return min(workers, key=lambda worker: (worker.state != "ready", worker.num_outstanding))
 
@@ -82,7 +82,7 @@ class WorkerRouter:
         """The number of times that a worker ended unexpectedly."""
         return sum(worker.num_restarts for worker in self._workers)
 
-    def submit(self, context: TextContext) -> Generation:
+    def submit(self, context: RequestContext) -> Generation:
         """Send a request to the worker that ``choose`` returns.
 
         Raises:

@@ -112,7 +112,7 @@ async def chatting(
             lora_enabled=bool(adapters),
             adapters=[(name, f"/adapters/{name}") for name in adapters],
         )
-        return WorkerRuntime(Scheduler(chosen, max_batch_size=max_batch_size), info)
+        return WorkerRuntime(scheduler=Scheduler(chosen, max_batch_size=max_batch_size), info=info)
 
     worker = WorkerClient(work or make_work, in_thread=in_thread, max_queue_size=config.get("max_queue_size"))
     await worker.start()

@@ -104,7 +104,13 @@ def fake_work(
         pid=os.getpid(),
         lora_enabled=adapters is not None,
     )
-    return WorkerRuntime(Scheduler(pipeline, **options), info, adapters, lambda: num_steps)
+    return WorkerRuntime(
+        scheduler=Scheduler(pipeline, **options),
+        info=info,
+        load_adapter=None if adapters is None else adapters.load,
+        unload_adapter=None if adapters is None else adapters.unload,
+        num_steps=lambda: num_steps,
+    )
 
 
 @asynccontextmanager

@@ -24,12 +24,12 @@ from penstock.worker.messages import (
     PackedLogProbabilities,
     Ping,
     Pong,
-    RequestResult,
     Started,
     StartFailed,
     StepResults,
     Stop,
     Submit,
+    TextResult,
     UnloadAdapter,
     WorkerInfo,
     WorkerStats,
@@ -39,6 +39,7 @@ ERRORS = [
     errors.PenstockError("anything"),
     errors.InputError("temperature must be at least 0, was -1"),
     errors.PromptTooLongError(200, 128),
+    errors.TaskMismatchError("LLM.generate", "text-generation", "embeddings-generation"),
     errors.UnknownModelError("gpt", ["demo", "other"]),
     errors.UnknownParameterError("SamplingParams", "max_tokens", "did you mean max_new_tokens?"),
     errors.UnsupportedFeatureError("images", "this model reads text"),
@@ -51,6 +52,7 @@ ERRORS = [
     errors.CheckpointNotFoundError("/models/x", "does not exist"),
     errors.WeightsError("/models/x", "misses 3 tensors"),
     errors.UnknownArchitectureError("/models/x", "lama", ["llama"]),
+    errors.UnsupportedTaskError("/models/x", "bert", "text-generation", ["embeddings-generation"]),
     errors.InsufficientMemoryError("too little memory", needed=10, available=5),
     errors.InsufficientBlocksError(3, 1, 8),
     errors.ForkedProcessError(12, 34),
@@ -136,7 +138,7 @@ def test_commands_cross(command: messages.Command) -> None:
         StepResults(
             WorkerStats(step_seconds=0.25),
             [Admission("a", 64)],
-            [RequestResult("a", [1, 2]), RequestResult("b", [3], DONE, [PACKED], PACKED)],
+            [TextResult("a", [1, 2]), TextResult("b", [3], DONE, [PACKED], PACKED)],
             [Failure("c", FAILURE)],
             ["d"],
         ),
@@ -154,7 +156,7 @@ def test_reports_cross(report: messages.WorkerMessage) -> None:
 
 def test_a_token_costs_few_bytes() -> None:
     def size(num_requests: int) -> int:
-        results = [RequestResult(f"{number:032x}", [1000]) for number in range(num_requests)]
+        results = [TextResult(f"{number:032x}", [1000]) for number in range(num_requests)]
         return len(messages.report_encoder()(StepResults(WorkerStats(), [], results)))
 
     assert (size(33) - size(1)) / 32 < 56

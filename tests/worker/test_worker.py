@@ -20,13 +20,14 @@ from penstock.worker.messages import (
     LoadAdapter,
     Ping,
     Pong,
-    RequestResult,
     StepResults,
     Stop,
     Submit,
+    TextResult,
     WorkerMessage,
+    WorkerStats,
 )
-from penstock.worker.process import DraftCounts, WorkerRuntime, _Loop
+from penstock.worker.process import WorkerRuntime, _Loop
 
 END = TextGenerationStatus.END_OF_SEQUENCE
 
@@ -66,10 +67,10 @@ def test_a_request_from_its_first_word_to_its_last() -> None:
     report = one.results(Submit(request("a", "0123456789")))
     assert report.admissions == [Admission("a", 0)]
     assert report.results == []  # a chunk of the prompt
-    assert one.results().results == [RequestResult("a", [97])]
-    assert one.results().results == [RequestResult("a", [98])]
+    assert one.results().results == [TextResult("a", [97])]
+    assert one.results().results == [TextResult("a", [98])]
     report = one.results()
-    assert report.results == [RequestResult("a", [], END)]
+    assert report.results == [TextResult("a", [], END)]
     assert (report.stats.num_steps, report.stats.num_generated_tokens) == (4, 3)
     assert one.hear() == []
     assert one.num_kept == 0
@@ -98,13 +99,14 @@ def test_who_is_not_ready_brings_no_report() -> None:
 
 
 def test_a_ping_is_answered_with_counts() -> None:
+    def add_draft_counts(stats: WorkerStats) -> None:
+        stats.num_draft_tokens, stats.num_accepted_draft_tokens, stats.num_verified_steps = 9, 4, 3
+
     one = Worker(
         WorkerRuntime(
-            fake_work(GatedPipeline()).scheduler,
-            fake_work(GatedPipeline()).info,
-            None,
-            lambda: 1,
-            lambda: DraftCounts(9, 4, 3),
+            scheduler=fake_work(GatedPipeline()).scheduler,
+            info=fake_work(GatedPipeline()).info,
+            add_counts=add_draft_counts,
         )
     )
     (report,) = one.hear(Ping())

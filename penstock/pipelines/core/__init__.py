@@ -1,11 +1,12 @@
 """Requests, contexts and responses: what the parts of Penstock say to each other.
 
-These are the names of the ``max.pipelines.core`` page, and ``Grammar``, ``GrammarMatcher``, ``Pipeline`` and
-``TokenBuffer`` of our own. Importing this package loads numpy and msgspec, but neither torch nor
-transformers nor a library for grammars.
-"""
+These are the names of the ``max.pipelines.core`` page, and our additions: ``Grammar``, ``GrammarMatcher``,
+``Pipeline``, ``TokenBuffer``, ``RequestContext`` and the types of embeddings requests. Importing this package
+loads numpy and msgspec, but neither torch nor transformers nor a library for grammars."""
 
 from penstock.pipelines.core.context import TextAndVisionContext, TextContext
+from penstock.pipelines.core.context_types import RequestContext, context_type
+from penstock.pipelines.core.embeddings import EmbeddingsContext, EmbeddingsGenerationRequest
 from penstock.pipelines.core.interfaces import (
     AudioGenerator,
     EmbeddingsGenerator,
@@ -29,6 +30,7 @@ from penstock.pipelines.core.responses import (
     AudioGeneratorOutput,
     EmbeddingsResponse,
     LogProbabilities,
+    SparseEmbedding,
     TextGenerationResponse,
     TextResponse,
 )
@@ -43,6 +45,8 @@ __all__ = [
     "AudioGenerationResponse",
     "AudioGenerator",
     "AudioGeneratorOutput",
+    "EmbeddingsContext",
+    "EmbeddingsGenerationRequest",
     "EmbeddingsGenerator",
     "EmbeddingsResponse",
     "Grammar",
@@ -52,7 +56,9 @@ __all__ = [
     "Pipeline",
     "PipelineTask",
     "PipelineTokenizer",
+    "RequestContext",
     "SamplingParams",
+    "SparseEmbedding",
     "TTSContext",
     "TextAndVisionContext",
     "TextContext",
@@ -66,6 +72,7 @@ __all__ = [
     "TokenGeneratorRequestMessage",
     "TokenGeneratorRequestTool",
     "TokenGeneratorResponseFormat",
+    "context_type",
     "msgpack_numpy_decoder",
     "msgpack_numpy_encoder",
 ]

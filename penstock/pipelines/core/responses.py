@@ -73,20 +73,49 @@ class TextGenerationResponse(msgspec.Struct):
         return self.final_status.is_done
 
 
-class EmbeddingsResponse(msgspec.Struct):
-    """The embeddings of one request."""
+class SparseEmbedding(msgspec.Struct):
+    """The sparse embedding of one text: a weight for each of some token ids."""
 
+    token_ids: npt.NDArray[Any]
+    """``[n]`` int32, ascending."""
+    weights: npt.NDArray[Any]
+    """``[n]`` float32."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return np.array_equal(self.token_ids, other.token_ids) and np.array_equal(self.weights, other.weights)
+
+
+class _DenseEmbedding(msgspec.Struct):
     embeddings: npt.NDArray[Any]
+
+
+class EmbeddingsResponse(_DenseEmbedding, kw_only=True, omit_defaults=True):
+    """The output of one embeddings request.
+
+    ``embeddings`` is the dense vector ``[E]``; it has no elements where the request asks for other outputs
+    only."""
+
+    scores: npt.NDArray[Any] | None = None
+    """``[labels]`` float32: the result of a classification or reranking head."""
+    sparse: SparseEmbedding | None = None
+    """The sparse embedding."""
+    multi_vector: npt.NDArray[Any] | None = None
+    """``[tokens, E]``: one vector for each token."""
 
     @property
     def is_done(self) -> bool:
-        """Always True: one call makes the whole answer."""
+        """Always True: one call computes the whole response."""
         return True
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return np.array_equal(self.embeddings, other.embeddings)
+        return self.sparse == other.sparse and all(
+            _same_array(getattr(self, name), getattr(other, name))
+            for name in ("embeddings", "scores", "multi_vector")
+        )
 
 
 class AudioGenerationResponse(msgspec.Struct):
@@ -115,12 +144,7 @@ class AudioGenerationResponse(msgspec.Struct):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        same_audio = (
-            self.audio is other.audio
-            if self.audio is None or other.audio is None
-            else np.array_equal(self.audio, other.audio)
-        )
-        return self.final_status is other.final_status and same_audio
+        return self.final_status is other.final_status and _same_array(self.audio, other.audio)
 
 
 @dataclass(frozen=True)
@@ -130,3 +154,9 @@ class AudioGeneratorOutput:
     audio_data: torch.Tensor
     metadata: dict[str, Any]
     is_done: bool
+
+
+def _same_array(first: npt.NDArray[Any] | None, second: npt.NDArray[Any] | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return np.array_equal(first, second)

@@ -29,3 +29,8 @@ class PipelineTask(str, Enum):
     EMBEDDINGS_GENERATION = "embeddings_generation"
     AUDIO_GENERATION = "audio_generation"
     SPEECH_TOKEN_GENERATION = "speech_token_generation"
+
+    @property
+    def option(self) -> str:
+        """The name of the task as the value of ``--task``, such as ``text-generation``."""
+        return self.value.replace("_", "-")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.host.garbage_collection import gc_disabled
+from penstock.pipelines.core import PipelineTask
 from penstock.serve.config import ServeConfig
 from penstock.serve.http.startup import Startup, announce
 from penstock.serve.observability.logs import configure_logging, log_event
@@ -173,8 +174,9 @@ class Server:
         info = self._worker.info
         services.tokenizer.max_length = info.max_length
         self._startup.add_worker(info.startup)
-        with self._startup.phase("warm up"):
-            await warm_up(self._worker, services.tokenizer)
+        if services.task is PipelineTask.TEXT_GENERATION:
+            with self._startup.phase("warm up"):
+                await warm_up(self._worker, services.tokenizer)
         gc.collect()
         gc.freeze()  # what lives as long as the server need not be looked at again
         services.gate.open()

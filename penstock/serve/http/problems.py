@@ -29,6 +29,7 @@ from penstock.errors import (
     PenstockError,
     PromptTooLongError,
     RequestFailedError,
+    TaskMismatchError,
     UnavailableError,
     UnknownModelError,
     UnsupportedFeatureError,
@@ -43,6 +44,7 @@ INVALID = "invalid_request_error"
 TABLE: Mapping[type[PenstockError], tuple[int, str, str | None]] = {
     PromptTooLongError: (400, INVALID, "context_length_exceeded"),
     UnknownModelError: (404, INVALID, "model_not_found"),
+    TaskMismatchError: (400, INVALID, "unsupported_task"),
     UnsupportedSchemaError: (400, INVALID, "unsupported_schema"),
     UnsupportedFeatureError: (400, INVALID, "unsupported_value"),
     InputError: (400, INVALID, None),

@@ -88,7 +88,7 @@ def work_with_grammars(contexts: list[TextContext]) -> Any:
         vocab_size=257,
         grammars_enabled=True,
     )
-    return lambda: WorkerRuntime(Scheduler(seen_by(contexts), max_batch_size=8), info)
+    return lambda: WorkerRuntime(scheduler=Scheduler(seen_by(contexts), max_batch_size=8), info=info)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -50,7 +50,7 @@ def slowly(context: TextContext) -> int:
 
 
 def make_work() -> WorkerRuntime:
-    return WorkerRuntime(Scheduler(FakePipeline(slowly), max_batch_size=8), INFO)
+    return WorkerRuntime(scheduler=Scheduler(FakePipeline(slowly), max_batch_size=8), info=INFO)
 
 
 class Running:
@@ -281,7 +281,7 @@ def test_a_fault_at_the_start_does_not_go_unnoticed(running: Running) -> None:
         running.serve(
             lambda http: None,
             lambda: WorkerRuntime(
-                Scheduler(FakePipeline(fail), max_batch_size=8, isolates_faults=True), INFO
+                scheduler=Scheduler(FakePipeline(fail), max_batch_size=8, isolates_faults=True), info=INFO
             ),
             when_ready=False,
         )
@@ -302,7 +302,7 @@ def test_grammars_are_tried_beside_the_first_requests(running: Running) -> None:
         return found
 
     info = msgspec.structs.replace(INFO, grammars_enabled=True)
-    work = WorkerRuntime(Scheduler(FakePipeline(choose), max_batch_size=8), info)
+    work = WorkerRuntime(scheduler=Scheduler(FakePipeline(choose), max_batch_size=8), info=info)
     assert running.serve(act, lambda: work) == (0, True)
 
 

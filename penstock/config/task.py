@@ -1,0 +1,66 @@
+"""Which task a checkpoint is made for, read from its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import CheckpointError
+from penstock.pipelines.core import PipelineTask
+
+if TYPE_CHECKING:
+    from penstock.config.huggingface import HuggingFaceConfig
+
+TASK_OPTIONS = ("auto", *(task.option for task in PipelineTask))
+"""The values of ``--task``."""
+
+_TEXT_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_EMBEDDINGS_SUFFIXES = (
+    "ForSequenceClassification",
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForTextEncoding",
+    "Model",
+)
+
+
+def detect_task(checkpoint: Path, huggingface_config: HuggingFaceConfig) -> PipelineTask:
+    """Return the task of a checkpoint.
+
+    A sentence-transformers layout (``modules.json`` or ``1_Pooling``) is an embeddings model. Otherwise the
+    first entry of ``architectures`` decides: ``*ForCausalLM`` generates text; encoders, headless models and
+    sequence classifiers are embeddings models. A checkpoint without a known entry generates text. Speech
+    models cannot be recognised; they need ``--task``.
+
+    Args:
+        checkpoint: a checkpoint's folder, or a GGUF file.
+        huggingface_config: its ``config.json``.
+
+    Raises:
+        CheckpointError: ``modules.json`` or ``architectures`` is malformed.
+    """
+    if _has_sentence_transformers_modules(checkpoint) or (checkpoint / "1_Pooling" / "config.json").is_file():
+        return PipelineTask.EMBEDDINGS_GENERATION
+    names = huggingface_config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            checkpoint, f"architectures in config.json must be a list of names, was {names!r}"
+        )
+    first = names[0] if names else ""
+    if not first.endswith(_TEXT_SUFFIXES) and first.endswith(_EMBEDDINGS_SUFFIXES):
+        return PipelineTask.EMBEDDINGS_GENERATION
+    return PipelineTask.TEXT_GENERATION
+
+
+def _has_sentence_transformers_modules(checkpoint: Path) -> bool:
+    path = checkpoint / "modules.json"
+    if not path.is_file():
+        return False
+    try:
+        modules = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(path, f"is not JSON: {error}") from error
+    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+        raise CheckpointError(path, "must be a JSON list of objects, one for each module")
+    return any(str(one.get("type")).startswith("sentence_transformers.") for one in modules)

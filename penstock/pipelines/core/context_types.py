@@ -1,0 +1,23 @@
+"""All types of contexts: a union for messages, and the lookup of a context's type."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, get_args
+
+from penstock.pipelines.core.context import TextAndVisionContext, TextContext
+from penstock.pipelines.core.embeddings import EmbeddingsContext
+from penstock.pipelines.core.interfaces import InputContext
+from penstock.pipelines.core.speech import TTSContext
+
+RequestContext: TypeAlias = TextContext | TextAndVisionContext | TTSContext | EmbeddingsContext
+"""Every context that can be sent to a worker."""
+CONTEXT_TYPES: tuple[type[TextContext], ...] = get_args(RequestContext)
+
+
+def context_type(context: InputContext) -> type[InputContext]:
+    """Return the member of `CONTEXT_TYPES` that a context is, or its own class if it is none of them.
+
+    A subclass of the caller counts as the nearest of its base classes, so that ``class
+    MyContext(TextContext)`` is a `TextContext`, but a `TTSContext` is not."""
+    ancestry = type(context).__mro__
+    return next((one for one in ancestry if one in CONTEXT_TYPES), type(context))

@@ -1,0 +1,121 @@
+"""Request and context of the embeddings task: vectors or scores of a text, or of a pair of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InputError
+from penstock.pipelines.core.context import TextContext
+
+EmbeddingsOutput = Literal["dense", "sparse", "multi_vector", "scores"]
+"""``dense``: one pooled vector. ``sparse``: a weight for each of some token ids. ``multi_vector``: one vector
+for each token. ``scores``: one number for each label of a classification or reranking head."""
+PoolingType = Literal["cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token"]
+
+EMBEDDINGS_OUTPUTS: tuple[EmbeddingsOutput, ...] = ("dense", "sparse", "multi_vector", "scores")
+POOLING_TYPES: tuple[PoolingType, ...] = (
+    "cls",
+    "mean",
+    "max",
+    "mean_sqrt_len",
+    "weighted_mean",
+    "last_token",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingsGenerationRequest:
+    """A request for the vectors or scores of one text, or of one pair of texts."""
+
+    id: str
+    """The context's ``request_id``."""
+    model_name: str = ""
+    input: str | Sequence[int]
+    """The text, or its token ids including special tokens."""
+    text_pair: str | None = None
+    """The second text of a pair, such as the document that a cross-encoder scores for the query ``input``."""
+    outputs: tuple[EmbeddingsOutput, ...] | None = None
+    """The requested outputs; None requests the model's default output."""
+    prompt: str | None = None
+    """Text that is placed before ``input``, such as ``"query: "``."""
+    prompt_name: str | None = None
+    """The name of a prompt of the checkpoint; excludes ``prompt``."""
+    instruction: str | None = None
+    """The task description of a reranker whose prompt template has one."""
+    pooling: PoolingType | None = None
+    """None uses the checkpoint's pooling."""
+    dimensions: int | None = None
+    """Keep this many leading dimensions of a dense vector; None keeps all."""
+    normalize: bool | None = None
+    """Scale vectors to length 1; None follows the checkpoint."""
+    activation: bool | None = None
+    """Apply the head's sigmoid or softmax to scores; None follows the checkpoint, False returns logits."""
+    truncate: bool = False
+    """Cut an input that exceeds the maximum length; otherwise such an input is refused."""
+    max_tokens: int | None = None
+    """The length to cut to; None uses the model's maximum length. Needs ``truncate``."""
+    adapter: str | None = None
+    """The LoRA adapter, or the task adapter of the checkpoint."""
+    priority: int = 0
+    """Requests of a higher number are scheduled first."""
+
+    def __post_init__(self) -> None:
+        if self.prompt is not None and self.prompt_name is not None:
+            raise InputError("prompt and prompt_name are both given: give one of them")
+        if self.max_tokens is not None and not self.truncate:
+            raise InputError(f"max_tokens is {self.max_tokens} but truncate is False: pass truncate=True")
+        if self.text_pair is not None and not isinstance(self.input, str):
+            raise InputError("text_pair needs a text as input, not token ids: encode the pair before")
+
+
+class EmbeddingsContext(TextContext, kw_only=True, tag=True, omit_defaults=True):
+    """The context of one embeddings request; one forward computes it.
+
+    ``tokens`` hold the whole model input: special tokens, prompt, text, and the second text of a pair. The
+    context generates no tokens, so the input may be as long as ``max_length``.
+    """
+
+    outputs: tuple[EmbeddingsOutput, ...] = ()
+    """The requested outputs; empty requests the model's default output."""
+    token_type_ids: npt.NDArray[Any] | None = None
+    """``[T]``: the segment of each token, for models that distinguish the two texts of a pair."""
+    num_unpooled_tokens: int = 0
+    """Leading tokens that pooling and multi-vector output leave out, such as those of a prompt."""
+    is_query: bool | None = None
+    """Whether the text is a query (True) or a document (False); None where the model does not distinguish."""
+    pooling: PoolingType | None = None
+    """None uses the checkpoint's pooling."""
+    dimensions: int | None = None
+    """Keep this many leading dimensions of a dense vector; None keeps all."""
+    normalize: bool | None = None
+    """Scale vectors to length 1; None follows the checkpoint."""
+    activation: bool | None = None
+    """Apply the head's sigmoid or softmax to scores; None follows the checkpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unknown = [name for name in self.outputs if name not in EMBEDDINGS_OUTPUTS]
+        if unknown:
+            raise InputError(f"outputs must be among {', '.join(EMBEDDINGS_OUTPUTS)}, were {unknown}")
+        if self.pooling is not None and self.pooling not in POOLING_TYPES:
+            raise InputError(f"pooling must be one of {', '.join(POOLING_TYPES)}, was {self.pooling!r}")
+        if self.dimensions is not None and self.dimensions < 1:
+            raise InputError(f"dimensions must be at least 1, was {self.dimensions}")
+        num_tokens = self.current_length
+        if not 0 <= self.num_unpooled_tokens < num_tokens:
+            raise InputError(
+                f"num_unpooled_tokens must be from 0 to {num_tokens - 1}, below the number of tokens, was "
+                f"{self.num_unpooled_tokens}"
+            )
+        if self.token_type_ids is not None:
+            self.token_type_ids = np.asarray(self.token_type_ids)
+            if self.token_type_ids.shape != (num_tokens,):
+                raise InputError(
+                    f"token_type_ids must have one entry for each of the {num_tokens} tokens, has shape "
+                    f"{self.token_type_ids.shape}"
+                )

@@ -1,0 +1,105 @@
+"""`TaskPipeline`: what `assembly` and the worker need of a pipeline, whichever task it serves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+from penstock.errors import PenstockError, TaskMismatchError
+from penstock.kv_cache.interface import KVCache, NullKVCache
+from penstock.pipelines.core import InputContext, PipelineTask, context_type
+from penstock.pipelines.core.interfaces import PipelineOutput
+
+if TYPE_CHECKING:
+    from penstock.engine import InferenceSession
+    from penstock.lora import LoRAManager
+    from penstock.memory import MemoryPlan
+    from penstock.pipelines.speculative import SpeculationStats
+
+ContextT = TypeVar("ContextT", bound=InputContext)
+OutputT = TypeVar("OutputT", bound=PipelineOutput)
+
+
+class TaskPipeline(ABC, Generic[ContextT, OutputT]):
+    """The base class of the pipelines of all tasks.
+
+    A subclass sets `task` and `context_types`, gives `execute`, and overrides what it supports besides.
+    Everything else here is a default for a pipeline without KV cache, adapters, grammars and speculation.
+
+    Args:
+        session: devices, kernels and threads.
+        memory_plan: the limits that the scheduler keeps to.
+        kv: the KV cache; by default one that stores nothing.
+    """
+
+    task: ClassVar[PipelineTask]
+    context_types: ClassVar[tuple[type[InputContext], ...]]
+    """The contexts that `execute` takes; a context of another type is refused."""
+    chunks_prompts: ClassVar[bool] = True
+    """Whether `execute` takes a part of a prompt. Bidirectional attention needs the whole input in one step:
+    then the scheduler runs an input that exceeds the token budget in a step of its own."""
+
+    speculation_stats: SpeculationStats | None = None
+    """Counts of drafted tokens; None without speculation."""
+
+    def __init__(self, session: InferenceSession, memory_plan: MemoryPlan, kv: KVCache | None = None) -> None:
+        self.session = session
+        self.memory_plan = memory_plan
+        self.kv: KVCache = NullKVCache() if kv is None else kv
+        self.failures: dict[str, PenstockError] = {}
+        """The errors of requests that ended in `execute` without an output. The caller of `execute` removes
+        an entry when it has answered the request, and releases the context."""
+
+    @abstractmethod
+    def execute(self, batch: Mapping[str, ContextT], num_steps: int = 1) -> dict[str, OutputT]:
+        """Run up to ``num_steps`` steps and return the output of each context, by request id.
+
+        Raises:
+            PenstockError: a context cannot be served; no context has changed.
+        """
+
+    def release(self, context: ContextT) -> None:
+        """Free what the pipeline holds for a context. Does nothing if that is freed already."""
+        self.kv.release(context)
+
+    def ready(self, context: ContextT) -> bool:
+        """Return whether the context can be scheduled now.
+
+        Raises:
+            PenstockError: the context can never be scheduled.
+        """
+        self.check_context_types([context])
+        return True
+
+    def check_context_types(self, contexts: Iterable[InputContext]) -> None:
+        """Refuse contexts of another task.
+
+        Raises:
+            TaskMismatchError: names the request and both tasks.
+        """
+        for context in contexts:
+            if (kind := context_type(context)) not in self.context_types:
+                request = f"request {context.request_id}, a {kind.__name__},"
+                raise TaskMismatchError(request, None, self.task.option)
+
+    def num_steps_for(self, seconds: float) -> int:
+        """Estimate how many steps one `execute` call can run in ``seconds``."""
+        return 1
+
+    def pack_pending(self) -> bool:
+        """Pack some of the weights that are not packed yet; return False when all are packed."""
+        return False
+
+    @property
+    def lora_manager(self) -> LoRAManager | None:
+        """The LoRA adapters; None if they are not enabled."""
+        return None
+
+    @property
+    def supports_grammars(self) -> bool:
+        """Whether contexts may have a grammar."""
+        return False
+
+    def close(self) -> None:
+        """Stop threads that the pipeline started."""

@@ -1,0 +1,81 @@
+"""The table of tasks: which pipeline, contexts, outputs and tokenizer serve a `PipelineTask`.
+
+`penstock.assembly` reads this table. The scheduler and the worker do not: they treat all pipelines as
+`penstock.pipelines.task_pipeline.TaskPipeline`. ``docs/adding-a-task.md`` describes how to add a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from penstock.architectures.registry import PipelineRegistry, SupportedArchitecture, load_class, load_object
+from penstock.pipelines.core import (
+    InputContext,
+    PipelineTask,
+    TextAndVisionContext,
+    TextContext,
+    TextGenerationResponse,
+)
+from penstock.pipelines.core.interfaces import PipelineOutput
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.pipelines.task_pipeline import TaskPipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRequirements:
+    """What a factory makes a pipeline from."""
+
+    config: PipelineConfig
+    architecture: SupportedArchitecture
+    """The architecture of the configured checkpoint, for the task."""
+    tokenizer: Any
+    """The tokenizer that `TaskRecord.load_tokenizer_class` gave, constructed."""
+    registry: PipelineRegistry
+    """Where the architecture of another checkpoint is found, such as that of a draft model."""
+
+
+PipelineFactory: TypeAlias = "Callable[[PipelineRequirements], TaskPipeline[Any, Any]]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRecord:
+    """One row of the table; creating it loads neither torch nor the pipeline."""
+
+    task: PipelineTask
+    factory: str | PipelineFactory
+    """Loads the model and returns the pipeline; as ``"module:function"`` it is imported when the pipeline is
+    loaded."""
+    context_types: tuple[type[InputContext], ...]
+    """The contexts that the pipeline takes; all are members of `penstock.pipelines.core.RequestContext`."""
+    output_type: type[PipelineOutput]
+    """What ``execute`` returns for each context; `penstock.worker.outputs` sends it to the server."""
+    tokenizer: str | type = "penstock.text.tokenizer:TextTokenizer"
+    """The tokenizer or processor of architectures that name none."""
+
+    def load_factory(self) -> PipelineFactory:
+        """Return the factory; loads torch."""
+        return load_object(self.factory) if isinstance(self.factory, str) else self.factory
+
+    def load_tokenizer_class(self, architecture: SupportedArchitecture) -> type[Any]:
+        """Return the class of an architecture's tokenizer; loads no torch."""
+        return load_class(architecture.tokenizer or self.tokenizer)
+
+
+TaskTable: TypeAlias = Mapping[PipelineTask, TaskRecord]
+
+TASKS: TaskTable = MappingProxyType(
+    {
+        PipelineTask.TEXT_GENERATION: TaskRecord(
+            task=PipelineTask.TEXT_GENERATION,
+            factory="penstock.pipelines.text_generation_factory:create_text_generation",
+            context_types=(TextContext, TextAndVisionContext),
+            output_type=TextGenerationResponse,
+        ),
+    }
+)
+"""The tasks that Penstock has pipelines for."""

@@ -1,0 +1,60 @@
+"""The factory of the text-generation pipeline: the model, its drafts and its grammars."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.architectures.registry import PipelineRegistry
+from penstock.driver import load_devices
+from penstock.grammar import GrammarCompiler
+from penstock.pipelines.speculative import AdaptiveDraftLength, FixedDraftLength, NGramProposer
+from penstock.pipelines.speculative.draft_model import DraftModelProposer, draft_config, share_memory
+from penstock.pipelines.text_generation import PipelineModel, TextGenerationPipeline
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.pipelines.tasks import PipelineRequirements
+
+
+def create_text_generation(required: PipelineRequirements) -> TextGenerationPipeline:
+    """Load the model and return its pipeline.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+    """
+    config, tokenizer = required.config, required.tokenizer
+    model = required.architecture.load_pipeline_model()
+    eos = tokenizer.eos if tokenizer.eos_token_ids else None
+    if config.speculative.method is None:
+        pipeline = TextGenerationPipeline(config, model, eos)
+    else:
+        pipeline = _create_speculating(config, model, eos, required.registry)
+    if config.structured_output.enable:
+        pipeline.grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, config=config.structured_output)
+    return pipeline
+
+
+def _create_speculating(
+    config: PipelineConfig,
+    model: type[PipelineModel[Any]],
+    eos: int | None,
+    registry: PipelineRegistry,
+) -> TextGenerationPipeline:
+    """Return a pipeline whose drafts come from a draft model or from the text itself."""
+    speculative = config.speculative
+    width = AdaptiveDraftLength if speculative.adaptive_speculation else FixedDraftLength
+    widths = width(speculative.num_speculative_tokens)
+    if speculative.method == "ngram":
+        proposer = NGramProposer(speculative.ngram_min, speculative.ngram_max)
+        return TextGenerationPipeline(config, model, eos, proposer=proposer, widths=widths)
+    draft_model = draft_config(config).model
+    draft = registry.retrieve_architecture(
+        draft_model.huggingface_config, draft_model.checkpoint, encoding=draft_model.encoding
+    ).load_pipeline_model()
+    free_memory = sum(device.stats["free_memory"] for device in load_devices(config.model.devices))
+    config, drafting = share_memory(config, model, draft, free_memory=free_memory)
+    pipeline = TextGenerationPipeline(config, model, eos, widths=widths)
+    vocabulary = config.model.huggingface_config.vocabulary_size
+    pipeline.proposer = DraftModelProposer(drafting, draft, pipeline.session, vocabulary)
+    return pipeline

@@ -1,0 +1,53 @@
+"""Pipeline outputs as messages: the one place of the worker that lists the types of outputs."""
+
+from __future__ import annotations
+
+from penstock.pipelines.core import (
+    AudioGenerationResponse,
+    EmbeddingsResponse,
+    LogProbabilities,
+    TextContext,
+    TextGenerationResponse,
+)
+from penstock.pipelines.core.interfaces import PipelineOutput
+from penstock.worker.messages import (
+    AudioResult,
+    EmbeddingsResult,
+    PackedLogProbabilities,
+    RequestResult,
+    TextResult,
+)
+
+
+def result_of(context: TextContext, output: PipelineOutput) -> RequestResult | None:
+    """Return the message for an output; None if it is empty and not the last, as after a prompt chunk."""
+    request_id = context.request_id
+    match output:
+        case TextGenerationResponse():
+            return _text_result(context, output)
+        case EmbeddingsResponse():
+            return EmbeddingsResult(request_id, output)
+        case AudioGenerationResponse():
+            if output.audio is None and not output.is_done:
+                return None
+            return AudioResult(request_id, output.final_status, output.audio)
+    raise TypeError(
+        f"a pipeline returned a {type(output).__name__}, which is not an output type: return a "
+        "TextGenerationResponse, EmbeddingsResponse or AudioGenerationResponse"
+    )
+
+
+def _text_result(context: TextContext, output: TextGenerationResponse) -> TextResult | None:
+    if not output.tokens and not output.is_done:
+        return None
+    tokens = [int(one.next_token) for one in output.tokens]
+    result = TextResult(context.request_id, tokens, output.final_status)
+    if context.log_probabilities:
+        result.log_probabilities = [_packed(one.log_probabilities) for one in output.tokens]
+    if output.is_done:
+        result.prompt_log_probabilities = _packed(context.prompt_log_probabilities)
+    return result
+
+
+def _packed(rows: LogProbabilities | None) -> PackedLogProbabilities | None:
+    return None if rows is None else PackedLogProbabilities.of(rows)
