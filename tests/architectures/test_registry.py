@@ -10,9 +10,10 @@ import pytest
 
 from penstock.architectures.registry import PIPELINE_REGISTRY, PipelineRegistry, SupportedArchitecture
 from penstock.config import HuggingFaceConfig
-from penstock.errors import CheckpointError, ConfigError, UnknownArchitectureError
+from penstock.errors import CheckpointError, ConfigError, UnknownArchitectureError, UnsupportedTaskError
 from penstock.kernels import ENCODINGS
 from penstock.pipelines.core import PipelineTask
+from penstock.pipelines.tasks import TASKS
 
 RECORD = """
 from penstock.pipelines.core import PipelineTask
@@ -109,12 +110,55 @@ def test_a_record_that_is_missing_or_misplaced(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "__init__.py").write_text("")
     registry = PipelineRegistry([tmp_path])
-    with pytest.raises(ConfigError, match="must hold ARCHITECTURE"):
+    with pytest.raises(
+        ConfigError, match="must hold ARCHITECTURE, a SupportedArchitecture, or ARCHITECTURES"
+    ):
         registry.retrieve_architecture(config("empty"), "x")
     add_folder(tmp_path, "elsewhere", "other")
     registry = PipelineRegistry([tmp_path])
     with pytest.raises(ConfigError, match="is of model_type 'other': its folder must be other"):
         registry.retrieve_architecture(config("elsewhere"), "x")
+
+
+def test_a_folder_with_a_record_for_each_task(tmp_path: Path) -> None:
+    add_folder(tmp_path, "toy", "toy")
+    record = tmp_path / "toy" / "__init__.py"
+    record.write_text(
+        record.read_text().replace("ARCHITECTURE = ", "CHAT = ")
+        + "from dataclasses import replace\n"
+        + "EMBEDDER = replace(CHAT, task=PipelineTask.EMBEDDINGS_GENERATION, pipeline_model='config:Other')\n"
+        + "ARCHITECTURES = (CHAT, EMBEDDER)\n"
+    )
+    registry = PipelineRegistry([tmp_path])
+    tasks = [one.task for one in registry.architectures if one.name == "toy"]
+    assert tasks == [PipelineTask.EMBEDDINGS_GENERATION, PipelineTask.TEXT_GENERATION]
+    for task, model in (
+        (PipelineTask.TEXT_GENERATION, "model:Model"),
+        (PipelineTask.EMBEDDINGS_GENERATION, "config:Other"),
+    ):
+        found = registry.retrieve_architecture(config("toy"), "x", task=task)
+        assert (found.task, found.pipeline_model) == (task, model)
+    with pytest.raises(
+        UnsupportedTaskError, match=r"'toy' has no pipeline for the task audio-generation"
+    ) as no:
+        registry.retrieve_architecture(config("toy"), "x", task=PipelineTask.AUDIO_GENERATION)
+    assert sorted(no.value.known) == ["embeddings-generation", "text-generation"]
+    registry.register(hand_made("toy"), allow_override=True)
+    assert registry.retrieve_architecture(config("toy"), "x").pipeline_model is dict
+    embedder = registry.retrieve_architecture(config("toy"), "x", task=PipelineTask.EMBEDDINGS_GENERATION)
+    assert embedder.pipeline_model == "config:Other"
+
+
+@pytest.mark.parametrize(
+    "addition",
+    ["ARCHITECTURES = (ARCHITECTURE,)\n", "ARCHITECTURES = (ARCHITECTURE,) * 2\ndel ARCHITECTURE\n"],
+)
+def test_records_that_contradict_each_other(tmp_path: Path, addition: str) -> None:
+    add_folder(tmp_path, "toy", "toy")
+    record = tmp_path / "toy" / "__init__.py"
+    record.write_text(record.read_text() + addition)
+    with pytest.raises(ConfigError, match="one record for each task, in ARCHITECTURES alone"):
+        PipelineRegistry([tmp_path]).retrieve_architecture(config("toy"), "x")
 
 
 def test_one_may_be_registered_by_hand(registry: PipelineRegistry) -> None:
@@ -158,4 +202,5 @@ class TestWhatIsFound:
         from penstock.pipelines import PipelineModel
 
         assert issubclass(architecture.load_pipeline_model(), PipelineModel)
-        assert architecture.load_tokenizer().__name__.endswith("Tokenizer")
+        tokenizer = TASKS[architecture.task].load_tokenizer_class(architecture)
+        assert tokenizer.__name__.endswith("Tokenizer")

@@ -15,7 +15,13 @@ from support.running import context_of, generate, open_pipeline, random_tokens, 
 
 from penstock.architectures.llama import tiny_config
 from penstock.dtype import DType
-from penstock.errors import ConfigError, InputError, InsufficientBlocksError, UnsupportedFeatureError
+from penstock.errors import (
+    ConfigError,
+    InputError,
+    InsufficientBlocksError,
+    TaskMismatchError,
+    UnsupportedFeatureError,
+)
 from penstock.kernels import StepInputs
 from penstock.kv_cache import KVCacheManager, KVCacheSpec, KVGroup
 from penstock.nn import ReturnHiddenStates, ReturnLogits
@@ -30,6 +36,7 @@ from penstock.pipelines import (
     TextGenerationPipeline,
 )
 from penstock.pipelines.core import (
+    EmbeddingsContext,
     Grammar,
     Pipeline,
     SamplingParams,
@@ -396,8 +403,26 @@ def test_a_cache_that_a_model_brings_itself_gets_the_memory_there_is(checkpoint:
     assert generate(pipeline, [context_of([3, 1], 2)]) == [[2, 3]]
 
 
-def test_speech_tokens_end_before_the_audio(pipeline: TextGenerationPipeline) -> None:
+def test_a_context_of_another_task_is_refused(pipeline: TextGenerationPipeline) -> None:
+    class MyContext(TextContext):
+        pass
+
+    assert len(generate(pipeline, [MyContext(prompt="", max_length=9, tokens=np.array([1]))])[0]) == 8
+    options = {"prompt": "", "max_length": 9, "tokens": np.array([1]), "request_id": "7"}
+    for context in (TTSContext(**options), EmbeddingsContext(**options)):
+        message = f"request 7, a {type(context).__name__}, .* loaded for text-generation"
+        for call in (lambda it: pipeline.execute({"7": it}), pipeline.ready):
+            with pytest.raises(TaskMismatchError, match=message):
+                call(context)
+        assert not context.is_assigned_to_cache
+
+
+def test_speech_tokens_end_before_the_audio(
+    pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline for speech tokens derives from this one, and differs in its contexts."""
     (plain,) = generate(pipeline, [context_of(PROMPT, 2)])
+    monkeypatch.setattr(type(pipeline), "context_types", (TTSContext,))
     context = TTSContext(prompt="", max_length=len(PROMPT) + 2, tokens=np.array(PROMPT), ignore_eos=True)
     response = pipeline.execute({"a": context}, num_steps=5)["a"]
     assert [part.next_token for part in response.tokens] == plain

@@ -596,10 +596,10 @@ async def test_a_worker_that_dies_before_it_answers_counts_as_a_failed_start(
         dead = mortal()
         if starts > 1:
 
-            def die() -> Any:
+            def die(stats: WorkerStats) -> None:
                 raise Death
 
-            object.__setattr__(dead, "draft_counts", die)
+            object.__setattr__(dead, "add_counts", die)
         return dead
 
     async with client_of(work) as client:

@@ -1,0 +1,57 @@
+"""The steps of docs/adding-a-task.md: its files are written and its check is run, with a real worker process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.documents import ROOT
+
+PAGE = (ROOT / "docs" / "adding-a-task.md").read_text()
+FILES = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE))
+
+
+def run(folder: Path, code: str | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Write the page's files, with texts replaced, and run its check or other code in their folder."""
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for old, new in changes.items():
+            text = text.replace(old, new)
+        path.write_text(text)
+    return subprocess.run(
+        [sys.executable, "-c", code or (folder / "check.py").read_text()],
+        cwd=folder,
+        env={"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_block_is_a_file_of_the_page() -> None:
+    assert PAGE.count("```") == 2 * len(FILES) == 12
+
+
+def test_the_page(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ids = [ord": "ids = [1 + ord"}, "AssertionError"),
+        ({"context_types = (EmbeddingsContext,)": "context_types = ()"}, "TaskMismatchError"),
+        ({"tasks={**TASKS, RECORD.task: RECORD}": "tasks=TASKS"}, "has no pipeline for the task embeddings-"),
+        ({'["MeanModel"]': '["MeanForCausalLM"]'}, "no pipeline for the task text-generation"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_seen(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+    done = run(tmp_path, **changes)
+    assert done.returncode != 0
+    assert message in done.stderr
