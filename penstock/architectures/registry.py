@@ -104,6 +104,10 @@ class PipelineRegistry:
         self._more_folders = tuple(folders)
         self._registered: dict[tuple[str, PipelineTask], SupportedArchitecture] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process has to register the folders as packages itself.
+        return {name: value for name, value in vars(self).items() if name != "_folders"}
+
     @property
     def architectures(self) -> tuple[SupportedArchitecture, ...]:
         """All records, by name and task."""

@@ -1,4 +1,4 @@
-"""The steps of docs/adding-a-task.md: its files are written and its check is run, with a real worker process."""
+"""The steps of docs/adding-a-task.md: its files are written, and its check runs a real worker process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PAGE = (ROOT / "docs" / "adding-a-task.md").read_text()
 FILES = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE))
 
 
-def run(folder: Path, code: str | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
-    """Write the page's files, with texts replaced, and run its check or other code in their folder."""
+def run(folder: Path, changes: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Write the page's files, with texts replaced, and run its check in their folder."""
     for name, text in FILES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        for old, new in changes.items():
+        for old, new in (changes or {}).items():
             text = text.replace(old, new)
         path.write_text(text)
     return subprocess.run(
-        [sys.executable, "-c", code or (folder / "check.py").read_text()],
+        [sys.executable, "-c", (folder / "check.py").read_text()],
         cwd=folder,
         env={"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -52,6 +52,6 @@ def test_the_page(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_mistake_is_seen(tmp_path: Path, changes: dict[str, str], message: str) -> None:
-    done = run(tmp_path, **changes)
+    done = run(tmp_path, changes)
     assert done.returncode != 0
     assert message in done.stderr
