@@ -204,6 +204,7 @@ def load_scheduler(
         max_batch_size=plan.max_batch_size,
         max_batch_input_tokens=plan.max_batch_input_tokens,
         enable_chunked_prefill=config.enable_chunked_prefill,
+        whole_prompts=not pipeline.chunks_prompts,
         ready=pipeline.ready,
         isolates_faults=isolates_faults,
     )

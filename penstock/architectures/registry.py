@@ -114,6 +114,10 @@ class PipelineRegistry:
         found = {_key(one): one for folder in self._folders for one in self._load_folder(folder)}
         return tuple(one for _, one in sorted((found | self._registered).items()))
 
+    def of_task(self, task: PipelineTask) -> tuple[SupportedArchitecture, ...]:
+        """Return the records of one task, by name."""
+        return tuple(one for one in self.architectures if one.task is task)
+
     def retrieve_architecture(
         self,
         huggingface_config: HuggingFaceConfig,

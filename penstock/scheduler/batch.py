@@ -56,3 +56,13 @@ class Batch(Generic[ContextT]):
         """Takes an entry out again, if it is in the batch."""
         if self.entries.pop(request_id, None) is not None:
             self.num_left += self._rows.pop(request_id)
+
+
+def num_rows(context: InputContext) -> int:
+    """Return how many tokens of a context the next forward computes."""
+    return context.active_idx - context.start_idx
+
+
+def is_whole(context: InputContext) -> bool:
+    """Return whether all tokens of a context are computed after this step."""
+    return context.active_idx == context.end_idx

@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, InputError, InsufficientBlocksError, Pe
 from penstock.kv_cache.interface import KVCache, restart
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
-from penstock.scheduler.batch import Batch, Entry
+from penstock.scheduler.batch import Batch, Entry, is_whole, num_rows
 from penstock.scheduler.budget import decode_rows, prompt_rows, refuse_what_never_fits, smallest_chunk
 from penstock.scheduler.isolation import Isolation, as_failure, take_failures
 from penstock.scheduler.shares import Shares
@@ -52,6 +52,8 @@ class Scheduler(Generic[ContextT, OutputT]):
         min_chunk_size: prompts are not cut into smaller chunks, as far as the budget allows.
         enable_chunked_prefill: whether prompts are cut at all. Without it a longer prompt than the budget is
             refused; only one that outgrew the budget before it was preempted is cut.
+        whole_prompts: never cut a prompt, because the pipeline cannot compute a part of one. A prompt that
+            exceeds the budget runs in a step of its own.
         ready: whether a context may run yet (its grammar is compiled, its adapter loaded). Until then it
             waits and those behind it pass. An exception that it raises ends the request.
         isolates_faults: whether a batch that fails is run again by halves. Without it every exception of
@@ -66,6 +68,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         max_batch_input_tokens: int = 8192,
         min_chunk_size: int = 64,
         enable_chunked_prefill: bool = True,
+        whole_prompts: bool = False,
         ready: Callable[[ContextT], bool] | None = None,
         isolates_faults: bool = True,
     ) -> None:
@@ -82,7 +85,8 @@ class Scheduler(Generic[ContextT, OutputT]):
         self._max_batch_size = min(max_batch_size, max_batch_input_tokens)
         self._max_tokens = max_batch_input_tokens
         self._min_chunk = smallest_chunk(min_chunk_size, max_batch_input_tokens, self._max_batch_size)
-        self._may_chunk_prefill = enable_chunked_prefill
+        self._may_chunk_prefill = enable_chunked_prefill and not whole_prompts
+        self._whole_prompts = whole_prompts
         self._ready = ready
         self._isolation = Isolation(pipeline) if isolates_faults else None
         self._arrivals = count()
@@ -131,7 +135,8 @@ class Scheduler(Generic[ContextT, OutputT]):
             InputError: it could never run, even alone, or its ``request_id`` is in use.
         """
         chunk_size = self._min_chunk if self._may_chunk_prefill else None
-        refuse_what_never_fits(context, self._kv, max_tokens=self._max_tokens, chunk_size=chunk_size)
+        max_tokens = context.current_length if self._whole_prompts else self._max_tokens
+        refuse_what_never_fits(context, self._kv, max_tokens=max_tokens, chunk_size=chunk_size)
         if context.request_id in self._running or context.request_id in self._waiting:
             raise InputError(f"request {context.request_id} is here already: give each request its own id")
         self._shares.enter(context.client_id)
@@ -160,11 +165,11 @@ class Scheduler(Generic[ContextT, OutputT]):
         self._add_prompts(batch)
         entries = batch.entries
         contexts = {request_id: entry.context for request_id, entry in entries.items()}
-        self.last_batch = (len(entries), sum([_num_rows(context) for context in contexts.values()]))
+        self.last_batch = (len(entries), sum([num_rows(context) for context in contexts.values()]))
         outputs: dict[str, OutputT] = {}
         if entries:
             prompts = [entry for entry in entries.values() if not entry.is_decoding]
-            whole = [entry for entry in prompts if _is_whole(entry.context)]
+            whole = [entry for entry in prompts if is_whole(entry.context)]
             outputs, failures = self._execute(contexts, self._clamp(num_steps, entries))
             for entry in whole:
                 entry.is_decoding = True
@@ -199,7 +204,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         admits = self._has_slot() or self._shares.is_contended
         if admits:
             self._waiting.recheck(self._is_ready)
-        while batch.num_left:
+        while batch.num_left > 0:
             prompts = [entry for entry in prompts if entry.request_id in self._running]
             entry = min(prompts, key=self._shares.turn_of, default=None)
             admits = admits and (self._has_slot() or self._shares.is_contended)
@@ -224,8 +229,8 @@ class Scheduler(Generic[ContextT, OutputT]):
     def _admit(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> bool:
         """Moves a waiting context to the running ones, if tokens, a place and blocks for all of its prompt
         are there, or can be had of a client that holds more than its share."""
-        context, may_cut = entry.context, self._may_chunk(entry)
-        if not prompt_rows(context.end_idx, batch.num_left, self._min_chunk, may_cut=may_cut):
+        context = entry.context
+        if not self._prompt_rows(entry, context.end_idx, batch):
             return False
         if not self._find_room(entry, batch):
             return False
@@ -269,9 +274,8 @@ class Scheduler(Generic[ContextT, OutputT]):
         return not headroom or self._kv.admits(entry.context, chunk_size=chunk, headroom=headroom)
 
     def _reserve_prompt(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> int:
-        may_cut = self._may_chunk(entry)
-        rows = prompt_rows(entry.num_remaining, batch.num_left, self._min_chunk, may_cut=may_cut)
-        smallest = min(rows, self._min_chunk) if may_cut else rows
+        rows = self._prompt_rows(entry, entry.num_remaining, batch)
+        smallest = min(rows, self._min_chunk) if self._may_chunk(entry) else rows
         return self._reserve(entry, rows, smallest, batch, may_preempt=not batch.entries) if rows else 0
 
     def _reserve(
@@ -313,7 +317,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         if num_steps <= 1:
             return 1
         contexts = [entry.context for entry in entries.values()]
-        if not all(map(_is_whole, contexts)):
+        if not all(map(is_whole, contexts)):
             return 1
         for context in contexts:
             if context.max_length is not None:
@@ -331,7 +335,14 @@ class Scheduler(Generic[ContextT, OutputT]):
         return len(self._running) < self._max_batch_size
 
     def _may_chunk(self, entry: Entry[ContextT]) -> bool:
-        return self._may_chunk_prefill or entry.context.end_idx > self._max_tokens
+        outgrew_budget = entry.context.end_idx > self._max_tokens
+        return self._may_chunk_prefill or (outgrew_budget and not self._whole_prompts)
+
+    def _prompt_rows(self, entry: Entry[ContextT], num_remaining: int, batch: Batch[ContextT]) -> int:
+        """Return how many of a prompt's remaining tokens this step computes; 0 if it has to wait."""
+        if self._whole_prompts and not batch.entries:
+            return num_remaining
+        return prompt_rows(num_remaining, batch.num_left, self._min_chunk, may_cut=self._may_chunk(entry))
 
     def _is_ready(self, entry: Entry[ContextT]) -> bool:
         try:
@@ -387,13 +398,3 @@ class Scheduler(Generic[ContextT, OutputT]):
 
 
 _key = attrgetter("key")
-
-
-def _num_rows(context: InputContext) -> int:
-    """The tokens of a context that the next forward computes."""
-    return context.active_idx - context.start_idx
-
-
-def _is_whole(context: InputContext) -> bool:
-    """Whether all tokens of a context are computed after this step."""
-    return context.active_idx == context.end_idx

@@ -132,6 +132,7 @@ def test_a_folder_with_a_record_for_each_task(tmp_path: Path) -> None:
     registry = PipelineRegistry([tmp_path])
     tasks = [one.task for one in registry.architectures if one.name == "toy"]
     assert tasks == [PipelineTask.EMBEDDINGS_GENERATION, PipelineTask.TEXT_GENERATION]
+    assert [one.name for one in registry.of_task(PipelineTask.EMBEDDINGS_GENERATION)] == ["toy"]
     for task, model in (
         (PipelineTask.TEXT_GENERATION, "model:Model"),
         (PipelineTask.EMBEDDINGS_GENERATION, "config:Other"),

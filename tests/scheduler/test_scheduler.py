@@ -159,6 +159,17 @@ def test_the_rest_of_the_budget_goes_to_the_next_prompt_unless_it_is_too_small_a
     assert run.finish() == [{"a": 10}, {"b": 10}]
 
 
+def test_a_whole_prompt_above_the_budget_runs_in_a_step_of_its_own() -> None:
+    run = Run(whole_prompts=True)
+    for name, length in (("a", 6), ("b", 40), ("c", 10), ("d", 7)):
+        run.submit(name, length, new=1)
+    assert run.finish() == [{"a": 6}, {"b": 40}, {"c": 10}, {"d": 7}]
+    for name, length in (("e", 6), ("f", 10), ("g", 16), ("h", 17)):
+        run.submit(name, length, new=1)
+    assert run.finish() == [{"e": 6, "f": 10}, {"g": 16}, {"h": 17}]
+    assert not run.scheduler.failures
+
+
 def test_nobody_overtakes_a_prompt_that_does_not_get_its_chunk() -> None:
     run = Run(min_chunk_size=7)
     for name, length in (("a", 12), ("b", 9), ("c", 2)):
