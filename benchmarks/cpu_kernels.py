@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.kernels import LayerKV, PackedLinear, SamplingInputs
-from penstock.kernels.cpu import CpuOps, cpu_features, isa, load
+from penstock.kernels.cpu import cpu_features, isa, load
+from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.reference import ReferenceOps
 
 SECONDS_A_CASE = 0.5

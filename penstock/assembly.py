@@ -88,11 +88,13 @@ def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
 @contextmanager
 def memory_of_weights(config: PipelineConfig) -> Iterator[None]:
     """Prefault memory for packed weights in a thread during a load; enter it before importing libraries."""
+    from penstock.kernels.backend import BACKENDS
     from penstock.memory import estimate_packed_size
 
     size, device = 0, config.model.devices[0]
     with suppress(PenstockError):  # the load reports a model that cannot be loaded
-        if device.device_type == "cpu" and not config.model.packed_key.file.is_file():
+        backend = BACKENDS.candidates(device.device_type, config.model.kernels)[0]
+        if device.is_host and backend.packs_weights and not config.model.packed_key.file.is_file():
             size = estimate_packed_size(config)
     has_room = size < CPU().stats["free_memory"] * _PREFAULT_SHARE
     with prefaulted_memory(size if size > _MIN_PREFAULTED and has_room else 0):
@@ -165,8 +167,8 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
 
     model = _load_decoder(config)
     devices = load_devices(config.model.devices)
-    ops = InferenceSession(devices, num_threads=config.num_threads).ops
-    if ops.layout != "panels":
+    ops = InferenceSession(devices, num_threads=config.num_threads, kernels=config.model.kernels).ops
+    if not ops.packs_weights:
         raise ConfigError("devices", f"nothing is packed for the {ops.name} kernels: leave out --pack")
     weights = Weights.open(config.model.checkpoint)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)

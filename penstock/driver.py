@@ -68,6 +68,11 @@ class DeviceSpec:
         """The host's NVIDIA GPU number ``id``."""
         return DeviceSpec(id, "gpu")
 
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is the CPU of the host."""
+        return self.device_type == "cpu"
+
     def encoding_in_place_of(self, encoding: str) -> str:
         """The encoding in which this device runs weights of another: the same, but where it lacks arithmetic.
 

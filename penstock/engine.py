@@ -1,4 +1,4 @@
-"""`InferenceSession`: the devices of this process, the kernels chosen for them, and its threads."""
+"""`InferenceSession`: the devices of this process, the kernels for them, and the number of threads."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from penstock.errors import ConfigError, ForkedProcessError
 from penstock.host import limits
 
 if TYPE_CHECKING:
-    from penstock.kernels import Ops
-    from penstock.kernels.cpu import GraphCache
+    from penstock.kernels import Backend, GraphCache, Ops
 
 
 class InferenceSession:
-    """Where models run.
+    """The devices, kernels and threads that models run on.
 
     Args:
-        devices: the devices to run on; the host's processor if not given.
-        num_threads: threads of the one OpenMP team of this process. If not given, as many as torch chooses
-            (one a core, or ``OMP_NUM_THREADS``), but no more than a container's limit of time is worth.
+        devices: the devices to run on; the CPU of the host if not given.
+        num_threads: threads of the OpenMP team of this process. If not given, torch's default (one per core,
+            or ``OMP_NUM_THREADS``), but not more than the CPU limit of the container allows.
+        kernels: name of the back end; the best one that runs on the device if not given.
 
     Raises:
-        ForkedProcessError: this process was forked from one that had made a session.
+        ConfigError: more than one device is given.
+        ForkedProcessError: this process was forked from a process that had created a session.
     """
 
     _process: ClassVar[int | None] = None
-    """The process that made the first session. A forked child inherits the number, but not the threads."""
+    """The process that created the first session. A forked child inherits the number, not the threads."""
 
     def __init__(
         self,
         devices: Sequence[Device] | None = None,
         *,
         num_threads: int | None = None,
+        kernels: str | None = None,
     ) -> None:
         if InferenceSession._process is None:
             InferenceSession._process = os.getpid()
@@ -44,8 +46,10 @@ class InferenceSession:
         if len(self.devices) > 1:
             raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
         self.use_plans = True
-        """False has every step run operation by operation: to compare."""
+        """False runs every step operation by operation, for comparisons."""
+        self._kernels = kernels
         self._plans: GraphCache | None = None
+        self._plans_of: Ops | None = None
         if num_threads is None:
             num_threads = _threads_of_limit()
         if num_threads is not None:
@@ -54,11 +58,11 @@ class InferenceSession:
             torch.set_num_threads(num_threads)
 
     def check_process(self) -> None:
-        """Check that this process may compute: the OpenMP team of a parent does not survive a fork.
+        """Check that this process can compute: the OpenMP threads of a parent do not survive a fork.
 
         Raises:
-            ForkedProcessError: it was forked after the first session was made. The next parallel loop would
-                wait forever for threads that do not exist.
+            ForkedProcessError: the process was forked after the first session was created. The next parallel
+                loop would wait forever for threads that do not exist.
         """
         process = os.getpid()
         if InferenceSession._process not in (None, process):
@@ -66,59 +70,65 @@ class InferenceSession:
 
     @property
     def kernels(self) -> str:
-        """What operations run on: a back end, with the instruction set of the C++ kernels."""
-        from penstock.kernels import cpu
+        """The back end that computes operations, followed by its instruction set if it has several."""
+        return self.ops.description
 
-        name = self.ops.name
-        return f"{name} {cpu.isa()}" if isinstance(self.ops, cpu.CpuOps) else name
+    @cached_property
+    def _opened(self) -> tuple[Backend, Ops]:
+        from penstock.kernels.backend import BACKENDS
+
+        return BACKENDS.open(self.devices[0].label, self._kernels)
+
+    @property
+    def backend(self) -> Backend:
+        """The back end of this session.
+
+        Raises:
+            ConfigError: the back end that was asked for does not exist or cannot run here.
+        """
+        return self._opened[0]
 
     @cached_property
     def ops(self) -> Ops:
-        """The kernels that models of this session run on."""
-        from penstock.kernels.reference import ReferenceOps
-
-        if self.devices[0].is_host:
-            from penstock.kernels import cpu
-
-            compiled = cpu.load()
-            if compiled is not None:
-                return compiled
-        return ReferenceOps()
+        """The operations of the back end; the models of this session call them."""
+        return self._opened[1]
 
     @property
     def plans(self) -> GraphCache | None:
-        """The compiled steps of this session's models; None where operations run one by one."""
-        from penstock.kernels import cpu
+        """The compiled steps of this session's models; None if operations run one by one."""
+        from penstock.kernels.graph import GraphCache
 
-        ops = self.ops
-        if not self.use_plans or type(ops) is not cpu.CpuOps:
+        if not self.use_plans:
             return None
-        if self._plans is None or self._plans.ops is not ops:
-            self._plans = cpu.GraphCache(ops)
+        if self._plans_of is not self.ops:
+            compiler = self.backend.graphs(self.ops)
+            self._plans = GraphCache(compiler) if compiler is not None else None
+            self._plans_of = self.ops
         return self._plans
 
     @property
     def plan_status(self) -> str:
-        """How the last step ran: ``planned``, as one call, or ``eager``, and why."""
-        if self.plans is None:
+        """How the last step ran: ``planned``, as one call, or ``eager`` and why."""
+        plans = self.plans
+        if plans is None:
             return f"eager: no plans for {self.ops.name} kernels" if self.use_plans else "eager: as asked for"
-        return self.plans.status or "no step yet"
+        return plans.status or "no step yet"
 
     @property
     def planned_steps(self) -> str:
-        """Which steps run as one call, whatever the model."""
+        """The steps of any model that can run as one call."""
         plans = self.plans
         if plans is None:
             return "none"
-        left = [name for name, owner in self.ops.chosen().items() if owner != self.ops.name]
-        without = f" without {', '.join(left)}" if left else ""
+        others = [name for name, owner in self.ops.chosen().items() if owner != self.ops.name]
+        without = f" without {', '.join(others)}" if others else ""
         return f"of up to {plans.max_rows} rows{without}"
 
 
 def _threads_of_limit() -> int | None:
-    """How many threads a limit of processor time is worth; None leaves the choice to torch.
+    """Return the number of threads that a CPU limit allows; None leaves the choice to torch.
 
-    More would be stopped together until the next period, in the middle of a step.
+    With more threads, the system would stop all of them in the middle of a step until the next period.
     """
     granted = limits.cores()
     if granted is None or "OMP_NUM_THREADS" in os.environ:

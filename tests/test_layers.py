@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 COMPOSITION_ROOTS = ("__main__", "assembly", "bench", "cli", "llm", "testing")
 """These folders and modules may import anything."""
-LAZY_FACES = ("", "pipelines")
+LAZY_FACES = ("", "kernels", "pipelines")
 """Package ``__init__`` modules that resolve public names on first use; they may name any module."""
 
 Where = Literal["module", "typing", "function"]

@@ -42,7 +42,12 @@ from penstock.kernels import (
 from penstock.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.log_probabilities import compute_log_probabilities
 from penstock.lora import LoRAManager
-from penstock.memory import estimate_activation_memory, estimate_kv_cache_size, plan_memory
+from penstock.memory import (
+    estimate_activation_memory,
+    estimate_kv_cache_size,
+    plan_memory,
+    wanted_block_size,
+)
 from penstock.nn import Loader, ReturnHiddenStates, ReturnLogits
 from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextContext
 from penstock.weights import Weights
@@ -51,7 +56,7 @@ from penstock.weights.packed_weights import open_packed
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
     from penstock.engine import InferenceSession
-    from penstock.kernels.cpu import GraphCache
+    from penstock.kernels import GraphCache
 
 
 LAZILY_PACKED = ("float32", "bfloat16", *CALIBRATED)
@@ -99,9 +104,9 @@ class DecoderModel(PipelineModel[TextContext]):
         self.torch_device = self.devices[0].torch_device
         model = self.pipeline_config.model
         ops = self.session.ops
-        store = open_packed(model.packed_key, ops.layout)
-        if store is not None or ops.layout != "panels":
-            release_prefaulted()  # nothing is going to be packed into it
+        store = open_packed(model.packed_key, ops.layout) if ops.packs_weights else None
+        if store is not None or not ops.packs_weights:
+            release_prefaulted()  # nothing will be packed into it
         loader = Loader(self.weights, model.encoding, self.torch_device, ops, store, later=LAZILY_PACKED)
         self.network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         self.calibrate(self.pipeline_config, self.network, loader.layers, ops)
@@ -187,7 +192,7 @@ class DecoderModel(PipelineModel[TextContext]):
         return KVCacheManager(
             spec,
             self._num_blocks(available_cache_memory),
-            config.block_size,
+            wanted_block_size(self.pipeline_config),
             device=self.torch_device,
             enable_prefix_caching=config.enable_prefix_caching
             and (spec.shares_prefixes or not self.network.length_dependent),

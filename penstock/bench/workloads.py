@@ -27,7 +27,7 @@ from penstock.llm.llm import LLM
 from penstock.pipelines.core import SamplingParams
 
 if TYPE_CHECKING:
-    from penstock.kernels.cpu.plan import CompiledPlan
+    from penstock.kernels import Graph
     from penstock.llm.outputs import OutputBuilder
 
 T = TypeVar("T")
@@ -203,7 +203,8 @@ class Bench:
             narrow = narrow_config(whole_config, max_length=length)
             narrow["dtype"] = self._llm.pipeline.model.dtype.value
             write_random_checkpoint(Path(folder), narrow)
-            model = ModelConfig(model_path=folder, devices=self.config.model.devices)
+            given = self.config.model
+            model = ModelConfig(model_path=folder, devices=given.devices, kernels=given.kernels)
             config = replace(self.config, model=model, speculative=SpeculativeConfig())
             with InstrumentedLLM.from_config(config) as llm:
                 llm.pipeline.pack_all_pending()
@@ -282,7 +283,7 @@ def _anonymous_memory(pid: int) -> int:
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
-def seconds_of_kernels(plan: CompiledPlan, runs: int = 50) -> float:
+def seconds_of_kernels(graph: Graph, runs: int = 50) -> float:
     """What the kernels of a step take when nothing comes between: the median of runs on its last inputs.
 
     They write once more to the KV cache what the step wrote there, so no other step may have run since.
@@ -290,7 +291,7 @@ def seconds_of_kernels(plan: CompiledPlan, runs: int = 50) -> float:
     taken = []
     for _ in range(runs):
         start = perf_counter()
-        plan.run()
+        graph.run()
         taken.append(perf_counter() - start)
     return statistics.median(taken)
 

@@ -39,6 +39,13 @@ def _print(found: Environment) -> None:
             "OpenMP": ", ".join(found.openmp) or "none",
         },
     )
+    _section(
+        "kernels",
+        {
+            one.name: f"for {', '.join(one.device_types)}" + ("" if one.is_usable else ": cannot run here")
+            for one in found.backends
+        },
+    )
     for device in found.devices:
         memory = f"{_gib(device.free_memory)} free of {_gib(device.total_memory)}"
         _section(

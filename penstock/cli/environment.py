@@ -43,6 +43,16 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """A kernel back end of this installation."""
+
+    name: str
+    device_types: list[str]
+    is_usable: bool
+    """Whether its kernels can be loaded here."""
+
+
+@dataclass(frozen=True, slots=True)
 class Environment:
     """A report on this machine, this installation and this process."""
 
@@ -57,6 +67,8 @@ class Environment:
     isa: str
     """The instruction set of the C++ kernels; ``none`` where they were not built."""
     torch_cpu_capability: str
+    backends: list[BackendInfo]
+    """All kernel back ends, the preferred one first."""
     devices: list[DeviceMemory]
     threads: int
     openmp: list[str]
@@ -71,7 +83,7 @@ def describe_environment() -> Environment:
     """Looks around. Loads torch and the kernels, as a model would."""
     import torch
 
-    from penstock.kernels import cpu
+    from penstock.kernels import BACKENDS, cpu
 
     host = CPU()
     found = [host, *(device for device in load_devices(scan_available_devices()) if not device.is_host)]
@@ -89,6 +101,9 @@ def describe_environment() -> Environment:
         cpu_features=cpu.cpu_features(),
         isa=cpu.isa(),
         torch_cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        backends=[
+            BackendInfo(one.name, sorted(one.sizes), bool(one.variants())) for one in BACKENDS.backends
+        ],
         devices=devices,
         threads=torch.get_num_threads(),
         openmp=_openmp_runtimes(),

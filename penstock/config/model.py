@@ -105,6 +105,11 @@ class ModelConfig:
     devices: tuple[DeviceSpec, ...] = setting(
         (DeviceSpec.cpu(),), _DEVICES, "Where to run: cpu, gpu, gpu:1 or gpu:0,1.", parse=parse_devices
     )
+    kernels: str | None = setting(
+        None,
+        TEXT,
+        "Kernels that compute: cpu or reference; by default the fastest that run on the device.",
+    )
     chat_template: str | None = setting(
         None, TEXT, "File of a Jinja chat template to use in place of the checkpoint's."
     )

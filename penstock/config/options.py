@@ -22,6 +22,7 @@ class PipelineOptions(TypedDict, total=False):
     quantization_encoding: str | None
     max_length: int | None
     devices: str | tuple[DeviceSpec, ...] | list[DeviceSpec] | None
+    kernels: str | None
     chat_template: Path | None
     special_tokens_in_content: bool | None
     served_model_name: str | None

@@ -44,10 +44,10 @@ class KVCacheConfig:
         ConfigError: a field has an impossible value.
     """
 
-    block_size: int = setting(
-        32,
+    block_size: int | None = setting(
+        None,
         Rule("a power of two from 16 to 128", lambda value: value in (16, 32, 64, 128)),
-        "Tokens in a block of the KV cache.",
+        "Tokens in a block of the KV cache; by default what the kernels prefer, 32 on a CPU.",
         flat="kv_cache_block_size",
     )
     enable_prefix_caching: bool = setting(True, FLAG, "Reuse the blocks of prompts that begin alike.")

@@ -1,34 +1,53 @@
-"""Numerics per device: the only package, with ``driver`` and ``engine``, that knows device names."""
+"""Kernels: the operations of a model, and the back ends that compute them.
 
-from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
-from penstock.kernels.inputs import (
-    KVCacheInputs,
-    KVGroupInputs,
-    LayerKV,
-    LoRAInputs,
-    SamplingInputs,
-)
-from penstock.kernels.lazy_weight import LazyWeight
-from penstock.kernels.linear import (
-    ENCODINGS,
-    FloatEncoding,
-    LinearEncoding,
-    LinearSlice,
-    PackedLinear,
-    encoding_named,
-    pack_linear,
-    unpack_linear,
-)
-from penstock.kernels.ops import OPERATIONS, Activation, Gating, Ops, Routing
-from penstock.kernels.step import StepInputs
+This package, ``driver`` and ``engine`` are the only ones that know device names. The public names are loaded
+on first use: importing this package loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.kernels.backend import BACKENDS, Backend, BackendRegistry, DefaultSizes
+    from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
+    from penstock.kernels.graph import Graph, GraphCache, GraphCompiler
+    from penstock.kernels.inputs import (
+        KVCacheInputs,
+        KVGroupInputs,
+        LayerKV,
+        LoRAInputs,
+        SamplingInputs,
+    )
+    from penstock.kernels.lazy_weight import LazyWeight
+    from penstock.kernels.linear import (
+        ENCODINGS,
+        FloatEncoding,
+        LinearEncoding,
+        LinearSlice,
+        PackedLinear,
+        encoding_named,
+        pack_linear,
+        unpack_linear,
+    )
+    from penstock.kernels.ops import OPERATIONS, Activation, Gating, Ops, Routing
+    from penstock.kernels.step import StepInputs
 
 __all__ = [
+    "BACKENDS",
     "ENCODINGS",
     "OPERATIONS",
     "Activation",
+    "Backend",
+    "BackendRegistry",
     "ClampedSwiGLU",
+    "DefaultSizes",
     "FloatEncoding",
     "Gating",
+    "Graph",
+    "GraphCache",
+    "GraphCompiler",
     "KVCacheInputs",
     "KVGroupInputs",
     "LayerKV",
@@ -46,3 +65,36 @@ __all__ = [
     "pack_linear",
     "unpack_linear",
 ]
+
+_HOMES = {
+    "penstock.kernels.backend": ("BACKENDS", "Backend", "BackendRegistry", "DefaultSizes"),
+    "penstock.kernels.experts": ("ClampedSwiGLU", "PackedExperts"),
+    "penstock.kernels.graph": ("Graph", "GraphCache", "GraphCompiler"),
+    "penstock.kernels.inputs": ("KVCacheInputs", "KVGroupInputs", "LayerKV", "LoRAInputs", "SamplingInputs"),
+    "penstock.kernels.lazy_weight": ("LazyWeight",),
+    "penstock.kernels.linear": (
+        "ENCODINGS",
+        "FloatEncoding",
+        "LinearEncoding",
+        "LinearSlice",
+        "PackedLinear",
+        "encoding_named",
+        "pack_linear",
+        "unpack_linear",
+    ),
+    "penstock.kernels.ops": ("OPERATIONS", "Activation", "Gating", "Ops", "Routing"),
+    "penstock.kernels.step": ("StepInputs",),
+}
+
+
+if not TYPE_CHECKING:  # a type checker must report names that do not exist
+
+    def __getattr__(name: str) -> object:
+        for module, names in _HOMES.items():
+            if name in names:
+                return getattr(import_module(module), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -16,34 +16,32 @@ from torch import Tensor
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
 from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, pack_linear, pack_quantized
+from penstock.kernels.operations import (
+    Arguments,
+    CFunction,
+    Operation,
+    UnrecordableStepError,
+    operation,
+    operations_of,
+)
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Gating = Activation | ClampedSwiGLU
 Routing = Literal["all", "all_normed", "chosen"]
 
-OPERATIONS = (
-    "embedding",
-    "linear",
-    "rms_norm",
-    "add_rms_norm",
-    "layer_norm",
-    "add",
-    "scale",
-    "soft_cap",
-    "rope_rows",
-    "rotary",
-    "store_kv",
-    "attention",
-    "gated_activation",
-    "activation",
-    "clamped_swiglu",
-    "route",
-    "experts",
-    "take_rows",
-    "put_rows",
-    "sample",
-)
-"""The names of all operations, in the order in which a step meets them."""
+
+def _own_adapters(arguments: Arguments) -> Arguments:
+    """Keep only the adapters of the slices of this layer."""
+    lora, packed = arguments["lora"], arguments["packed"]
+    return {**arguments, "lora": lora and lora.on(part.name for part in packed.slices)}
+
+
+def _no_adapters(arguments: Arguments) -> Arguments:
+    """Refuse adapters on experts."""
+    lora, packed = arguments["lora"], arguments["packed"]
+    if lora is not None and lora.on(packed.slice_names()):
+        raise UnrecordableStepError("adapters on experts")
+    return {**arguments, "lora": None}
 
 
 class Ops(ABC):
@@ -53,7 +51,17 @@ class Ops(ABC):
     """What ``penstock env`` calls the back end."""
 
     layout: Layout = "rows"
-    """How the weights that it packs lie in memory."""
+    """Memory layout of the weights that it packs."""
+
+    @property
+    def packs_weights(self) -> bool:
+        """Whether it packs weights into a layout of its own. Such weights can be cached in a file."""
+        return self.layout != "rows"
+
+    @property
+    def description(self) -> str:
+        """Name of the back end, followed by its instruction set if it has several."""
+        return self.name
 
     def pack_linear(
         self,
@@ -103,10 +111,19 @@ class Ops(ABC):
         """
         return pack_quantized(rows, encoding, bias=bias, slices=slices)
 
+    @operation(weights=["table"])
     @abstractmethod
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Looks up ``tokens [T]`` in ``table [V, E]``: ``[T, E]``."""
 
+    @operation(
+        weights=["packed"],
+        simplify=_own_adapters,
+        functions={
+            "linear": CFunction("2q P q 4P 4q", can_be_long=True),
+            "lora": CFunction("q P q P q 2P 4q", can_be_long=True),
+        },
+    )
     @abstractmethod
     def linear(
         self,
@@ -120,6 +137,7 @@ class Ops(ABC):
         Rows without an adapter are, to the bit, what they are without ``lora``.
         """
 
+    @operation(weights=["weight"], functions={"rms_norm": CFunction("2q 3P 5q d")})
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Divides each row of ``x [..., E]`` by its root mean square and scales by ``weight [E]``.
@@ -129,10 +147,12 @@ class Ops(ABC):
         narrower x is applied before the one rounding, as Gemma's were.
         """
 
+    @operation(weights=["weight"], functions={"add_rms_norm": CFunction("2q 5P 4q d")})
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """``(rms_norm(x + residual), x + residual)``, both ``[T, E]``: the seam between two layers."""
 
+    @operation(weights=["weight", "bias"], functions={"layer_norm": CFunction("2q 4P 5q d")})
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Gives each row of ``x [..., E]`` mean 0 and variance 1, then ``* weight [E] + bias [E]``.
@@ -140,18 +160,22 @@ class Ops(ABC):
         Computed in float32, returned in x's type (Ba et al. 2016, arXiv:1607.06450).
         """
 
+    @operation(functions={"add": CFunction("q 3P 4q")})
     @abstractmethod
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """``x + y`` of one shape."""
 
+    @operation()
     @abstractmethod
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """``x * factor``, rounded to x's type once."""
 
+    @operation()
     @abstractmethod
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """``cap * tanh(x / cap)``: bounds x smoothly. Computed in float32, returned in x's type."""
 
+    @operation(weights=["cos", "sin"])
     @abstractmethod
     def rope_rows(
         self,
@@ -161,6 +185,7 @@ class Ops(ABC):
     ) -> tuple[Tensor, Tensor]:  # [T, R / 2], [T, R / 2]
         """The rows of the rotary tables that this step's positions need, once for all layers."""
 
+    @operation(functions={"rotary": CFunction("q 6P 9q")})
     @abstractmethod
     def rotary(
         self,
@@ -175,10 +200,12 @@ class Ops(ABC):
         unchanged (Su et al. 2021, arXiv:2104.09864). Computed in float32, returned in q's type.
         """
 
+    @operation(functions={"store_kv": CFunction("2q 5P 9q")})
     @abstractmethod
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         """Writes ``k, v [T, K, D]`` into ``kv.cache`` at ``kv.slots``; quantises to an int8 cache."""
 
+    @operation(weights=["sinks"], functions={"attention": CFunction("2q 8P 10q 2d", can_be_long=True)})
     @abstractmethod
     def attention(
         self,
@@ -199,14 +226,17 @@ class Ops(ABC):
         more score in the softmax that has no value. Softmax in float32.
         """
 
+    @operation(functions={"gated_activation": CFunction("2q 2P 3q")})
     @abstractmethod
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
         """``activation(x[:, :F]) * x[:, F:]`` for ``x [T, 2F]``: ``[T, F]``."""
 
+    @operation(functions={"change": CFunction("2q 2P 3q d")})
     @abstractmethod
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
         """``activation(x)`` of every number of ``x [T, F]``, in float32, returned in x's type."""
 
+    @operation(functions={"clamped_swiglu": CFunction("q 2P 3q 2d")})
     @abstractmethod
     def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
         """`ClampedSwiGLU` of the gates ``x[:, :F]`` and ups ``x[:, F:]`` of ``x [T, 2F]``: ``[T, F]``.
@@ -214,6 +244,7 @@ class Ops(ABC):
         Computed in float32, returned in x's type.
         """
 
+    @operation(functions={"route": CFunction("2q 3P 4q")})
     @abstractmethod
     def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
         """Shares and numbers of the ``top`` experts with the largest logits of each row of ``logits [T, N]``.
@@ -222,6 +253,11 @@ class Ops(ABC):
         chosen (``all_normed``), or a softmax over the chosen (``chosen``). Numbers are ``[T, top]`` int64.
         """
 
+    @operation(
+        weights=["packed"],
+        simplify=_no_adapters,
+        functions={"experts": CFunction("2q P q P q P q 2P 7q 2d", can_be_long=True)},
+    )
     @abstractmethod
     def experts(
         self,
@@ -239,14 +275,17 @@ class Ops(ABC):
         order of the experts' numbers.
         """
 
+    @operation(functions={"take_rows": CFunction("3P 4q")})
     @abstractmethod
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """``x[rows]``: ``[R, E]`` of ``x [T, E]`` and ``rows [R]`` int64."""
 
+    @operation(functions={"put_rows": CFunction("4P 5q")})
     @abstractmethod
     def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
         """``x [T, E]`` with ``values [P, E]`` in place of its rows ``rows [P]``: given embeddings."""
 
+    @operation(functions={"sample": CFunction("q P 3q 6P q P", can_be_long=True)})
     @abstractmethod
     def sample(
         self,
@@ -267,8 +306,12 @@ class Ops(ABC):
 
     def chosen(self) -> dict[str, str]:
         """Operation -> name of the back end that implements it here."""
-        return {operation: self._owner(operation) for operation in OPERATIONS}
+        return {name: self._owner(name) for name in operations_of(type(self))}
 
     def _owner(self, operation: str) -> str:
         owners = (cls for cls in type(self).__mro__ if operation in vars(cls))
         return str(getattr(next(owners), "name", self.name))
+
+
+OPERATIONS: Mapping[str, Operation] = operations_of(Ops)
+"""All operations by name."""

@@ -1,19 +1,16 @@
-# Results pass through `_run` as they are, whatever the operation returns.
-# mypy: disable-error-code="no-any-return"
-"""A step as data: which operations ran, in which order, on what.
+"""A step as data: which operations ran, in which order, on which tensors.
 
-`RecordingOps` runs a step on another back end and writes down every operation. The `Plan` that comes of
-it names each tensor by where it lives, so that whoever replays it needs neither the model nor Python
-between two operations:
+`record` runs a step on another back end and writes down every operation. The resulting `Plan` names each
+tensor by its location, so that a replay needs neither the model nor Python between two operations:
 
-* a *weight* is held by the plan: packed linears, tables, norms, the KV cache, the room for adapters, whose
-  numbers change in place; experts, of which a layer may have hundreds, as the one object that they are;
-* an *input* is given anew to each replay: tokens, positions, block tables, which row has which adapter;
-* everything else lies at an offset of the *arena*, whose places are used again once their tensor is dead.
+* a *weight* is held by the plan: packed linears, tables, norms, the KV cache, and the matrices of adapters,
+  whose contents change in place. The experts of a layer are held as one object: there may be hundreds;
+* an *input* is given to each replay: tokens, positions, block tables, the adapter of each row;
+* every other tensor lies at an offset of the *arena*. Tensors not alive at the same time share memory.
 
-A step can be recorded if its model applies nothing but operations and views to activations; any other
-function gives a tensor that lives nowhere, and `UnrecordableStepError`. Sizes are part of the plan: it
-replays steps of exactly the shapes that it was recorded with.
+A step can be recorded if its model applies only operations and views to activations. The result of any other
+function has no known location and raises `UnrecordableStepError`. Sizes are part of the plan: it replays
+steps of exactly the shapes that it was recorded with.
 """
 
 from __future__ import annotations
@@ -25,17 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
-from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
-from penstock.kernels.linear import PackedLinear
-from penstock.kernels.ops import Activation, Gating, Ops, Routing
+from penstock.kernels.experts import PackedExperts
+from penstock.kernels.inputs import LayerKV, LoRAInputs
+from penstock.kernels.operations import Operation, UnrecordableStepError, operations_of
+from penstock.kernels.ops import Ops
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register."""
-
-
-class UnrecordableStepError(Exception):
-    """The model computes something besides operations and views; the step must run eagerly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +120,7 @@ def record(ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterabl
         UnrecordableStepError: an operation was given, or the step returned, a tensor of unknown origin.
     """
     recorder = _Recorder(inputs)
-    results = tuple(recorder.activation(tensor) for tensor in step(RecordingOps(ops, recorder)))
+    results = tuple(recorder.activation(tensor) for tensor in step(recording_ops(ops, recorder)))
     offsets, size = _place(recorder.buffers, recorder.records, results)
     return Plan(
         tuple(recorder.records),
@@ -174,6 +167,22 @@ class _Recorder:
             self.weights.append(tensor)
         return _ref(self._homes[pointer], tensor)
 
+    def references(self, value: Any) -> Any:
+        """Return an argument with a `TensorRef` in place of each tensor that changes from step to step."""
+        if isinstance(value, LayerKV):  # the cache stays in place; block tables and slots change
+            known: dict[str, Any] = {
+                "cache": self.weight(value.cache),
+                "scales": None if value.scales is None else self.weight(value.scales),
+                "block_tables": self.activation(value.block_tables),
+                "slots": self.activation(value.slots),
+            }
+            return replace(value, **known)
+        if isinstance(value, LoRAInputs):  # the matrices stay in place; their contents may change
+            matrices, ranks = (_map(one, Tensor, self.weight) for one in (value.matrices, value.ranks))
+            changed: dict[str, Any] = {"rows": self.activation(value.rows), "matrices": matrices}
+            return replace(value, ranks=ranks, **changed)
+        return _map(value, Tensor, self.activation)
+
     def _result(self, tensor: Tensor) -> TensorRef:
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in self._homes:
@@ -182,124 +191,36 @@ class _Recorder:
         return _ref(self._homes[pointer], tensor)
 
 
-class RecordingOps(Ops):
-    """Runs operations on another back end and records them."""
+def recording_ops(inner: Ops, recorder: _Recorder) -> Ops:
+    """Return operations that run on ``inner`` and are recorded.
 
-    name = "recording"
+    The class is made from the table of operations, so that a new operation needs no code here.
+    """
+    methods = {name: _recorded(row, inner, recorder) for name, row in operations_of(type(inner)).items()}
+    cls: type[Ops] = type("RecordingOps", (Ops,), {"name": "recording", **methods})
+    return cls()
 
-    def __init__(self, inner: Ops, recorder: _Recorder) -> None:
-        self._inner = inner
-        self._recorder = recorder
 
-    def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
-        return self._run("embedding", {"tokens": tokens}, {"table": table})
+def _recorded(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., Any]:
+    """Return the method that runs and records one operation."""
+    run = getattr(inner, row.name)
 
-    def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
-        own = lora and lora.on(part.name for part in packed.slices)
-        adapters = {"lora": own} if own else {}
-        return self._run("linear", {"x": x, **adapters}, {"packed": packed})
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._run("rms_norm", {"x": x}, {"weight": weight, "eps": eps})
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        activations = {"x": x, "residual": residual}
-        return self._run("add_rms_norm", activations, {"weight": weight, "eps": eps})
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return self._run("layer_norm", {"x": x}, {"weight": weight, "bias": bias, "eps": eps})
-
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return self._run("add", {"x": x, "y": y}, {})
-
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        return self._run("scale", {"x": x}, {"factor": factor})
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return self._run("soft_cap", {"x": x}, {"cap": cap})
-
-    def rope_rows(self, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return self._run("rope_rows", {"positions": positions}, {"cos": cos, "sin": sin})
-
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return self._run("rotary", {"q": q, "k": k, "cos": cos, "sin": sin}, {})
-
-    def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
-        return self._run("store_kv", {"k": k, "v": v, "kv": kv}, {})
-
-    def attention(
-        self,
-        q: Tensor,
-        kv: LayerKV,
-        row_offsets: Tensor,
-        lengths: Tensor,
-        *,
-        scale: float,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        activations = {"q": q, "kv": kv, "row_offsets": row_offsets, "lengths": lengths}
-        return self._run("attention", activations, {"scale": scale, "soft_cap": soft_cap, "sinks": sinks})
-
-    def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
-        return self._run("gated_activation", {"x": x, "activation": activation}, {})
-
-    def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        return self._run("activation", {"x": x}, {"activation": activation})
-
-    def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
-        return self._run("clamped_swiglu", {"x": x}, {"gate": gate})
-
-    def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
-        return self._run("route", {"logits": logits}, {"top": top, "routing": routing})
-
-    def experts(
-        self,
-        x: Tensor,
-        packed: PackedExperts,
-        shares: Tensor,
-        chosen: Tensor,
-        gating: Gating,
-        *,
-        lora: LoRAInputs | None = None,
-    ) -> Tensor:
-        if lora is not None and lora.on(packed.slice_names()):
-            raise UnrecordableStepError("adapters on experts")
-        activations = {"x": x, "shares": shares, "chosen": chosen}
-        return self._run("experts", activations, {"packed": packed, "gating": gating})
-
-    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self._run("take_rows", {"x": x, "rows": rows}, {})
-
-    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-        return self._run("put_rows", {"x": x, "rows": rows, "values": values}, {})
-
-    def sample(self, logits: Tensor, sampling: SamplingInputs, bitmask: Tensor | None = None) -> Tensor:
-        return self._run("sample", {"logits": logits, "sampling": sampling, "bitmask": bitmask}, {})
-
-    def _run(self, operation: str, activations: dict[str, Any], constants: dict[str, Any]) -> Any:
-        """Resolves the arguments first, so that an unrecordable step fails before it computes."""
-        recorder = self._recorder
-        arguments = {name: self._refs(value) for name, value in activations.items()}
-        arguments |= {name: _map(value, Tensor, recorder.weight) for name, value in constants.items()}
-        results = getattr(self._inner, operation)(**activations, **constants)
-        recorder.add(operation, arguments, results)
+    def method(_self: Ops, *args: Any, **kwargs: Any) -> Any:
+        if not row.is_recordable:
+            raise UnrecordableStepError(f"{row.name} cannot be recorded")
+        arguments = row.bind(*args, **kwargs)
+        if row.simplify is not None:
+            arguments = row.simplify(arguments)
+        # References come first: an unrecordable step fails before it computes.
+        references = {
+            name: _map(value, Tensor, recorder.weight) if name in row.weights else recorder.references(value)
+            for name, value in arguments.items()
+        }
+        results = run(**arguments)
+        recorder.add(row.name, references, results)
         return results
 
-    def _refs(self, value: Any) -> Any:
-        if isinstance(value, LayerKV):  # the cache itself stays; its tables change
-            known: dict[str, Any] = {
-                "cache": self._recorder.weight(value.cache),
-                "scales": None if value.scales is None else self._recorder.weight(value.scales),
-                "block_tables": self._recorder.activation(value.block_tables),
-                "slots": self._recorder.activation(value.slots),
-            }
-            return replace(value, **known)
-        if isinstance(value, LoRAInputs):  # its matrices stay where they are, whatever is in them
-            rows, weight = self._recorder.activation(value.rows), self._recorder.weight
-            matrices, ranks = (_map(one, Tensor, weight) for one in (value.matrices, value.ranks))
-            return replace(value, **{"rows": rows, "matrices": matrices, "ranks": ranks})
-        return _map(value, Tensor, self._recorder.activation)
+    return method
 
 
 def _place(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.memory.demand import MAX_DRAFT_ROWS
+from penstock.memory.demand import MAX_DRAFT_ROWS, wanted_block_size
 from penstock.memory.estimates import (
     estimate_activation_memory,
     estimate_adapters_size,
@@ -20,4 +20,5 @@ __all__ = [
     "estimate_packed_size",
     "estimate_weights_size",
     "plan_memory",
+    "wanted_block_size",
 ]

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from penstock.kernels import backend
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
+    from penstock.kernels import DefaultSizes
     from penstock.kv_cache.spec import KVCacheSpec, KVGroup
 
 
-DEFAULT_MAX_BATCH_SIZE: Mapping[str, int] = {"cpu": 32, "gpu": 256}
-"""By device type, where the configuration says nothing and the memory allows."""
-
-DEFAULT_STEP_SIZE: Mapping[str, int] = {"cpu": 1024, "gpu": 8192}
-"""Tokens, by device type. On a CPU a step of more gains nothing: its activations leave the caches, so that
-each token takes longer, and other requests wait for the whole of it."""
-
-
 def wanted_batch_size(pipeline_config: PipelineConfig) -> int:
-    """``max_batch_size``, or the default where none is configured: then each has a row in a step."""
+    """Return ``max_batch_size``, or the back end's default, at most the tokens of a step."""
     if pipeline_config.max_batch_size is not None:
         return pipeline_config.max_batch_size
-    default = DEFAULT_MAX_BATCH_SIZE[pipeline_config.model.devices[0].device_type]
-    return min(default, wanted_step_size(pipeline_config))
+    return min(default_sizes(pipeline_config).max_batch_size, wanted_step_size(pipeline_config))
 
 
 def wanted_step_size(pipeline_config: PipelineConfig) -> int:
-    """``max_batch_input_tokens``, or the default where none is configured: at least the batch size."""
+    """Return ``max_batch_input_tokens``, or the back end's default, at least ``max_batch_size``."""
     if pipeline_config.max_batch_input_tokens is not None:
         return pipeline_config.max_batch_input_tokens
-    default = DEFAULT_STEP_SIZE[pipeline_config.model.devices[0].device_type]
-    return max(default, pipeline_config.max_batch_size or 0)
+    return max(default_sizes(pipeline_config).step_tokens, pipeline_config.max_batch_size or 0)
+
+
+def wanted_block_size(pipeline_config: PipelineConfig) -> int:
+    """Return ``kv_cache_block_size``, or the back end's default."""
+    return pipeline_config.kv_cache.block_size or default_sizes(pipeline_config).block_size
+
+
+def default_sizes(pipeline_config: PipelineConfig) -> DefaultSizes:
+    """Return the sizes that the configured back end prefers on the configured device.
+
+    Raises:
+        ConfigError: the configured back end does not exist or does not run on the device.
+    """
+    model = pipeline_config.model
+    return backend.BACKENDS.default_sizes(model.devices[0].device_type, model.kernels)
 
 
 MAX_DRAFT_ROWS = 256
@@ -53,7 +61,7 @@ class BlockDemand:
     """
 
     def __init__(self, pipeline_config: PipelineConfig, spec: KVCacheSpec) -> None:
-        self._block_size = pipeline_config.kv_cache.block_size
+        self._block_size = wanted_block_size(pipeline_config)
         self._groups = spec.groups
         self._bytes_per_block = spec.bytes_per_block(self._block_size)
         self._num_steps = max(pipeline_config.max_num_steps or 1, 1 + pipeline_config.speculative.max_drafts)

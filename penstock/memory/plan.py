@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 from penstock.config import PipelineConfig, upper_bounded_default
 from penstock.errors import InsufficientMemoryError
-from penstock.memory.demand import BlockDemand, largest, wanted_batch_size, wanted_step_size
+from penstock.memory.demand import (
+    BlockDemand,
+    largest,
+    wanted_batch_size,
+    wanted_block_size,
+    wanted_step_size,
+)
 from penstock.memory.refusals import format_bytes, refuse_cache, refuse_static
 
 if TYPE_CHECKING:
@@ -194,7 +200,7 @@ def _plan(
         max_batch_size=max_batch_size,
         max_batch_input_tokens=wanted_step_size(pipeline_config),
         num_blocks=num_blocks,
-        block_size=kv_config.block_size,
+        block_size=wanted_block_size(pipeline_config),
         weights_size=weights_size,
         activation_size=activation_size,
         kv_cache_size=kv_cache_size,

@@ -91,6 +91,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         session = InferenceSession(
             load_devices(pipeline_config.model.devices),
             num_threads=pipeline_config.num_threads,
+            kernels=pipeline_config.model.kernels,
         )
         self.model = pipeline_model(pipeline_config, session)
         plan, kv = self.model.memory_plan, None

@@ -45,7 +45,7 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
     """Return the packed layers of a checkpoint, or None if no usable file exists for this layout."""
     file = key.file
-    if layout != "panels" or not file.is_file():
+    if not file.is_file():
         return None
     try:
         header, start = _read_header(file)
@@ -53,13 +53,13 @@ def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
         logger.warning("packed weights are not used: %s", problem)
         return None
     metadata = header.pop("__metadata__", {})
-    if metadata.get("made_of") != _made_of(key):
+    if metadata.get("made_of") != _made_of(key, layout):
         logger.info("packed weights are not used: %s is of another checkpoint or version", file)
         return None
     logger.info("packed weights are mapped from %s", file)
     content = map_in_huge_pages(file)[start:]
     tensors = {name: _view(content, entry) for name, entry in header.items()}
-    return PackedLayerReader([_Layer.parsed(one) for one in json.loads(metadata["layers"])], tensors)
+    return PackedLayerReader([_Layer.parsed(one) for one in json.loads(metadata["layers"])], tensors, layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,12 @@ class PackedLayerReader:
     Args:
         layers: what there is.
         tensors: by place and name: ``3.panels``.
+        layout: their memory layout.
     """
 
-    def __init__(self, layers: Sequence[_Layer], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, layers: Sequence[_Layer], tensors: Mapping[str, Tensor], layout: Layout) -> None:
         self._layers = layers
+        self._layout = layout
         self._tensors = tensors
         self._next = 0
 
@@ -112,7 +114,7 @@ class PackedLayerReader:
         if layer is None or layer != _Layer(encoding, shape, tuple(slices), layer.tensors):
             return None
         tensors = {name: self._tensors[f"{place}.{name}"] for name in layer.tensors}
-        return layer_of(tensors, shape, encoding, bias, layer.slices, "panels")
+        return layer_of(tensors, shape, encoding, bias, layer.slices, self._layout)
 
 
 def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
@@ -121,7 +123,7 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
     Raises:
         OSError: the file cannot be written.
     """
-    assert all(layer.layout == "panels" for layer in packed)
+    (layout,) = {layer.layout for layer in packed}
     file = key.file
     named = [
         (f"{place}.{name}", tensor)
@@ -130,7 +132,9 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
     ]
     named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # what would leave a gap comes last
     layers = [_Layer.of(layer).fields() for layer in packed]
-    header: dict[str, Any] = {"__metadata__": {"made_of": _made_of(key), "layers": json.dumps(layers)}}
+    header: dict[str, Any] = {
+        "__metadata__": {"made_of": _made_of(key, layout), "layers": json.dumps(layers)}
+    }
     end = 0
     for name, tensor in named:
         begin, end = end, end + tensor.nbytes
@@ -172,7 +176,7 @@ def _view(content: Tensor, entry: Mapping[str, Any]) -> Tensor:
     return content[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
 
 
-def _made_of(key: PackedKey) -> str:
+def _made_of(key: PackedKey, layout: Layout) -> str:
     """Return everything that packed layers depend on, as JSON.
 
     Checkpoint files are compared by path, size and time: reading their contents takes longer than packing.
@@ -180,4 +184,4 @@ def _made_of(key: PackedKey) -> str:
     files = sorted({file.resolve() for file in key.tensor_files})
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(key.config.encode()).hexdigest()
-    return json.dumps([__version__, LAYOUTS_VERSION, key.encoding, states, digest])
+    return json.dumps([__version__, layout, LAYOUTS_VERSION, key.encoding, states, digest])

@@ -10,6 +10,7 @@ import torch
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import cpu
+from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.reference import ReferenceOps
 from penstock.nn import ReturnHiddenStates
 from penstock.pipelines import TextGenerationPipeline
@@ -100,7 +101,8 @@ def test_another_back_end_has_no_plans_of_the_first(checkpoint: Path) -> None:
     for ops in (*cpu.variants(), ReferenceOps()):
         vars(pipeline.session)["ops"] = ops
         plans = pipeline.session.plans
-        assert (plans.ops if plans else None) is (ops if isinstance(ops, cpu.CpuOps) else None)
+        compiler: Any = plans.compiler if plans else None
+        assert (compiler and compiler.ops) is (ops if isinstance(ops, CpuOps) else None)
     assert pipeline.session.plan_status == "eager: no plans for reference kernels"
     assert pipeline.session.planned_steps == "none"
 

@@ -40,6 +40,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "quantization_encoding": st.sampled_from([None, *FLOAT_ENCODINGS]),
     "max_length": st.none() | st.integers(1, 2**40),
     "devices": st.sampled_from([parse_devices(text) for text in ("cpu", "gpu", "gpu:0,1")]),
+    "kernels": st.sampled_from([None, "reference"]),
     "chat_template": st.sampled_from([None, "template.jinja"]),
     "special_tokens_in_content": st.booleans(),
     "served_model_name": st.sampled_from([None, "name"]),

@@ -26,7 +26,8 @@ from penstock.kernels import (
     pack_linear,
 )
 from penstock.kernels.experts import grouped_by_expert
-from penstock.kernels.recording import UnrecordableStepError, record
+from penstock.kernels.operations import UnrecordableStepError
+from penstock.kernels.recording import record
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.ops import ROWS_OF_EXPERTS
 

@@ -10,7 +10,8 @@ from support.checkpoints import write_checkpoint
 from support.running import context_of, open_pipeline, random_tokens
 
 from penstock.kernels import OPERATIONS, Ops, StepInputs
-from penstock.kernels.recording import Plan, UnrecordableStepError, record
+from penstock.kernels.operations import UnrecordableStepError
+from penstock.kernels.recording import Plan, record
 from penstock.kernels.reference import ReferenceOps
 from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
 

@@ -15,13 +15,14 @@ from rich.console import Console
 from penstock.config import KVCacheConfig, ModelConfig, PipelineConfig, parse_devices
 from penstock.dtype import DType
 from penstock.errors import ConfigError, InsufficientMemoryError
+from penstock.kernels import BACKENDS
 from penstock.kv_cache.spec import KVCacheSpec, KVGroup
 from penstock.memory import (
     MemoryPlan,
     estimate_kv_cache_size,
     plan_memory,
 )
-from penstock.memory.demand import DEFAULT_STEP_SIZE, wanted_step_size
+from penstock.memory.demand import wanted_block_size, wanted_step_size
 from penstock.memory.plan import MIN_STEP
 from penstock.memory.refusals import format_bytes
 
@@ -60,6 +61,8 @@ activations = st.integers(0, 300_000)
 memories = st.integers(0, 2_000_000)
 lengths = st.integers(2000, 5000)
 
+DEFAULT_STEP_SIZE = BACKENDS.default_sizes("cpu").step_tokens
+
 
 def plan(
     config: PipelineConfig | None = None,
@@ -92,7 +95,7 @@ def fixed(
 
 def blocks_held(group: KVGroup, config: PipelineConfig, length: int, rows: int) -> int:
     """By simulation: the most blocks that a sequence computed ``rows`` tokens at a time holds."""
-    size, most = config.kv_cache.block_size, 0
+    size, most = wanted_block_size(config), 0
     for start in range(0, length, rows):
         stop = min(start + rows, length)
         most = max(most, (stop - 1) // size - group.first_visible(start) // size + 1)
@@ -290,7 +293,7 @@ def test_steps_get_smaller_before_sequences_do() -> None:
 
 
 def test_steps_get_as_small_as_they_must_where_nothing_else_fits() -> None:
-    size = DEFAULT_STEP_SIZE["cpu"] * 100
+    size = DEFAULT_STEP_SIZE * 100
     found = plan(activations=size, length=32, free=64 * 100 + 2 * BLOCK)
     assert (found.max_batch_input_tokens, found.max_length) == (64, 32)
     with pytest.raises(InsufficientMemoryError, match="activations 100 bytes"):
@@ -302,7 +305,7 @@ def test_a_step_has_room_for_a_token_of_each_of_a_large_batch() -> None:
     assert (found.max_batch_size, found.max_batch_input_tokens) == (2000, 2000)
     given = PipelineConfig(max_batch_size=2000, max_batch_input_tokens=3000)
     assert plan(given, length=16, free=10**8).max_batch_input_tokens == 3000
-    assert plan(free=10**8).max_batch_input_tokens == DEFAULT_STEP_SIZE["cpu"]
+    assert plan(free=10**8).max_batch_input_tokens == DEFAULT_STEP_SIZE
 
 
 def test_a_batch_that_was_asked_for_is_blamed() -> None:

@@ -15,8 +15,7 @@ from support.speculating import Oracle, mixed, scheduled, texts_of
 from torch import Tensor
 
 from penstock.architectures.llama import tiny_config
-from penstock.kernels import cpu
-from penstock.kernels.cpu import graph_cache as graph_cache
+from penstock.kernels import cpu, graph
 from penstock.kernels.cpu.plan import CompiledPlan
 from penstock.nn import loader as loading
 from penstock.pipelines import TextGenerationPipeline
@@ -69,7 +68,7 @@ def test_alone_and_eager(
         pipeline.proposer = oracle if drafts else None
         limits = {"max_batch_size": batch_size, "max_batch_input_tokens": tokens, "min_chunk_size": 4}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(graph_cache, "_PLANS", plans)
+            patch.setattr(graph, "_MAX_GRAPHS", plans)
             found, scheduler = scheduled(pipeline, mixed(), num_steps=num_steps, **limits)
         assert found == expected
         preempted += scheduler.num_preemptions

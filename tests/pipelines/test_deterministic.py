@@ -26,7 +26,8 @@ from support.running import (
 from penstock.architectures.llama import tiny_config
 from penstock.config.pipeline import DETERMINISTIC_ENCODINGS
 from penstock.errors import ConfigError
-from penstock.kernels.cpu import CpuOps, variants
+from penstock.kernels.cpu import variants
+from penstock.kernels.cpu.ops import CpuOps
 from penstock.pipelines import PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.pipelines.speculative import FixedDraftLength, NGramProposer

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.kernels.reference import ReferenceOps
 from penstock.kv_cache import KVCacheManager, restart
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
@@ -27,20 +26,19 @@ def open_pipeline(
     Args:
         checkpoint: its folder.
         members: of the model, in place of its own.
-        kernels: ``reference`` for those, also where there are others.
+        kernels: name of the back end, or ``best`` for the one that runs by default.
         config: of the pipeline, under flat names.
     """
     flat = {"model_path": str(checkpoint), "quantization_encoding": "float32", "max_batch_size": 8}
+    if kernels != "best":
+        flat["kernels"] = kernels
     pipeline_config = PipelineConfig.from_flat(flat | config)
     model = pipeline_config.model
     architecture = PIPELINE_REGISTRY.retrieve_architecture(model.huggingface_config, checkpoint)
     pipeline_model = architecture.load_pipeline_model()
     if members is not None:
         pipeline_model = type(f"Altered{pipeline_model.__name__}", (pipeline_model,), dict(members))
-    pipeline = TextGenerationPipeline(pipeline_config, pipeline_model, -1)
-    if kernels == "reference":
-        vars(pipeline.session)["ops"] = ReferenceOps()  # before the session has chosen
-    return pipeline
+    return TextGenerationPipeline(pipeline_config, pipeline_model, -1)
 
 
 def context_of(tokens: Sequence[int], max_new: int = 100, **fields: Any) -> TextContext:

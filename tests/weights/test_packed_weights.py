@@ -17,7 +17,8 @@ from penstock.assembly import pack_checkpoint
 from penstock.engine import InferenceSession
 from penstock.errors import ConfigError
 from penstock.kernels import PackedLinear
-from penstock.kernels.cpu import CpuOps, available_isas
+from penstock.kernels.cpu import available_isas
+from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.reference import ReferenceOps
 from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig
 from penstock.weights import packed_weights

@@ -1,26 +1,23 @@
-"""Kernels in C++ for plain CPUs, AVX-512 or not.
+"""Back end for plain CPUs: C++ kernels for several instruction sets.
 
->>> ops = load()  # None where the library was not built
+>>> ops = load()  # None if the library was not built
 """
 
 from __future__ import annotations
 
 import logging
 from functools import cache
+from typing import TYPE_CHECKING
 
-from penstock.kernels.cpu.graph_cache import GraphCache
-from penstock.kernels.cpu.library import (
-    PATH,
-    available_isas,
-    chosen_isa,
-    cpu_features,
-    open_kernels,
-)
-from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.backend import Backend, DefaultSizes
+
+if TYPE_CHECKING:
+    from penstock.kernels.cpu.graphs import CpuGraphCompiler
+    from penstock.kernels.cpu.ops import CpuOps
+    from penstock.kernels.ops import Ops
 
 __all__ = [
-    "CpuOps",
-    "GraphCache",
+    "BACKEND",
     "available_isas",
     "cpu_features",
     "isa",
@@ -30,35 +27,77 @@ __all__ = [
 
 
 def load() -> CpuOps | None:
-    """The back end with the best instruction set there is, ``PENSTOCK_ISA`` permitting.
+    """Return the operations with the best instruction set of this CPU, capped by ``PENSTOCK_ISA``.
 
-    None where there is no usable library, which is said once.
+    Returns None and logs a warning once if there is no usable library.
 
     Raises:
         ConfigError: ``PENSTOCK_ISA`` names no instruction set.
     """
+    from penstock.kernels.cpu.library import chosen_isa, open_kernels
+    from penstock.kernels.cpu.ops import CpuOps
+
     chosen = chosen_isa()
     if chosen is None:
-        _say_missing()
+        _warn_missing()
         return None
     return CpuOps(open_kernels(chosen))
 
 
 def isa() -> str:
-    """The instruction set of the kernels that `load` gives; ``none`` where there is no usable library."""
+    """Return the instruction set of the kernels that `load` returns; ``none`` without a usable library."""
+    from penstock.kernels.cpu.library import chosen_isa
+
     return chosen_isa() or "none"
 
 
+def available_isas() -> tuple[str, ...]:
+    """Return the instruction sets that this CPU runs, ascending; empty without a usable library."""
+    from penstock.kernels.cpu import library
+
+    return library.available_isas()
+
+
+def cpu_features() -> list[str]:
+    """Return the features of this CPU that the kernels can use; empty without a usable library."""
+    from penstock.kernels.cpu import library
+
+    return library.cpu_features()
+
+
 def variants() -> list[CpuOps]:
-    """The back end once for each instruction set that this CPU runs: what the tests compare."""
+    """Return one instance per instruction set that this CPU runs, for the tests."""
+    from penstock.kernels.cpu.library import available_isas, open_kernels
+    from penstock.kernels.cpu.ops import CpuOps
+
     return [CpuOps(open_kernels(isa)) for isa in available_isas()]
 
 
+def _graphs(ops: Ops) -> CpuGraphCompiler | None:
+    from penstock.kernels.cpu.graphs import graphs_of
+
+    return graphs_of(ops)
+
+
 @cache
-def _say_missing() -> None:
+def _warn_missing() -> None:
+    from penstock.kernels.cpu.library import PATH
+
     logging.getLogger(__name__).warning(
         "the C++ kernels are not built (%s is missing, or of another version): the reference kernels are "
         "used, many times slower. Install a C++ compiler and CMake, then: "
         "pip install --force-reinstall --no-deps penstock-llm",
         PATH,
     )
+
+
+BACKEND = Backend(
+    name="cpu",
+    # A longer step gains nothing on a CPU: its activations leave the caches, so that each token takes longer.
+    sizes={"cpu": DefaultSizes(max_batch_size=32, step_tokens=1024)},
+    load=load,
+    variants=variants,
+    priority=10,
+    layout="panels",
+    graphs=_graphs,
+)

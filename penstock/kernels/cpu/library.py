@@ -6,16 +6,18 @@ import ctypes
 import logging
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401  # first: the library shares the copy of libgomp.so.1 that torch brings
 
 from penstock.errors import ConfigError
 from penstock.host import heartbeat
+from penstock.kernels.operations import CFunction
+from penstock.kernels.ops import OPERATIONS
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,64 +30,33 @@ ABI = 10
 """The layout of the kernels' arguments; ``penstock_abi`` in csrc/host.cpp says which one a library has."""
 
 Kernel = Callable[..., int]
-"""Gives -1, or where an argument is bad."""
+"""Returns -1, or the index of a bad argument."""
 
-_ARGUMENTS = {
-    "rms_norm": "2q 3P 5q d",
-    "add_rms_norm": "2q 5P 4q d",
-    "rotary": "q 6P 9q",
-    "store_kv": "2q 5P 9q",
-    "gated_activation": "2q 2P 3q",
-    "layer_norm": "2q 4P 5q d",
-    "add": "q 3P 4q",
-    "change": "2q 2P 3q d",
-    "clamped_swiglu": "q 2P 3q 2d",
-    "route": "2q 3P 4q",
-    "take_rows": "3P 4q",
-    "put_rows": "4P 5q",
-    "linear": "2q P q 4P 4q",
-    "pack": "2q P q 4P 2q",
-    "lora": "q P q P q 2P 4q",
-    "experts": "2q P q P q P q 2P 7q 2d",
-    "attention": "2q 8P 10q 2d",
-    "sample": "q P 3q 6P q P",
+FUNCTIONS: Mapping[str, CFunction] = {
+    "pack": CFunction("2q P q 4P 2q"),  # no operation: packs weights
+    **{name: one for row in OPERATIONS.values() for name, one in row.functions.items()},
 }
-"""The struct of arguments that each kernel takes, as in csrc: q integer, P pointer (0 for none), d double."""
+"""The C functions by name: those of the table of operations, and those that pack weights."""
 
 
-@dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels of one instruction set, as functions of pointers and numbers in the order of csrc."""
+    """The C functions of one instruction set, as attributes that take pointers and numbers in csrc's order.
 
-    isa: str
-    rms_norm: Kernel
-    add_rms_norm: Kernel
-    rotary: Kernel
-    store_kv: Kernel
-    gated_activation: Kernel
-    layer_norm: Kernel
-    add: Kernel
-    change: Kernel
-    clamped_swiglu: Kernel
-    route: Kernel
-    take_rows: Kernel
-    put_rows: Kernel
-    linear: Kernel
-    pack: Kernel
-    lora: Kernel
-    experts: Kernel
-    attention: Kernel
-    sample: Kernel
-    long_linear: Kernel
-    long_lora: Kernel
-    long_experts: Kernel
-    long_attention: Kernel
-    long_sample: Kernel
-    """``long_``: released the GIL while it runs. Taking it back beside a busy thread costs 100 us, so that
-    what takes less keeps it."""
+    ``long_<name>`` releases the GIL while it runs. Taking the GIL back beside a busy thread costs 100 us, so
+    short calls keep it.
 
+    Args:
+        isa: the instruction set.
+        functions: the attributes.
+    """
 
-_LONG_ONES = ("linear", "lora", "experts", "attention", "sample")
+    def __init__(self, isa: str, functions: Mapping[str, Kernel]) -> None:
+        self.isa = isa
+        vars(self).update(functions)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Kernel: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +71,19 @@ class Capture:
 def open_kernels(isa: str) -> Kernels:
     """The kernels compiled for ``isa``; the library must be there."""
     held, released = ctypes.PyDLL(str(PATH)), ctypes.CDLL(str(PATH))
-    functions = {name: _function(held, name, isa) for name in _ARGUMENTS}
-    for name in _LONG_ONES:
-        functions[f"long_{name}"] = _function(released, name, isa)
+    functions = {name: _function(held, name, isa) for name in FUNCTIONS}
+    for name, function in FUNCTIONS.items():
+        if function.can_be_long:
+            functions[f"long_{name}"] = _function(released, name, isa)
     _count_progress(held)
-    return Kernels(isa, **functions)
+    return Kernels(isa, functions)
 
 
 def capturing_kernels(isa: str, captured: list[Capture]) -> Kernels:
     """Kernels that compute nothing: they append what they were called with."""
 
     def capture(name: str) -> Kernel:
-        pack = struct.Struct(_ARGUMENTS[name]).pack
+        pack = struct.Struct(FUNCTIONS[name].arguments).pack
 
         def kernel(*arguments: Any) -> int:
             captured.append(Capture(name, pack(*arguments)))
@@ -119,8 +91,9 @@ def capturing_kernels(isa: str, captured: list[Capture]) -> Kernels:
 
         return kernel
 
-    functions = {name: capture(name) for name in _ARGUMENTS}
-    return Kernels(isa, **functions, **{f"long_{name}": functions[name] for name in _LONG_ONES})
+    functions = {name: capture(name) for name in FUNCTIONS}
+    long = {f"long_{name}": functions[name] for name, one in FUNCTIONS.items() if one.can_be_long}
+    return Kernels(isa, functions | long)
 
 
 class Neighbours(ctypes.Structure):
@@ -306,5 +279,5 @@ def _function(library: ctypes.CDLL, name: str, isa: str) -> Kernel:
     # One argument, packed here: ctypes takes 1.1 us to convert eleven, this 0.25 us.
     function.argtypes = [ctypes.c_char_p]
     function.restype = ctypes.c_int64
-    pack = struct.Struct(_ARGUMENTS[name]).pack
+    pack = struct.Struct(FUNCTIONS[name].arguments).pack
     return lambda *arguments: function(pack(*arguments))

@@ -34,6 +34,10 @@ class CpuOps(CpuExperts):
         """The instruction set of the kernels."""
         return self._kernels.isa
 
+    @property
+    def description(self) -> str:
+        return f"{self.name} {self.isa}"
+
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
         return self.take_rows(table, tokens)
 

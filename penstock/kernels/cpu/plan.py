@@ -23,15 +23,17 @@ from penstock.kernels.cpu.library import (
 )
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.experts import PackedExperts
+from penstock.kernels.graph import Graph
 from penstock.kernels.inputs import SamplingInputs
 from penstock.kernels.linear import PackedLinear
-from penstock.kernels.recording import Plan, UnrecordableStepError, tensors_of
+from penstock.kernels.operations import UnrecordableStepError
+from penstock.kernels.recording import Plan, tensors_of
 
 _LONG = 1 << 25
 """Multiplications of a step from which the GIL is released: a millisecond or more."""
 
 
-class CompiledPlan:
+class CompiledPlan(Graph):
     """A `Plan` that runs at once.
 
     A replay copies the step's inputs to where the kernels read them, and its results to new tensors. Inputs
@@ -77,12 +79,11 @@ class CompiledPlan:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The results of a step on these inputs, in the order of the plan's.
+    @property
+    def description(self) -> str:
+        return f"{len(self)} kernels in one call"
 
-        Raises:
-            IndexError: a token or a position is outside its table.
-        """
+    def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self._take(inputs)
         self.run()
         return tuple(map(_copied, self._results))
@@ -95,23 +96,6 @@ class CompiledPlan:
         uniforms: Tensor,
         ends: Tensor,
     ) -> Tensor:
-        """Several steps in a row, in one call: each reads as ``tokens`` what the one before has sampled.
-
-        Args:
-            inputs: of the first step, in the order of the plan's; one of them is ``tokens``, ``[R]``.
-            varied: name -> ``[n, ...]``: other inputs that differ, for each of the n steps.
-            sampling: how the first result's rows are sampled from, ``[R]``; its own uniforms are not read.
-            uniforms: ``[n, R]`` float64.
-            ends: ``[R, E]`` int64: tokens after which a row's further ones are not wanted; -1 for none.
-
-        Returns:
-            ``[m, R]`` int64, the tokens of each step; m < n where each row has had an end. -1 for a row that
-            is no distribution; what follows it means nothing.
-
-        Raises:
-            IndexError: a token or a position is outside its table.
-            UnrecordableStepError: the rows cannot be sampled from by a kernel.
-        """
         self._take(inputs)
         if self._rounds is None:
             self._rounds = _SamplingLoop(
@@ -121,11 +105,6 @@ class CompiledPlan:
         return self._rounds.run(moved, sampling, uniforms, ends)
 
     def run(self) -> None:
-        """Runs the kernels on the inputs of the last replay.
-
-        Raises:
-            IndexError: a token or a position is outside its table.
-        """
         _check(self._steps())
 
     def _take(self, inputs: Sequence[Tensor]) -> None:
@@ -174,7 +153,7 @@ class _SamplingLoop:
         uniforms: Tensor,  # [n, R]
         ends: Tensor,  # [R, E]
     ) -> Tensor:  # [m, R]
-        """See `CompiledPlan.replay_steps`; ``moved``: where each differing input goes, and its rows."""
+        """See `Graph.replay_steps`; ``moved``: where each differing input goes, and its rows."""
         own = self._own
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(own, name).copy_(getattr(sampling, name))

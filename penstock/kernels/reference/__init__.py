@@ -1,5 +1,40 @@
-"""Plain torch: right on every device, and the definition of correct for all other back ends."""
+"""Reference back end: the definition of each operation in plain torch, for any device."""
 
-from penstock.kernels.reference.ops import ReferenceOps
+from __future__ import annotations
 
-__all__ = ["ReferenceOps"]
+from typing import TYPE_CHECKING
+
+from penstock.kernels.backend import Backend, DefaultSizes
+
+if TYPE_CHECKING:
+    from penstock.kernels.reference.ops import ReferenceOps
+
+__all__ = ["BACKEND", "ReferenceOps"]
+
+
+def _load() -> ReferenceOps:
+    from penstock.kernels.reference.ops import ReferenceOps
+
+    return ReferenceOps()
+
+
+BACKEND = Backend(
+    name="reference",
+    sizes={
+        "cpu": DefaultSizes(max_batch_size=32, step_tokens=1024),
+        "gpu": DefaultSizes(max_batch_size=256, step_tokens=8192),
+    },
+    load=_load,
+    variants=lambda: [_load()],
+    priority=0,
+)
+
+
+if not TYPE_CHECKING:  # a type checker must report names that do not exist
+
+    def __getattr__(name: str) -> object:
+        if name == "ReferenceOps":
+            from penstock.kernels.reference.ops import ReferenceOps
+
+            return ReferenceOps
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

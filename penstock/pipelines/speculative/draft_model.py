@@ -31,7 +31,7 @@ from penstock.config import LoRAConfig, ModelConfig, PipelineConfig, Speculative
 from penstock.errors import ConfigError, InsufficientBlocksError
 from penstock.grammar import going_ahead, grammar_bitmask
 from penstock.kv_cache import KVCacheManager, KVCacheSpec, restart
-from penstock.memory import estimate_adapters_size, plan_memory
+from penstock.memory import estimate_adapters_size, plan_memory, wanted_block_size
 from penstock.pipelines.core import TextContext
 from penstock.pipelines.sampling import Sampler, adjust_logits
 
@@ -264,7 +264,12 @@ def draft_config(config: PipelineConfig) -> PipelineConfig:
     path = config.speculative.draft_model_path
     assert path is not None
     encoding = config.speculative.draft_quantization_encoding
-    model = ModelConfig(model_path=path, quantization_encoding=encoding, devices=config.model.devices)
+    model = ModelConfig(
+        model_path=path,
+        quantization_encoding=encoding,
+        devices=config.model.devices,
+        kernels=config.model.kernels,
+    )
     return replace(config, model=model, speculative=SpeculativeConfig(), lora=LoRAConfig())
 
 
@@ -320,7 +325,7 @@ def share_memory(
         replace(
             one,
             model=replace(one.model, max_length=length),
-            kv_cache=replace(one.kv_cache, memory=_num_bytes(spec, blocks, config.kv_cache.block_size)),
+            kv_cache=replace(one.kv_cache, memory=_num_bytes(spec, blocks, wanted_block_size(config))),
             max_batch_size=plan.max_batch_size,
             max_batch_input_tokens=plan.max_batch_input_tokens,
         )

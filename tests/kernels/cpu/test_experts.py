@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import ClampedSwiGLU, Gating, LoRAInputs, PackedExperts, PackedLinear, encoding_named
-from penstock.kernels.cpu import CpuOps, variants
+from penstock.kernels.cpu import variants
+from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.reference import ReferenceOps
 
 VARIANTS = {ops.isa: ops for ops in variants()}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock.kernels import LayerKV, cpu
-from penstock.kernels.cpu import CpuOps
 from penstock.kernels.cpu.library import open_kernels
+from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.reference import ReferenceOps
 
 variants = cpu.variants()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from penstock.kernels import LazyWeight, PackedLinear
-from penstock.kernels.cpu import CpuOps, linear, variants
+from penstock.kernels.cpu import linear, variants
+from penstock.kernels.cpu.ops import CpuOps
 
 VARIANTS = {ops.isa: ops for ops in variants()}
 

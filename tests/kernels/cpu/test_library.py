@@ -21,9 +21,8 @@ built = pytest.mark.skipif(not library.PATH.exists(), reason="the C++ kernels ar
 
 @pytest.fixture
 def missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in (library, cpu):
-        monkeypatch.setattr(module, "PATH", tmp_path / "libpenstock_cpu.so")
-    cpu._say_missing.cache_clear()
+    monkeypatch.setattr(library, "PATH", tmp_path / "libpenstock_cpu.so")
+    cpu._warn_missing.cache_clear()
 
 
 @pytest.mark.usefixtures("missing")
@@ -42,7 +41,7 @@ def test_a_library_of_another_abi_is_none(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "ABI", library.ABI + 1)
-    cpu._say_missing.cache_clear()
+    cpu._warn_missing.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert cpu.load() is None
     assert "of another version" in caplog.text

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import LinearSlice, LoRAInputs, Ops, PackedLinear, cpu
-from penstock.kernels.cpu import CpuOps
 from penstock.kernels.cpu.library import Neighbours
+from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.plan import CompiledPlan
-from penstock.kernels.recording import UnrecordableStepError, record
+from penstock.kernels.operations import UnrecordableStepError
+from penstock.kernels.recording import record
 from penstock.kernels.reference import ReferenceOps
 
 variants = cpu.variants()

@@ -12,8 +12,9 @@ from support.random_draws import examples
 from torch import Tensor
 
 from penstock.kernels import LazyWeight, encoding_named
-from penstock.kernels.cpu import CpuOps, variants
+from penstock.kernels.cpu import variants
 from penstock.kernels.cpu.memory import WeightMemory
+from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, pack_panels
 from penstock.kernels.panels import to_panels
 

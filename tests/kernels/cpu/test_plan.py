@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import ClampedSwiGLU, LayerKV, Ops, PackedExperts, SamplingInputs, cpu, encoding_named
-from penstock.kernels.cpu import CpuOps, GraphCache
+from penstock.kernels.cpu.graphs import CpuGraphCompiler
 from penstock.kernels.cpu.library import Neighbours
+from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.plan import CompiledPlan
-from penstock.kernels.recording import Plan, UnrecordableStepError, record
+from penstock.kernels.graph import GraphCache
+from penstock.kernels.operations import UnrecordableStepError
+from penstock.kernels.recording import Plan, record
 
 variants = cpu.variants()
 pytestmark = pytest.mark.skipif(not variants, reason="the C++ kernels are not built")
@@ -146,7 +149,7 @@ def doubled(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def test_a_shape_is_recorded_when_it_comes_back(ops: CpuOps) -> None:
-    plans = GraphCache(ops)
+    plans = GraphCache(CpuGraphCompiler(ops))
     assert plans.status is None
     assert plans.run("a", {"x": torch.randn(2, 8)}, doubled) is None
     assert plans.status == "eager: a step of this shape ran once"
@@ -159,7 +162,7 @@ def test_a_shape_is_recorded_when_it_comes_back(ops: CpuOps) -> None:
 
 
 def test_what_cannot_be_recorded_is_remembered(ops: CpuOps) -> None:
-    plans, ran = GraphCache(ops), []
+    plans, ran = GraphCache(CpuGraphCompiler(ops)), []
 
     def step(o: Ops, given: Mapping[str, Tensor]) -> list[Tensor]:
         ran.append(o.name)
@@ -173,7 +176,7 @@ def test_what_cannot_be_recorded_is_remembered(ops: CpuOps) -> None:
 
 
 def test_a_larger_arena_keeps_old_plans_right(ops: CpuOps) -> None:
-    plans = GraphCache(ops)
+    plans = GraphCache(CpuGraphCompiler(ops))
     for rows in (1, 50, 1, 50, 1, 400, 50, 1, 400):
         for _ in range(2):
             x = torch.randn(rows)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import PackedLinear, encoding_named
-from penstock.kernels.cpu import CpuOps, variants
+from penstock.kernels.cpu import variants
+from penstock.kernels.cpu.ops import CpuOps
 
 VARIANTS = {ops.isa: ops for ops in variants()}
 SHAPES = [(64, 64), (70, 33), (1, 1), (130, 100), (200, 4100), (65, 2), (129, 3000)]

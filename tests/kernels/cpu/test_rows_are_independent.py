@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import LayerKV
-from penstock.kernels.cpu import CpuOps, variants
+from penstock.kernels.cpu import variants
+from penstock.kernels.cpu.ops import CpuOps
 
 LENGTH, HEADS, KV_HEADS, DIM = 1200, 4, 2, 32  # more keys than two chunks of the kernel
 

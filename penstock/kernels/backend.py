@@ -1,0 +1,156 @@
+"""Kernel back ends: one folder each in this package, described by the `BACKEND` record in its ``__init__``.
+
+Importing this module and the records loads no torch. `Backend.load` imports the kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.kernels.graph import GraphCompiler
+    from penstock.kernels.linear import Layout
+    from penstock.kernels.ops import Ops
+
+_BUILT_IN = "penstock.kernels"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DefaultSizes:
+    """Sizes used for a device when the configuration gives none."""
+
+    max_batch_size: int
+    """Sequences that run at once, if the memory allows."""
+    step_tokens: int
+    """Tokens of a step. A longer step delays other requests."""
+    block_size: int = 32
+    """Tokens in a block of the KV cache."""
+
+
+def _no_graphs(ops: Ops) -> GraphCompiler | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """A kernel back end, as the registry knows it before its code is loaded."""
+
+    name: str
+    """Value of the ``kernels`` setting that selects this back end."""
+    sizes: Mapping[str, DefaultSizes]
+    """Device type (``cpu``, ``gpu``) -> default sizes. The keys are the device types that it runs on."""
+    load: Callable[[], Ops | None]
+    """Return the operations, or None if they cannot run here: a library or an instruction set is missing."""
+    variants: Callable[[], Sequence[Ops]]
+    """Return one instance per form that runs here, such as one per instruction set. The tests compare all."""
+    priority: int
+    """The back end with the highest priority runs, unless the configuration names one. The reference: 0."""
+    layout: Layout = "rows"
+    """Memory layout of packed weights; equal to `Ops.layout` of its operations."""
+    graphs: Callable[[Ops], GraphCompiler | None] = _no_graphs
+    """Return what compiles steps of these operations, or None if it cannot compile them."""
+
+    @property
+    def packs_weights(self) -> bool:
+        """Whether it packs weights into a layout of its own. Such weights can be cached in a file."""
+        return self.layout != "rows"
+
+
+class BackendRegistry:
+    """The back ends in the folders of this package, in further folders, and those registered by hand.
+
+    Args:
+        folders: folders to search besides Penstock's own; each holds one package per back end.
+    """
+
+    def __init__(self, folders: Iterable[Path] = ()) -> None:
+        self._more_folders = tuple(folders)
+        self._registered: dict[str, Backend] = {}
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """All back ends, highest priority first."""
+        found = {one.name: one for one in self._discovered} | self._registered
+        return tuple(sorted(found.values(), key=lambda one: (-one.priority, one.name)))
+
+    def register(self, backend: Backend) -> None:
+        """Add a back end that is not in a folder of this registry.
+
+        Raises:
+            ConfigError: a back end of this name exists.
+        """
+        if any(one.name == backend.name for one in self.backends):
+            raise ConfigError("kernels", f"{backend.name!r} is registered already: use another name")
+        self._registered[backend.name] = backend
+
+    def candidates(self, device_type: str, name: str | None = None) -> tuple[Backend, ...]:
+        """Return the back ends for a device type, best first; only the named one if a name is given.
+
+        Raises:
+            ConfigError: no back end has this name, or the named one does not run on the device type.
+        """
+        usable = [one for one in self.backends if device_type in one.sizes]
+        named = [one for one in usable if name in (None, one.name)]
+        if not named:
+            names = ", ".join(one.name for one in usable)
+            raise ConfigError("kernels", f"no kernels {name!r} for {device_type} devices: use one of {names}")
+        return tuple(named)
+
+    def default_sizes(self, device_type: str, name: str | None = None) -> DefaultSizes:
+        """Return the sizes of the best candidate, without loading it.
+
+        Raises:
+            ConfigError: as `candidates`.
+        """
+        return self.candidates(device_type, name)[0].sizes[device_type]
+
+    def open(self, device_type: str, name: str | None = None) -> tuple[Backend, Ops]:
+        """Load the best back end that runs here.
+
+        Raises:
+            ConfigError: as `candidates`; or the named back end cannot be loaded.
+        """
+        for backend in self.candidates(device_type, name):
+            ops = backend.load()
+            if ops is not None:
+                return backend, ops
+        raise ConfigError("kernels", f"the {name} kernels cannot run here: leave out this setting")
+
+    @cached_property
+    def _discovered(self) -> tuple[Backend, ...]:
+        found = []
+        for package in [_BUILT_IN, *map(_as_package, self._more_folders)]:
+            for folder in iter_modules(import_module(package).__path__):
+                if not folder.ispkg:
+                    continue
+                record = getattr(import_module(f"{package}.{folder.name}"), "BACKEND", None)
+                if isinstance(record, Backend):
+                    found.append(record)
+        return tuple(found)
+
+
+BACKENDS = BackendRegistry()
+"""The registry of this process."""
+
+
+def _as_package(folder: Path) -> str:
+    """Return the name of a package that contains the modules of a folder."""
+    folder = folder.resolve()
+    digest = blake2b(str(folder).encode(), digest_size=6).hexdigest()
+    name = f"penstock_kernels_{digest}"
+    if name not in sys.modules:
+        package = ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+    return name

@@ -1,0 +1,212 @@
+"""Compiled steps: a step whose shape occurs again is captured once and then replayed without Python.
+
+A back end provides a `GraphCompiler`, whose `capture` returns a `Graph`. The session's `GraphCache` decides
+which steps are captured and keeps the graphs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.inputs import SamplingInputs
+from penstock.kernels.operations import UnrecordableStepError
+from penstock.kernels.ops import Ops
+
+Step: TypeAlias = Callable[[Ops, Mapping[str, Tensor]], Iterable[Tensor]]
+"""Runs a step on the given operations and inputs, and returns its results."""
+
+_MAX_GRAPHS, _MAX_SHAPES = 64, 1024
+_MIN_COLUMNS = 128
+
+
+class Graph(ABC):
+    """A captured step that can be replayed on other inputs of the same shape."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """How a replay runs, for people: ``130 kernels in one call``."""
+
+    @abstractmethod
+    def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Copy the inputs to where the graph reads them, run, and return copies of the results.
+
+        Args:
+            inputs: in the order of the captured ones. A two-dimensional input may have fewer columns than
+                the captured one; the operations must not read the missing columns.
+
+        Raises:
+            IndexError: a token or a position is outside its table.
+        """
+
+    @abstractmethod
+    def run(self) -> None:
+        """Run once more on the inputs of the last replay, for measurements.
+
+        Raises:
+            IndexError: a token or a position is outside its table.
+        """
+
+    def replay_steps(
+        self,
+        inputs: Sequence[Tensor],
+        varied: Mapping[str, Tensor],
+        sampling: SamplingInputs,
+        uniforms: Tensor,  # [n, R] float64
+        ends: Tensor,  # [R, E] int64
+    ) -> Tensor | None:  # [m, R] int64
+        """Run several decode steps in one call: each step reads the token that the step before has sampled.
+
+        Args:
+            inputs: of the first step, as for `replay`; one of them is named ``tokens``, ``[R]``.
+            varied: name -> ``[n, ...]``: the other inputs that differ from step to step.
+            sampling: parameters for the rows of the first result, ``[R]``; its own uniforms are not read.
+            uniforms: one draw per step and row.
+            ends: tokens that end a row; -1 pads.
+
+        Returns:
+            The tokens of each step; m < n if every row has ended. A row of non-finite logits gives -1, and
+            its later tokens are undefined. None if this graph runs one step per call only.
+
+        Raises:
+            IndexError: a token or a position is outside its table.
+            UnrecordableStepError: no kernel can sample from the rows.
+        """
+        return None
+
+
+class GraphCompiler(ABC):
+    """Captures steps for one instance of `Ops`."""
+
+    max_rows: int
+    """Steps of up to this many rows are captured. A longer step gains nothing from it."""
+
+    @abstractmethod
+    def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[Graph, tuple[Tensor, ...]]:
+        """Run a step once and return its graph and the results of this run.
+
+        Args:
+            step: the step.
+            inputs: contiguous tensors that belong to the graph from now on.
+
+        Raises:
+            UnrecordableStepError: the step cannot be captured.
+        """
+
+
+class GraphCache:
+    """The graphs of a session, by key. Captures a step when its key occurs for the second time.
+
+    Args:
+        compiler: captures the steps.
+    """
+
+    def __init__(self, compiler: GraphCompiler) -> None:
+        self.compiler = compiler
+        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()  # least recently used first
+        self._seen: OrderedDict[Hashable, str | None] = (
+            OrderedDict()
+        )  # why a key cannot be captured, if known
+        self._last: Graph | None = None
+        self._reason: str | None = None
+
+    @property
+    def max_rows(self) -> int:
+        """Rows up to which steps are captured."""
+        return self.compiler.max_rows
+
+    @staticmethod
+    def columns(width: int) -> int:
+        """Return the number of columns that a captured input of ``width`` columns is padded to."""
+        return max(_MIN_COLUMNS, 1 << (width - 1).bit_length())
+
+    @property
+    def status(self) -> str | None:
+        """How the last step ran, for people: ``planned`` or ``eager`` and why; None before the first step."""
+        if self._last is not None:
+            return f"planned: {self._last.description}"
+        return None if self._reason is None else f"eager: {self._reason}"
+
+    @property
+    def last(self) -> Graph | None:
+        """The graph that the last step ran as, or None."""
+        return self._last
+
+    def run(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
+        """Return the results of a step, or None if the caller must run it eagerly.
+
+        Args:
+            key: everything that changes the operations of the step, including the sizes of its inputs. For a
+                two-dimensional input these are its rows and the `columns` of its width.
+            inputs: its tensors, always in the same order.
+            step: the step.
+
+        Raises:
+            IndexError: a token or a position is outside its table.
+        """
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            self._last = graph
+            return graph.replay(list(inputs.values()))
+        self._last = None
+        if key not in self._seen:  # capturing a shape that occurs once costs more than it saves
+            self._seen[key] = None
+            if len(self._seen) > _MAX_SHAPES:
+                self._seen.popitem(last=False)
+            self._reason = "a step of this shape ran once"
+            return None
+        if (reason := self._seen[key]) is not None:
+            self._reason = reason
+            return None
+        return self._capture(key, inputs, step)
+
+    def run_loop(
+        self,
+        key: Hashable,
+        inputs: Mapping[str, Tensor],
+        varied: Mapping[str, Tensor],
+        sampling: SamplingInputs,
+        uniforms: Tensor,
+        ends: Tensor,
+    ) -> Tensor | None:
+        """Run several steps in one call, see `Graph.replay_steps`; return None if there is no graph yet."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            return None
+        self._graphs.move_to_end(key)
+        self._last = graph
+        return graph.replay_steps(list(inputs.values()), varied, sampling, uniforms, ends)
+
+    def skip(self, reason: str) -> None:
+        """Record that a step ran eagerly without a call of `run`, and why."""
+        self._last, self._reason = None, reason
+
+    def _capture(self, key: Hashable, inputs: Mapping[str, Tensor], step: Step) -> tuple[Tensor, ...] | None:
+        own = {name: _padded(tensor) for name, tensor in inputs.items()}
+        try:
+            with torch.inference_mode():
+                graph, results = self.compiler.capture(step, own)
+        except UnrecordableStepError as error:
+            self._reason = self._seen[key] = str(error)
+            return None  # the eager step writes the same keys and values to the cache again
+        self._graphs[key] = self._last = graph
+        if len(self._graphs) > _MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        return results
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy; a two-dimensional tensor gets zeros in further columns."""
+    if tensor.dim() != 2:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    rows, width = tensor.shape
+    copied = torch.zeros(rows, GraphCache.columns(width), dtype=tensor.dtype, device=tensor.device)
+    copied[:, :width] = tensor
+    return copied

@@ -1,0 +1,180 @@
+"""The registry of back ends, and a fake back end in a folder that runs a model end to end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import write_checkpoint
+from support.running import context_of, generate, open_pipeline, random_tokens
+
+from penstock.driver import CPU, Device, DeviceSpec
+from penstock.engine import InferenceSession
+from penstock.errors import ConfigError
+from penstock.kernels import BACKENDS, Backend, BackendRegistry, DefaultSizes
+from penstock.kernels.reference import ReferenceOps
+from penstock.pipelines import PIPELINE_REGISTRY
+
+FAKE = '''
+"""A back end that counts calls and replays recorded steps operation by operation."""
+
+from penstock.kernels.backend import Backend, DefaultSizes
+from penstock.kernels.graph import Graph, GraphCompiler
+from penstock.kernels.recording import record
+from penstock.kernels.reference import ReferenceOps
+from penstock.pipelines import PIPELINE_REGISTRY
+
+COUNTS = {"rms_norm": 0, "captures": 0, "replays": 0}
+
+
+class FakeOps(ReferenceOps):
+    name = "fake"
+
+    def rms_norm(self, x, weight, eps):
+        COUNTS["rms_norm"] += 1
+        return super().rms_norm(x, weight, eps)
+
+
+class FakeGraph(Graph):
+    description = "a fake replay"
+
+    def __init__(self, plan, ops, inputs):
+        self.plan, self.ops, self.inputs = plan, ops, inputs
+
+    def replay(self, inputs):
+        COUNTS["replays"] += 1
+        for own, given in zip(self.inputs.values(), inputs, strict=True):
+            (own[:, : given.shape[1]] if given.dim() == 2 else own).copy_(given)
+        return self.run()
+
+    def run(self):
+        return self.plan.replay(self.ops, self.inputs)
+
+
+class FakeGraphs(GraphCompiler):
+    max_rows = 4
+
+    def __init__(self, ops):
+        self.ops = ops
+
+    def capture(self, step, inputs):
+        COUNTS["captures"] += 1
+        results = []
+        plan = record(self.ops, inputs, lambda ops: results.extend(step(ops, inputs)) or results)
+        return FakeGraph(plan, self.ops, inputs), tuple(results)
+
+
+BACKEND = Backend(
+    name="fake",
+    sizes={"cpu": DefaultSizes(max_batch_size=3, step_tokens=77, block_size=64)},
+    load=FakeOps,
+    variants=lambda: [FakeOps()],
+    priority=100,
+    graphs=FakeGraphs,
+)
+'''
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (llama,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == "llama")
+    assert llama.tiny_config is not None
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), llama.tiny_config())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    package = tmp_path / "fake"
+    package.mkdir()
+    (package / "__init__.py").write_text(FAKE)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("penstock_kernels_")]:
+        del sys.modules[name]
+
+
+def counts(registry: BackendRegistry) -> dict[str, int]:
+    (fake,) = registry.candidates("cpu", "fake")
+    ops: Any = fake.load()
+    found: dict[str, int] = sys.modules[type(ops).__module__].COUNTS  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_fake_back_end_runs_a_model(
+    folder: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_tokens(9, 130)
+    reference = open_pipeline(checkpoint, kernels="reference")
+    expected = generate(reference, [context_of(prompt, 12)])
+    registry = BackendRegistry([folder])
+    monkeypatch.setattr("penstock.kernels.backend.BACKENDS", registry)
+    pipeline = open_pipeline(checkpoint, max_batch_size=None)
+    assert pipeline.session.kernels == "fake"
+    plan = pipeline.memory_plan
+    assert (plan.max_batch_size, plan.max_batch_input_tokens, plan.block_size) == (3, 77, 64)
+    assert generate(pipeline, [context_of(prompt, 12)]) == expected
+    seen = counts(registry)
+    assert seen["rms_norm"] > 0
+    assert seen["captures"] == 1
+    assert seen["replays"] >= 8
+    assert pipeline.session.plan_status == "planned: a fake replay"
+    assert pipeline.session.planned_steps == "of up to 4 rows without " + ", ".join(
+        name for name, owner in pipeline.session.ops.chosen().items() if owner != "fake"
+    )
+    pipeline.session.use_plans = False
+    assert generate(pipeline, [context_of(prompt, 12)]) == expected
+    assert seen["captures"] == 1
+
+
+def test_a_name_selects_a_back_end(checkpoint: Path) -> None:
+    assert InferenceSession([CPU()]).backend is BACKENDS.open("cpu")[0]
+    assert open_pipeline(checkpoint, kernels="reference").session.kernels == "reference"
+    named = InferenceSession([CPU()], kernels="reference")
+    assert named.backend.name == named.kernels == "reference"
+    assert type(named.ops) is ReferenceOps
+    assert named.plan_status == "eager: no plans for reference kernels"
+
+
+def test_a_back_end_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match=r"no kernels 'tpu' for cpu devices: use one of cpu, reference$"):
+        _ = InferenceSession([CPU()], kernels="tpu").ops
+    with pytest.raises(ConfigError, match=r"no kernels 'cpu' for gpu devices: use one of reference$"):
+        BACKENDS.default_sizes("gpu", "cpu")
+
+
+def unusable(name: str = "broken") -> Backend:
+    sizes = {"cpu": DefaultSizes(max_batch_size=1, step_tokens=1)}
+    return Backend(name=name, sizes=sizes, load=lambda: None, variants=list, priority=50)
+
+
+def test_a_back_end_that_cannot_run_is_passed_over() -> None:
+    registry = BackendRegistry()
+    registry.register(unusable())
+    assert [one.name for one in registry.backends] == ["broken", "cpu", "reference"]
+    assert registry.open("cpu")[0].name != "broken"
+    with pytest.raises(ConfigError, match="the broken kernels cannot run here"):
+        registry.open("cpu", "broken")
+    with pytest.raises(ConfigError, match="'cpu' is registered already"):
+        registry.register(unusable("cpu"))
+    assert "broken" not in {one.name for one in BACKENDS.backends}
+
+
+def test_sizes_follow_the_device_type() -> None:
+    sizes = {kind: BACKENDS.default_sizes(kind) for kind in ("cpu", "gpu")}
+    assert [(one.max_batch_size, one.step_tokens, one.block_size) for one in sizes.values()] == [
+        (32, 1024, 32),
+        (256, 8192, 32),
+    ]
+    gpu = InferenceSession([Device(DeviceSpec.accelerator())])
+    assert type(gpu.ops) is ReferenceOps
+    assert gpu.plans is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS.backends, ids=lambda one: one.name)
+def test_a_record_says_what_its_operations_say(backend: Backend) -> None:
+    for ops in backend.variants():
+        assert ops.layout == backend.layout
+        assert ops.packs_weights == backend.packs_weights
+        assert ops.description.split()[0] == ops.name == backend.name

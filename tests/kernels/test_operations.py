@@ -1,0 +1,116 @@
+"""A row in the table of operations is all that registry, recorder and C declarations need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import OPERATIONS, Ops
+from penstock.kernels.cpu.library import FUNCTIONS, Kernels
+from penstock.kernels.operations import (
+    Arguments,
+    CFunction,
+    UnrecordableStepError,
+    operation,
+    operations_of,
+)
+from penstock.kernels.recording import record
+from penstock.kernels.reference import ReferenceOps
+
+
+def refuse_negative(arguments: Arguments) -> Arguments:
+    if arguments["factor"] < 0:
+        raise UnrecordableStepError("a negative factor")
+    return arguments
+
+
+class MoreOps(ReferenceOps):
+    """The reference with two further operations."""
+
+    name = "more"
+
+    @operation(
+        weights=["weight"],
+        simplify=refuse_negative,
+        functions={"blend": CFunction("3P q d", can_be_long=True)},
+    )
+    def blend(self, x: Tensor, weight: Tensor, *, factor: float = 2.0) -> Tensor:
+        """``x * factor + weight``."""
+        return x * factor + weight
+
+    @operation(is_recordable=False)
+    def shuffle(self, x: Tensor) -> Tensor:
+        """Permute rows by chance."""
+        return x[torch.randperm(len(x))]
+
+
+class FasterOps(MoreOps):
+    name = "faster"
+
+    def blend(self, x: Tensor, weight: Tensor, *, factor: float = 2.0) -> Tensor:
+        return torch.add(weight, x, alpha=factor)
+
+
+def test_the_registry_follows() -> None:
+    assert [*operations_of(MoreOps)] == [*OPERATIONS, "blend", "shuffle"]
+    row = operations_of(MoreOps)["blend"]
+    assert list(row.signature.parameters) == ["x", "weight", "factor"]
+    assert row.functions["blend"].can_be_long
+    assert "blend" not in OPERATIONS
+    assert MoreOps().chosen()["blend"] == "more"
+    assert MoreOps().chosen()["rms_norm"] == "reference"
+    assert FasterOps().chosen()["blend"] == "faster"
+    assert FasterOps().chosen()["shuffle"] == "more"
+
+
+@pytest.mark.parametrize("ops", [MoreOps(), FasterOps()], ids=lambda ops: ops.name)
+def test_the_recorder_follows(ops: MoreOps) -> None:
+    x, weight = torch.randn(3, 8), torch.randn(8)
+
+    def step(recording: Ops) -> list[Tensor]:
+        assert hasattr(recording, "blend")
+        return [recording.blend(recording.scale(x, 3.0), weight, factor=0.5)]
+
+    plan = record(ops, {"x": x}, step)
+    assert [one.operation for one in plan.records] == ["scale", "blend"]
+    assert plan.records[1].arguments["factor"] == 0.5
+    assert [one.data_ptr() for one in plan.weights] == [weight.data_ptr()]
+    other = torch.randn(3, 8)
+    (replayed,) = plan.replay(ops, {"x": other})
+    torch.testing.assert_close(replayed, other * 1.5 + weight)
+
+
+def test_defaults_are_recorded() -> None:
+    x = torch.randn(3, 8)
+    plan = record(MoreOps(), {"x": x}, lambda ops: [ops.blend(x, torch.zeros(8))])  # type: ignore[attr-defined]
+    assert plan.records[0].arguments["factor"] == 2.0
+
+
+def test_what_a_row_does_not_allow_is_not_recorded() -> None:
+    x = torch.randn(3, 8)
+    with pytest.raises(UnrecordableStepError, match=r"^shuffle cannot be recorded$"):
+        record(MoreOps(), {"x": x}, lambda ops: [ops.shuffle(x)])  # type: ignore[attr-defined]
+    with pytest.raises(UnrecordableStepError, match=r"^a negative factor$"):
+        record(MoreOps(), {"x": x}, lambda ops: [ops.blend(x, x[0], factor=-1.0)])  # type: ignore[attr-defined]
+
+
+def test_a_weight_that_the_signature_does_not_name() -> None:
+    with pytest.raises(AssertionError, match="no parameters"):
+
+        @operation(weights=["wieght"])
+        def blend(_self: Ops, x: Tensor, _weight: Tensor) -> Tensor:
+            return x
+
+
+def test_the_c_declarations_follow() -> None:
+    declared = {name: one for row in OPERATIONS.values() for name, one in row.functions.items()}
+    assert {"pack", *declared} == set(FUNCTIONS)
+    assert sum(len(row.functions) for row in OPERATIONS.values()) == len(declared), "declared twice"
+
+
+def test_kernels_are_attributes() -> None:
+    kernels = Kernels("none", {"blend": lambda *numbers: len(numbers), "long_blend": lambda: 0})
+    assert kernels.blend(1, 2) == 2
+    with pytest.raises(AttributeError):
+        kernels.linear(1)
