@@ -44,6 +44,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "chat_template": st.sampled_from([None, "template.jinja"]),
     "special_tokens_in_content": st.booleans(),
     "served_model_name": st.sampled_from([None, "name"]),
+    "task": st.sampled_from(["auto", "text-generation"]),
     "kv_cache_block_size": st.sampled_from([16, 32, 64, 128]),
     "enable_prefix_caching": st.booleans(),
     "device_memory_utilization": st.floats(0, 1, exclude_min=True),
