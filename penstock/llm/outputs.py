@@ -16,7 +16,7 @@ from penstock.pipelines.core import (
     TextGenerationStatus,
 )
 from penstock.plain_numbers import checked_integer
-from penstock.text.detokenizer import Detokenizer, TokenDecoder, text_behind
+from penstock.text.detokenizer import Detokenizer, TokenDecoder, text_after_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class GenerationOutput:
         values = beam.log_probabilities[: len(tokens)]
         tops = [{token: value} for token, value in zip(tokens, values, strict=True)]
         return cls(
-            text=text_behind(tokenizer, context.prompt_tokens, tokens),
+            text=text_after_prompt(tokenizer, context.prompt_tokens, tokens),
             token_ids=tokens,
             prompt_token_ids=context.prompt_tokens.tolist(),
             finish_reason="stop" if beam.ended else "length",

@@ -1,8 +1,8 @@
-"""Messages -> the text of a prompt, by the Jinja template that a checkpoint brings.
+"""Render messages to prompt text with the Jinja chat template of a checkpoint.
 
-Templates run in Jinja's immutable sandbox with what Hugging Face promises them: ``messages``, ``tools``,
-``documents``, ``add_generation_prompt``, the special tokens (``bos_token``, ``eos_token``, ...), the
-functions ``raise_exception`` and ``strftime_now``, a ``tojson`` that escapes nothing, ``{% break %}`` and
+Templates run in Jinja's immutable sandbox with the environment that Hugging Face defines: ``messages``,
+``tools``, ``documents``, ``add_generation_prompt``, the special tokens (``bos_token``, ``eos_token``, ...),
+the functions ``raise_exception`` and ``strftime_now``, ``tojson`` without HTML escapes, ``{% break %}`` and
 ``{% continue %}``, and ``{% generation %}``.
 """
 
@@ -25,7 +25,7 @@ from penstock.errors import CheckpointError, ConfigError, InputError, Unsupporte
 
 Message = Mapping[str, Any]
 
-# What transformers takes as arguments of its own rather than as variables for the template.
+# Arguments of transformers' apply_chat_template that are not variables of the template.
 _RESERVED_OPTIONS = frozenset(
     {"messages", "conversation", "tools", "chat_template", "tokenize", "padding", "truncation", "max_length"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
@@ -33,9 +33,9 @@ _RESERVED_OPTIONS = frozenset(
 
 
 class ChatTemplate:
-    """The named templates of one checkpoint: ``default``, and perhaps ``tool_use`` for requests with tools.
+    """The named templates of a checkpoint: ``default``, and optionally ``tool_use`` for requests with tools.
 
-    ``origin`` is the file or folder that errors name.
+    ``origin`` is the file or folder for error messages.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: object) -> None:
@@ -46,12 +46,12 @@ class ChatTemplate:
 
     @classmethod
     def from_file(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """A template that the user gives: Jinja text, or JSON with the key ``chat_template``.
+        """Read the template file of ``--chat-template``: Jinja text, or JSON with the key ``chat_template``.
 
         Raises:
-            ConfigError: it is neither, or has a mistake.
+            ConfigError: the file is neither, or the template has a syntax error.
         """
-        sources = _read_given_template(path)
+        sources = _read_template_option(path)
         template = cls(sources, special_tokens, path)
         for name in sources:
             try:
@@ -66,17 +66,17 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text.
+        """Return the prompt text.
 
         Args:
-            messages: each with a role and mostly content, where None is the same as an empty string; the
-                template decides what else it reads.
-            tools: descriptions of functions that the model may call.
-            options: variables for the template, over ``add_generation_prompt=True``. With
+            messages: each has a role and usually content. Content None equals an empty string. The template
+                decides which other keys it reads.
+            tools: descriptions of functions that the model can call.
+            options: variables for the template; they override ``add_generation_prompt=True``. With
                 ``continue_final_message=True`` the last message stays open for the model to continue.
 
         Raises:
-            InputError: the template refuses the messages; in its own words.
+            InputError: the template refuses the messages. Contains the template's message.
         """
         _check_messages(messages)
         _check_tools(tools)
@@ -87,7 +87,7 @@ class ChatTemplate:
         template = self._compile(self._choose(tools))
         try:
             text = template.render(messages=messages, tools=tools, **{**self._special_tokens, **variables})
-        except Exception as error:  # a template is foreign code: whatever it raises is about these messages
+        except Exception as error:  # a template can raise any exception
             raise InputError(f"the chat template cannot render these messages: {error}") from error
         return _cut_at_end_mark(text) if continues else text
 
@@ -97,13 +97,13 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """`render` for messages of a request: text only, in parts or not.
+        """Return the prompt text of a request's messages, whose content is text or a list of text parts.
 
-        Parts go to the template as they are if it takes them, else joined by line ends.
+        Passes lists of parts to the template if it supports them, else joins the parts with newlines.
 
         Raises:
             UnsupportedFeatureError: a part is not text.
-            InputError: as `render`.
+            InputError: as for `render`.
         """
         _check_messages(messages)
         has_parts = [_has_parts(message) for message in messages]
@@ -116,7 +116,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template understands content that is a list of text parts; most take only strings."""
+        """Whether the template supports content that is a list of text parts. Most support only strings."""
         part = {"type": "text", "text": "Dear reader"}
         try:
             plain = self.render([{"role": "user", "content": part["text"]}])
@@ -127,8 +127,10 @@ class ChatTemplate:
 
     @cached_property
     def takes_argument_objects(self) -> bool:
-        """Whether a tool call's arguments may be an object, as transformers gives them; some join them to
-        text and take nothing else."""
+        """Whether the template supports a tool call's arguments as an object, as transformers passes them.
+
+        Some templates concatenate the arguments with text and support only strings.
+        """
         call = {"type": "function", "id": "call00000", "function": {"name": "find", "arguments": {"a": "b"}}}
         question = {"role": "user", "content": "Dear reader"}
         try:
@@ -138,7 +140,7 @@ class ChatTemplate:
         return True
 
     def mentions(self, word: str) -> bool:
-        """Whether a word stands in the source of any of the templates."""
+        """Return whether the source of any template contains the word."""
         pattern = re.compile(rf"\b{re.escape(word)}\b")
         return any(pattern.search(source) for source in self.sources.values())
 
@@ -164,7 +166,7 @@ class ChatTemplate:
 
 
 def find_templates(checkpoint: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> Jinja text of a checkpoint's templates; files of their own go before tokenizer_config.json."""
+    """Return name -> Jinja text of a checkpoint's templates. Files override tokenizer_config.json."""
     sources = _named(tokenizer_config.get("chat_template"), checkpoint / "tokenizer_config.json")
     default = checkpoint / "chat_template.jinja"
     if default.is_file():
@@ -181,7 +183,7 @@ def _read_template(path: Path) -> str:
         raise CheckpointError(path, f"cannot be read: {getattr(error, 'strerror', error)}") from error
 
 
-def _read_given_template(path: Path) -> dict[str, str]:
+def _read_template_option(path: Path) -> dict[str, str]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -192,13 +194,13 @@ def _read_given_template(path: Path) -> dict[str, str]:
         sources = _named(json.loads(text)["chat_template"], path)
     except (ValueError, TypeError, KeyError, CheckpointError) as error:
         raise ConfigError(
-            "chat_template", f"{path} is not a JSON object with a chat_template in it"
+            "chat_template", f"{path} is not a JSON object with the key chat_template"
         ) from error
     return sources
 
 
 def _named(value: Any, path: Path) -> dict[str, str]:
-    """A template as text, or several as ``[{"name": ..., "template": ...}]``."""
+    """Return name -> template of a string, or of a list ``[{"name": ..., "template": ...}]``."""
     match value:
         case None:
             return {}
@@ -228,7 +230,7 @@ def _check_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:
 
 
 def _has_parts(message: Message) -> bool:
-    """Whether the content is a list: of text parts, or this raises."""
+    """Return whether the content is a list of text parts; raise for a list with other parts."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return False
@@ -264,19 +266,19 @@ def _variables(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"documents": None, "add_generation_prompt": True, **given}
 
 
-# No template changes these characters; the space after them shows whether it strips the message's end.
+# No known template changes these characters. The space after them shows whether the template strips content.
 _END_MARK = "⟦⁂⟧⟦⁂⟧"
 
 
 def _with_content(message: Message) -> Message:
-    """The message with an empty string for the content None, which templates write as ``None`` or refuse."""
+    """Return the message with content None replaced by "". Templates print None as text or refuse it."""
     if "content" in message and message["content"] is None:
         return {**message, "content": ""}
     return message
 
 
 def _with_end_mark(messages: Sequence[Message]) -> list[Message]:
-    """The messages with a mark at the end of the last one's text."""
+    """Return the messages with the end mark appended to the text of the last one."""
     *earlier, last = messages
     content = last.get("content")
     if isinstance(content, str):
@@ -292,13 +294,15 @@ def _with_end_mark(messages: Sequence[Message]) -> list[Message]:
 def _cut_at_end_mark(text: str) -> str:
     end = text.rfind(_END_MARK)
     if end < 0:
-        raise InputError("continue_final_message: the chat template does not show the last message as it is")
+        raise InputError(
+            "continue_final_message: the chat template does not print the last message unchanged"
+        )
     is_stripped = not text.startswith(f"{_END_MARK} ", end)
     return text[:end].rstrip() if is_stripped else text[:end]
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}...{% endgeneration %}``: marks text to be trained on; here it is only a scope."""
+    """``{% generation %}...{% endgeneration %}`` marks training text; for inference it is only a scope."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]  # jinja2 declares a mutable set
 
@@ -323,7 +327,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes <, > and & for HTML, which a prompt must not have.
+    # Jinja's own tojson escapes <, > and & for HTML, which would change the prompt.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

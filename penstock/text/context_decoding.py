@@ -1,4 +1,4 @@
-"""Token ids -> text, call by call: where the tokens of a call stand in the text of their context."""
+"""State for `TextTokenizer.decode`: finds the position of the passed tokens in the text of their context."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 from penstock.pipelines.core import TextContext, TextGenerationStatus
 from penstock.text.detokenizer import TokenDecoder, text_of_piece
 
-_KEPT = 64
-"""Tokens before a piece that are kept; its text depends on the last few that are visible."""
-_STATE = "_decoded"
+_NUM_PRECEDING = 64
+"""Number of tokens kept before a piece. The text of a piece depends on the last few visible ones."""
+_STATE = "_decode_state"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some tokens of a text, and what stands before them."""
+    """Consecutive tokens of a text, with the tokens before them."""
 
     ids: list[int]
     before: list[int]
-    """The last tokens before them, of the same text."""
+    """The last tokens of the same text before ``ids``."""
     prompt: list[int]
-    """The last tokens of the prompt that the text follows; empty where it follows none."""
+    """The last tokens of the prompt before the text; empty if there is no prompt."""
     is_last: bool
-    """Whether no token follows."""
+    """Whether the text ends with this piece."""
 
     def text(self, tokenizer: TokenDecoder, skip_special_tokens: bool = True) -> str:
-        """What these tokens add to the text before them.
+        """Return the text that these tokens add.
 
-        An unfinished character at the end is left to the next piece, unless this one is the last.
+        An incomplete character at the end belongs to the next piece, unless this piece is the last.
         """
         return text_of_piece(
             tokenizer,
@@ -41,66 +41,70 @@ class Piece:
 
 
 @dataclass(slots=True)
-class _Decoded:
-    """How far the tokens of a context, and other tokens given with it, were decoded."""
+class _DecodeState:
+    """Position after the last call, in the generated tokens of a context and in a separate text.
+
+    The separate text consists of tokens that the caller passed and the context has not generated.
+    """
 
     num_generated: int = 0
-    gave_all_generated: bool = False
-    """Whether the last call gave all that was generated."""
-    others: list[int] = field(default_factory=list)
-    num_others: int = 0
-    came_whole: bool = False
-    """Whether one call gave all of ``others``."""
+    had_all_generated: bool = False
+    """Whether the last call passed all generated tokens."""
+    separate: list[int] = field(default_factory=list)
+    num_separate: int = 0
+    was_passed_whole: bool = False
+    """Whether one call passed all of ``separate``."""
 
 
 def next_piece(context: TextContext, ids: list[int], bos: int | None) -> Piece:
-    """The place of ``ids``, and the context remembers it. Call it in the order of the calls to decode.
+    """Return ``ids`` with their position, and store the position on the context.
 
-    Tokens that the context has generated are found there: behind those of the last call, else at the end,
-    else at the beginning. Other tokens are a text of their own, which each call continues. It begins again
-    with ``bos`` (the token that begins every text, if there is one), or where a call gives all of it again.
+    Must be called in the order of the calls to decode. Generated tokens of the context are searched after
+    those of the last call, then at the end, then at the beginning. Other tokens form a separate text, which
+    each call continues. The separate text restarts with ``bos`` (the begin-of-sequence token, if there is
+    one), or when a call passes all of it again.
     """
-    state: _Decoded = vars(context).setdefault(_STATE, _Decoded())
-    start = _place_in_generated(context, state, ids)
+    state: _DecodeState = vars(context).setdefault(_STATE, _DecodeState())
+    start = _position_in_generated(context, state, ids)
     if start is None:
-        return _piece_of_others(state, ids, bos)
+        return _piece_of_separate_text(state, ids, bos)
     generated = context.generated_tokens
     end = state.num_generated = start + len(ids)
-    state.gave_all_generated = len(ids) == len(generated) > 1
-    hidden = context.status is TextGenerationStatus.END_OF_SEQUENCE  # the token that ended the output
+    state.had_all_generated = len(ids) == len(generated) > 1
+    num_hidden = context.status is TextGenerationStatus.END_OF_SEQUENCE  # the end-of-sequence token
     return Piece(
         ids,
-        before=generated[max(0, start - _KEPT) : start].tolist(),
-        prompt=context.prompt_tokens[-_KEPT:].tolist(),
-        is_last=context.is_done and end >= len(generated) - hidden,
+        before=generated[max(0, start - _NUM_PRECEDING) : start].tolist(),
+        prompt=context.prompt_tokens[-_NUM_PRECEDING:].tolist(),
+        is_last=context.is_done and end >= len(generated) - num_hidden,
     )
 
 
-def _place_in_generated(context: TextContext, state: _Decoded, ids: list[int]) -> int | None:
+def _position_in_generated(context: TextContext, state: _DecodeState, ids: list[int]) -> int | None:
     generated = context.generated_tokens
     at_end = len(generated) - len(ids)
-    elsewhere = [0, at_end] if state.gave_all_generated else [at_end, 0]
-    for start in [state.num_generated, *elsewhere]:
+    fallbacks = [0, at_end] if state.had_all_generated else [at_end, 0]
+    for start in [state.num_generated, *fallbacks]:
         if start >= 0 and ids and generated[start : start + len(ids)].tolist() == ids:
             return start
     return None
 
 
-def _piece_of_others(state: _Decoded, ids: list[int], bos: int | None) -> Piece:
-    start, others = state.num_others, state.others
+def _piece_of_separate_text(state: _DecodeState, ids: list[int], bos: int | None) -> Piece:
+    start, separate = state.num_separate, state.separate
     if ids and ids[0] == bos:
-        start, others = 0, []
-    elif others[start : start + len(ids)] != ids and _begins_again(state, ids):
+        start, separate = 0, []
+    elif separate[start : start + len(ids)] != ids and _is_restart(state, ids):
         start = 0
-    if others[start : start + len(ids)] != ids:
-        others = [*others[:start], *ids]
-    state.came_whole = (start == 0 and len(ids) == len(others) > 1) or (
-        state.came_whole and others is state.others
+    if separate[start : start + len(ids)] != ids:
+        separate = [*separate[:start], *ids]
+    state.was_passed_whole = (start == 0 and len(ids) == len(separate) > 1) or (
+        state.was_passed_whole and separate is state.separate
     )
-    state.others, state.num_others = others, start + len(ids)
-    return Piece(ids, before=others[max(0, start - _KEPT) : start], prompt=[], is_last=False)
+    state.separate, state.num_separate = separate, start + len(ids)
+    return Piece(ids, before=separate[max(0, start - _NUM_PRECEDING) : start], prompt=[], is_last=False)
 
 
-def _begins_again(state: _Decoded, ids: Sequence[int]) -> bool:
-    is_whole = state.came_whole or len(ids) == len(state.others) > 1
-    return is_whole and state.num_others == len(state.others) and state.others[: len(ids)] == ids
+def _is_restart(state: _DecodeState, ids: Sequence[int]) -> bool:
+    is_whole = state.was_passed_whole or len(ids) == len(state.separate) > 1
+    return is_whole and state.num_separate == len(state.separate) and state.separate[: len(ids)] == ids

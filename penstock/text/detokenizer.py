@@ -1,4 +1,4 @@
-"""Token ids -> text, as they come: whole characters only. The one place where stop strings are matched."""
+"""Incremental detokenisation to whole characters, and matching of stop strings."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-# An unfinished UTF-8 character has at most three bytes, so three tokens; one more before them as context.
+# An incomplete UTF-8 character has at most three bytes, so at most three tokens; plus one token of context.
 _OPEN_CHARACTER_WINDOW = 4
-_PROMPT_WINDOW = 2 * _OPEN_CHARACTER_WINDOW  # the cut may go through a character in byte tokens
+_PROMPT_WINDOW = 2 * _OPEN_CHARACTER_WINDOW  # the first tokens of the window may be part of a character
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class TokenDecoder(Protocol):
-    """What a detokenizer asks of a tokenizer: `TextTokenizer`, `penstock.testing.FakeTokenizer`."""
+    """The part of a tokenizer that a detokenizer uses.
+
+    Implemented by `TextTokenizer` and `penstock.testing.FakeTokenizer`.
+    """
 
     @property
     def byte_tokens(self) -> Mapping[int, int]:
-        """Token id to byte, where the decoder judges a run of such tokens as a whole; else empty."""
+        """Token id -> byte, if the decoder converts a run of byte tokens as a whole; else empty."""
         ...
 
     def is_visible(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Whether decoding looks at this token at all."""
+        """Return whether decoding does not skip this token."""
         ...
 
     def decode_ids(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class Detokenizer:
-    """The text of one request.
+    """Converts the tokens of one request to text and matches stop strings.
 
-    All pieces that `append` and `finish` return, joined, are `text_behind` of the prompt and all ids, up to
-    the first stop string: the one that is complete first, of several that end at the same character the
-    longest. A piece is held back only while later tokens may still change it or while it may be the beginning
-    of a stop string. With ``keeps_stop`` the text ends behind the stop string.
+    The joined results of `append` and `finish` equal `text_after_prompt` of the prompt and all ids, up to the
+    first stop string. The first stop string is the one that ends first; of several that end at the same
+    character it is the longest. Text is held back only while later tokens may change it or while it may be
+    the beginning of a stop string. With ``keeps_stop`` the text includes the stop string.
 
     >>> from penstock.testing import FakeTokenizer
     >>> detokenizer = Detokenizer(FakeTokenizer(), stop=["END"])
@@ -61,25 +64,25 @@ class Detokenizer:
         self.num_tokens = 0  # tokens up to and including the one that completed the stop string
         self._stream = _IncrementalDecoder(tokenizer, prompt, skip_special_tokens)
         self._stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        self._stops = tuple(filter(None, self._stops))  # an empty one would end every text at once
+        self._stops = tuple(filter(None, self._stops))  # an empty stop string would match at once
         self._stop_bytes = tuple(stop.encode(errors="replace") for stop in self._stops)
-        self._held = ""  # the longest end of the text that a stop string may begin with
+        self._held = ""  # the longest suffix of the text that is a prefix of a stop string
         self._pieces: list[str] = []
         self._finished = False
 
     @property
     def text(self) -> str:
-        """What `append` and `finish` have returned so far."""
+        """The joined results of `append` and `finish` so far."""
         return "".join(self._pieces)
 
     def append(self, token_ids: Sequence[int] | int) -> str:
-        """The text that these tokens settle. Tokens after a stop string are dropped and not counted."""
+        """Add tokens and return the text that is final. Drops tokens after a stop string."""
         assert not self._finished, "append after finish"
         ids = token_ids if isinstance(token_ids, Iterable) else (token_ids,)
         return self._record("".join([self._append_one(int(token_id)) for token_id in ids]))
 
     def finish(self) -> str:
-        """What was held back, an unfinished character as decoding all ids would show it."""
+        """Return the text that was held back. An incomplete character becomes U+FFFD, as in a full decode."""
         self._finished = True
         if self.stop_match is not None:
             return ""
@@ -95,7 +98,7 @@ class Detokenizer:
         return text if self.stop_match is not None else text + self._stop_in_byte_run()
 
     def _release(self, text: str) -> str:
-        """The part of held and new text that no stop string can touch any more."""
+        """Return the part of held and new text that cannot become part of a stop string."""
         if not self._stops:
             return text
         text = self._held + text
@@ -109,14 +112,17 @@ class Detokenizer:
         return text[:split]
 
     def _stop_in_byte_run(self) -> str:
-        """A run of byte tokens is no settled text yet, but a stop string that it completes ends it now."""
+        """Return the text up to a stop string that a run of byte tokens completes.
+
+        The text of a byte run is not final, but the stop string must match at once.
+        """
         run = self._stream.byte_run
         if not run or not self._stops:
             return ""
         tail = self._held.encode() + run[-max(map(len, self._stop_bytes)) :]
         if not tail.endswith(self._stop_bytes):
             return ""
-        text = self._held + self._stream.peek()  # decoders may strip a space at the beginning
+        text = self._held + self._stream.peek()  # decoders may strip a leading space
         return "" if _first_stop(text, self._stops) is None else self._release(self._stream.finish())
 
     def _record(self, text: str) -> str:
@@ -126,10 +132,11 @@ class Detokenizer:
 
 
 class _IncrementalDecoder:
-    """Tokens -> settled text, at a cost a token that does not grow with the text.
+    """Converts tokens to final text. The cost per token does not grow with the text.
 
-    Decoders look at a token's neighbours: the first token loses its space, bytes join to characters. So a
-    window of tokens is decoded: one whose text is settled, as context, and those whose text is not.
+    The text of a token depends on its neighbours: the first token loses its leading space, and bytes form
+    characters. Therefore a window of tokens is decoded. It holds one token with final text, as context, and
+    the tokens whose text is not final.
     """
 
     def __init__(self, tokenizer: TokenDecoder, prompt: TokenIds, skip_special_tokens: bool) -> None:
@@ -137,20 +144,19 @@ class _IncrementalDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._bytes = tokenizer.byte_tokens
         self._window = _context(tokenizer, prompt)
-        self.byte_run = bytearray()  # of the byte tokens at the window's end; empty if they are no UTF-8
-        self._utf8: codecs.IncrementalDecoder | None = _UTF8()  # None in a run that is no UTF-8
-        self._settled = 0  # characters of the window's text that have been returned, or are the prompt's
+        self.byte_run = bytearray()  # bytes of the byte tokens at the end; empty if they are not UTF-8
+        self._utf8: codecs.IncrementalDecoder | None = _UTF8()  # None in a run that is not UTF-8
+        self._num_returned = 0  # characters of the window's text that were returned or belong to the prompt
         if self._window:
-            self._settled = len(prompt_text(tokenizer, self._window))
+            self._num_returned = len(prompt_text(tokenizer, self._window))
             for token_id in self._window[len(self._window) - _num_bytes_at_end(tokenizer, self._window) :]:
                 self._extend_run(self._bytes[token_id])
-            if (
-                self._utf8 is not None
-            ):  # whole characters are the prompt's: no stop string is looked for there
+            if self._utf8 is not None:
+                # Complete characters belong to the prompt, where stop strings do not match.
                 del self.byte_run[: len(self.byte_run) - len(self._utf8.getstate()[0])]
 
     def push(self, token_id: int) -> str:
-        # Invisible tokens must not be the context: the next token would be decoded as the first of a text.
+        # A skipped token must not be the context: the next token would be decoded as the first of a text.
         if not self._tokenizer.is_visible(token_id, self._skip_special_tokens):
             return ""
         self._window.append(token_id)
@@ -164,15 +170,15 @@ class _IncrementalDecoder:
 
     def finish(self) -> str:
         text = self._decode()
-        new, self._settled = text[self._settled :], len(text)
+        new, self._num_returned = text[self._num_returned :], len(text)
         return new
 
     def peek(self) -> str:
-        """What `finish` would return, changing nothing."""
-        return self._decode()[self._settled :]
+        """Return the result of `finish` without changing state."""
+        return self._decode()[self._num_returned :]
 
     def _extend_run(self, byte: int) -> None:
-        # One bad byte spoils its whole run, whose text is settled only by the next other token.
+        # One invalid byte makes its whole run invalid. The text of the run is final at the next other token.
         if self._utf8 is None:
             return
         self.byte_run.append(byte)
@@ -184,11 +190,11 @@ class _IncrementalDecoder:
 
     def _commit_text(self) -> str:
         text = self._decode()
-        # Where bytes join across tokens, the last U+FFFD may be a character that is not complete yet.
+        # In byte-level vocabularies, the last U+FFFD may be a character that later tokens complete.
         is_open = text.endswith("\N{REPLACEMENT CHARACTER}") and not self._bytes
-        settled = len(text) - is_open
-        new = text[self._settled : settled]
-        self._settled = settled
+        num_final = len(text) - is_open
+        new = text[self._num_returned : num_final]
+        self._num_returned = num_final
         if not is_open:
             self._shrink(1)
         elif len(self._window) > 4 * _OPEN_CHARACTER_WINDOW:
@@ -197,19 +203,19 @@ class _IncrementalDecoder:
 
     def _shrink(self, size: int, open_characters: int = 0) -> None:
         del self._window[:-size]
-        self._settled = len(self._decode()) - open_characters
+        self._num_returned = len(self._decode()) - open_characters
 
     def _decode(self) -> str:
         return self._tokenizer.decode_ids(self._window, self._skip_special_tokens)
 
 
-def text_behind(
+def text_after_prompt(
     tokenizer: TokenDecoder, prompt: TokenIds, ids: Sequence[int], skip_special_tokens: bool = True
 ) -> str:
-    """What ``ids`` write behind a prompt: the text of both together without `prompt_text`.
+    """Return the text that ``ids`` add after a prompt: the text of both, without `prompt_text`.
 
-    A decoder drops the space that begins a text, which is none of the first word of an answer. Behind a
-    special token a new text begins.
+    Decoding ``ids`` separately would drop the leading space of the output's first word. After a special
+    token a new text begins.
     """
     context = _context(tokenizer, prompt)
     start = len(prompt_text(tokenizer, context)) if context else 0
@@ -225,11 +231,12 @@ def text_of_piece(
     skip_special_tokens: bool = True,
     is_last: bool = False,
 ) -> str:
-    """What ``ids`` add to the text of ``before``, which follows a prompt.
+    """Return the text that ``ids`` add after ``prompt`` and ``before``.
 
-    The pieces of a text, joined, are its `text_behind` the prompt, however it is cut. An unfinished character
-    at the end is left out unless ``is_last``; the next piece begins with it. Only where bytes turn out to be
-    no UTF-8 after a whole character of their run was returned, later pieces have fewer U+FFFD.
+    The joined pieces of a text equal its `text_after_prompt`, for every division into pieces. Without
+    ``is_last``, an incomplete character at the end is part of the next piece. One exception: if a run of
+    bytes proves to be invalid UTF-8 after a whole character of it was returned, later pieces have fewer
+    U+FFFD.
     """
     visible = [one for one in before if tokenizer.is_visible(one, skip_special_tokens)][-_PROMPT_WINDOW:]
     if len(visible) < _PROMPT_WINDOW:
@@ -243,7 +250,7 @@ def text_of_piece(
 
 
 def prompt_text(tokenizer: TokenDecoder, prompt: TokenIds, skip_special_tokens: bool = True) -> str:
-    """The text of a prompt's tokens, but for an unfinished character at the end: that is the answer's."""
+    """Return the text of a prompt without an incomplete character at its end, which belongs to the output."""
     ids = [int(token_id) for token_id in prompt]
     if not tokenizer.byte_tokens:
         text = tokenizer.decode_ids(ids, skip_special_tokens)
@@ -258,7 +265,7 @@ def prompt_text(tokenizer: TokenDecoder, prompt: TokenIds, skip_special_tokens: 
 
 
 def _context(tokenizer: TokenDecoder, prompt: TokenIds) -> list[int]:
-    """The last tokens of a prompt, as many as the text behind them depends on; none behind a special one."""
+    """Return the last tokens of a prompt that the following text depends on; none before a special token."""
     ids: list[int] = []
     for token_id in prompt[: -_PROMPT_WINDOW - 1 : -1]:
         if not tokenizer.is_visible(int(token_id)):
@@ -270,7 +277,7 @@ def _context(tokenizer: TokenDecoder, prompt: TokenIds) -> list[int]:
 def _from_whole_character(tokenizer: TokenDecoder, ids: list[int]) -> list[int]:
     start = 0
     while start < len(ids) and tokenizer.byte_tokens.get(ids[start], 0) & 0xC0 == 0x80:
-        start += 1  # the end of a character whose beginning is cut off
+        start += 1  # a continuation byte of a character whose first byte is outside the window
     return ids[start:]
 
 
@@ -282,16 +289,16 @@ def _num_bytes_at_end(tokenizer: TokenDecoder, ids: Sequence[int]) -> int:
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """(start, stop string) of the match that ends first; of several with the same end, the longest."""
+    """Return (start, stop string) of the match that ends first; of several with the same end, the longest."""
     found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
     return min(found)[1:] if found else None
 
 
 def _open_suffix(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is a beginning of a stop string."""
+    """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
     longest = min(len(text), max(map(len, stops)) - 1)
     for length in range(longest, 0, -1):
-        end = text[-length:]
-        if any(stop.startswith(end) for stop in stops):
+        suffix = text[-length:]
+        if any(stop.startswith(suffix) for stop in stops):
             return length
     return 0

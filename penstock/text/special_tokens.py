@@ -1,9 +1,10 @@
-"""Special tokens that users and tools spell in messages: found in the rendered prompt, encoded as text.
+"""Find special tokens in the content of user and tool messages, and encode them as text.
 
-A chat template copies the content of messages into the prompt, where ``<|im_end|>`` of a user looks like the
-template's own. So the messages are rendered a second time, with a mark (a character that occurs nowhere)
-inside each spelling. Where a mark comes out, the text is the user's; without the marks the text must be that
-of the first time.
+A chat template copies message content into the prompt. There, ``<|im_end|>`` in a user's message looks like
+the same token written by the template. Therefore the messages are rendered twice: the second time with a
+marker (text that occurs nowhere in the prompt) inside each special token in their content. The positions of
+the markers in the output show which special tokens come from messages. The second output without the markers
+must equal the first output.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _SEPARATOR = "\0"
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt's text, and where in it users and tools spell special tokens."""
+    """The text of a prompt and the positions of special tokens that come from message content."""
 
     text: str
     boundaries: Sequence[int] = ()
-    """Indices, ascending: the character before or the one behind is the user's, and a special token that
-    spans the index is not the template's own."""
+    """Ascending indices next to a character of message content. A special token that spans one of them does
+    not come from the template."""
 
-    def spans(self, start: int, end: int) -> bool:
-        """Whether a special token from ``start`` to ``end`` is not the template's own."""
-        if end - start == 1:  # nothing is inside a single character
+    def is_from_message(self, start: int, end: int) -> bool:
+        """Return whether the special token at ``text[start:end]`` comes from message content."""
+        if end - start == 1:  # a single character has no index inside it: markers enclose it
             return self._has(start) and self._has(end)
         index = bisect_left(self.boundaries, start + 1)
         return index < len(self.boundaries) and self.boundaries[index] < end
@@ -47,10 +48,10 @@ class RenderedPrompt:
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and where texts spell them.
+    """The special tokens of a tokenizer. Finds them in messages.
 
     Args:
-        tokens: the tokens of the tokenizer; those that are not special do not matter.
+        tokens: the added tokens of the tokenizer. Tokens that are not special are ignored.
         normalize: the tokenizer's normaliser, if it has one.
     """
 
@@ -62,69 +63,73 @@ class SpecialTokens:
         self.texts = frozenset(token.content for token in special.values())
         self._longest = max(map(len, self.texts), default=0)
         self._joined = _SEPARATOR + _SEPARATOR.join(sorted(self.texts)) + _SEPARATOR
-        self._lengths: dict[str, set[int]] = {}  # of the texts that begin with these two characters
+        self._lengths: dict[str, set[int]] = {}  # first two characters -> lengths of the tokens
         for text in self.texts:
             self._lengths.setdefault(text[:2], set()).add(len(text))
-        rewritten = any(token.normalized for token in special.values())
-        self._normalize = normalize if rewritten else None
+        has_normalized = any(token.normalized for token in special.values())
+        self._normalize = normalize if has_normalized else None
 
     def render(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
     ) -> RenderedPrompt:
-        """Renders messages, and finds the special tokens that users and tools spell.
+        """Render messages and find the special tokens that come from user and tool messages.
 
         Raises:
-            InputError: the messages cannot be rendered, or they spell special tokens and the template lets
-                nobody see where these come out.
+            InputError: the messages cannot be rendered, or they contain special tokens whose position in
+                the output cannot be determined.
         """
-        for _ in range(2):  # a template may write the time, which may have changed in between
+        for _ in range(2):  # a template may print the time, which may change between two renderings
             text = render(messages)
             for in_part in (True, False):
-                if not self._marked(messages, "\0", in_part)[1]:
+                if not self._with_markers(messages, "\0", in_part)[1]:
                     return RenderedPrompt(text)
-                for mark in _marks(text):
-                    boundaries = _boundaries(text, self._marked(messages, mark, in_part)[0], render, mark)
+                for marker in _markers(text):
+                    marked, _ = self._with_markers(messages, marker, in_part)
+                    boundaries = _boundaries(text, marked, render, marker)
                     if boundaries is not None:
                         return RenderedPrompt(text, boundaries)
         raise InputError(
-            "a user's or tool's message spells a special token of the model, and the chat template changes "
-            "such text so that the token cannot be told from its own: remove the token from the message, or "
-            "let it be a token with --special-tokens-in-content"
+            "a user or tool message contains a special token of the model, and the chat template changes the "
+            "text around it, so the token cannot be distinguished from a token of the template: remove it "
+            "from the message, or allow special tokens in messages with --special-tokens-in-content"
         )
 
     def encode(
         self, tokenizer: Tokenizer, prompt: RenderedPrompt, token_bytes: Callable[[int], bytes]
     ) -> list[int]:
-        """The tokens of a rendered prompt. What users and tools spell is text, the rest is as ever."""
+        """Return the tokens of a rendered prompt. Special tokens from messages are encoded as text."""
         [encoding] = tokenizer.encode_batch([prompt.text], add_special_tokens=False)
         ids: list[int] = []
-        spelled: dict[str, list[int]] = {}
+        text_ids: dict[str, list[int]] = {}
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             text = prompt.text[start:end]
-            if self._is_match(token_id, text) and prompt.spans(start, end):
-                if text not in spelled:
-                    spelled[text] = self._as_text(tokenizer, text, token_bytes)
-                ids += spelled[text]
+            if self._is_match(token_id, text) and prompt.is_from_message(start, end):
+                if text not in text_ids:
+                    text_ids[text] = self._encode_as_text(tokenizer, text, token_bytes)
+                ids += text_ids[text]
             else:
                 ids.append(token_id)
         return ids
 
     def _is_match(self, token_id: int, text: str) -> bool:
-        """Whether the text spells the token; an unknown token stands for any text."""
+        """Return whether ``text`` is the text of the special token. An unknown token can have any text."""
         token = self.by_id.get(token_id)
         if token is None:
             return False
         texts = [text] if self._normalize is None else [text, self._normalize(text)]
         return any(one.strip() == token.content.strip() for one in texts)
 
-    def _as_text(self, tokenizer: Tokenizer, text: str, token_bytes: Callable[[int], bytes]) -> list[int]:
-        """The tokens of a text in the middle of another, none of them special."""
-        tokenizer.encode_special_tokens = True  # which means: encode them as any text; this thread's copy
+    def _encode_as_text(
+        self, tokenizer: Tokenizer, text: str, token_bytes: Callable[[int], bytes]
+    ) -> list[int]:
+        """Return tokens of ``text`` inside another text, without special tokens."""
+        # With this flag the library encodes special tokens as ordinary text. The copy belongs to this thread.
+        tokenizer.encode_special_tokens = True
         try:
-            ids = next(_spellings(tokenizer, text, token_bytes, self.by_id), None)
+            ids = next(_tokenisations(tokenizer, text, token_bytes, self.by_id), None)
             if ids is None and len(text) > 1:
                 parts = [
-                    next(_spellings(tokenizer, character, token_bytes, self.by_id), None)
+                    next(_tokenisations(tokenizer, character, token_bytes, self.by_id), None)
                     for character in text
                 ]
                 ids = None if None in parts else [one for part in parts for one in part or ()]
@@ -132,44 +137,49 @@ class SpecialTokens:
             tokenizer.encode_special_tokens = False
         if ids is None:
             raise InputError(
-                f"a user's or tool's message spells the special token {text!r}, which the tokenizer cannot "
-                "write in other tokens: remove it, or let it be a token with --special-tokens-in-content"
+                f"a user or tool message contains the special token {text!r}, which the tokenizer cannot "
+                "encode as text: remove it, or allow special tokens in messages with "
+                "--special-tokens-in-content"
             )
         return ids
 
-    def _marked(self, messages: Sequence[Message], mark: str, in_part: bool) -> tuple[list[Message], bool]:
-        """The messages with marks, and whether there are any.
+    def _with_markers(
+        self, messages: Sequence[Message], marker: str, in_part: bool
+    ) -> tuple[list[Message], bool]:
+        """Return the messages with markers, and whether a marker was inserted.
 
         Args:
             messages: the messages.
-            mark: what to put inside spellings.
-            in_part: also mark where content begins or ends with a part of a special token, of which the
-                template or another piece of content may have the rest.
+            marker: the text to insert inside special tokens.
+            in_part: also insert it where content begins or ends with a part of a special token. The template
+                or another piece of content may contain the rest.
         """
         marked = [
-            message if message.get("role") in _TRUSTED_ROLES else self._with_marks(message, mark, in_part)
+            message if message.get("role") in _TRUSTED_ROLES else self._marked(message, marker, in_part)
             for message in messages
         ]
         return marked, any(new != old for new, old in zip(marked, messages, strict=True))
 
-    def _with_marks(self, value: Any, mark: str, in_part: bool, is_content: bool = False) -> Any:
+    def _marked(self, value: Any, marker: str, in_part: bool, is_content: bool = False) -> Any:
         match value:
             case str():
-                indices = self._inside(value) | (self._at_ends(value) if in_part and is_content else set())
-                return _inserted(value, mark, indices) if indices else value
+                indices = self._indices_inside(value)
+                if in_part and is_content:
+                    indices |= self._indices_at_ends(value)
+                return _inserted(value, marker, indices) if indices else value
             case Mapping():
                 return {
-                    key: one
+                    key: item
                     if key in _NOT_CONTENT
-                    else self._with_marks(one, mark, in_part, key in ("content", "text"))
-                    for key, one in value.items()
+                    else self._marked(item, marker, in_part, key in ("content", "text"))
+                    for key, item in value.items()
                 }
             case list():
-                return [self._with_marks(one, mark, in_part, is_content) for one in value]
+                return [self._marked(item, marker, in_part, is_content) for item in value]
         return value
 
-    def _inside(self, text: str) -> set[int]:
-        """An index inside each special token that the text spells."""
+    def _indices_inside(self, text: str) -> set[int]:
+        """Return an index inside each special token in the text."""
         indices: set[int] = set()
         for beginning, lengths in self._lengths.items():
             start = text.find(beginning)
@@ -178,13 +188,13 @@ class SpecialTokens:
                     indices |= {start, start + 1} if len(beginning) == 1 else {start + 1}
                 start = text.find(beginning, start + 1)
         if not indices and self._normalize is not None:
-            rewritten = self._normalize(text)
-            if any(one in rewritten for one in self.texts):
+            normalized = self._normalize(text)
+            if any(token_text in normalized for token_text in self.texts):
                 indices = set(range(len(text) + 1))
         return indices
 
-    def _at_ends(self, text: str) -> set[int]:
-        """The text's beginning, where a special token ends so; its end, where one begins so."""
+    def _indices_at_ends(self, text: str) -> set[int]:
+        """Return the start of the text if a suffix of a special token is there, and its end for a prefix."""
         core = text.strip()
         start = len(text) - len(text.lstrip())
         indices: set[int] = set()
@@ -203,18 +213,18 @@ class SpecialTokens:
         return indices
 
 
-def _marks(text: str) -> Iterator[str]:
-    """Marks that the text does not have: one that no letter is, and one that survives escapes."""
+def _markers(text: str) -> Iterator[str]:
+    """Yield markers that the text does not contain: a private-use character, then one of ASCII letters."""
     yield next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in text)
     yield next(f"q{number}z" for number in range(10**6) if f"q{number}z" not in text)
 
 
 def _boundaries(
-    text: str, marked: Sequence[Message], render: Callable[[Sequence[Message]], str], mark: str
+    text: str, marked: Sequence[Message], render: Callable[[Sequence[Message]], str], marker: str
 ) -> list[int] | None:
-    """Where marks come out in ``text``; None where it is another text with them."""
+    """Return the positions of the markers in ``text``; None if the template renders a different text."""
     try:
-        pieces = render(marked).split(mark)
+        pieces = render(marked).split(marker)
     except InputError:
         return None
     if "".join(pieces) != text:
@@ -226,23 +236,27 @@ def _boundaries(
     return boundaries
 
 
-def _inserted(text: str, mark: str, indices: Iterable[int]) -> str:
+def _inserted(text: str, marker: str, indices: Iterable[int]) -> str:
     cuts = [0, *sorted(indices), len(text)]
-    return mark.join(text[start:end] for start, end in pairwise(cuts))
+    return marker.join(text[start:end] for start, end in pairwise(cuts))
 
 
-def _spellings(
+def _tokenisations(
     tokenizer: Tokenizer, text: str, token_bytes: Callable[[int], bytes], special: Mapping[int, AddedToken]
 ) -> Iterator[list[int]]:
-    """Tokens of the text without special ones: first those of exactly this text, then as it is rewritten."""
-    alone: list[int] = []
+    """Yield tokens of the text without special tokens.
+
+    Tokenisations with exactly the bytes of the text come first. The last one may have the bytes of the
+    normalised text.
+    """
+    normalized_ids: list[int] = []
     for before in _ANCHORS:
         head = tokenizer.encode(before, add_special_tokens=False).ids if before else []
         ids = tokenizer.encode(before + text, add_special_tokens=False).ids
         if ids[: len(head)] != head or not special.keys().isdisjoint(ids):
             continue
-        alone = alone or ids[len(head) :]
+        normalized_ids = normalized_ids or ids[len(head) :]
         if b"".join(map(token_bytes, ids[len(head) :])) == text.encode():
             yield ids[len(head) :]
-    if alone:
-        yield alone
+    if normalized_ids:
+        yield normalized_ids

@@ -1,4 +1,4 @@
-"""Stop strings -> runs of tokens that spell them, for code that matches tokens and not text."""
+"""Convert stop strings to token sequences, for callers that match tokens instead of text."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ def stop_sequences(
     encode: Callable[[list[str]], list[list[int]]],
     token_bytes: Callable[[int], bytes],
 ) -> list[list[int]]:
-    """Runs of tokens that spell a stop string, as the tokenizer writes it at different places of a text.
+    """Return the token sequences that usually spell a stop string.
 
-    The string stands alone, behind a space, behind letters and marks, and before them: a tokenizer joins it
-    with some of its neighbours (``".\\n\\n"`` is one token of many). Every run but the first, which is the
-    string encoded by itself, has the string in its text, so that none ends an output too soon. A model can
-    spell the same text in still other tokens, which are missed.
+    A tokenizer merges a string with adjacent characters (``".\\n\\n"`` is one token in many vocabularies).
+    Therefore the string is encoded without neighbours, and with spaces, letters and punctuation before and
+    after it. The first sequence is that of the string without neighbours. The text of every other sequence
+    contains the string, so none of them ends an output too early. A model can spell the string with further
+    token sequences, which are missed.
 
     Args:
         stop: the stop string, not empty.
-        encode: texts to token ids, without special tokens around them.
-        token_bytes: what a token writes in the middle of a text.
+        encode: converts texts to token ids, without adding special tokens.
+        token_bytes: returns the bytes that a token adds in the middle of a text.
     """
-    alone, *others = encode([before + stop + after for before in _BEFORE for after in _AFTER])
+    isolated, *in_context = encode([before + stop + after for before in _BEFORE for after in _AFTER])
     target = stop.encode(errors="replace")
-    runs = [_shortest_run(alone, target, token_bytes) or alone]
-    runs += [_shortest_run(ids, target, token_bytes) or [] for ids in others]
-    return [list(run) for run in dict.fromkeys(map(tuple, runs)) if run]
+    sequences = [_shortest_sequence(isolated, target, token_bytes) or isolated]
+    sequences += [_shortest_sequence(ids, target, token_bytes) or [] for ids in in_context]
+    return [list(ids) for ids in dict.fromkeys(map(tuple, sequences)) if ids]
 
 
-def _shortest_run(ids: Sequence[int], target: bytes, token_bytes: Callable[[int], bytes]) -> list[int] | None:
-    """The first tokens in a row whose text has ``target``; None where the tokenizer has rewritten it."""
+def _shortest_sequence(
+    ids: Sequence[int], target: bytes, token_bytes: Callable[[int], bytes]
+) -> list[int] | None:
+    """Return the tokens that cover the first occurrence of ``target``; None if normalisation changed it."""
     pieces = [token_bytes(token_id) for token_id in ids]
     first = b"".join(pieces).find(target)
     if first < 0:
         return None
-    ends = list(accumulate(map(len, pieces)))  # of each token, in bytes
+    ends = list(accumulate(map(len, pieces)))  # byte offset of the end of each token
     return list(ids[bisect_right(ends, first) : bisect_left(ends, first + len(target)) + 1])

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer as its files say it: special tokens, templates, ends of sequences."""
+"""Read the tokenizer files of a checkpoint: special tokens, templates, end-of-sequence ids."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ from penstock.weights.gguf_tokenizer import read_gguf_tokenizer
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SLOW_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tiktoken.model")
-_NO_LIMIT = 10**9  # checkpoints without a limit say 10**30
+_NO_LIMIT = 10**9  # checkpoints without a limit contain 10**30
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What there is to know about a checkpoint's tokenizer."""
+    """The tokenizer of a checkpoint with its special tokens, templates and limits."""
 
     tokenizer: Tokenizer
-    special_tokens: dict[str, str]  # by the name that templates use: "eos_token" -> "</s>"
-    templates: dict[str, str]  # Jinja text by name
-    eos_token_ids: tuple[int, ...]  # the first is the one that pipelines are told
-    origin: Path | str  # where it was read, for errors
-    vocab_size: int  # of the model, where config.json says it, else of the tokenizer
+    special_tokens: dict[str, str]  # name in templates -> text: "eos_token" -> "</s>"
+    templates: dict[str, str]  # name -> Jinja text
+    eos_token_ids: tuple[int, ...]  # the first is `TextTokenizer.eos`
+    origin: Path | str  # for error messages
+    vocab_size: int  # of the model if config.json has it, else of the tokenizer
     max_length: int | None
 
 
 def read_tokenizer_files(checkpoint: Path) -> TokenizerFiles:
-    """Reads the tokenizer in a checkpoint's folder, or that of a GGUF file.
+    """Read the tokenizer of a checkpoint folder or of a GGUF file.
 
-    A ``tokenizer.json`` beside a GGUF file, and what belongs to it, go before what the file itself holds.
+    A ``tokenizer.json`` in the folder of a GGUF file, with its other files, overrides the GGUF file.
 
     Raises:
-        CheckpointError: there is none, or a file is damaged.
-        MissingDependencyError: it must be converted from an older format, and transformers is not installed.
+        CheckpointError: the tokenizer is missing or damaged.
+        MissingDependencyError: the tokenizer has an older format and transformers is not installed.
     """
     return _read_gguf(checkpoint) if is_gguf(checkpoint) else _read_folder(checkpoint)
 
 
 def _read_gguf(path: Path) -> TokenizerFiles:
-    beside = _read_folder(path.parent) if (path.parent / "tokenizer.json").is_file() else None
-    own = read_gguf_tokenizer(path, beside.tokenizer if beside else None)
+    folder = _read_folder(path.parent) if (path.parent / "tokenizer.json").is_file() else None
+    gguf = read_gguf_tokenizer(path, folder.tokenizer if folder else None)
     config = gguf_config(path)
-    own.tokenizer.no_truncation()
-    own.tokenizer.no_padding()
+    gguf.tokenizer.no_truncation()
+    gguf.tokenizer.no_padding()
     return TokenizerFiles(
         origin=path,
-        tokenizer=own.tokenizer,
-        special_tokens=own.special_tokens | (beside.special_tokens if beside else {}),
-        templates=own.templates | (beside.templates if beside else {}),
-        eos_token_ids=tuple(dict.fromkeys((*(beside.eos_token_ids if beside else ()), *own.eos_token_ids))),
+        tokenizer=gguf.tokenizer,
+        special_tokens=gguf.special_tokens | (folder.special_tokens if folder else {}),
+        templates=gguf.templates | (folder.templates if folder else {}),
+        eos_token_ids=tuple(dict.fromkeys((*(folder.eos_token_ids if folder else ()), *gguf.eos_token_ids))),
         vocab_size=config["vocab_size"],
         max_length=config.get("max_position_embeddings", config.get("n_positions")),
     )
@@ -76,12 +76,12 @@ def _read_folder(checkpoint: Path) -> TokenizerFiles:
         try:
             _add_missing_tokens(tokenizer, settings, special_tokens)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            problem = "its added or special tokens are not written as tokens"
+            problem = "its added or special tokens do not have the form of tokens"
             raise CheckpointError(checkpoint / "tokenizer_config.json", problem) from error
-        _follow_prefix_rule(tokenizer, settings)
+        _apply_prefix_space_settings(tokenizer, settings)
     else:
         tokenizer = _convert_slow(checkpoint)
-    # Left over from training: truncation would cut prompts, padding would lengthen them, without a word.
+    # Settings from training: truncation would silently cut prompts, and padding would lengthen them.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return TokenizerFiles(
@@ -98,7 +98,7 @@ def _read_folder(checkpoint: Path) -> TokenizerFiles:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file."""
+    """Return the JSON object in a file; empty if the file does not exist."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -119,7 +119,7 @@ def _load_fast(path: Path) -> Tokenizer:
 
 def _convert_slow(checkpoint: Path) -> Tokenizer:
     if not any((checkpoint / name).is_file() for name in _SLOW_TOKENIZERS):
-        raise CheckpointError(checkpoint, "has no tokenizer.json, and no older tokenizer to make one from")
+        raise CheckpointError(checkpoint, "has no tokenizer.json, and no older tokenizer to convert")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -128,7 +128,7 @@ def _convert_slow(checkpoint: Path) -> Tokenizer:
     try:
         with _quiet("transformers"):
             tokenizer = AutoTokenizer.from_pretrained(str(checkpoint), use_fast=True).backend_tokenizer
-    except Exception as error:  # whatever its many readers raise, it is these files
+    except Exception as error:  # the converters raise many exception types
         raise CheckpointError(checkpoint, f"the tokenizer cannot be converted: {error}") from error
     assert isinstance(tokenizer, Tokenizer)
     return tokenizer
@@ -136,7 +136,7 @@ def _convert_slow(checkpoint: Path) -> Tokenizer:
 
 @contextmanager
 def _quiet(library: str) -> Iterator[None]:
-    """Keeps back what a library logs beside the error that it raises."""
+    """Silence a library's log. The exception that it raises contains the message."""
     logger = logging.getLogger(library)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -158,7 +158,7 @@ def _named_tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _add_missing_tokens(
     tokenizer: Tokenizer, settings: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Tokens that only tokenizer_config.json has, and special ones that tokenizer.json does not mark so."""
+    """Add tokens that only tokenizer_config.json has, and mark special tokens that are not marked."""
     for _, entry in sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
         flags = {
             name: bool(entry.get(name))
@@ -175,11 +175,11 @@ def _add_missing_tokens(
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in texts if text not in known])
 
 
-def _follow_prefix_rule(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
-    """Where a Llama tokenizer puts its leading space, as its settings say and transformers does.
+def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Set where a Llama tokenizer inserts its leading space, from its settings and as transformers does.
 
-    tokenizer.json says "before every piece of text between special tokens", which ``legacy: false``
-    corrects to "before the first".
+    tokenizer.json inserts it before every piece of text between special tokens. With ``legacy: false`` only
+    the first piece gets it.
     """
     if settings.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return
@@ -193,7 +193,7 @@ def _follow_prefix_rule(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> No
     scheme = "always" if settings.get("legacy") else "first"
     if settings.get("add_prefix_space") is False:
         scheme = "never"
-        # The file's decoder also strips the first space, which is then one of the text's own.
+        # The decoder of the file strips the first space. Without the prefix, that space belongs to the text.
         tokenizer.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
@@ -222,7 +222,7 @@ def _eos_token_ids(
 
 
 def _from_model(model: Mapping[str, Any], key: str) -> Any:
-    """A value of config.json; models of several modalities keep those of their text part one level down."""
+    """Return a value of config.json. Multimodal models have those of their text part in ``text_config``."""
     text = model.get("text_config")
     nested = text.get(key) if isinstance(text, dict) else None
     return model.get(key, nested)

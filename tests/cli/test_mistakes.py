@@ -186,7 +186,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a size of another model": (_with_config(hidden_size=2**20), "misshapen"),
     "added tokens a list": (
         _writing("tokenizer_config.json", '{"added_tokens_decoder": []}'),
-        "tokenizer_config.json: its added or special tokens are not written as tokens",
+        "tokenizer_config.json: its added or special tokens do not have the form of tokens",
     ),
     "special tokens numbers": (
         _writing("tokenizer_config.json", '{"additional_special_tokens": [1]}'),

@@ -167,7 +167,7 @@ def test_the_final_message_stays_open(source: str, content: Any, expected: str) 
 @pytest.mark.parametrize(
     ("source", "content", "options", "message"),
     [
-        ("{{ messages | length }}", "a", {}, "does not show the last message"),
+        ("{{ messages | length }}", "a", {}, "does not print the last message"),
         ("{{ messages[-1].content }}", [], {}, "needs a last message with text"),
         ("{{ messages[-1].content }}", [{"type": "text"}], {}, "needs a last message with text"),
         ("{{ messages[-1].content }}", "a", {"add_generation_prompt": True}, "exclude each other"),
@@ -237,9 +237,9 @@ class TestGivenTemplates:
         ("name", "text", "message"),
         [
             ("t.jinja", "a\n{% if %}", "error in line 2"),
-            ("t.json", "{}", "not a JSON object with a chat_template"),
-            ("t.json", "[", "not a JSON object with a chat_template"),
-            ("t.json", '{"chat_template": 3}', "not a JSON object with a chat_template"),
+            ("t.json", "{}", "not a JSON object with the key chat_template"),
+            ("t.json", "[", "not a JSON object with the key chat_template"),
+            ("t.json", '{"chat_template": 3}', "not a JSON object with the key chat_template"),
         ],
     )
     def test_a_mistake_is_found_at_once(self, name: str, text: str, message: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.pipelines import TextTokenizer
 from penstock.pipelines.core import TextContext, TextGenerationStatus
-from penstock.text.detokenizer import text_behind
+from penstock.text.detokenizer import text_after_prompt
 
 NAMES = ("tinyllama", "qwen3", "gpt2", "bert-base-uncased")
 TEXTS = [
@@ -65,7 +65,7 @@ async def test_pieces_of_what_was_generated(
     tokenizer = opened(name)
     prompt, ids = ids_of(tokenizer, "One day", True), ids_of(tokenizer, text)
     context = context_with(prompt, ids)
-    whole = text_behind(tokenizer, prompt, ids)
+    whole = text_after_prompt(tokenizer, prompt, ids)
     assert await joined(tokenizer, context, ids, size) == whole
     assert await tokenizer.decode(context, ids) == whole
     assert await joined(tokenizer, context, ids) == whole  # and from the beginning again
@@ -83,7 +83,7 @@ async def test_step_by_step(name: str, text: str, opened: Callable[[str], TextTo
         for index, context in enumerate(contexts):
             context.update(token)
             answers[index] += await tokenizer.decode(context, np.int64(token))  # type: ignore[arg-type]
-    assert answers == [text_behind(tokenizer, context.prompt_tokens, ids) for context in contexts]
+    assert answers == [text_after_prompt(tokenizer, context.prompt_tokens, ids) for context in contexts]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,7 +118,7 @@ def test_however_it_is_cut(name: str, data: st.DataObject, opened: Callable[[str
     async def text() -> str:
         return "".join([await tokenizer.decode(context, ids[a:b]) for a, b in pairwise(cuts)])
 
-    assert asyncio.run(text()) == text_behind(tokenizer, prompt, ids)
+    assert asyncio.run(text()) == text_after_prompt(tokenizer, prompt, ids)
 
 
 @pytest.mark.parametrize("name", ["tinyllama", "qwen3"])
@@ -131,8 +131,8 @@ async def test_half_a_character_comes_at_the_end_of_the_output(
     assert await joined(tokenizer, context, ids) == " a"
     context = context_with(prompt, ids)
     context.update_status(TextGenerationStatus.CANCELLED)
-    assert await joined(tokenizer, context, ids) == text_behind(tokenizer, prompt, ids)
-    assert "\N{REPLACEMENT CHARACTER}" in text_behind(tokenizer, prompt, ids)
+    assert await joined(tokenizer, context, ids) == text_after_prompt(tokenizer, prompt, ids)
+    assert "\N{REPLACEMENT CHARACTER}" in text_after_prompt(tokenizer, prompt, ids)
 
 
 async def test_a_repeated_word_of_other_tokens(opened: Callable[[str], TextTokenizer]) -> None:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 
 import penstock.text.detokenizer
 from penstock.testing import FakeTokenizer
-from penstock.text.detokenizer import Detokenizer, prompt_text, text_behind
+from penstock.text.detokenizer import Detokenizer, prompt_text, text_after_prompt
 from penstock.text.tokenizer import TextTokenizer
 from penstock.text.tokenizer_files import TokenizerFiles
 
@@ -228,7 +228,7 @@ def test_the_text_goes_on_where_the_prompt_ends(name: str, shared_data: Path) ->
         whole = tokenizer.decode_ids([*near, *answer])
         assume(whole.startswith(before))  # wrong bytes behind right ones can make all of them wrong
         expected = whole[len(before) :]
-        assert text_behind(tokenizer, prompt, answer) == expected
+        assert text_after_prompt(tokenizer, prompt, answer) == expected
         detokenizer = Detokenizer(tokenizer, prompt=np.array(prompt, dtype=np.int64))
         cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=6))), len(answer)]
         pieces = [detokenizer.append(answer[one:next_one]) for one, next_one in pairwise(cuts)]
@@ -249,7 +249,7 @@ def test_answers_as_transformers_cuts_them(name: str, prompt: str, shared_data: 
         given = given[len(theirs("x", add_special_tokens=False).input_ids) :]
         whole, before = (theirs.decode(some, skip_special_tokens=True) for some in ([*ids, *given], ids))
         assert whole.startswith(before)
-        assert text_behind(tokenizer, ids, given) == whole[len(before) :]
+        assert text_after_prompt(tokenizer, ids, given) == whole[len(before) :]
 
 
 def test_the_first_word_keeps_its_space_but_behind_a_special_token(shared_data: Path) -> None:
@@ -264,7 +264,7 @@ def test_the_first_word_keeps_its_space_but_behind_a_special_token(shared_data: 
         for stop in ([], ["zzz"]):
             detokenizer = Detokenizer(tokenizer, stop, prompt=before)
             assert detokenizer.append(answer.tolist()) + detokenizer.finish() == text
-        assert text_behind(tokenizer, before, answer.tolist()) == text
+        assert text_after_prompt(tokenizer, before, answer.tolist()) == text
 
 
 def test_a_character_begun_by_the_prompt_is_the_answers(shared_data: Path) -> None:
@@ -290,7 +290,7 @@ def test_a_prompt_of_characters_in_bytes_may_be_cut_anywhere(shared_data: Path, 
     character = [byte[one] for one in "漢".encode()]
     for begun in range(3):
         prompt = character * count + character[:begun]
-        assert text_behind(tokenizer, prompt, character[begun:] + character) == "漢漢"
+        assert text_after_prompt(tokenizer, prompt, character[begun:] + character) == "漢漢"
         detokenizer = Detokenizer(tokenizer, ["漢漢"], prompt=prompt)
         detokenizer.append(character[begun:] + character)
         assert (detokenizer.stop_match, detokenizer.num_tokens) == ("漢漢", 6 - begun)

@@ -215,9 +215,9 @@ def test_what_templates_do_with_content(template: str, content: str, expected: A
     assert text == prompt(old, asked)[0]
 
 
-def test_content_that_cannot_be_told_from_the_template() -> None:
+def test_content_that_cannot_be_distinguished_from_the_template() -> None:
     template = "{{ messages[0].content | length }}{{ messages[0].content }}"
-    with pytest.raises(InputError, match="let it be a token with --special-tokens-in-content"):
+    with pytest.raises(InputError, match="allow special tokens in messages with --special-tokens-in-content"):
         prompt(FakeTokenizer(template=template), message("user", "<|end|>"))
     allowed = FakeTokenizer(template=template, special_tokens_in_content=True)
     assert prompt(allowed, message("user", "<|end|>"))[1] == [*b"7", 256]
@@ -307,7 +307,7 @@ def test_a_token_that_has_no_other_spelling() -> None:
     source.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     source.add_special_tokens([AddedToken("§", normalized=False)])
     tokenizer, _ = both_of(source, "{{ messages[0].content }}")
-    with pytest.raises(InputError, match="spells the special token '§', which the tokenizer cannot write"):
+    with pytest.raises(InputError, match="contains the special token '§', which the tokenizer cannot encode"):
         prompt(tokenizer, message("user", "a § a"))
 
 

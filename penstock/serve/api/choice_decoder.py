@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.pipelines.core import LogProbabilities, TextContext, TextGenerationStatus, TextResponse
 from penstock.serve.parsers import Content, Event, OutputParser, Reasoning
-from penstock.text.detokenizer import Detokenizer, TokenDecoder, TokenIds, text_behind
+from penstock.text.detokenizer import Detokenizer, TokenDecoder, TokenIds, text_after_prompt
 from penstock.worker.messages import PackedLogProbabilities
 from penstock.worker.results import WorkerToken
 
@@ -262,4 +262,4 @@ class _WholeText:
         return ""
 
     def finish(self) -> str:
-        return text_behind(self.tokenizer, self.prompt, self._ids, self.skip_special_tokens)
+        return text_after_prompt(self.tokenizer, self.prompt, self._ids, self.skip_special_tokens)

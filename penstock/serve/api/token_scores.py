@@ -8,7 +8,7 @@ from typing import TypeVar
 from penstock.serve.api.choice_decoder import PromptScore, Score, Top, top_tokens
 from penstock.serve.api.json_parts import Parts, encode
 from penstock.serve.api.token_fragments import COST_OF_TOKEN, MAX_COST, NumberWriter, TokenFragments, numbers
-from penstock.text.detokenizer import TokenIds, text_behind
+from penstock.text.detokenizer import TokenIds, text_after_prompt
 from penstock.text.tokenizer import TextTokenizer
 
 T = TypeVar("T")
@@ -99,7 +99,9 @@ class CompletionScores:
     def _num_characters(self, token_id: int) -> int:
         if self._is_first:  # of a text that begins with it, the tokenizer may drop its space
             self._is_first = False
-            return len(text_behind(self._tokenizer, self._prompt, [token_id], self._skip_special_tokens))
+            return len(
+                text_after_prompt(self._tokenizer, self._prompt, [token_id], self._skip_special_tokens)
+            )
         # A character counts where its first byte is written.
         return sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id))
 
