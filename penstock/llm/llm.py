@@ -13,7 +13,9 @@ from typing import Any, Self, Unpack
 from uuid import uuid4
 
 from penstock.assembly import (
+    CATALOG,
     STREAMING_LATENCY_BUDGET,
+    Catalog,
     load_pipeline,
     load_scheduler,
     load_tokenizer,
@@ -81,20 +83,25 @@ class LLM:
         given: dict[str, Any] = {**config}
         if "model_path" in given:
             raise ConfigError("model_path", "is the first argument of LLM: give it there alone")
-        self._begin(PipelineConfig.from_flat({"model_path": model, **given}, "LLM"))
+        self._begin(PipelineConfig.from_flat({"model_path": model, **given}, "LLM"), CATALOG)
 
     @classmethod
-    def from_config(cls, config: PipelineConfig) -> Self:
-        """An LLM of a whole configuration, such as ``PipelineConfig.from_flat`` gives."""
+    def from_config(cls, config: PipelineConfig, *, catalog: Catalog = CATALOG) -> Self:
+        """Return an LLM of a whole configuration, such as ``PipelineConfig.from_flat`` gives.
+
+        Args:
+            config: the configuration.
+            catalog: the architectures and tasks to choose from.
+        """
         llm = cls.__new__(cls)
-        llm._begin(config)
+        llm._begin(config, catalog)
         return llm
 
-    def _begin(self, config: PipelineConfig) -> None:
+    def _begin(self, config: PipelineConfig, catalog: Catalog) -> None:
         self.config = config
         with gc_disabled(), memory_of_weights(config):
-            self.tokenizer = load_tokenizer(config)
-            self.pipeline: Any = load_pipeline(config, self.tokenizer)
+            self.tokenizer = load_tokenizer(config, catalog)
+            self.pipeline: Any = load_pipeline(config, self.tokenizer, catalog)
             """The `penstock.pipelines.task_pipeline.TaskPipeline` of the model's task."""
         self.tokenizer.max_length = self.pipeline.memory_plan.max_length
         self._scheduler = load_scheduler(config, self.pipeline)

@@ -89,6 +89,8 @@ class Services:
     gate: Gate = field(default_factory=Gate)
     """Whether requests are let in, and how many are inside."""
     tracing: Tracing | None = None
+    task: PipelineTask = PipelineTask.TEXT_GENERATION
+    """The task that the model is loaded for."""
     turns: Turns = field(default_factory=Turns)
     """Shared by the requests whose answers take long to encode."""
 
@@ -129,11 +131,6 @@ class Services:
         services = request.app.state.services
         assert isinstance(services, cls)
         return services
-
-    @property
-    def task(self) -> PipelineTask:
-        """The task that the model is loaded for."""
-        return self.pipeline_config.model.pipeline_task
 
     @property
     def model_name(self) -> str:

@@ -99,6 +99,11 @@ FLAGS = {
         ["generate", *PROMPT, "--deterministic", "--quantization-encoding", "float16", "--devices", "gpu"],
         "deterministic: needs quantization_encoding to be one of float32, bfloat16",
     ),
+    "unknown task": (["generate", *PROMPT, "--task", "chat"], "task: must be one of auto, text-generation"),
+    "task of another architecture": (
+        ["generate", *PROMPT, "--task", "embeddings-generation"],
+        "architecture 'llama' has no pipeline for the task embeddings-generation (it has: text-generation)",
+    ),
     "missing configuration": (["generate", *PROMPT, "--config-file", "none.json"], "none.json"),
     "configuration of no kind": (["generate", *PROMPT, "--config-file", "a.ini"], ".json or .toml"),
     "missing chat template": (["generate", *PROMPT, "--chat-template", "none.jinja"], "none.jinja"),

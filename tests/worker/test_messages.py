@@ -12,12 +12,15 @@ from support.paged import text_context
 
 from penstock import errors
 from penstock.errors import PenstockError, RequestFailedError
-from penstock.pipelines.core import LogProbabilities, TextAndVisionContext, TextGenerationStatus
+from penstock.pipelines.core import EmbeddingsResponse, LogProbabilities, TextGenerationStatus
+from penstock.pipelines.core.context_types import CONTEXT_TYPES
 from penstock.worker import messages
 from penstock.worker.messages import (
     Admission,
+    AudioResult,
     CallResult,
     Cancel,
+    EmbeddingsResult,
     ErrorRecord,
     Failure,
     LoadAdapter,
@@ -114,7 +117,7 @@ def test_an_error_of_an_unknown_class_arrives_as_the_nearest_known() -> None:
     "command",
     [
         Submit(text_context([1, 2, 3], priority=2, cache_salt="s", eos_token_ids={7})),
-        Submit(TextAndVisionContext(prompt="", max_length=9, tokens=np.array([1]))),
+        *(Submit(one(prompt="", max_length=9, tokens=np.array([1]))) for one in CONTEXT_TYPES),
         Cancel("r"),
         LoadAdapter(1, "name", "/path"),
         UnloadAdapter(2, "name"),
@@ -127,6 +130,8 @@ def test_commands_cross(command: messages.Command) -> None:
     again = messages.command_decoder()(messages.command_encoder()(command))
     assert type(again) is type(command)
     assert again == command
+    if isinstance(command, Submit):
+        assert type(again.context) is type(command.context)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +143,13 @@ def test_commands_cross(command: messages.Command) -> None:
         StepResults(
             WorkerStats(step_seconds=0.25),
             [Admission("a", 64)],
-            [TextResult("a", [1, 2]), TextResult("b", [3], DONE, [PACKED], PACKED)],
+            [
+                TextResult("a", [1, 2]),
+                TextResult("b", [3], DONE, [PACKED], PACKED),
+                EmbeddingsResult("e", EmbeddingsResponse(np.arange(3.0), scores=np.ones(2, np.float32))),
+                AudioResult("f", audio=np.arange(4, dtype=np.float32)),
+                AudioResult("g", DONE),
+            ],
             [Failure("c", FAILURE)],
             ["d"],
         ),

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import workers
 from support.workers import ids, read, request, text
@@ -23,9 +24,10 @@ from penstock.errors import (
     CheckpointNotFoundError,
     ConfigError,
     InsufficientMemoryError,
+    TaskMismatchError,
     UnavailableError,
 )
-from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
+from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest, TTSContext
 from penstock.worker import supervisor
 from penstock.worker.client import WorkerClient
 from penstock.worker.process import WorkerRuntime
@@ -65,6 +67,10 @@ async def test_the_embedded_model_killed_under_load_serves_again() -> None:
         assert info.num_blocks * info.block_size >= 512
         expected = ids(await read(client.submit(story(1, 8))))
         assert len(expected) == 8
+
+        speech = TTSContext(prompt="", tokens=np.array([1]), max_length=9)
+        with pytest.raises(TaskMismatchError, match="a TTSContext, is a request of another task"):
+            await read(client.submit(speech))
 
         generations = [client.submit(story(number, 490)) for number in range(40)]
         first = await anext(generations[0])

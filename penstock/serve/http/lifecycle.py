@@ -136,6 +136,7 @@ class Server:
             services = Services(
                 config=config,
                 pipeline_config=self._pipeline_config,
+                task=self._pipeline_config.model.pipeline_task,
                 tokenizer=tokenizer,
                 worker=self._worker,
                 metrics=metrics,

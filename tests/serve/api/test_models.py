@@ -10,6 +10,7 @@ from support.chatting import chatting
 from support.serving import client_of, make_services
 
 from penstock.config import PipelineConfig
+from penstock.pipelines.core import PipelineTask
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,17 @@ async def test_the_id_of_a_local_model_is_its_folder_s_name(flat: dict[str, str]
         refused = await client.post("/v1/completions", json={"prompt": "a", "model": "/models/mine"})
         assert refused.status_code == 404
         assert name in refused.json()["error"]["message"]
+
+
+async def test_routes_of_another_task() -> None:
+    async with client_of(replace(make_services(), task=PipelineTask.EMBEDDINGS_GENERATION)) as client:
+        for path in ("/v1/chat/completions", "/v1/chat/completions/render", "/v1/completions"):
+            refused = await client.post(path, json={"prompt": "a", "messages": []})
+            assert refused.status_code == 400
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported_task")
+            assert error["message"].startswith(f"{path} needs a model of the task text-generation, but")
+        assert (await client.get("/v1/models")).status_code == 200
 
 
 @pytest.mark.parametrize("given", [{}, {"model": "mine"}], ids=str)

@@ -1,0 +1,80 @@
+"""The task of a checkpoint: given by --task, or read from the checkpoint's files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import HuggingFaceConfig, PipelineConfig
+from penstock.config.task import detect_task
+from penstock.errors import CheckpointError, ConfigError
+from penstock.pipelines.core import PipelineTask
+
+TEXT, EMBEDDINGS = PipelineTask.TEXT_GENERATION, PipelineTask.EMBEDDINGS_GENERATION
+TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
+
+
+@pytest.mark.parametrize(
+    ("architectures", "task"),
+    [
+        (["Qwen3ForCausalLM"], TEXT),
+        (["GPT2LMHeadModel"], TEXT),
+        (["Gemma3ForConditionalGeneration"], TEXT),
+        (["BertModel"], EMBEDDINGS),
+        (["Qwen3Model"], EMBEDDINGS),
+        (["XLMRobertaForSequenceClassification"], EMBEDDINGS),
+        (["DistilBertForMaskedLM"], EMBEDDINGS),
+        (["BertForPreTraining"], EMBEDDINGS),
+        (["SomethingElse"], TEXT),
+        ([], TEXT),
+        (None, TEXT),
+    ],
+)
+def test_architectures(tmp_path: Path, architectures: list[str] | None, task: PipelineTask) -> None:
+    assert detect_task(tmp_path, HuggingFaceConfig({"architectures": architectures})) is task
+
+
+def test_sentence_transformers_files_come_before_architectures(tmp_path: Path) -> None:
+    config = HuggingFaceConfig({"architectures": ["Qwen3ForCausalLM"]})
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "another.Library"}]))
+    assert detect_task(tmp_path, config) is TEXT
+    (tmp_path / "modules.json").write_text(json.dumps([TRANSFORMER]))
+    assert detect_task(tmp_path, config) is EMBEDDINGS
+    (tmp_path / "modules.json").unlink()
+    (tmp_path / "1_Pooling").mkdir()
+    assert detect_task(tmp_path, config) is TEXT
+    (tmp_path / "1_Pooling" / "config.json").write_text("{}")
+    assert detect_task(tmp_path, config) is EMBEDDINGS
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]", '{"type": "sentence_transformers.models.Transformer"}'])
+def test_modules_that_are_malformed(tmp_path: Path, text: str) -> None:
+    (tmp_path / "modules.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"modules\.json: (is not JSON|must be a JSON list of objects)"):
+        detect_task(tmp_path, HuggingFaceConfig({}))
+
+
+@pytest.mark.parametrize("value", ["BertModel", [1]])
+def test_architectures_that_are_malformed(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"architectures in config\.json must be a list of names"):
+        detect_task(tmp_path, HuggingFaceConfig({"architectures": value}))
+
+
+@pytest.mark.parametrize("task", PipelineTask)
+@pytest.mark.parametrize("spelling", ["option", "value"])
+def test_the_setting(task: PipelineTask, spelling: str) -> None:
+    model = PipelineConfig.from_flat({"model_path": "/missing", "task": getattr(task, spelling)}).model
+    assert (model.task, model.pipeline_task) == (task.option, task)
+
+
+def test_auto_reads_the_checkpoint() -> None:
+    model = PipelineConfig.from_flat({"model_path": "demo"}).model
+    assert (model.task, model.pipeline_task) == ("auto", TEXT)
+
+
+def test_an_unknown_task() -> None:
+    with pytest.raises(ConfigError, match=r"task: must be one of auto, text-generation, .*, was 'chat'"):
+        PipelineConfig.from_flat({"task": "chat"})

@@ -1,0 +1,110 @@
+"""Requests, contexts and responses of the embeddings task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.errors import InputError
+from penstock.pipelines.core import (
+    EmbeddingsContext,
+    EmbeddingsGenerationRequest,
+    EmbeddingsResponse,
+    RequestContext,
+    SparseEmbedding,
+    TextContext,
+    TTSContext,
+    context_type,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+)
+
+IDS = np.array([5, 6, 7])
+
+
+def context(**fields: Any) -> EmbeddingsContext:
+    return EmbeddingsContext(**{"prompt": "a b c", "tokens": IDS, "max_length": 3, **fields})
+
+
+def test_a_context_crosses_with_all_of_its_fields() -> None:
+    sent = context(
+        outputs=("dense", "sparse"),
+        token_type_ids=np.array([0, 0, 1]),
+        num_unpooled_tokens=1,
+        is_query=True,
+        pooling="mean",
+        dimensions=2,
+        normalize=False,
+        activation=True,
+        request_id="7",
+    )
+    received = msgpack_numpy_decoder(RequestContext)(msgpack_numpy_encoder()(sent))
+    assert type(received) is EmbeddingsContext
+    assert received == sent
+    assert received.token_type_ids.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"outputs": ("dense", "thick")}, r"outputs must be among dense, .*, were \['thick'\]"),
+        ({"pooling": "median"}, "pooling must be one of cls, .*, was 'median'"),
+        ({"dimensions": 0}, "dimensions must be at least 1, was 0"),
+        ({"num_unpooled_tokens": 3}, "num_unpooled_tokens must be from 0 to 2, .*, was 3"),
+        ({"num_unpooled_tokens": -1}, "num_unpooled_tokens must be from 0 to 2"),
+        ({"token_type_ids": np.array([0, 1])}, r"one entry for each of the 3 tokens, has shape \(2,\)"),
+        ({"max_length": 2}, "must be less than or equal to max_length"),
+    ],
+)
+def test_a_context_that_contradicts_itself(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        context(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "query: ", "prompt_name": "query"}, "prompt and prompt_name are both given"),
+        ({"max_tokens": 9}, "max_tokens is 9 but truncate is False"),
+        ({"input": [1, 2], "text_pair": "b"}, "text_pair needs a text as input, not token ids"),
+    ],
+)
+def test_a_request_that_contradicts_itself(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        EmbeddingsGenerationRequest(**{"id": "1", "input": "a", **fields})
+
+
+def test_responses_are_equal_when_all_outputs_are() -> None:
+    def response(**fields: Any) -> EmbeddingsResponse:
+        values = {
+            "embeddings": np.ones(2),
+            "scores": np.ones(1),
+            "sparse": SparseEmbedding(np.array([3]), np.array([0.5])),
+            "multi_vector": np.ones((3, 2)),
+        }
+        return EmbeddingsResponse(**values | fields)
+
+    assert response() == response()
+    assert response().is_done
+    for change in (
+        {"embeddings": np.zeros(2)},
+        {"scores": None},
+        {"sparse": SparseEmbedding(np.array([3]), np.array([0.6]))},
+        {"sparse": SparseEmbedding(np.array([4]), np.array([0.5]))},
+        {"multi_vector": np.ones((2, 3))},
+    ):
+        assert response(**change) != response()
+    again = msgpack_numpy_decoder(EmbeddingsResponse)(msgpack_numpy_encoder()(response()))
+    assert again == response()
+
+
+def test_the_type_of_a_context() -> None:
+    class Mine(TextContext):
+        pass
+
+    fields: Any = {"prompt": "", "tokens": IDS, "max_length": 9}
+    assert context_type(Mine(**fields)) is TextContext
+    assert context_type(TTSContext(**fields)) is TTSContext
+    assert context_type(context()) is EmbeddingsContext

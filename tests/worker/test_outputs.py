@@ -1,0 +1,68 @@
+"""Outputs of all kinds, from the pipeline to the client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.workers import request
+
+from penstock.pipelines.core import (
+    AudioGenerationResponse,
+    EmbeddingsResponse,
+    TextGenerationResponse,
+    TextGenerationStatus,
+    TextResponse,
+)
+from penstock.worker.messages import AudioResult, EmbeddingsResult, TextResult
+from penstock.worker.outputs import result_of
+from penstock.worker.results import Generation
+
+ACTIVE, DONE = TextGenerationStatus.ACTIVE, TextGenerationStatus.END_OF_SEQUENCE
+SAMPLES = np.arange(4, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("output", "result"),
+    [
+        (TextGenerationResponse([TextResponse(5)], ACTIVE), TextResult("a", [5])),
+        (TextGenerationResponse([], DONE), TextResult("a", [], DONE)),
+        (TextGenerationResponse([], ACTIVE), None),
+        (EmbeddingsResponse(SAMPLES), EmbeddingsResult("a", EmbeddingsResponse(SAMPLES))),
+        (AudioGenerationResponse(ACTIVE, SAMPLES), AudioResult("a", ACTIVE, SAMPLES)),
+        (AudioGenerationResponse(DONE), AudioResult("a", DONE)),
+        (AudioGenerationResponse(ACTIVE), None),
+    ],
+)
+def test_each_kind_of_output_has_its_message(output: Any, result: Any) -> None:
+    assert result_of(request("a"), output) == result
+
+
+def test_an_object_that_is_no_output() -> None:
+    class Strange:
+        is_done = True
+
+    with pytest.raises(TypeError, match="returned a Strange, which is not an output type"):
+        result_of(request("a"), Strange())
+
+
+async def test_the_client_joins_chunks_of_audio() -> None:
+    generation = Generation("a", lambda name: None)
+    generation.add(AudioResult("a", ACTIVE, SAMPLES))
+    generation.add(AudioResult("a", ACTIVE, SAMPLES + 4))
+    first = await anext(generation)
+    assert np.concatenate(first.audio).tolist() == list(range(8))
+    assert not first.status.is_done
+    generation.add(AudioResult("a", DONE))
+    (last,) = [delta async for delta in generation]
+    assert (last.audio, last.status) == ([], DONE)
+
+
+async def test_an_embedding_ends_its_request() -> None:
+    generation = Generation("a", lambda name: None)
+    generation.add(EmbeddingsResult("a", EmbeddingsResponse(SAMPLES)))
+    assert generation.is_done
+    (delta,) = [delta async for delta in generation]
+    assert delta.embeddings == EmbeddingsResponse(SAMPLES)
+    assert delta.status.is_done
