@@ -61,8 +61,11 @@ class TrigramModel(PipelineModel[TextContext]):
         self,
         replica_batches: Sequence[Sequence[TextContext]],
         kv_cache_inputs: Any = None,
-        return_n_logits: int = 1,
+        return_n_logits: int | Sequence[int] = 1,
+        *,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> LastTwoTokens:
+        assert drafts is None, "this model is used without speculation"
         rows = [context.all_tokens[-2:].tolist() for batch in replica_batches for context in batch]
         return LastTwoTokens(torch.tensor([[0] * (2 - len(row)) + row for row in rows]))
 

@@ -271,7 +271,7 @@ def _as_work(
         info=info,
         load_adapter=adapters.load if adapters is not None else None,
         unload_adapter=adapters.unload if adapters is not None else None,
-        num_steps=lambda: config.max_num_steps or pipeline.num_steps_for(STREAMING_LATENCY_BUDGET),
+        num_steps=lambda: pipeline.num_steps_for(STREAMING_LATENCY_BUDGET),
         add_counts=add_draft_counts,
         pack_pending=pipeline.pack_pending,
     )

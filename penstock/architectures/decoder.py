@@ -204,6 +204,7 @@ class DecoderModel(PipelineModel[TextContext]):
         replica_batches: Sequence[Sequence[TextContext]],
         kv_cache_inputs: KVCacheInputs | None = None,
         return_n_logits: int | Sequence[int] = 1,
+        *,
         drafts: Sequence[Sequence[int]] | None = None,
     ) -> ModelInputs:
         """One ragged batch of the active tokens of all contexts, each followed by its drafted tokens.

@@ -253,14 +253,19 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         self,
         replica_batches: Sequence[Sequence[BaseContextType]],
         kv_cache_inputs: KVCacheInputs | None = None,
-        return_n_logits: int = 1,
+        return_n_logits: int | Sequence[int] = 1,
+        *,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> Any:
         """The inputs of the first forward of a batch: the active tokens of each context.
 
         Args:
             replica_batches: the batch of each data-parallel replica.
             kv_cache_inputs: the block tables of the batch, for a model with a KV cache.
-            return_n_logits: how many rows of logits `ReturnLogits.VARIABLE` gives a sequence.
+            return_n_logits: how many rows of logits `ReturnLogits.VARIABLE` gives a sequence, one number for
+                all or one for each. Numbers for each are passed only for drafts and echoed prompts.
+            drafts: drafted tokens of each context, appended to its active tokens. Passed only if the pipeline
+                speculates.
         """
 
     @abstractmethod

@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.kv_cache import KVCacheManager
 from penstock.llm.llm import LLM
 from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.weights import Weights
@@ -68,19 +67,14 @@ def sample_texts(llm: LLM, start: int, *, count: int, length: int, seed: int = 0
 
 def scores(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
     """The model's log probabilities ``[T, V]`` of what follows each token of a text, text by text."""
-    pipeline, model = llm.pipeline, llm.pipeline.model
-    assert isinstance(pipeline.kv, KVCacheManager)
+    pipeline = llm.pipeline
     for text in texts:
         context = TextContext(
             prompt=list(text), max_length=len(text) + 1, tokens=np.array(text, dtype=np.int64)
         )
         pipeline.kv.claim(context)
         pipeline.kv.reserve(context)
-        inputs = model.prepare_initial_token_inputs(
-            [[context]], pipeline.kv.inputs([context]), context.active_length
-        )
-        logits = model.execute(inputs).logits
-        assert logits is not None
+        logits = pipeline.runner.forward([context], [context.active_length])
         assert len(logits) == len(text), "what the prefix cache has is not computed again: leave it off"
         yield logits.float().log_softmax(-1).cpu()
         pipeline.release(context)

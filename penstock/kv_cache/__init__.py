@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.kv_cache.block_pool import BlockPool
 from penstock.kv_cache.interface import KVCache, NullKVCache, restart
+from penstock.kv_cache.reservation import ReservedBatch, claim, reserve_drafts, reserve_steps, tokens_left
 from penstock.kv_cache.spec import KVCacheSpec, KVGroup
 
 if TYPE_CHECKING:
@@ -25,7 +26,12 @@ __all__ = [
     "KVCacheStorage",
     "KVGroup",
     "NullKVCache",
+    "ReservedBatch",
+    "claim",
+    "reserve_drafts",
+    "reserve_steps",
     "restart",
+    "tokens_left",
 ]
 
 _LAZY = {

@@ -24,6 +24,9 @@ from penstock.pipelines.core import InputContext
 class KVCache(Protocol):
     """Who may keep keys and values in how many blocks. Called by one thread."""
 
+    max_length: int | None
+    """Length of the longest sequence that the model accepts, None for any. Set by the pipeline."""
+
     @property
     def num_blocks(self) -> int:
         """The blocks there are, in the group of layers that has the fewest."""
@@ -79,6 +82,17 @@ class KVCache(Protocol):
         """
         ...
 
+    def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
+        """Return an upper bound of the blocks that ``reserve(context, lookahead)`` would take."""
+        ...
+
+    def steps_left(self, context: InputContext) -> int | None:
+        """Return how many tokens a context may gain until its keys are stale or it is ``max_length`` long.
+
+        None stands for any number.
+        """
+        ...
+
     def commit(self, context: InputContext) -> None:
         """Takes note of what a forward has computed, up to ``start_idx``.
 
@@ -128,6 +142,9 @@ class KVCache(Protocol):
 class NullKVCache:
     """The cache of models that keep none: everything fits, nothing is held."""
 
+    def __init__(self) -> None:
+        self.max_length: int | None = None
+
     @property
     def num_blocks(self) -> int:
         return 0
@@ -151,6 +168,12 @@ class NullKVCache:
 
     def reserve(self, context: InputContext, lookahead: int = 0) -> None:
         return
+
+    def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
+        return 0
+
+    def steps_left(self, context: InputContext) -> int | None:
+        return None if self.max_length is None else self.max_length - context.current_length
 
     def commit(self, context: InputContext) -> None:
         return

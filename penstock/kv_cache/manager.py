@@ -74,6 +74,7 @@ class KVCacheManager:
         assert block_size.bit_count() == 1, f"the block size must be a power of two, was {block_size}"
         self.spec = spec
         self.block_size = block_size
+        self.max_length: int | None = None
         self.device = device
         self.storage = KVCacheStorage(spec, num_blocks, block_size, device)
         self._group_of_layer = spec.group_of_layer
@@ -145,6 +146,16 @@ class KVCacheManager:
         for tables, pool in zip(self._tables, self._pools, strict=True):
             tables[sequence.slot, sequence.num_blocks : length] = pool.allocate(missing)
         sequence.num_blocks = length
+
+    def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
+        sequence = self._sequence(context)
+        held = 0 if self._is_rolled_back(context, sequence) else sequence.num_blocks  # `reserve` frees some
+        return max(-(-(context.active_idx + lookahead) // self.block_size) - held, 0)
+
+    def steps_left(self, context: InputContext) -> int | None:
+        length = context.current_length
+        longest = None if self.max_length is None else self.max_length - length
+        return min((n for n in (longest, self.spec.steps_left(length)) if n is not None), default=None)
 
     def commit(self, context: InputContext) -> None:
         sequence = self._sequence(context)

@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.errors import InputError, InsufficientBlocksError, UnsupportedFeatureError
 from penstock.host.interrupts import deferred_interrupts
-from penstock.kv_cache.interface import restart
+from penstock.kv_cache.reservation import claim
 from penstock.pipelines.core import Pipeline, TextContext, TextGenerationResponse
 from penstock.plain_numbers import checked_integer, checked_number, plain
 
@@ -318,9 +318,7 @@ class BeamSearch:
     def _score(self, contexts: Sequence[TextContext]) -> dict[str, Mapping[int, float]]:
         """The best next tokens of each context, by its id. Computes prompts in chunks, if it must."""
         for context in contexts:
-            if self._pipeline.kv.is_stale(context):
-                restart(self._pipeline.kv, context)
-            self._pipeline.kv.claim(context)
+            claim(self._pipeline.kv, context)
         scores: dict[str, Mapping[int, float]] = {}
         while pending := [context for context in contexts if context.request_id not in scores]:
             batch: dict[str, TextContext] = {}

@@ -397,7 +397,6 @@ class LLM:
     def _run(self, answers: Sequence[OutputBuilder], *, seconds: float) -> Iterator[list[OutputBuilder]]:
         """Runs contexts to their end; yields the answers that have moved on, about every so many seconds or
         after every step, whichever is rarer."""
-        num_steps = self.config.max_num_steps
         running = {answer.context.request_id: answer for answer in answers}
         try:
             with deferred_interrupts():
@@ -405,7 +404,7 @@ class LLM:
                     self._scheduler.submit(answer.context)
             while running:
                 with deferred_interrupts():
-                    responses = self._scheduler.step(num_steps or self.pipeline.num_steps_for(seconds))
+                    responses = self._scheduler.step(self.pipeline.num_steps_for(seconds))
                 for failure in self._scheduler.failures.values():
                     raise failure
                 stepped = [running[request_id] for request_id in responses]

@@ -1,7 +1,7 @@
-"""The forwards of one call of a pipeline: from contexts to the tokens sampled for them.
+"""`ModelRunner`: runs a model on a batch of contexts, from input preparation to sampled tokens.
 
-No context changes here. Whatever is wrong with a single one is said in its `SampledTokens`; whatever raises
-leaves all as they were.
+``launch`` starts the forwards and the sampling of a batch, ``collect`` returns the tokens. All state of a
+launch is in its handle. On a CPU the work happens in ``launch``. The runner never changes a context.
 """
 
 from __future__ import annotations
@@ -26,23 +26,43 @@ from penstock.pipelines.sampling import Sampler, adjust_logits
 from penstock.pipelines.speculative import accept
 
 _MAX_FUSED_STEPS = 8
-"""Steps that are run together where nobody says how many: beyond these there is little left to save."""
+"""Most decode steps in one call if the configuration sets no number. More steps save little time."""
 
 
 @dataclass(slots=True)
 class SampledTokens:
-    """What the forwards of a call gave one context."""
+    """The tokens of one context from one launch."""
 
     tokens: list[int] = field(default_factory=list)
-    """The drafts that were accepted and the token behind them; or one token a forward."""
+    """The accepted drafts and the token after them; without drafts one token per step."""
     log_probabilities: list[LogProbabilities] = field(default_factory=list)
-    """One entry a token, where they were asked for; the first may begin with those of the prompt."""
+    """One entry per token if they were requested. The first may begin with those of the prompt."""
     fault: str | None = None
-    """Why the tokens are not to be used."""
+    """Why the tokens must not be used."""
+
+
+@dataclass(slots=True)
+class LaunchHandle:
+    """A launched batch whose tokens were not collected yet."""
+
+    contexts: Sequence[TextContext]
+    drafts: Sequence[list[int]]
+    num_steps: int
+    """Number of steps; fewer than requested if every sequence of a fused call has ended."""
+    inputs: Any
+    """Model inputs of the last forward; of the first one if the steps are fused."""
+    rows: _Rows
+    """Rows of logits of the first forward."""
+    sampled: list[Tensor] = field(default_factory=list)
+    """The sampled tokens of each step, ``[R]`` int64; -1 marks logits that are not finite."""
+    fused: Tensor | None = None
+    """The sampled tokens ``[n, B]`` of all steps if they ran as one call, in place of ``sampled``."""
+    outputs: ModelOutputs | None = None
+    """Outputs of the forward if log probabilities were requested."""
 
 
 class ModelRunner:
-    """Runs a model for a pipeline.
+    """Runs a model on batches of contexts.
 
     Args:
         model: the model.
@@ -58,99 +78,171 @@ class ModelRunner:
         self._sampler: Sampler | None = None
         self._seconds: float | None = None
         self.vocabulary: int | None = None
-        """V, known once a forward has returned logits."""
+        """V, known after the first forward."""
 
     def num_steps_for(self, seconds: float) -> int:
-        """How many steps of one token each take about so long together, by the last ones of that kind; at
-        most `_MAX_FUSED_STEPS`. 1 before the first, and where a single one takes more than half of it."""
+        """Estimate how many decode steps fit into ``seconds``, from the duration of recent steps.
+
+        The result is 1 to `_MAX_FUSED_STEPS`, and 1 before the first decode step.
+        """
         if self._seconds is None:
             return 1
         return max(1, min(int(seconds / self._seconds), _MAX_FUSED_STEPS))
 
-    def run(
-        self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], num_steps: int
-    ) -> list[SampledTokens]:
-        """Samples a token for each context, ``num_steps`` times; or verifies drafts, in one step.
+    def forward(
+        self, contexts: Sequence[TextContext], num_logits: Sequence[int] | None = None
+    ) -> Tensor:  # [R, V]
+        """Run one forward over the active tokens of contexts and return logits.
 
-        Raises:
-            UnsupportedFeatureError: log probabilities are asked for that the model does not compute.
+        Args:
+            contexts: the batch; its cache blocks are reserved.
+            num_logits: number of last rows of each context whose logits are returned; None for one each.
         """
-        assert num_steps == 1 or not any(drafts), "drafts are verified in one step"
+        outputs = self._model.execute(self._prepare(contexts, None, 1 if num_logits is None else num_logits))
+        return _last_rows(outputs, num_logits or [1] * len(contexts))
+
+    def execute(
+        self,
+        contexts: Sequence[TextContext],
+        num_steps: int = 1,
+        *,
+        drafts: Sequence[list[int]] | None = None,
+    ) -> list[SampledTokens]:
+        """Launch a batch and collect its tokens; see `launch`."""
+        return self.collect(self.launch(contexts, num_steps, drafts=drafts))
+
+    def launch(
+        self,
+        contexts: Sequence[TextContext],
+        num_steps: int = 1,
+        *,
+        drafts: Sequence[list[int]] | None = None,
+        after: LaunchHandle | None = None,
+    ) -> LaunchHandle:
+        """Start ``num_steps`` forwards of a batch, each followed by sampling, or one that verifies drafts.
+
+        Args:
+            contexts: the batch; its cache blocks are reserved for all steps.
+            num_steps: number of forwards; 1 with drafts or log probabilities.
+            drafts: drafted tokens of each context.
+            after: an earlier launch of the same contexts, without drafts and log probabilities, whose tokens
+                these steps continue. It may be uncollected. Reserve the blocks of both launches before it.
+
+        Returns:
+            A handle for `collect`. Handles are independent: any number may be open.
+        """
+        drafts = drafts or [[]] * len(contexts)
+        is_scored = any(context.log_probabilities for context in contexts)
+        assert num_steps == 1 or not (is_scored or any(drafts)), "drafts and log probabilities need one step"
         sampler = self._sampler_of([context.sampling_params for context in contexts])
-        rows = _Rows.of(contexts, drafts)
-        inputs = self._initial_inputs(contexts, drafts)
-        results = [SampledTokens() for _ in contexts]
-        are_scored = any(context.log_probabilities for context in contexts)
+        if after is None:
+            rows = _Rows.of(contexts, drafts)
+            inputs = self._prepare_step(contexts, drafts)
+        else:
+            assert not any(after.drafts), "steps cannot continue the verification of drafts"
+            rows = after.rows.after(after.num_steps)
+            inputs = self._inputs_after(after)
+        handle = LaunchHandle(contexts, drafts, num_steps, inputs, rows)
         is_decoding = len(rows.positions) == len(contexts) and all(c.active_length == 1 for c in contexts)
         begin = perf_counter()
-        if num_steps > 1 and is_decoding and not are_scored:
-            together = self._run_fused_steps(sampler, contexts, rows, inputs, num_steps)
-            if together is not None:
-                for sampled in together:
-                    _append_sampled(results, drafts, sampled)
-                self._seconds = (perf_counter() - begin) / len(together)
-                return results
-        for step in range(num_steps):
-            outputs = self._model.execute(inputs)
-            beat()
-            logits = _last_rows(outputs, rows.counts)
-            self.vocabulary = logits.shape[-1]
-            tokens = self._sample(sampler, contexts, drafts, rows.after(step), logits)
-            _append_sampled(results, drafts, tokens.tolist())
-            if are_scored:
-                self._score(contexts, drafts, inputs, outputs, results)
-            if step + 1 < num_steps:
-                # A row that is no distribution goes on with any token: what comes of it is not used.
-                inputs = self._model.prepare_next_token_inputs(tokens.clamp(min=0), inputs)
+        if num_steps > 1 and is_decoding and not is_scored:
+            handle.fused = self._run_fused_steps(sampler, handle)
+        if handle.fused is None:
+            self._run_steps(sampler, handle, is_scored)
+        else:
+            handle.num_steps = len(handle.fused)
         if is_decoding:
-            self._seconds = (perf_counter() - begin) / num_steps
+            self._seconds = (perf_counter() - begin) / handle.num_steps
+        return handle
+
+    def collect(self, handle: LaunchHandle) -> list[SampledTokens]:
+        """Return the tokens of a launched batch, one entry per context.
+
+        Raises:
+            UnsupportedFeatureError: log probabilities were requested, but the model does not compute them.
+        """
+        results = [SampledTokens() for _ in handle.contexts]
+        fused = handle.fused
+        steps = [tokens.tolist() for tokens in handle.sampled] if fused is None else fused.tolist()
+        for tokens in steps:
+            _append_sampled(results, handle.drafts, tokens)
+        if handle.outputs is not None:
+            self._score(handle, handle.outputs, results)
         return results
 
-    def _run_fused_steps(
-        self,
-        sampler: Sampler,
-        contexts: Sequence[TextContext],
-        rows: _Rows,
-        inputs: Any,
-        num_steps: int,
-    ) -> list[list[int]] | None:
-        """The tokens of each step, ``[m][B]``, where the model runs them all as one call; else None.
+    def _run_steps(self, sampler: Sampler, handle: LaunchHandle, is_scored: bool) -> None:
+        """Run the steps of a launch one by one."""
+        for step in range(handle.num_steps):
+            if step:
+                # A row without finite logits continues with any token: its result is not used.
+                tokens = handle.sampled[-1].clamp(min=0)
+                handle.inputs = self._model.prepare_next_token_inputs(tokens, handle.inputs)
+            outputs = self._model.execute(handle.inputs)
+            beat()
+            logits = _last_rows(outputs, handle.rows.counts)
+            self.vocabulary = logits.shape[-1]
+            rows = handle.rows.after(step)
+            handle.sampled.append(self._sample(sampler, handle.contexts, handle.drafts, rows, logits))
+            if is_scored:
+                handle.outputs = outputs
 
-        Not where somebody changes the logits on their way to the sampler.
+    def _run_fused_steps(self, sampler: Sampler, handle: LaunchHandle) -> Tensor | None:  # [n, B]
+        """Return the tokens of all steps if the model can run them as one call, else None.
+
+        It cannot if sampling parameters change the logits.
         """
+        contexts, num_steps = handle.contexts, handle.num_steps
         if any(context.sampling_params.changes_logits for context in contexts):
             return None
-        positions = rows.positions + np.arange(num_steps)[:, None]  # [n, B]
+        positions = handle.rows.positions + np.arange(num_steps)[:, None]  # [n, B]
         ends = [list(context.eos_token_ids) for context in contexts]
-        most = max(1, max(map(len, ends)))
-        tokens = self._model.execute_steps(
-            inputs,
+        width = max(1, max(map(len, ends)))
+        return self._model.execute_steps(
+            handle.inputs,
             sampler.inputs,
             sampler.uniforms(positions),
-            torch.tensor([some + [-1] * (most - len(some)) for some in ends]),
+            torch.tensor([ids + [-1] * (width - len(ids)) for ids in ends]),
         )
-        return None if tokens is None else tokens.tolist()
+
+    def _inputs_after(self, handle: LaunchHandle) -> Any:
+        """Return the model inputs that follow the last step of a launch."""
+        inputs = handle.inputs
+        for tokens in handle.sampled[-1:] if handle.fused is None else handle.fused:
+            inputs = self._model.prepare_next_token_inputs(tokens.clamp(min=0), inputs)
+        return inputs
 
     def _sampler_of(self, params: list[SamplingParams]) -> Sampler:
-        """The sampler of the last call, where the batch has the same parameters."""
+        """Return the sampler of a batch; the previous one if the parameters are equal."""
         if self._sampler is None or self._sampler.params != params:
             self._sampler = Sampler.for_batch(params, self._device)
         return self._sampler
 
-    def _initial_inputs(self, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> Any:
-        are_drafted, are_echoed = any(drafts), any(_echoes(context) for context in contexts)
+    def _prepare_step(self, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> Any:
+        """Return the inputs of a step, with the rows of logits that sampling and log probabilities need."""
+        if any(drafts):
+            num_logits: int | Sequence[int] = [
+                context.active_length + len(draft) if _echoes(context) else len(draft) + 1
+                for context, draft in zip(contexts, drafts, strict=True)
+            ]
+            return self._prepare(contexts, drafts, num_logits)
+        if any(_echoes(context) for context in contexts):
+            num_logits = [context.active_length if _echoes(context) else 1 for context in contexts]
+            return self._prepare(contexts, None, num_logits)
+        return self._prepare(contexts, None, 1)
+
+    def _prepare(
+        self,
+        contexts: Sequence[TextContext],
+        drafts: Sequence[list[int]] | None,
+        num_logits: int | Sequence[int],
+    ) -> Any:
         counts = [context.active_length for context in contexts]
-        if are_drafted:
+        if drafts is not None:
             counts = [count + len(draft) for count, draft in zip(counts, drafts, strict=True)]
         kv = self._kv.inputs(contexts, counts=counts) if isinstance(self._kv, KVCacheManager) else None
-        num_logits: Any = 1
-        if are_drafted or are_echoed:
-            num_logits = [
-                count if _echoes(context) else len(draft) + 1
-                for context, draft, count in zip(contexts, drafts, counts, strict=True)
-            ]
-        options: dict[str, Any] = {"drafts": drafts} if are_drafted else {}
-        return self._model.prepare_initial_token_inputs([contexts], kv, num_logits, **options)
+        if drafts is None:  # a model without `drafts` works as long as nothing is drafted
+            return self._model.prepare_initial_token_inputs([contexts], kv, num_logits)
+        return self._model.prepare_initial_token_inputs([contexts], kv, num_logits, drafts=drafts)
 
     def _sample(
         self,
@@ -160,7 +252,7 @@ class ModelRunner:
         rows: _Rows,
         logits: Tensor,  # [R, V]
     ) -> Tensor:  # [R] tokens
-        """Samples behind each context's last row, and in place of each of its drafts."""
+        """Sample the token after each context's last row, and one for the position of each draft."""
         logits = adjust_logits(logits, contexts, rows.sequences, rows.positions, drafts)
         bitmask = grammar_bitmask(contexts, rows.sequences, logits.shape[-1], drafts)
         if bitmask is not None:
@@ -168,19 +260,13 @@ class ModelRunner:
         sequences = rows.sequences if any(drafts) else None
         return sampler(self._session.ops, logits, sequences, rows.positions, bitmask)
 
-    def _score(
-        self,
-        contexts: Sequence[TextContext],
-        drafts: Sequence[list[int]],
-        inputs: Any,
-        outputs: ModelOutputs,
-        results: Sequence[SampledTokens],
-    ) -> None:
-        """Adds the log probabilities of the tokens just handed out.
+    def _score(self, handle: LaunchHandle, outputs: ModelOutputs, results: Sequence[SampledTokens]) -> None:
+        """Append the log probabilities of a step's tokens to the results.
 
-        Behind a prompt chunk stands the prompt's own next token. The token in place of each draft is scored
-        as if its row were a sequence of one row.
+        The token after a chunk of a prompt is the prompt's own next token. Each accepted draft is scored as
+        if its row were a sequence of one row.
         """
+        contexts, drafts, inputs = handle.contexts, handle.drafts, handle.inputs
         targets, top_n, echo, owners = [], [], [], []
         for index, (context, result) in enumerate(zip(contexts, results, strict=True)):
             is_chunk = context.active_idx < context.end_idx

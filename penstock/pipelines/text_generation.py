@@ -1,14 +1,20 @@
-"""`TextGenerationPipeline`: a batch of contexts in, tokens out.
+"""`TextGenerationPipeline`: a batch of contexts to generated tokens.
 
-A call goes: claim and reserve cache blocks, draft tokens where somebody can, prepare inputs, then
-``num_steps`` times forward and sample (`penstock.pipelines.runner`), then hand the tokens to the contexts and
-commit full blocks to the prefix cache. Contexts change only after the last forward has returned.
+One call does the following steps:
+
+1. claim the contexts and reserve cache blocks, unless the scheduler has done it;
+2. draft tokens if the pipeline speculates or a grammar forces tokens;
+3. launch ``num_steps`` forwards with sampling (`penstock.pipelines.runner`);
+4. collect the tokens, pass them to the contexts and commit full blocks to the prefix cache.
+
+Steps 1 to 3 are ``launch``, step 4 is ``collect``. Only ``collect`` adds tokens to contexts.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +24,17 @@ from penstock.driver import load_devices
 from penstock.engine import InferenceSession
 from penstock.errors import (
     InputError,
-    InsufficientBlocksError,
     RequestFailedError,
     UnsupportedFeatureError,
 )
 from penstock.grammar import GrammarCompiler, acceptable_drafts, forced_tokens
-from penstock.kv_cache import restart
+from penstock.kv_cache import (
+    ReservedBatch,
+    claim,
+    reserve_drafts,
+    reserve_steps,
+    tokens_left,
+)
 from penstock.memory import MAX_DRAFT_ROWS
 from penstock.pipelines.core import (
     PipelineTask,
@@ -34,7 +45,7 @@ from penstock.pipelines.core import (
     TextResponse,
     TTSContext,
 )
-from penstock.pipelines.runner import ModelRunner, SampledTokens
+from penstock.pipelines.runner import LaunchHandle, ModelRunner, SampledTokens
 from penstock.pipelines.sampling import check_logit_rules
 from penstock.pipelines.speculative import DraftLengthPolicy, DraftProposer, SpeculationStats
 from penstock.pipelines.task_pipeline import TaskPipeline
@@ -53,6 +64,20 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 _MAX_FORCED_TOKENS = 64
 """Most tokens that a grammar may force in one go."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchHandle:
+    """A launched batch whose tokens were not collected yet."""
+
+    batch: Mapping[str, TextContext]
+    drafts: list[list[int]]
+    is_forced: list[bool]
+    """Whether a grammar forces the drafts of a context."""
+    launched: LaunchHandle | None
+    """None for an empty batch."""
+    proposal_seconds: float
+    launched_at: float
 
 
 class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
@@ -102,7 +127,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 session, plan.kv_cache_size if planned else self.model.estimate_memory_footprint()
             )
         super().__init__(session, plan, kv)
-        self._runner = ModelRunner(self.model, self.session, self.kv)
+        self.kv.max_length = self.model.max_seq_len
+        self.runner = ModelRunner(self.model, self.session, self.kv)
 
     def ready(self, context: TextContext) -> bool:
         """Whether a context may run: its grammar is compiled and its adapter can be loaded. Asking starts it.
@@ -120,66 +146,90 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> dict[str, TextGenerationResponse]:
-        """Runs up to ``num_steps`` steps and returns the new tokens of each context.
+        """Run up to ``num_steps`` steps and return the new tokens of each context.
 
-        Whole prompts, prompt chunks (``active_idx < end_idx``; they yield no token) and single tokens may
-        stand side by side. Fewer steps run where a context would outgrow its maximum length or needs a
-        look at each token: chunks, grammars, penalties, log probabilities, drafts.
+        Whole prompts, prompt chunks (``active_idx < end_idx``; they yield no token) and single tokens may be
+        in one batch. `reserve_steps` decides how many steps run, unless the batch is a `ReservedBatch`. With
+        drafts one step runs.
 
-        A context on which something goes wrong after the forward is missing in what is returned and stands
-        in `failures`; the others have their tokens.
+        A context that fails after the forward has no output and is in `failures`; the others have their
+        tokens.
 
         Raises:
             InputError: a context cannot be served; no context has changed.
-            InsufficientBlocksError: the KV cache is full; no context has changed, but those that were
-                given their blocks before keep them.
+            InsufficientBlocksError: the KV cache is full. No context has changed, but contexts that were
+                given blocks before keep them.
             ForkedProcessError: the model was loaded before this process was forked.
+        """
+        return self.collect(self.launch(batch, num_steps))
+
+    def launch(self, batch: Mapping[str, TextContext], num_steps: int = 1) -> BatchHandle:
+        """Start a batch; see `execute` for parameters and errors.
+
+        Returns:
+            A handle for `collect`. Handles of batches without common contexts are independent: a batch may be
+            launched while another one is not collected yet.
         """
         self.session.check_process()
         if not batch:
-            return {}
+            return BatchHandle(batch, [], [], None, 0.0, 0.0)
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
         contexts = list(batch.values())
         self._check(contexts)
-        for context in contexts:
-            if self.kv.is_stale(context):
-                restart(self.kv, context)
-            self.kv.claim(context)
-            self.kv.reserve(context)
-        start = perf_counter()
+        if not isinstance(batch, ReservedBatch):
+            for context in contexts:
+                claim(self.kv, context)
+            num_steps = reserve_steps(self.kv, contexts, num_steps)
+        begin = perf_counter()
         drafts, is_forced = self._drafts(contexts)
+        if any(drafts):
+            num_steps = 1
+            drafts = [
+                draft[: reserve_drafts(self.kv, context, len(draft))]
+                for context, draft in zip(contexts, drafts, strict=True)
+            ]
         proposed = perf_counter()
-        num_steps = 1 if any(drafts) else self._num_steps(contexts, num_steps)
-        drafts, num_steps = self._reserve_lookahead(contexts, drafts, num_steps)
         if self.eos_token_id is not None:
             for context in contexts:
                 if not (context.eos_token_ids or context.ignore_eos):
                     context.eos_token_ids.add(self.eos_token_id)
+        launched = self.runner.launch(contexts, num_steps, drafts=drafts)
+        return BatchHandle(batch, drafts, is_forced, launched, proposed - begin, proposed)
+
+    def collect(self, handle: BatchHandle) -> dict[str, TextGenerationResponse]:
+        """Return the new tokens of a launched batch, after its contexts have taken them."""
+        if handle.launched is None:
+            return {}
+        batch, drafts, contexts = handle.batch, handle.drafts, list(handle.batch.values())
+        sampled = self.runner.collect(handle.launched)
         is_timed = (
             self.widths is not None
-            and num_steps == 1
+            and handle.launched.num_steps == 1
             and all(context.active_length == 1 for context in contexts)
         )
-        sampled = self._runner.run(contexts, drafts, num_steps)
         if self.widths is not None and is_timed:
             num_rows, depth = len(contexts) + sum(map(len, drafts)), max(map(len, drafts))
-            self.widths.timed(len(contexts), num_rows, depth, perf_counter() - proposed, proposed - start)
+            forward = perf_counter() - handle.launched_at
+            self.widths.timed(len(contexts), num_rows, depth, forward, handle.proposal_seconds)
         responses = self._update_contexts(batch, sampled)
         if self.proposer is not None or any(drafts):
-            self._observe(contexts, drafts, is_forced, sampled)
+            self._observe(contexts, drafts, handle.is_forced, sampled)
         return responses
 
     def num_steps_for(self, seconds: float) -> int:
-        """How many steps of one token each to ask of `execute`, for it to take about so long.
+        """Return how many steps to request from `execute`, from the configuration or from a time budget.
 
-        What Python does between two steps takes as long for short steps as for long ones, and costs most
-        where they are short; several in one call share it. 1 where steps do not run as one call, or not yet.
+        Without ``max_num_steps`` in the configuration, estimate how many decode steps take ``seconds``.
+        Several steps in one call share the time that Python takes between calls. The estimate is 1 if steps
+        do not run as one call, or have not yet, and with a draft proposer.
         """
+        if self.config.max_num_steps is not None:
+            return self.config.max_num_steps
         plans = self.session.plans
         if plans is None or plans.last is None or self.proposer is not None:
             return 1
-        return self._runner.num_steps_for(seconds)
+        return self.runner.num_steps_for(seconds)
 
     @property
     def lora_manager(self) -> LoRAManager | None:
@@ -231,7 +281,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if len({context.request_id for context in contexts}) < len(contexts):
             raise InputError("a request stands twice in the batch: give each context a request_id of its own")
         self.check_context_types(contexts)
-        vocabulary, longest = self._runner.vocabulary, self.model.max_seq_len
+        vocabulary, longest = self.runner.vocabulary, self.model.max_seq_len
         for context in contexts:
             status = _status(context)
             if status is not TextGenerationStatus.ACTIVE:
@@ -257,19 +307,13 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if self.model.lora_manager is not None:
             self.model.lora_manager.check(contexts)
 
-    # -- How far a call goes ----------------------------------------------------------------------------
-
-    def _num_steps(self, contexts: Sequence[TextContext], num_steps: int) -> int:
-        if num_steps == 1 or any(_needs_single_steps(context) for context in contexts):
-            return 1
-        return max(1, min(num_steps, *map(self._room, contexts)))
+    # -- Drafts -----------------------------------------------------------------------------------------
 
     def _room(self, context: TextContext) -> int:
-        """Return how many more tokens a context may get from one call, drafts accepted included."""
-        room = min(self.model.max_seq_len, context.max_length) - context.current_length
-        spec = self.model.kv_cache_spec
-        steps_left = spec.steps_left(context.current_length) if spec is not None else None
-        return room if steps_left is None else min(room, steps_left)
+        """Return how many more tokens a context may get from one call, accepted drafts included."""
+        left = tokens_left(self.kv, context)
+        assert left is not None, "the pipeline limits the length of sequences"
+        return left
 
     def _drafts(self, contexts: Sequence[TextContext]) -> tuple[list[list[int]], list[bool]]:
         """Drafts for the contexts that can take them, and whether a grammar forces them.
@@ -280,7 +324,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if self.proposer is None and all(context.matcher is None for context in contexts):
             return drafts, [False] * len(contexts)
         rooms = self._draft_limits(contexts)
-        vocabulary = self._runner.vocabulary or 0  # unknown before the first forward
+        vocabulary = self.runner.vocabulary or 0  # unknown before the first forward
         for place, (context, room) in enumerate(zip(contexts, rooms, strict=True)):
             has_jumped = _appends_forced(context) and len(
                 context.generated_tokens
@@ -308,27 +352,6 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             0 if context.active_idx < context.end_idx else max(min(self._room(context) - 1, share), 0)
             for context in contexts
         ]
-
-    def _reserve_lookahead(
-        self, contexts: Sequence[TextContext], drafts: list[list[int]], num_steps: int
-    ) -> tuple[list[list[int]], int]:
-        """Blocks for what goes beyond one step; fewer drafts, or a single step, where there are too few."""
-        if num_steps == 1 and not any(drafts):
-            return drafts, 1
-        kept = []
-        for context, draft in zip(contexts, drafts, strict=True):
-            lookahead = max(num_steps - 1, len(draft))
-            while lookahead and not self._has_blocks(context, lookahead):
-                num_steps, lookahead = 1, min(len(draft), lookahead // 2)
-            kept.append(draft[:lookahead])
-        return kept, num_steps
-
-    def _has_blocks(self, context: TextContext, lookahead: int) -> bool:
-        try:
-            self.kv.reserve(context, lookahead)
-        except InsufficientBlocksError:
-            return False
-        return True
 
     # -- After the forwards -----------------------------------------------------------------------------
 
@@ -364,10 +387,10 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def _append_forced(self, context: TextContext) -> None:
         """Appends the tokens that the grammar forces, to be computed together with the one before them."""
         is_over = _status(context).is_done or context.active_idx < context.end_idx
-        if not _appends_forced(context) or is_over or not self._runner.vocabulary:
+        if not _appends_forced(context) or is_over or not self.runner.vocabulary:
             return
         room = self._room(context) - 1  # the token that reaches the maximum length is sampled
-        for token in forced_tokens(context, min(room, _MAX_FORCED_TOKENS), self._runner.vocabulary):
+        for token in forced_tokens(context, min(room, _MAX_FORCED_TOKENS), self.runner.vocabulary):
             context.jump_ahead(token)
             self.speculation_stats.num_forced += 1
             if _status(context).is_done:
@@ -447,17 +470,6 @@ def _appends_forced(context: TextContext) -> bool:
     is_banned = params.banned_token_ids or params.banned_sequences
     is_looked_at = context.log_probabilities or context.eos_sequences or is_banned
     return context.matcher is not None and not is_looked_at and params.allowed_token_ids is None
-
-
-def _needs_single_steps(context: TextContext) -> bool:
-    """Whether a context must be looked at after every token."""
-    return (
-        context.active_idx < context.end_idx
-        or context.matcher is not None
-        or bool(context.log_probabilities)
-        or context.sampling_params.needs_penalties
-        or bool(context.sampling_params.banned_sequences)
-    )
 
 
 def _known_tokens(draft: list[int], vocabulary: int) -> list[int]:

@@ -43,6 +43,8 @@ class Batch(Generic[ContextT]):
 
     num_left: int
     """Tokens that are left of the budget."""
+    num_steps: int = 1
+    """Steps that all contexts added so far can run, with their blocks reserved."""
     entries: dict[str, Entry[ContextT]] = field(default_factory=dict)
     _rows: dict[str, int] = field(default_factory=dict)
 
@@ -56,6 +58,13 @@ class Batch(Generic[ContextT]):
         """Takes an entry out again, if it is in the batch."""
         if self.entries.pop(request_id, None) is not None:
             self.num_left += self._rows.pop(request_id)
+
+
+def set_rows(context: InputContext, rows: int) -> None:
+    """Let the next forward compute ``rows`` tokens of a context."""
+    active_idx = context.start_idx + rows
+    if active_idx != context.active_idx:
+        context.set_token_indices(active_idx=active_idx)
 
 
 def num_rows(context: InputContext) -> int:

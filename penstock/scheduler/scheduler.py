@@ -10,9 +10,10 @@ from typing import Generic, TypeVar
 
 from penstock.errors import ConfigError, InputError, InsufficientBlocksError, PenstockError
 from penstock.kv_cache.interface import KVCache, restart
+from penstock.kv_cache.reservation import ReservedBatch, reserve_steps
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
-from penstock.scheduler.batch import Batch, Entry, is_whole, num_rows
+from penstock.scheduler.batch import Batch, Entry, is_whole, num_rows, set_rows
 from penstock.scheduler.budget import decode_rows, prompt_rows, refuse_what_never_fits, smallest_chunk
 from penstock.scheduler.isolation import Isolation, as_failure, take_failures
 from penstock.scheduler.shares import Shares
@@ -160,17 +161,17 @@ class Scheduler(Generic[ContextT, OutputT]):
         self.admitted.clear()
         self._shares.begin_step()
         self._steps_kept_free = max(self._steps_kept_free - 1, 0)
-        batch: Batch[ContextT] = Batch(self._max_tokens)
+        batch: Batch[ContextT] = Batch(self._max_tokens, max(num_steps, 1))
         self._add_decoding(batch)
         self._add_prompts(batch)
         entries = batch.entries
-        contexts = {request_id: entry.context for request_id, entry in entries.items()}
+        contexts = ReservedBatch({request_id: entry.context for request_id, entry in entries.items()})
         self.last_batch = (len(entries), sum([num_rows(context) for context in contexts.values()]))
         outputs: dict[str, OutputT] = {}
         if entries:
             prompts = [entry for entry in entries.values() if not entry.is_decoding]
             whole = [entry for entry in prompts if is_whole(entry.context)]
-            outputs, failures = self._execute(contexts, self._clamp(num_steps, entries))
+            outputs, failures = self._execute(contexts, batch.num_steps)
             for entry in whole:
                 entry.is_decoding = True
             for request_id, error in failures.items():
@@ -189,14 +190,33 @@ class Scheduler(Generic[ContextT, OutputT]):
     # -- The batch --------------------------------------------------------------------------------------
 
     def _add_decoding(self, batch: Batch[ContextT]) -> None:
-        """All that generate. Blocks they lack are taken from the last in order."""
+        """Add all contexts that decode. If blocks run out, preempt the last contexts in order."""
         decoding = sorted([e for e in self._running.values() if e.is_decoding], key=_key)
-        for place, entry in enumerate(decoding):
+        num_left = batch.num_left
+        all_rows = []
+        for num_others, entry in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):
+            rows = decode_rows(entry.num_remaining, num_left, num_others)
+            set_rows(entry.context, rows)
+            num_left -= rows
+            all_rows.append(rows)
+        if self._reserve_all(decoding, batch):
+            for entry, rows in zip(decoding, all_rows, strict=True):
+                batch.add(entry, rows)
+            return
+        for entry, rows in zip(decoding, all_rows, strict=True):
             if entry.request_id not in self._running:
                 continue  # preempted by one before it
-            rows = decode_rows(entry.num_remaining, batch.num_left, len(decoding) - place - 1)
             if self._reserve(entry, rows, rows, batch, may_preempt=True):
                 batch.add(entry, rows)
+
+    def _reserve_all(self, entries: list[Entry[ContextT]], batch: Batch[ContextT]) -> bool:
+        """Reserve blocks for all steps of the entries; False if the free blocks do not suffice."""
+        try:
+            batch.num_steps = reserve_steps(self._kv, [e.context for e in entries], batch.num_steps)
+        except InsufficientBlocksError:
+            batch.num_steps = 1
+            return False
+        return True
 
     def _add_prompts(self, batch: Batch[ContextT]) -> None:
         """Prompts in order, running and waiting alike, as long as tokens, places and blocks last."""
@@ -290,11 +310,9 @@ class Scheduler(Generic[ContextT, OutputT]):
         """Gets blocks for the next rows of a running context, or for fewer rows; 0 if not even for those."""
         context = entry.context
         while True:
-            active_idx = context.start_idx + rows
-            if active_idx != context.active_idx:
-                context.set_token_indices(active_idx=active_idx)
+            set_rows(context, rows)
             try:
-                self._kv.reserve(context)
+                batch.num_steps = reserve_steps(self._kv, [context], batch.num_steps)
                 return rows
             except InsufficientBlocksError as error:
                 if rows > smallest:
@@ -311,23 +329,6 @@ class Scheduler(Generic[ContextT, OutputT]):
                 else:
                     self._preempt(entry, batch)
                 return 0
-
-    def _clamp(self, num_steps: int, entries: dict[str, Entry[ContextT]]) -> int:
-        """How many steps all of a batch can do at once, with blocks for them reserved."""
-        if num_steps <= 1:
-            return 1
-        contexts = [entry.context for entry in entries.values()]
-        if not all(map(is_whole, contexts)):
-            return 1
-        for context in contexts:
-            if context.max_length is not None:
-                num_steps = min(num_steps, context.max_length - context.end_idx)
-        try:
-            for context in contexts:
-                self._kv.reserve(context, max(num_steps, 1) - 1)
-        except InsufficientBlocksError:
-            return 1  # several steps at once are a convenience: nobody is preempted for them
-        return max(num_steps, 1)
 
     # -- Coming and going -------------------------------------------------------------------------------
 

@@ -366,8 +366,8 @@ class NextToken(PipelineModel[TextContext]):
     def calculate_max_seq_len(cls, pipeline_config: Any, huggingface_config: Any) -> int:
         return 64
 
-    def prepare_initial_token_inputs(
-        self, replica_batches: Any, kv_cache_inputs: Any = None, return_n_logits: int = 1
+    def prepare_initial_token_inputs(  # type: ignore[override]  # the page has no drafts
+        self, replica_batches: Any, kv_cache_inputs: Any = None, return_n_logits: Any = 1
     ) -> torch.Tensor:
         last = [context.next_tokens[-1] for batch in replica_batches for context in batch]
         return torch.tensor(last)

@@ -30,9 +30,10 @@ from penstock.architectures.model import KVCacheMixin, PipelineModel
 from penstock.config import LoRAConfig, ModelConfig, PipelineConfig, SpeculativeConfig
 from penstock.errors import ConfigError, InsufficientBlocksError
 from penstock.grammar import going_ahead, grammar_bitmask
-from penstock.kv_cache import KVCacheManager, KVCacheSpec, restart
+from penstock.kv_cache import KVCacheManager, KVCacheSpec, claim
 from penstock.memory import estimate_adapters_size, plan_memory, wanted_block_size
 from penstock.pipelines.core import TextContext
+from penstock.pipelines.runner import ModelRunner
 from penstock.pipelines.sampling import Sampler, adjust_logits
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class DraftModelProposer:
         if not isinstance(self.model, KVCacheMixin) or self.model.kv_cache_spec is None:
             raise ConfigError("draft_model_path", f"{model.__name__} has no KV cache, so it cannot draft")
         self.kv: KVCacheManager = self.model.load_kv_manager(session, self.model.memory_plan.kv_cache_size)
+        self._runner = ModelRunner(self.model, session, self.kv)
         self._session = session
         self._vocabulary = vocabulary
         self._followers: dict[str, _DraftState] = {}  # the one unused for longest first
@@ -165,9 +167,7 @@ class DraftModelProposer:
         text, end = follower.text, follower.context.active_idx
         if num_left == 0 or end > self._longest(follower):
             return False
-        if self.kv.is_stale(text):
-            restart(self.kv, text)
-        self.kv.claim(text)
+        claim(self.kv, text)
         if text.start_idx >= end:
             return False  # its cache knows more of this prompt than the target's
         text.set_token_indices(active_idx=min(end, text.start_idx + num_left))
@@ -200,7 +200,7 @@ class DraftModelProposer:
         """Computes the rows that are set, then drafts; returns the followers that have drafts."""
         if not batch:
             return []
-        logits = self._forward(batch)
+        logits = self._runner.forward([follower.text for follower in batch])
         drafting, rows = [], []
         for row, (follower, room) in enumerate(zip(batch, rooms, strict=True)):
             text = follower.text
@@ -226,17 +226,10 @@ class DraftModelProposer:
                     for follower, _ in drafting:
                         follower.text.jump_ahead(follower.drafted[-1])
                         follower.text.set_token_indices(start_idx=follower.text.end_idx - 1)
-                    logits = self._forward([follower for follower, _ in drafting])
+                    logits = self._runner.forward([follower.text for follower, _ in drafting])
         for follower in drafted:
             follower.text.rollback(len(follower.drafted) - 1)
         return drafted
-
-    def _forward(self, batch: Sequence[_DraftState]) -> Tensor:  # [B, V]
-        texts = [follower.text for follower in batch]
-        inputs = self.model.prepare_initial_token_inputs([texts], self.kv.inputs(texts), 1)
-        logits = self.model.execute(inputs).next_token_logits
-        assert logits is not None
-        return logits
 
     def _take(self, batch: Sequence[_DraftState], logits: Tensor) -> None:  # [B, V]
         """Samples the next draft of each, as the target will sample the token in its place."""

@@ -1,0 +1,98 @@
+"""The number of decode steps of a batch, and the cache blocks for them.
+
+`reserve_steps` is the only place that decides how many steps a batch runs. The scheduler calls it while it
+builds a batch and passes the result on as a `ReservedBatch`. A pipeline calls it for every other batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from penstock.errors import InsufficientBlocksError
+from penstock.kv_cache.interface import KVCache, restart
+from penstock.pipelines.core import InputContext
+
+ContextT = TypeVar("ContextT", bound=InputContext)
+
+
+class ReservedBatch(dict[str, ContextT]):
+    """Contexts by request id that are claimed, not stale, and have the blocks of all their steps."""
+
+
+def claim(kv: KVCache, context: InputContext) -> None:
+    """Claim a context. Restart it first if its keys are stale."""
+    if kv.is_stale(context):
+        restart(kv, context)
+    kv.claim(context)
+
+
+def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int) -> int:
+    """Reserve cache blocks for the next steps of claimed contexts and return how many steps they can run.
+
+    The result is 1 if a context must be examined after each token, or if the cache has too few free blocks
+    for more steps of all contexts. It is never larger than the number of tokens that a context may gain.
+
+    Args:
+        kv: the cache.
+        contexts: the contexts, claimed, with ``active_idx`` set.
+        num_steps: the most steps to run, at least 1.
+
+    Raises:
+        InsufficientBlocksError: the blocks do not suffice for one step. Contexts before the one that failed
+            keep their blocks.
+    """
+    if num_steps > 1:
+        num_steps = _max_steps(kv, contexts, num_steps)
+    for context in contexts:
+        kv.reserve(context, num_steps - 1)
+    return num_steps
+
+
+def reserve_drafts(kv: KVCache, context: InputContext, num_drafts: int) -> int:
+    """Reserve cache blocks for drafts of a context and return how many drafts have blocks.
+
+    The blocks of its active tokens are reserved. Halves the number until the cache has enough blocks.
+    """
+    while num_drafts:
+        try:
+            kv.reserve(context, num_drafts)
+        except InsufficientBlocksError:
+            num_drafts //= 2
+        else:
+            break
+    return num_drafts
+
+
+def tokens_left(kv: KVCache, context: InputContext) -> int | None:
+    """Return how many tokens a context may gain in one call of a pipeline; None for any number."""
+    steps, longest = kv.steps_left(context), context.max_length
+    if longest is None:
+        return steps
+    left = longest - context.current_length
+    return left if steps is None else min(left, steps)
+
+
+def _max_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int) -> int:
+    for context in contexts:
+        if _needs_single_steps(context):
+            return 1
+        left = tokens_left(kv, context)
+        if left is not None and left < num_steps:
+            num_steps = left
+    if num_steps <= 1:
+        return 1
+    missing = sum([kv.num_missing_blocks(context, num_steps - 1) for context in contexts])
+    return 1 if missing > kv.num_free_blocks else num_steps
+
+
+def _needs_single_steps(context: InputContext) -> bool:
+    """Return whether a context must be examined after each token, or is a chunk of a prompt."""
+    params = context.sampling_params
+    return (
+        context.active_idx < context.end_idx
+        or context.matcher is not None
+        or bool(context.log_probabilities)
+        or params.needs_penalties
+        or bool(params.banned_sequences)
+    )
