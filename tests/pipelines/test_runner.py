@@ -1,0 +1,176 @@
+"""`ModelRunner` and `TextGenerationPipeline`: launch and collect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import write_checkpoint
+from support.running import context_of, generate, open_pipeline, random_tokens
+
+from penstock.architectures.llama import tiny_config
+from penstock.errors import InputError
+from penstock.pipelines import ModelOutputs, PipelineConfig, PipelineModel, TextGenerationPipeline
+from penstock.pipelines.core import TextContext
+from penstock.scheduler import Scheduler
+
+PROMPT = random_tokens(30, 130, seed=7)
+OTHER = random_tokens(11, 130, seed=8)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), tiny_config())
+
+
+@pytest.fixture
+def pipeline(checkpoint: Path) -> TextGenerationPipeline:
+    return open_pipeline(checkpoint, deterministic=True, kv_cache_block_size=16)
+
+
+class CountingModel(PipelineModel[TextContext]):
+    """A model without weights: the token after t is t + 1. It records the tokens of each forward."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.forwards: list[list[int]] = []
+
+    @classmethod
+    def calculate_max_seq_len(cls, pipeline_config: Any, huggingface_config: Any) -> int:
+        return 64
+
+    def prepare_initial_token_inputs(
+        self,
+        replica_batches: Sequence[Sequence[TextContext]],
+        kv_cache_inputs: Any = None,
+        return_n_logits: int | Sequence[int] = 1,
+        *,
+        drafts: Sequence[Sequence[int]] | None = None,
+    ) -> torch.Tensor:
+        assert drafts is None
+        return torch.tensor([context.next_tokens[-1] for batch in replica_batches for context in batch])
+
+    def prepare_next_token_inputs(self, next_tokens: torch.Tensor, prev_model_inputs: Any) -> torch.Tensor:
+        return next_tokens
+
+    def execute(self, model_inputs: torch.Tensor) -> ModelOutputs:
+        self.forwards.append(model_inputs.tolist())
+        return ModelOutputs(next_token_logits=torch.eye(130)[model_inputs + 1])
+
+
+def counting_pipeline(checkpoint: Path) -> tuple[TextGenerationPipeline, CountingModel]:
+    config = PipelineConfig.from_flat({"model_path": str(checkpoint)})
+    pipeline = TextGenerationPipeline(config, CountingModel, -1)
+    assert isinstance(pipeline.model, CountingModel)
+    return pipeline, pipeline.model
+
+
+def test_a_step_can_be_launched_before_the_previous_one_is_collected(checkpoint: Path) -> None:
+    pipeline, model = counting_pipeline(checkpoint)
+    contexts = [context_of([5]), context_of([50, 60])]
+    first = pipeline.runner.launch(contexts)
+    second = pipeline.runner.launch(contexts, 2, after=first)
+    third = pipeline.runner.launch(contexts, after=second)
+    assert model.forwards == [[5, 60], [6, 61], [7, 62], [8, 63]]
+    assert [context.current_length for context in contexts] == [1, 2], "launching changes no context"
+    collected = [pipeline.runner.collect(handle) for handle in (third, first, second)]
+    assert [[one.tokens for one in results] for results in collected] == [
+        [[9], [64]],
+        [[6], [61]],
+        [[7, 8], [62, 63]],
+    ]
+    assert [context.current_length for context in contexts] == [1, 2], "collecting changes no context"
+
+
+def test_batches_are_launched_and_collected_in_any_order(checkpoint: Path) -> None:
+    pipeline, _ = counting_pipeline(checkpoint)
+    a, b = context_of([5]), context_of([50, 60])
+    handle_a, handle_b = pipeline.launch({"a": a}), pipeline.launch({"b": b}, num_steps=3)
+    assert (a.current_length, b.current_length) == (1, 2), "launching adds no token"
+    assert [part.next_token for part in pipeline.collect(handle_b)["b"].tokens] == [61, 62, 63]
+    assert (a.current_length, b.current_length) == (1, 5)
+    assert [part.next_token for part in pipeline.collect(handle_a)["a"].tokens] == [6]
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("use_plans", [True, False])
+def test_continued_launches_give_the_tokens_of_single_steps(
+    pipeline: TextGenerationPipeline, num_steps: int, use_plans: bool
+) -> None:
+    """On a real model, with eager and with fused steps."""
+    pipeline.session.use_plans = use_plans
+    expected = generate(pipeline, [context_of(PROMPT, 11), context_of(OTHER, 11)])
+    contexts = [context_of(PROMPT, 11), context_of(OTHER, 11)]
+    for context in contexts:
+        pipeline.kv.claim(context)
+        pipeline.kv.reserve(context, 10)
+    handles = [pipeline.runner.launch(contexts)]
+    for _ in range(9 // num_steps):
+        handles.append(pipeline.runner.launch(contexts, num_steps, after=handles[-1]))
+    tokens: list[list[int]] = [[], []]
+    for results in map(pipeline.runner.collect, handles):
+        for found, one in zip(tokens, results, strict=True):
+            found += one.tokens
+    assert tokens == [one[:10] for one in expected]
+    for context in contexts:
+        pipeline.release(context)
+
+
+def test_execute_is_launch_and_collect(pipeline: TextGenerationPipeline) -> None:
+    expected = generate(pipeline, [context_of(PROMPT, 5)])
+    context, tokens = context_of(PROMPT, 5), []
+    while not context.is_done:
+        tokens += pipeline.collect(pipeline.launch({"a": context}))["a"].tokens
+    assert [[part.next_token for part in tokens]] == expected
+
+
+def test_nothing_is_launched_for_a_refused_batch(checkpoint: Path) -> None:
+    pipeline, model = counting_pipeline(checkpoint)
+    with pytest.raises(InputError, match="at least 1, was 0"):
+        pipeline.launch({"a": context_of([5])}, num_steps=0)
+    assert not model.forwards
+
+
+# -- Reservations ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reserved(pipeline: TextGenerationPipeline, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The request id of each call of `KVCacheManager.reserve`."""
+    calls: list[str] = []
+    reserve = pipeline.kv.reserve
+
+    def recording(context: Any, lookahead: int = 0) -> None:
+        calls.append(context.request_id)
+        reserve(context, lookahead)
+
+    monkeypatch.setattr(pipeline.kv, "reserve", recording)
+    return calls
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_a_scheduled_step_reserves_blocks_once_per_context(
+    pipeline: TextGenerationPipeline, reserved: list[str], num_steps: int
+) -> None:
+    scheduler: Scheduler[TextContext, Any] = Scheduler(pipeline, max_batch_size=4)
+    for name in "abc":
+        scheduler.submit(context_of(PROMPT, 20, request_id=name))
+    while scheduler.has_work:
+        reserved.clear()
+        outputs = scheduler.step(num_steps)
+        assert sorted(reserved) == sorted(outputs)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_a_direct_call_reserves_blocks_once_per_context(
+    pipeline: TextGenerationPipeline, reserved: list[str], num_steps: int
+) -> None:
+    batch = {name: context_of(PROMPT, 20, request_id=name) for name in "abc"}
+    for _ in range(3):
+        reserved.clear()
+        steps = pipeline.next_token(batch, num_steps)
+        assert len(steps) == num_steps
+        assert sorted(reserved) == sorted(batch)
