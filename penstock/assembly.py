@@ -6,8 +6,7 @@ and the registry of architectures; nothing here depends on a task."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
@@ -17,7 +16,7 @@ from penstock.architectures.registry import PIPELINE_REGISTRY, PipelineRegistry,
 from penstock.config import PipelineConfig
 from penstock.driver import CPU
 from penstock.errors import ConfigError, PenstockError, UnsupportedTaskError
-from penstock.host.memory import prefaulted_memory
+from penstock.host.memory import PrefaultedMemory
 from penstock.pipelines.tasks import TASKS, PipelineRequirements, TaskRecord, TaskTable
 from penstock.scheduler import Scheduler
 
@@ -85,9 +84,8 @@ def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
     )
 
 
-@contextmanager
-def memory_of_weights(config: PipelineConfig) -> Iterator[None]:
-    """Prefault memory for packed weights in a thread during a load; enter it before importing libraries."""
+def memory_of_weights(config: PipelineConfig) -> PrefaultedMemory:
+    """Start to prefault memory for packed weights in a thread; call it before importing libraries."""
     from penstock.kernels.backend import BACKENDS
     from penstock.memory import estimate_packed_size
 
@@ -97,14 +95,22 @@ def memory_of_weights(config: PipelineConfig) -> Iterator[None]:
         if device.is_host and backend.packs_weights and not config.model.packed_key.file.is_file():
             size = estimate_packed_size(config)
     has_room = size < CPU().stats["free_memory"] * _PREFAULT_SHARE
-    with prefaulted_memory(size if size > _MIN_PREFAULTED and has_room else 0):
-        yield
+    return PrefaultedMemory(size if size > _MIN_PREFAULTED and has_room else 0)
 
 
 def load_pipeline(
-    config: PipelineConfig, tokenizer: Any, catalog: Catalog = CATALOG
+    config: PipelineConfig,
+    tokenizer: Any,
+    catalog: Catalog = CATALOG,
+    prefaulted: PrefaultedMemory | None = None,
 ) -> TaskPipeline[Any, Any]:
     """Load the configured model and return the pipeline of its task.
+
+    Args:
+        config: the configuration.
+        tokenizer: from `load_tokenizer`.
+        catalog: the architectures and tasks.
+        prefaulted: memory for packed weights, from `memory_of_weights`.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -112,7 +118,11 @@ def load_pipeline(
     """
     architecture, task = catalog.resolve(config)
     required = PipelineRequirements(
-        config=config, architecture=architecture, tokenizer=tokenizer, registry=catalog.registry
+        config=config,
+        architecture=architecture,
+        tokenizer=tokenizer,
+        registry=catalog.registry,
+        prefaulted=prefaulted or PrefaultedMemory(),
     )
     return task.load_factory()(required)
 
@@ -221,12 +231,12 @@ def load_work(config: PipelineConfig, catalog: Catalog = CATALOG) -> WorkerRunti
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
     times = [perf_counter()]
-    with memory_of_weights(config):
+    with memory_of_weights(config) as prefaulted:
         tokenizer = load_tokenizer(config, catalog)  # first: a missing model is reported at once
         times.append(perf_counter())
         catalog.resolve(config)[1].load_factory()  # imports torch and other libraries, which takes longest
         times.append(perf_counter())
-        pipeline = load_pipeline(config, tokenizer, catalog)
+        pipeline = load_pipeline(config, tokenizer, catalog, prefaulted)
     scheduler = load_scheduler(config, pipeline, isolates_faults=True)
     times.append(perf_counter())
     seconds = [end - begin for begin, end in pairwise(times)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
 from penstock.host import limits, private_memory
-from penstock.host.memory import CACHE_LINE, num_prefaulted, num_reserved
+from penstock.host.memory import CACHE_LINE, num_reserved
 
 if TYPE_CHECKING:
     import torch
@@ -183,9 +183,10 @@ def _gpus(count: int) -> str:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Total and available bytes of host memory, a container's limit counted in. What was found ahead for
-    weights is there for them: it counts as available. What weights are still to be packed into does not."""
-    ahead = num_prefaulted()  # asked first: it grows
+    """Return total and available bytes of host memory, within the limits of the container.
+
+    Memory reserved for weights that are packed later does not count as available.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = page * os.sysconf("SC_AVPHYS_PAGES")
@@ -201,4 +202,4 @@ def _host_memory() -> tuple[int, int]:
     private, left = private_memory.limit(), private_memory.free()
     if private is not None and left is not None:
         total, free = min(total, private), min(free, left)
-    return total, max(free + ahead - num_reserved(), 0)
+    return total, max(free - num_reserved(), 0)

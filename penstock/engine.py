@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from penstock.driver import CPU, Device
 from penstock.errors import ConfigError, ForkedProcessError
 from penstock.host import limits
+from penstock.host.memory import PrefaultedMemory
 
 if TYPE_CHECKING:
     from penstock.kernels import Backend, GraphCache, Ops
@@ -23,6 +24,7 @@ class InferenceSession:
         num_threads: threads of the OpenMP team of this process. If not given, torch's default (one per core,
             or ``OMP_NUM_THREADS``), but not more than the CPU limit of the container allows.
         kernels: name of the back end; the best one that runs on the device if not given.
+        prefaulted: memory for the weights that models of this session pack.
 
     Raises:
         ConfigError: more than one device is given.
@@ -38,6 +40,7 @@ class InferenceSession:
         *,
         num_threads: int | None = None,
         kernels: str | None = None,
+        prefaulted: PrefaultedMemory | None = None,
     ) -> None:
         if InferenceSession._process is None:
             InferenceSession._process = os.getpid()
@@ -47,6 +50,7 @@ class InferenceSession:
             raise ConfigError("devices", f"one device is supported, {len(self.devices)} were given")
         self.use_plans = True
         """False runs every step operation by operation, for comparisons."""
+        self.prefaulted = prefaulted or PrefaultedMemory()
         self._kernels = kernels
         self._plans: GraphCache | None = None
         self._plans_of: Ops | None = None
@@ -77,7 +81,9 @@ class InferenceSession:
     def _opened(self) -> tuple[Backend, Ops]:
         from penstock.kernels.backend import BACKENDS
 
-        return BACKENDS.open(self.devices[0].label, self._kernels)
+        backend, ops = BACKENDS.open(self.devices[0].label, self._kernels)
+        ops.pack_into(self.prefaulted)
+        return backend, ops
 
     @property
     def backend(self) -> Backend:

@@ -28,7 +28,6 @@ from penstock.architectures.step_tensors import (
 from penstock.calibration import CALIBRATED, pack_calibrated
 from penstock.dtype import DType
 from penstock.errors import UnsupportedFeatureError
-from penstock.host.memory import release_prefaulted
 from penstock.host.progress import LoadingProgress
 from penstock.kernels import (
     KVCacheInputs,
@@ -106,7 +105,7 @@ class DecoderModel(PipelineModel[TextContext]):
         ops = self.session.ops
         store = open_packed(model.packed_key, ops.layout) if ops.packs_weights else None
         if store is not None or not ops.packs_weights:
-            release_prefaulted()  # nothing will be packed into it
+            self.session.prefaulted.release()  # nothing will be packed into it
         loader = Loader(self.weights, model.encoding, self.torch_device, ops, store, later=LAZILY_PACKED)
         self.network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         self.calibrate(self.pipeline_config, self.network, loader.layers, ops)

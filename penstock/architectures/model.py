@@ -303,7 +303,8 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     def _free_memory(self, weights_size: int) -> int:
         """What weights, activations and KV cache may share, before anything is loaded."""
-        free = sum(device.stats["free_memory"] for device in self.devices)
+        free = self.session.prefaulted.num_idle  # read first: it grows at the expense of the free memory
+        free += sum(device.stats["free_memory"] for device in self.devices)
         private = private_memory.free()
         if private is not None and free >= private and self.pipeline_config.model.packed_key.file.is_file():
             free += weights_size  # they are mapped from that file: the limit does not count them

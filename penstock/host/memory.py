@@ -2,16 +2,15 @@
 
 The system allocates and clears a page on its first access. In a virtual machine that has returned its free
 memory, the host must allocate it again, which takes many times as long. While a load waits for library
-imports, one core is idle: `prefaulted_memory` uses it to touch the memory for the packed weights.
+imports, one core is idle: `PrefaultedMemory` uses it to touch the memory for the packed weights.
 """
 
 from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TypeAlias
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self, TypeAlias
 from weakref import WeakSet
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 _HUGE_PAGE = 2 << 20
 CACHE_LINE = 64
-"""Bytes. What begins with one has no load of a kernel that crosses two."""
+"""Bytes. Vector loads from memory that starts on a cache line never cross two lines."""
 _PREFAULT_STEP = 16 << 20
 """Bytes to prefault per step; bounds how long the first allocation waits."""
 
@@ -67,92 +66,87 @@ class PrefaultedBuffer:
     def __init__(self, num_bytes: int) -> None:
         self._pages, self._start = _map(num_bytes)
         self._memory = _view(self._pages)[self._start :]
-        self._num_found = self._num_taken = 0
-        self._taking = threading.Lock()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._find, name="penstock-memory", daemon=True)
+        self._num_touched = self._num_allocated = 0
+        self._lock = threading.Lock()
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._touch, name="penstock-memory", daemon=True)
         self._thread.start()
 
     @property
     def num_idle(self) -> int:
         """Bytes that are prefaulted and not allocated."""
-        return max(self._num_found - self._num_taken, 0)
+        return max(self._num_touched - self._num_allocated, 0)
 
-    def take(self, num_bytes: int) -> Bytes | None:
-        """Return the next ``num_bytes`` bytes, aligned to a cache line, or None if fewer are left.
+    def allocate(self, num_bytes: int) -> Bytes | None:
+        """Return the next ``num_bytes`` bytes, aligned to a cache line, or None if fewer remain.
 
         Stops the thread, so that packing has all cores.
         """
-        with self._taking:
-            self._end()
-            start, end = self._num_taken, self._num_taken + num_bytes
+        with self._lock:
+            self._stop()
+            start, end = self._num_allocated, self._num_allocated + num_bytes
             if end > len(self._memory):
                 return None
-            self._num_taken = -(-end // CACHE_LINE) * CACHE_LINE
+            self._num_allocated = -(-end // CACHE_LINE) * CACHE_LINE
             return self._memory[start:end]
 
     def close(self) -> None:
         """Stop the thread and return unallocated memory to the system."""
-        with self._taking:
-            self._end()
-            begin = -(-(self._start + self._num_taken) // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            self._stop()
+            begin = -(-(self._start + self._num_allocated) // mmap.PAGESIZE) * mmap.PAGESIZE
             if hasattr(mmap, "MADV_DONTNEED") and begin < len(self._pages):
                 self._pages.madvise(mmap.MADV_DONTNEED, begin)
-            self._num_taken = len(self._memory)
+            self._num_allocated = len(self._memory)
 
-    def _end(self) -> None:
-        self._is_over.set()
+    def _stop(self) -> None:
+        self._is_stopped.set()
         self._thread.join()
 
-    def _find(self) -> None:
+    def _touch(self) -> None:
         for start in range(0, len(self._memory), _PREFAULT_STEP):
-            if self._is_over.is_set():
+            if self._is_stopped.is_set():
                 break
             end = min(start + _PREFAULT_STEP, len(self._memory))
-            self._memory[start : end : mmap.PAGESIZE] = 0  # numpy lets others run meanwhile
-            self._num_found = end
+            self._memory[start : end : mmap.PAGESIZE] = 0  # numpy releases the GIL for this
+            self._num_touched = end
 
 
-_prefaulted: PrefaultedBuffer | None = None
-"""The buffer of the current load. Only the first of several concurrent loads has one."""
+class PrefaultedMemory:
+    """The prefaulted memory of one load, for its packed weights.
 
+    As a context manager it returns unallocated memory to the system at the end of the block.
 
-@contextmanager
-def prefaulted_memory(num_bytes: int) -> Iterator[None]:
-    """Prefault ``num_bytes`` bytes for the duration of a load; `allocate_prefaulted` allocates from them.
-
-    Unallocated memory is returned at the end of the block, or earlier by `release_prefaulted`.
+    Args:
+        num_bytes: size; 0 prefaults nothing. Nothing is prefaulted either if the system refuses the mapping.
     """
-    global _prefaulted
-    mine = None
-    if _prefaulted is None and num_bytes:
-        with suppress(OSError):  # one large mapping was refused; smaller ones may succeed later
-            _prefaulted = mine = PrefaultedBuffer(num_bytes)
-    try:
-        yield
-    finally:
-        if mine is not None and _prefaulted is mine:
-            release_prefaulted()
 
+    def __init__(self, num_bytes: int = 0) -> None:
+        self._buffer: PrefaultedBuffer | None = None
+        if num_bytes:
+            with suppress(OSError):  # one large mapping was refused; smaller ones may succeed later
+                self._buffer = PrefaultedBuffer(num_bytes)
 
-def allocate_prefaulted(num_bytes: int) -> Bytes | None:
-    """Return ``num_bytes`` prefaulted bytes, or None if there is no buffer or too little is left."""
-    ahead = _prefaulted
-    return ahead.take(num_bytes) if ahead is not None else None
+    @property
+    def num_idle(self) -> int:
+        """Bytes that are prefaulted and not allocated. The planner of the load counts them as free."""
+        return self._buffer.num_idle if self._buffer is not None else 0
 
+    def allocate(self, num_bytes: int) -> Bytes | None:
+        """Return ``num_bytes`` prefaulted bytes, or None if too few remain."""
+        return self._buffer.allocate(num_bytes) if self._buffer is not None else None
 
-def release_prefaulted() -> None:
-    """Return prefaulted memory that is not allocated to the system."""
-    global _prefaulted
-    ahead, _prefaulted = _prefaulted, None
-    if ahead is not None:
-        ahead.close()
+    def release(self) -> None:
+        """Return unallocated memory to the system; later allocations return None."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.close()
 
+    def __enter__(self) -> Self:
+        return self
 
-def num_prefaulted() -> int:
-    """Return the number of prefaulted bytes that are not allocated; they count as free memory."""
-    ahead = _prefaulted
-    return ahead.num_idle if ahead is not None else 0
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class MemoryReservation:
@@ -180,4 +174,4 @@ _reservations_lock = threading.Lock()
 def num_reserved() -> int:
     """Return the bytes of this process's free memory that are reserved."""
     with _reservations_lock:
-        return sum(promise.num_bytes for promise in _reservations)
+        return sum(reservation.num_bytes for reservation in _reservations)

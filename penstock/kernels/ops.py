@@ -13,6 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from penstock.host.memory import PrefaultedMemory
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
 from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, pack_linear, pack_quantized
@@ -62,6 +63,12 @@ class Ops(ABC):
     def description(self) -> str:
         """Name of the back end, followed by its instruction set if it has several."""
         return self.name
+
+    def pack_into(self, memory: PrefaultedMemory) -> None:  # noqa: B027  # optional
+        """Allocate packed weights from this prefaulted memory while it lasts.
+
+        Does nothing in a back end that packs no weights in host memory.
+        """
 
     def pack_linear(
         self,

@@ -99,9 +99,9 @@ class LLM:
 
     def _begin(self, config: PipelineConfig, catalog: Catalog) -> None:
         self.config = config
-        with gc_disabled(), memory_of_weights(config):
+        with gc_disabled(), memory_of_weights(config) as prefaulted:
             self.tokenizer = load_tokenizer(config, catalog)
-            self.pipeline: Any = load_pipeline(config, self.tokenizer, catalog)
+            self.pipeline: Any = load_pipeline(config, self.tokenizer, catalog, prefaulted)
             """The `penstock.pipelines.task_pipeline.TaskPipeline` of the model's task."""
         self.tokenizer.max_length = self.pipeline.memory_plan.max_length
         self._scheduler = load_scheduler(config, self.pipeline)

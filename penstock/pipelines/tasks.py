@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.architectures.registry import PipelineRegistry, SupportedArchitecture, load_class, load_object
+from penstock.host.memory import PrefaultedMemory
 from penstock.pipelines.core import (
     InputContext,
     PipelineTask,
@@ -37,6 +38,8 @@ class PipelineRequirements:
     """The tokenizer that `TaskRecord.load_tokenizer_class` gave, constructed."""
     registry: PipelineRegistry
     """Where the architecture of another checkpoint is found, such as that of a draft model."""
+    prefaulted: PrefaultedMemory = field(default_factory=PrefaultedMemory)
+    """Memory for the packed weights of the model; given to its `penstock.engine.InferenceSession`."""
 
 
 PipelineFactory: TypeAlias = "Callable[[PipelineRequirements], TaskPipeline[Any, Any]]"

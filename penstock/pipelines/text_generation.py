@@ -28,6 +28,7 @@ from penstock.errors import (
     UnsupportedFeatureError,
 )
 from penstock.grammar import GrammarCompiler, acceptable_drafts, forced_tokens
+from penstock.host.memory import PrefaultedMemory
 from penstock.kv_cache import (
     ReservedBatch,
     claim,
@@ -91,6 +92,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         proposer: drafts tokens for the model to verify.
         widths: how many it may draft; without it as many as it likes.
         grammars: compiles the grammars of contexts, see `ready`; without it they come with a matcher.
+        prefaulted: memory for packed weights.
     """
 
     task = PipelineTask.TEXT_GENERATION
@@ -106,6 +108,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         proposer: DraftProposer | None = None,
         widths: DraftLengthPolicy | None = None,
         grammars: GrammarCompiler | None = None,
+        prefaulted: PrefaultedMemory | None = None,
     ) -> None:
         self.config = pipeline_config
         self.eos_token_id = eos_token_id
@@ -117,6 +120,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             load_devices(pipeline_config.model.devices),
             num_threads=pipeline_config.num_threads,
             kernels=pipeline_config.model.kernels,
+            prefaulted=prefaulted,
         )
         self.model = pipeline_model(pipeline_config, session)
         plan, kv = self.model.memory_plan, None

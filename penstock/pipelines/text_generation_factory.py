@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.architectures.registry import PipelineRegistry
 from penstock.driver import load_devices
 from penstock.grammar import GrammarCompiler
 from penstock.pipelines.speculative import AdaptiveDraftLength, FixedDraftLength, NGramProposer
@@ -12,7 +11,6 @@ from penstock.pipelines.speculative.draft_model import DraftModelProposer, draft
 from penstock.pipelines.text_generation import PipelineModel, TextGenerationPipeline
 
 if TYPE_CHECKING:
-    from penstock.config import PipelineConfig
     from penstock.pipelines.tasks import PipelineRequirements
 
 
@@ -27,34 +25,35 @@ def create_text_generation(required: PipelineRequirements) -> TextGenerationPipe
     model = required.architecture.load_pipeline_model()
     eos = tokenizer.eos if tokenizer.eos_token_ids else None
     if config.speculative.method is None:
-        pipeline = TextGenerationPipeline(config, model, eos)
+        pipeline = TextGenerationPipeline(config, model, eos, prefaulted=required.prefaulted)
     else:
-        pipeline = _create_speculating(config, model, eos, required.registry)
+        pipeline = _create_speculating(required, model, eos)
     if config.structured_output.enable:
         pipeline.grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, config=config.structured_output)
     return pipeline
 
 
 def _create_speculating(
-    config: PipelineConfig,
-    model: type[PipelineModel[Any]],
-    eos: int | None,
-    registry: PipelineRegistry,
+    required: PipelineRequirements, model: type[PipelineModel[Any]], eos: int | None
 ) -> TextGenerationPipeline:
     """Return a pipeline whose drafts come from a draft model or from the text itself."""
+    config, prefaulted = required.config, required.prefaulted
     speculative = config.speculative
     width = AdaptiveDraftLength if speculative.adaptive_speculation else FixedDraftLength
     widths = width(speculative.num_speculative_tokens)
     if speculative.method == "ngram":
         proposer = NGramProposer(speculative.ngram_min, speculative.ngram_max)
-        return TextGenerationPipeline(config, model, eos, proposer=proposer, widths=widths)
+        return TextGenerationPipeline(
+            config, model, eos, proposer=proposer, widths=widths, prefaulted=prefaulted
+        )
     draft_model = draft_config(config).model
-    draft = registry.retrieve_architecture(
+    draft = required.registry.retrieve_architecture(
         draft_model.huggingface_config, draft_model.checkpoint, encoding=draft_model.encoding
     ).load_pipeline_model()
-    free_memory = sum(device.stats["free_memory"] for device in load_devices(config.model.devices))
+    free_memory = prefaulted.num_idle  # read first: it grows at the expense of the free memory
+    free_memory += sum(device.stats["free_memory"] for device in load_devices(config.model.devices))
     config, drafting = share_memory(config, model, draft, free_memory=free_memory)
-    pipeline = TextGenerationPipeline(config, model, eos, widths=widths)
+    pipeline = TextGenerationPipeline(config, model, eos, widths=widths, prefaulted=prefaulted)
     vocabulary = config.model.huggingface_config.vocabulary_size
     pipeline.proposer = DraftModelProposer(drafting, draft, pipeline.session, vocabulary)
     return pipeline

@@ -1,12 +1,10 @@
-"""Memory that is found ahead: whose it is, when it goes back, and what a load does with it."""
+"""Prefaulted memory: who owns it, when it returns to the system, and how a load uses it."""
 
 from __future__ import annotations
 
 import gc
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,7 @@ from penstock.driver import CPU
 from penstock.engine import InferenceSession
 from penstock.errors import CheckpointError, WeightsError
 from penstock.host import memory as host_memory
-from penstock.host.memory import (
-    PrefaultedBuffer,
-    allocate_prefaulted,
-    num_prefaulted,
-    prefaulted_memory,
-    release_prefaulted,
-)
+from penstock.host.memory import PrefaultedBuffer, PrefaultedMemory
 from penstock.kernels.cpu import available_isas
 from penstock.kernels.reference import ReferenceOps
 from penstock.memory import estimate_packed_size, estimate_weights_size
@@ -44,7 +36,7 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True, detoke
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the bytes of this process that are in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -54,89 +46,93 @@ def tiny_config(name: str) -> dict[str, Any]:
     return dict(architecture.tiny_config())
 
 
-def searching() -> bool:
+def is_prefaulting() -> bool:
     return any(thread.name == "penstock-memory" for thread in threading.enumerate())
 
 
 @settings(deadline=None, max_examples=examples(30))
 @given(st.lists(st.integers(0, 3 * MB), max_size=12), st.integers(1, 8 * MB))
-def test_what_is_taken_is_apart_and_stays(sizes: list[int], most: int) -> None:
-    ahead = PrefaultedBuffer(most)
-    taken = []
+def test_allocations_are_disjoint_and_keep_their_contents(sizes: list[int], total: int) -> None:
+    buffer = PrefaultedBuffer(total)
+    allocated = []
     for index, size in enumerate(sizes):
-        memory = ahead.take(size)
+        memory = buffer.allocate(size)
         if memory is None:
             continue
         assert len(memory) == size
         assert memory.ctypes.data % 64 == 0
         memory[:] = index + 1
-        taken.append((index + 1, memory))
-    ahead.close()
-    assert ahead.take(1) is None
-    assert ahead.num_idle == 0
-    for number, memory in taken:
-        assert (memory == number).all(), "somebody else wrote there, or it was given back"
-    starts = sorted((memory.ctypes.data, len(memory)) for _, memory in taken if len(memory))
+        allocated.append((index + 1, memory))
+    buffer.close()
+    assert buffer.allocate(1) is None
+    assert buffer.num_idle == 0
+    for number, memory in allocated:
+        assert (memory == number).all(), "overwritten, or returned to the system"
+    starts = sorted((memory.ctypes.data, len(memory)) for _, memory in allocated if len(memory))
     assert all(start + size <= after for (start, size), (after, _) in pairwise(starts))
 
 
-def test_all_of_it_is_found_where_nobody_asks_and_given_back() -> None:
-    gc.collect()  # what other tests have left would go in the middle of it
+def test_the_whole_buffer_is_prefaulted_and_its_rest_returned() -> None:
+    gc.collect()  # garbage of other tests would be freed in between
     before = resident()
-    ahead = PrefaultedBuffer(256 * MB)
-    ahead._thread.join()
-    assert 256 * MB <= ahead.num_idle <= 258 * MB
+    buffer = PrefaultedBuffer(256 * MB)
+    buffer._thread.join()
+    assert 256 * MB <= buffer.num_idle <= 258 * MB
     assert resident() - before > 250 * MB
-    memory = ahead.take(100 * MB + 1)
+    memory = buffer.allocate(100 * MB + 1)
     assert memory is not None
-    assert 156 * MB - 64 <= ahead.num_idle <= 158 * MB
-    ahead.close()
-    assert 90 * MB < resident() - before < 110 * MB, "what nobody has taken goes back, all else stays"
-    del memory, ahead
+    assert 156 * MB - 64 <= buffer.num_idle <= 158 * MB
+    buffer.close()
+    assert 90 * MB < resident() - before < 110 * MB, "only the unallocated rest is returned"
+    del memory, buffer
     assert resident() - before < 10 * MB
 
 
-def test_taking_ends_the_search() -> None:
-    ahead = PrefaultedBuffer(4096 * MB)
-    first = ahead.take(64)
-    assert not ahead._thread.is_alive()
-    assert ahead.num_idle < 4096 * MB - 64
-    ahead.close()
+def test_the_first_allocation_stops_the_thread() -> None:
+    buffer = PrefaultedBuffer(4096 * MB)
+    first = buffer.allocate(64)
+    assert not buffer._thread.is_alive()
+    assert buffer.num_idle < 4096 * MB - 64
+    buffer.close()
     assert first is not None
 
 
-def test_one_load_at_a_time_has_any() -> None:
-    assert allocate_prefaulted(1) is None
-    with prefaulted_memory(0):
-        assert allocate_prefaulted(1) is None
-        with prefaulted_memory(4 * MB):
-            with prefaulted_memory(64 * MB):
-                assert allocate_prefaulted(8 * MB) is None, "the first one's"
-            assert allocate_prefaulted(MB) is not None, "which the second one's end has left alone"
-            release_prefaulted()
-            assert allocate_prefaulted(1) is None
-    with pytest.raises(ValueError), prefaulted_memory(64 * MB):  # noqa: PT011  # whichever
+def test_each_load_has_its_own_memory() -> None:
+    with PrefaultedMemory() as nothing, PrefaultedMemory(4 * MB) as one:
+        assert nothing.allocate(1) is None
+        with PrefaultedMemory(64 * MB) as other:
+            assert one.allocate(8 * MB) is None, "the memory of another load"
+            assert other.allocate(8 * MB) is not None
+        assert other.allocate(1) is None
+        assert one.allocate(MB) is not None, "the other load has ended, not this one"
+        one.release()
+        assert one.allocate(1) is None
+    memory = PrefaultedMemory(64 * MB)
+    with pytest.raises(ValueError), memory:  # noqa: PT011  # any error
         raise ValueError
-    assert allocate_prefaulted(1) is None
-    assert not searching()
+    assert memory.allocate(1) is None
+    assert not is_prefaulting()
 
 
-def test_what_cannot_be_mapped_is_done_without() -> None:
-    with prefaulted_memory(1 << 60):  # more than there are addresses for
-        assert allocate_prefaulted(1) is None
-    assert not searching()
+def test_a_mapping_that_the_system_refuses_is_left_out() -> None:
+    with PrefaultedMemory(1 << 60) as memory:  # larger than the address space
+        assert memory.allocate(1) is None
+        assert memory.num_idle == 0
+    assert not is_prefaulting()
 
 
-def test_what_is_found_ahead_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_counts_prefaulted_memory_as_free(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_reservations", WeakSet())  # those of other tests
-    monkeypatch.setattr("penstock.host.limits.memory", lambda: (8 * MB, 2 * MB))
-    with prefaulted_memory(3 * MB):
-        assert host_memory._prefaulted is not None
-        host_memory._prefaulted._thread.join()
-        assert 3 * MB <= num_prefaulted() <= 6 * MB
-        assert CPU().stats == {"total_memory": 8 * MB, "free_memory": 2 * MB + num_prefaulted()}
-        assert allocate_prefaulted(3 * MB) is not None
-    assert num_prefaulted() == 0
+    monkeypatch.setattr("penstock.host.limits.memory", lambda: (1 << 30, 1 << 29))
+    config = PipelineConfig.from_flat({"model_path": str(tiny)})
+    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == "llama")
+    with PrefaultedMemory(3 * MB) as memory:
+        assert memory._buffer is not None
+        memory._buffer._thread.join()
+        assert 3 * MB <= memory.num_idle <= 6 * MB
+        model = architecture.load_pipeline_model()(config, InferenceSession([CPU()], prefaulted=memory))
+        assert CPU().stats == {"total_memory": 1 << 30, "free_memory": 1 << 29}
+        assert model._free_memory(0) == (1 << 29) + memory.num_idle
 
 
 @pytest.fixture(scope="module")
@@ -145,34 +141,38 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How much loads have found ahead, of models of any size from now on."""
-    found: list[int] = []
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[PrefaultedMemory]:
+    """The prefaulted memory of each load; models of any size have some."""
+    found: list[PrefaultedMemory] = []
 
-    @contextmanager
-    def watched(num_bytes: int) -> Iterator[None]:
-        found.append(num_bytes)
-        with prefaulted_memory(num_bytes):
-            yield
+    class Watched(PrefaultedMemory):
+        def __init__(self, num_bytes: int = 0) -> None:
+            super().__init__(num_bytes)
+            self.size = num_bytes
+            found.append(self)
 
     monkeypatch.setattr(assembly, "_MIN_PREFAULTED", 0)
-    monkeypatch.setattr(assembly, "prefaulted_memory", watched)
+    monkeypatch.setattr(assembly, "PrefaultedMemory", Watched)
     return found
 
 
-@pytest.fixture
-def takes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What has been taken of that."""
-    taken: list[int] = []
-    take = PrefaultedBuffer.take
+def sizes_of(loads: list[PrefaultedMemory]) -> list[int]:
+    return [vars(one)["size"] for one in loads]
 
-    def watched(ahead: PrefaultedBuffer, num_bytes: int) -> object:
-        memory = take(ahead, num_bytes)
-        taken.append(0 if memory is None else num_bytes)
+
+@pytest.fixture
+def allocations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the allocations from prefaulted memory; 0 for one that did not fit."""
+    sizes: list[int] = []
+    allocate = PrefaultedBuffer.allocate
+
+    def watched(buffer: PrefaultedBuffer, num_bytes: int) -> object:
+        memory = allocate(buffer, num_bytes)
+        sizes.append(0 if memory is None else num_bytes)
         return memory
 
-    monkeypatch.setattr(PrefaultedBuffer, "take", watched)
-    return taken
+    monkeypatch.setattr(PrefaultedBuffer, "allocate", watched)
+    return sizes
 
 
 needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
@@ -180,69 +180,84 @@ needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels
 
 @needs_kernels
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
-def test_weights_are_packed_into_what_was_found(
-    tiny: Path, sizes: list[int], takes: list[int], encoding: str, monkeypatch: pytest.MonkeyPatch
+def test_weights_are_packed_into_prefaulted_memory(
+    tiny: Path,
+    loads: list[PrefaultedMemory],
+    allocations: list[int],
+    encoding: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def generate() -> list[int]:
         with LLM(str(tiny), quantization_encoding=encoding) as llm:
-            assert allocate_prefaulted(1) is None, "the load is over"
+            assert loads[-1].allocate(1) is None, "the load is over"
+            assert llm.pipeline.session.prefaulted is loads[-1]
             return llm.generate(PROMPT, GREEDY)[0].token_ids
 
-    found = generate()
-    assert sum(takes) > 0.9 * sizes[0] > 0
-    del takes[:]
-    monkeypatch.setattr(assembly, "_PREFAULT_SHARE", 0.0)  # no room for it
-    assert generate() == found
-    assert sizes[1:] == [0]
-    assert not takes
+    expected = generate()
+    assert sum(allocations) > 0.9 * sizes_of(loads)[0] > 0
+    allocations.clear()
+    monkeypatch.setattr(assembly, "_PREFAULT_SHARE", 0.0)  # too little free memory
+    assert generate() == expected
+    assert sizes_of(loads)[1:] == [0]
+    assert not allocations
 
 
 @needs_kernels
-def test_a_worker_finds_it_too(tiny: Path, sizes: list[int], takes: list[int]) -> None:
+def test_a_worker_prefaults_memory_too(
+    tiny: Path, loads: list[PrefaultedMemory], allocations: list[int]
+) -> None:
     assembly.load_work(PipelineConfig.from_flat({"model_path": str(tiny), **QUANTIZED}))
-    assert sum(takes) > 0.9 * sizes[0] > 0
+    assert sum(allocations) > 0.9 * sizes_of(loads)[0] > 0
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
-def test_nothing_is_found_for_weights_that_are_packed_later(
-    tiny: Path, sizes: list[int], encoding: str
+def test_lazily_packed_weights_are_not_prefaulted(
+    tiny: Path, loads: list[PrefaultedMemory], encoding: str
 ) -> None:
     LLM(str(tiny), quantization_encoding=encoding).close()
-    assert sizes == [0]
+    assert sizes_of(loads) == [0]
+
+
+def test_a_back_end_that_packs_nothing_prefaults_nothing(tiny: Path, loads: list[PrefaultedMemory]) -> None:
+    LLM(str(tiny), kernels="reference", **QUANTIZED).close()
+    assert sizes_of(loads) == [0]
 
 
 @needs_kernels
-def test_nothing_is_found_for_weights_that_are_packed(
-    tiny: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_weights_from_the_packed_file_are_not_prefaulted(
+    tiny: Path, loads: list[PrefaultedMemory], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = PipelineConfig.from_flat({"model_path": str(tiny), **QUANTIZED})
     file = assembly.pack_checkpoint(config)
     LLM(str(tiny), **QUANTIZED).close()
-    assert sizes == [0]
+    assert sizes_of(loads) == [0]
     file.unlink()
     LLM(str(tiny), **QUANTIZED).close()
-    assert sizes[1] > 0
+    assert sizes_of(loads)[1] > 0
 
 
-def test_what_packs_nothing_gives_it_back(
-    tiny: Path, sizes: list[int], takes: list[int], monkeypatch: pytest.MonkeyPatch
+def test_memory_is_returned_if_nothing_is_packed(
+    tiny: Path,
+    loads: list[PrefaultedMemory],
+    allocations: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(InferenceSession, "ops", ReferenceOps())
     read, during = DecoderModel.read.__func__, []  # type: ignore[attr-defined]
 
     def watched(cls: type[DecoderModel], *arguments: object) -> object:
-        during.append(host_memory._prefaulted)
+        during.append(loads[0]._buffer)
         return read(cls, *arguments)
 
     monkeypatch.setattr(DecoderModel, "read", classmethod(watched))
     LLM(str(tiny), **QUANTIZED).close()
-    assert sizes[0] > 0
+    assert sizes_of(loads)[0] > 0
     assert during == [None]
-    assert not takes
+    assert not allocations
 
 
-def test_a_load_that_fails_gives_it_back(tiny: Path, sizes: list[int], tmp_path: Path) -> None:
+def test_a_failed_load_returns_its_memory(tiny: Path, loads: list[PrefaultedMemory], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny, broken)
     tensors = load_file(broken / "model.safetensors")
@@ -250,18 +265,18 @@ def test_a_load_that_fails_gives_it_back(tiny: Path, sizes: list[int], tmp_path:
     save_file(tensors, broken / "model.safetensors")
     with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
         LLM(str(broken), **QUANTIZED)
-    assert sizes[0] > 0
-    assert allocate_prefaulted(1) is None
-    assert not searching()
+    assert sizes_of(loads)[0] > 0
+    assert loads[0].allocate(1) is None
+    assert not is_prefaulting()
     with pytest.raises(CheckpointError):
         LLM(str(tmp_path / "absent"), **QUANTIZED)
-    assert sizes[1:] == [0]
+    assert sizes_of(loads)[1:] == [0]
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
-def test_the_size_is_foretold(tmp_path: Path, encoding: str, tied: bool) -> None:
-    """Of layers that are no smaller than theirs are in a model worth it."""
+def test_the_packed_size_is_estimated(tmp_path: Path, encoding: str, tied: bool) -> None:
+    """The layers are as large as in models for which prefaulting helps."""
     wide = tiny_config("llama") | {
         "hidden_size": 256,
         "num_attention_heads": 4,

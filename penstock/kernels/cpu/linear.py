@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from penstock.host.memory import PrefaultedMemory
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.memory import SliceMemory, WeightMemory
 from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, pack_panels, panels_size
@@ -47,6 +48,9 @@ class CpuLinear(ReferenceOps):
         self._weights = WeightMemory()
         self._slice = SliceMemory(_SLICE_BYTES)
         self._reported: set[tuple[str, str]] = set()
+
+    def pack_into(self, memory: PrefaultedMemory) -> None:
+        self._weights = WeightMemory(memory)
 
     def pack_linear(
         self,

@@ -1,7 +1,7 @@
-"""Memory for packed weights, in huge pages where the system has them.
+"""Memory for packed weights, in huge pages if the system has them.
 
-A step reads every weight once. In pages of 4 KB that takes half as long again: the processor looks up a new
-page every 64 lines, and its prefetchers stop there.
+A step reads every weight once. With pages of 4 KB this takes 1.5 times as long: the processor looks up a new
+page every 64 cache lines, and its prefetchers stop at the end of a page.
 """
 
 from __future__ import annotations
@@ -11,22 +11,28 @@ from math import prod
 import torch
 from torch import Tensor
 
-from penstock.host.memory import CACHE_LINE, allocate_prefaulted, huge_pages
+from penstock.host.memory import CACHE_LINE, PrefaultedMemory, huge_pages
 
 _CHUNK = 32 << 20
 
 
 class WeightMemory:
-    """Hands out tensors, one behind the other: in what was found ahead for them while there is any, then in
-    chunks of its own. Either goes with the last of its tensors."""
+    """Allocates tensors one after the other: from prefaulted memory while it lasts, then in own chunks.
 
-    def __init__(self) -> None:
-        self._chunk = torch.empty(0, dtype=torch.uint8)  # what is left of it
+    A chunk is freed with the last of its tensors.
+
+    Args:
+        prefaulted: the prefaulted memory of a load.
+    """
+
+    def __init__(self, prefaulted: PrefaultedMemory | None = None) -> None:
+        self._prefaulted = prefaulted or PrefaultedMemory()
+        self._chunk = torch.empty(0, dtype=torch.uint8)  # its unallocated rest
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor, aligned to a cache line."""
+        """Return an uninitialised tensor, aligned to a cache line."""
         num_bytes = prod(shape) * dtype.itemsize
-        found = allocate_prefaulted(num_bytes)
+        found = self._prefaulted.allocate(num_bytes)
         if found is not None:
             return torch.from_numpy(found).view(dtype).view(shape)
         if num_bytes > len(self._chunk):
@@ -37,14 +43,14 @@ class WeightMemory:
 
 
 class SliceMemory:
-    """Memory for a slice of a weight at a time, so little that it stays in the processor's cache."""
+    """Memory for one slice of a weight at a time, small enough to stay in the processor's cache."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor, aligned to a cache line, in the place of the one before."""
+        """Return an uninitialised tensor, aligned to a cache line; it overwrites the tensor before."""
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes > len(self._memory):
             self._memory = torch.from_numpy(huge_pages(max(num_bytes, self.num_bytes)))
