@@ -1,4 +1,7 @@
-"""Numbers of any type, such as numpy's scalars, as plain Python ones: only those cross to the worker."""
+"""Conversion of numbers of any type, such as numpy scalars, to plain Python numbers.
+
+Messages to the worker contain plain Python numbers only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from penstock.errors import InputError
 
 
 def plain(value: Any) -> Any:
-    """A number or truth value as the plain ``int``, ``float`` or ``bool``; anything else as it is.
+    """Convert a number or truth value to a plain one. Return other values unchanged.
 
     >>> plain(np.int64(5)), plain(np.float32(0.5)), plain(np.True_), plain("5")
     (5, 0.5, True, '5')
@@ -19,7 +22,7 @@ def plain(value: Any) -> Any:
     if type(value) in (int, float, bool):
         return value
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
-        return bool(value)  # numpy itself is not imported: settings are read without it
+        return bool(value)  # detected by name: reading settings must not import numpy
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -38,10 +41,10 @@ def checked_integer(
     maximum: int = 2**63 - 1,
     rule: str | None = None,
 ) -> int:
-    """An integer of any type, but not a bool, as a plain ``int``.
+    """Return an integer of any type, except bool, as a plain ``int``.
 
     Raises:
-        InputError: it is something else, or not in ``[minimum, maximum]``. The message contains ``rule``.
+        InputError: the value is no integer, or not in ``[minimum, maximum]``. The message contains ``rule``.
     """
     number = plain(value)
     if type(number) is not int or not minimum <= number <= maximum:
@@ -51,10 +54,10 @@ def checked_integer(
 
 
 def checked_number(name: str, value: Any, low: float, high: float) -> float:
-    """A real number of any type, but not a bool, as a plain ``int`` or ``float``.
+    """Return a real number of any type, except bool, as a plain ``int`` or ``float``.
 
     Raises:
-        InputError: it is something else, NaN, or not in ``[low, high]``.
+        InputError: the value is no number, is NaN, or is not in ``[low, high]``.
     """
     number = plain(value)
     if type(number) not in (int, float) or not low <= number <= high:  # false for NaN
@@ -63,10 +66,10 @@ def checked_number(name: str, value: Any, low: float, high: float) -> float:
 
 
 def checked_flag(name: str, value: Any) -> bool:
-    """True or False, also numpy's, as a plain ``bool``.
+    """Return a Python or numpy truth value as a plain ``bool``.
 
     Raises:
-        InputError: it is something else.
+        InputError: the value is no truth value.
     """
     flag = plain(value)
     if type(flag) is not bool:
@@ -75,10 +78,10 @@ def checked_flag(name: str, value: Any) -> bool:
 
 
 def checked_ids(name: str, ids: Any) -> list[int] | None:
-    """Token ids in a list, a tuple or an array as a list of plain ``int``; None as it is.
+    """Return token ids from a list, tuple or array as a list of plain ``int``. Return None for None.
 
     Raises:
-        InputError: they are something else, or one is out of range.
+        InputError: the value is no sequence of integers, or an id is out of range.
     """
     if ids is None:
         return None

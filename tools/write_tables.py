@@ -210,7 +210,7 @@ def errors() -> str:
 def statuses() -> str:
     """What the HTTP layer answers by itself."""
     rows = [
-        [str(status), code(kind), code(name or "")] for status, (kind, name) in problems._OF_STATUS.items()
+        [str(status), code(kind), code(name or "")] for status, (kind, name) in problems._STATUS_TABLE.items()
     ]
     return table("status | type | code", rows)
 

@@ -1,4 +1,4 @@
-"""The application: every route and everything around them, on one screen."""
+"""The application: all routes and middleware."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from penstock.serve import playground
 from penstock.serve.api import adapters, chat, completions, models, operations, tokenization
 from penstock.serve.http import problems
 from penstock.serve.http.middleware import AdmissionMiddleware, ObservabilityMiddleware
-from penstock.serve.http.origins import CheckSource
+from penstock.serve.http.origins import OriginMiddleware
 from penstock.serve.services import Services
 
 
 def create_app(services: Services, *more: APIRouter) -> FastAPI:
-    """The application that serves one model; its worker is started by the caller.
+    """Return the application that serves one model. The caller starts the engine.
 
     Args:
-        services: what the routes work with.
-        more: routes of the caller's own, before those that are here.
+        services: the objects that the routes use.
+        more: additional routes, matched before the others.
 
-    There are no documentation pages: they would load scripts from elsewhere. ``/openapi.json`` is served.
+    The application has ``/openapi.json`` but no documentation pages, which would load scripts from other
+    servers.
     """
     app = FastAPI(
         title="Penstock",
@@ -36,7 +37,7 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
         summary="An OpenAI-compatible server for one language model",
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # it would send clients to whatever their Host header names
+        redirect_slashes=False,  # redirects would go to the host in the Host header
         middleware=_middleware(services),
         exception_handlers={
             PenstockError: problems.handle,
@@ -71,10 +72,10 @@ def _needs(task: PipelineTask) -> Any:
 
 
 def _middleware(services: Services) -> list[Middleware]:
-    """From the outermost inwards."""
+    """Return the middleware, the outermost first."""
     layers = [
         Middleware(ObservabilityMiddleware, services=services),
-        Middleware(CheckSource, config=services.config),
+        Middleware(OriginMiddleware, config=services.config),
         Middleware(AdmissionMiddleware, services=services),
     ]
     origins = services.config.cors_origins

@@ -1,4 +1,4 @@
-"""What the routes work with, as one object: ``request.app.state.services``."""
+"""The objects that the routes use: ``request.app.state.services``."""
 
 from __future__ import annotations
 
@@ -29,44 +29,44 @@ if TYPE_CHECKING:
 
 
 LARGE_BODY_BYTES = 512 * 1024
-"""Bytes; a body above that has more text than nearly every model's prompts."""
+"""Bodies with more bytes are large. Prompts of most models are shorter."""
 
 
 _MAX_LARGE_BODIES = 8
 
-_PROMPTS_OF_IDS = 4
+_MAX_PROMPTS_OF_IDS = 4
 
 
 class LargeBodyLimiter:
-    """How many long bodies are read and worked on: they wait in memory for one thread, so they are few."""
+    """Limits how many large bodies are held in memory while they wait for their only thread."""
 
-    def __init__(self, most: int = _MAX_LARGE_BODIES) -> None:
-        self._most = most
-        self.num_inside = 0
+    def __init__(self, limit: int = _MAX_LARGE_BODIES) -> None:
+        self._limit = limit
+        self.num_active = 0
 
-    def enter(self) -> None:
-        """Lets one in.
+    def acquire(self) -> None:
+        """Take a slot for a large body.
 
         Raises:
-            OverloadedError: as many as may are inside.
+            OverloadedError: all slots are taken.
         """
-        if self.num_inside >= self._most:
+        if self.num_active >= self._limit:
             raise OverloadedError(
-                f"{self.num_inside} requests with bodies of more than {LARGE_BODY_BYTES // 1024} KiB are "
+                f"{self.num_active} requests with bodies of more than {LARGE_BODY_BYTES // 1024} KiB are "
                 "being read already: try again later",
                 retry_after=5,
             )
-        self.num_inside += 1
+        self.num_active += 1
 
-    def leave(self) -> None:
-        """One that was let in is done with."""
-        assert self.num_inside > 0
-        self.num_inside -= 1
+    def release(self) -> None:
+        """Release a slot."""
+        assert self.num_active > 0
+        self.num_active -= 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """Made once at start; nobody replaces a part of it later."""
+    """Created once at the start and never changed."""
 
     config: ServeConfig
     pipeline_config: PipelineConfig
@@ -74,65 +74,65 @@ class Services:
     worker: EngineClient
     metrics: Metrics
     pool: ThreadPoolExecutor
-    """Where tokenising, templates and schema work run: never on the event loop."""
+    """Runs tokenisation, templates and schemas, which must not run on the event loop."""
     large_body_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="penstock-long")
     )
-    """Where they run for long bodies, which take many seconds: the others do not wait behind those."""
+    """Runs the same for large bodies, which take many seconds. Other requests do not wait for them."""
     decoder: JsonDecoder = field(default_factory=JsonDecoder)
-    """Decodes bodies that would hold up the event loop."""
-    long_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))
-    """Decodes long bodies: the others do not wait behind those, and the model does not share its cores."""
+    """Decodes bodies that would block the event loop for too long."""
+    large_body_decoder: JsonDecoder = field(default_factory=lambda: JsonDecoder(niceness=10))
+    """Decodes large bodies. Its low priority leaves the cores to the model."""
     large_bodies: LargeBodyLimiter = field(default_factory=LargeBodyLimiter)
     parsers: ParserFactory
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("penstock.serve"))
     gate: Gate = field(default_factory=Gate)
-    """Whether requests are let in, and how many are inside."""
+    """Whether the server accepts requests, and how many it is serving."""
     tracing: Tracing | None = None
     task: PipelineTask = PipelineTask.TEXT_GENERATION
     """The task that the model is loaded for."""
     turns: Turns = field(default_factory=Turns)
-    """Shared by the requests whose answers take long to encode."""
+    """Shared by requests with responses that take long to encode."""
 
     def fragments_for(self, body: GenerationBody) -> TokenFragments:
-        """Return the JSON of the model's tokens in the form that a request asks for."""
+        """Return the encoded tokens in the form that a request asks for."""
         return self.token_id_fragments if body.return_tokens_as_token_ids else self.token_fragments
 
     @cached_property
     def token_fragments(self) -> TokenFragments:
-        """The JSON of the model's tokens, for log probabilities."""
+        """The model's tokens as JSON, for log probabilities."""
         return TokenFragments(self.tokenizer)
 
     @cached_property
     def token_id_fragments(self) -> TokenFragments:
-        """The same with token ids in place of texts."""
+        """The model's token ids as JSON, for log probabilities."""
         return TokenFragments(self.tokenizer, as_ids=True)
 
     def pool_for(self, num_bytes: int) -> ThreadPoolExecutor:
-        """Where the work on a body of some length belongs."""
+        """Return the thread pool for a body of this size."""
         return self.large_body_pool if num_bytes > LARGE_BODY_BYTES else self.pool
 
     def decoder_for(self, num_bytes: int) -> JsonDecoder:
-        """Returns where a body of some length is decoded."""
-        return self.long_decoder if num_bytes > LARGE_BODY_BYTES else self.decoder
+        """Return the decoder for a body of this size."""
+        return self.large_body_decoder if num_bytes > LARGE_BODY_BYTES else self.decoder
 
     @property
     def json_limits(self) -> tuple[int, int]:
-        """Most objects, arrays and keys of a body, and most elements and members.
+        """The maximum number of objects, arrays and keys of a body, and of elements and members.
 
-        Token ids cost less than the others, and there is room for some prompts of them.
+        Token ids need less memory than other values. The second limit allows four prompts of them.
         """
-        most, max_length = self.config.max_json_values, self.tokenizer.max_length
-        return most, max(most, _PROMPTS_OF_IDS * (max_length or 0))
+        max_values, max_length = self.config.max_json_values, self.tokenizer.max_length
+        return max_values, max(max_values, _MAX_PROMPTS_OF_IDS * (max_length or 0))
 
     @classmethod
     def of(cls, request: Request) -> Services:
-        """The services of the application that got the request."""
+        """Return the services of the application that handles a request."""
         services = request.app.state.services
         assert isinstance(services, cls)
         return services
 
     @property
     def model_name(self) -> str:
-        """What the model is called in requests and answers."""
+        """The name of the model in requests and responses."""
         return self.pipeline_config.model.name

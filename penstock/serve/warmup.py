@@ -1,4 +1,4 @@
-"""Requests of each kind, run before the server calls itself ready: no user waits for what is done once."""
+"""Warm-up requests, run before the server is ready, so that no user waits for one-time work."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NUM_TOKENS = 3
 
 
 async def warm_up(worker: EngineClient, tokenizer: TextTokenizer) -> None:
-    """Runs a prompt and some tokens of each kind: greedy, sampled, with penalties and log probabilities.
+    """Run a short request of each kind: greedy, sampled, with penalties and log probabilities.
 
     Raises:
-        PenstockError: one of them failed, and so would those of users.
+        PenstockError: a request failed. Requests of users would fail too.
     """
     await asyncio.gather(*(_run(worker, context) for context in _contexts(tokenizer)))
 
@@ -43,12 +43,12 @@ def _contexts(tokenizer: TextTokenizer) -> Iterator[TextContext]:
 
 
 async def warm_up_grammars(worker: EngineClient, tokenizer: TextTokenizer) -> None:
-    """Has the worker load what grammars need, which may take longer than all else: not to be waited for.
+    """Run a request with a grammar. It may take longer than all other requests, so the start does not wait.
 
     Raises:
-        PenstockError: a grammar does not work.
+        PenstockError: the request failed.
     """
-    params = SamplingParams(max_new_tokens=_NUM_TOKENS)  # it ends where its grammar does
+    params = SamplingParams(max_new_tokens=_NUM_TOKENS)  # the end of the grammar ends it
     grammar = Grammar("json_object")
     request = TokenGeneratorRequest(
         "warm-up-grammar", 0, "", prompt=[0], sampling_params=params, grammar=grammar

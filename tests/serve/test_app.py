@@ -183,7 +183,7 @@ async def test_a_client_that_leaves(caplog: pytest.LogCaptureFixture) -> None:
     [line] = lines(caplog)
     assert (line["outcome"], line["status"]) == ("abort:client_disconnect", 499)
     assert sent == []
-    assert services.gate.num_inside == 0
+    assert services.gate.num_active == 0
     counted = b'penstock_requests_total{method="GET",route="/left",status="499"} 1.0'
     assert counted in services.metrics.render()
 
@@ -202,12 +202,12 @@ async def test_a_server_that_ends_in_haste_logs_what_it_cuts(caplog: pytest.LogC
     services = make_services()
     async with client_of(services, strange()) as client:
         task = asyncio.create_task(client.get("/slow"))
-        await eventually(lambda: services.gate.num_inside == 1)
+        await eventually(lambda: services.gate.num_active == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
     assert [line["outcome"] for line in lines(caplog)] == ["error:cancelled"]
-    assert services.gate.num_inside == 0
+    assert services.gate.num_active == 0
 
 
 async def test_probes() -> None:
@@ -239,18 +239,18 @@ async def test_nobody_is_let_in_before_the_gate_opens_and_after_it_closes() -> N
         services.gate.open()
         assert (await client.get("/ready")).status_code == 200
         running = asyncio.create_task(client.get("/slow"))
-        await eventually(lambda: services.gate.num_inside == 1)
+        await eventually(lambda: services.gate.num_active == 1)
         services.gate.close()
-        assert services.gate.num_inside == 1
+        assert services.gate.num_active == 1
         late = await client.get("/items/a")
         assert late.status_code == 503
         assert late.headers["connection"] == "close"
         assert "shutting down" in late.json()["error"]["message"]
         assert (await client.get("/ready")).status_code == 503
         assert (await client.get("/health")).status_code == 200
-        assert not await services.gate.emptied(0.01)
+        assert not await services.gate.wait_until_idle(0.01)
         go_on.set()
-        assert await services.gate.emptied(60)
+        assert await services.gate.wait_until_idle(60)
         assert (await running).json() == "done"
         services.gate.open()
         assert (await client.get("/items/a")).status_code == 503

@@ -136,5 +136,5 @@ async def chatting(
         await worker.stop(0)
         services.pool.shutdown()
         services.large_body_pool.shutdown()
-        for decoder in (services.decoder, services.long_decoder):
+        for decoder in (services.decoder, services.large_body_decoder):
             await decoder.close()

@@ -52,5 +52,5 @@ async def client_of(services: Services, *routers: APIRouter) -> AsyncIterator[ht
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
     services.pool.shutdown()
-    for decoder in (services.decoder, services.long_decoder):
+    for decoder in (services.decoder, services.large_body_decoder):
         await decoder.close()

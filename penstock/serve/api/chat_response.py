@@ -122,7 +122,7 @@ class ChatResponse:
 
     def _template(self, index: int) -> EventTemplate:
         if index not in self._templates:
-            chunk = self._chunk_object(index, {"content": EventTemplate.HOLE})
+            chunk = self._chunk_object(index, {"content": EventTemplate.PLACEHOLDER})
             self._templates[index] = EventTemplate(chunk)
         return self._templates[index]
 

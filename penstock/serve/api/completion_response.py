@@ -98,7 +98,12 @@ class CompletionResponse:
 
     def _template(self, index: int) -> EventTemplate:
         if index not in self._templates:
-            choice = {"index": index, "text": EventTemplate.HOLE, "logprobs": None, "finish_reason": None}
+            choice = {
+                "index": index,
+                "text": EventTemplate.PLACEHOLDER,
+                "logprobs": None,
+                "finish_reason": None,
+            }
             chunk = self._envelope.around(KIND, [choice], **self._usage_field(None))
             self._templates[index] = EventTemplate(chunk)
         return self._templates[index]

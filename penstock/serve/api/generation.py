@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from penstock.pipelines.core import TextContext
 from penstock.serve.api.choice_decoder import ChoiceDecoder, ChoiceDelta
 from penstock.serve.http.problems import RequestProblem
-from penstock.serve.http.sse import disconnected
+from penstock.serve.http.sse import wait_for_disconnect
 from penstock.serve.http.time_limits import TimeLimits
 from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.services import Services
@@ -133,7 +133,7 @@ class GenerationRun:
         """
         merged = _Merged(self._generations)
         with closing(merged):
-            pauses = self._limits.pauses(merged, ping=self._ping, progress=merged.num_unread)
+            pauses = self._limits.with_pings(merged, ping=self._ping, progress=merged.num_unread)
             async with aclosing(pauses):
                 async for item in pauses:
                     if item is None:
@@ -257,7 +257,7 @@ async def cancel_on_disconnect(request: Request, run: GenerationRun, answer: Cal
         ClientDisconnect: nobody is there to be answered.
     """
     working = asyncio.ensure_future(answer())
-    leaving = asyncio.ensure_future(disconnected(request.receive))
+    leaving = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():

@@ -53,7 +53,7 @@ async def ping(request: Request) -> Status:
 @router.get("/load")
 async def load(request: Request) -> Load:
     """How many requests are being served or wait."""
-    return Load(server_load=Services.of(request).gate.num_inside)
+    return Load(server_load=Services.of(request).gate.num_active)
 
 
 @router.get("/ready")

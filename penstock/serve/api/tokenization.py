@@ -17,7 +17,7 @@ from penstock.serve.api.roles import check_roles
 from penstock.serve.api.schemas import DetokenizeBody, TokenizeBody
 from penstock.serve.api.text_generation import checked_body
 from penstock.serve.http.bodies import JsonRoute
-from penstock.serve.http.openapi import OF_BODIES, body_of, responses
+from penstock.serve.http.openapi import BODY_ERRORS, body_of, responses
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import Services
 
@@ -43,13 +43,13 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-@router.post("/tokenize", openapi_extra=body_of(TokenizeBody), responses=responses(*OF_BODIES))
+@router.post("/tokenize", openapi_extra=body_of(TokenizeBody), responses=responses(*BODY_ERRORS))
 async def tokenize(request: Request) -> TokenizeResponse:
     """The tokens of a text, or of messages as the chat template puts them."""
     return await _in_pool(request, _tokenize)
 
 
-@router.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses(*OF_BODIES))
+@router.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses(*BODY_ERRORS))
 async def detokenize(request: Request) -> DetokenizeResponse:
     """The text of tokens, special ones too."""
     return await _in_pool(request, _detokenize)

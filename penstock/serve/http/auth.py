@@ -1,4 +1,4 @@
-"""API keys: who may use the server."""
+"""Authentication by API keys."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _CHALLENGE = {"www-authenticate": 'Bearer realm="penstock"'}
 
 
 class ApiKeys:
-    """The keys that open the server; without any it is open to all.
+    """The API keys of the server. Without keys, all requests are accepted.
 
-    Comparing takes the same time whatever was sent: digests of equal length are compared, with each key.
+    The comparison takes constant time: it compares digests of equal length, with every key.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-        """Refuses a request without a right key.
+        """Check the API key of a request.
 
         Args:
-            headers: raw ones, their names in lower case, as ASGI has them.
+            headers: the raw headers from ASGI, with names in lower case.
 
         Returns:
-            The number of the key, in the order of configuration. None where one key or none is configured:
-            then the key tells no client from another.
+            The index of the key in the configuration. None if fewer than two keys are configured, because
+            the key then does not identify the client.
 
         Raises:
-            RequestProblem: 401.
+            RequestProblem: 401, the key is missing or wrong.
         """
         if not self._digests:
             return None
@@ -39,7 +39,7 @@ class ApiKeys:
         if not given:
             raise RequestProblem(
                 401,
-                "an API key is needed: send 'Authorization: Bearer KEY'",
+                "an API key is required: send 'Authorization: Bearer KEY'",
                 code="missing_api_key",
                 headers=_CHALLENGE,
             )
@@ -47,5 +47,5 @@ class ApiKeys:
         digest = sha256(key.strip()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if len(given) > 1 or scheme.lower() != b"bearer" or not any(matches):
-            raise RequestProblem(401, "the API key is not one of this server's", headers=_CHALLENGE)
+            raise RequestProblem(401, "the API key is wrong", headers=_CHALLENGE)
         return matches.index(True) if len(matches) > 1 else None

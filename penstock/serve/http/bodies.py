@@ -1,6 +1,6 @@
-"""The bodies of requests: bounded in size and time, and JSON in the strict sense.
+"""Request bodies: limits of size and time, and strict JSON.
 
-A router whose handlers take JSON is made with ``APIRouter(route_class=JsonRoute)``.
+Routers with JSON bodies use ``APIRouter(route_class=JsonRoute)``.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from penstock.serve.http.json_process import InvalidJsonError, TooManyValuesErro
 from penstock.serve.http.problems import RequestProblem
 from penstock.serve.services import LARGE_BODY_BYTES, Services
 
-_LARGE = 64 * 1024  # bytes; longer bodies are decoded in another process
+_MAX_INLINE_BYTES = 64 * 1024
+"""Longer bodies are decoded in another process."""
 
 
 class JsonRequest(Request):
-    """A request whose body is read within the server's limits and decoded strictly."""
+    """A request with limits for its body and strict JSON decoding."""
 
     _read_body: bytes | None = None
-    _is_long = False
+    _holds_large_slot = False
 
     async def body(self) -> bytes:
-        """The whole body.
+        """Return the whole body.
 
         Raises:
-            RequestProblem: 413 too long, counted as it arrives; 408 too slow; 415 not said to be JSON.
-            OverloadedError: 429 it is long, and so are as many others as are held at once.
+            RequestProblem: 413 the body is too long; 408 it arrives too slowly; 415 its content type is
+                not JSON.
+            OverloadedError: 429 it is large, and the limit of concurrent large bodies is reached.
         """
         if self._read_body is None:
             self._check_media_type()
@@ -50,23 +52,23 @@ class JsonRequest(Request):
         return self._read_body
 
     async def json(self) -> Any:
-        """The decoded body.
+        """Return the decoded body.
 
         Raises:
-            RequestProblem: 400 it is no JSON, or JSON that no client means, or has too many values.
+            RequestProblem: 400 the body is not strict JSON, or has too many values.
             UnavailableError: the process that decodes long bodies has ended.
         """
         body = await self.body()
         services = Services.of(self)
         limits = services.json_limits
-        if len(body) <= _LARGE:
+        if len(body) <= _MAX_INLINE_BYTES:
             return decode_json(body, *limits)
         with _json_problems():
             return await services.decoder_for(len(body)).decode(body, *limits)
 
     def _check_media_type(self) -> None:
         given = self.headers.get("content-type")
-        if given is None:  # pages of other sites may send such a request without a preflight
+        if given is None:  # a page of another site can send such a request without a preflight
             raise RequestProblem(
                 415, "the body must be JSON: send 'Content-Type: application/json', which is missing"
             )
@@ -93,25 +95,25 @@ class JsonRequest(Request):
             size += len(part)
             if size > limit:
                 _too_long(limit)
-            if size > LARGE_BODY_BYTES and not self._is_long:
-                Services.of(self).large_bodies.enter()
-                self._is_long = True
+            if size > LARGE_BODY_BYTES and not self._holds_large_slot:
+                Services.of(self).large_bodies.acquire()
+                self._holds_large_slot = True
             parts.append(part)
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    def let_go(self) -> None:
-        """Nobody reads the body any more."""
-        if self._is_long:
-            self._is_long = False
-            Services.of(self).large_bodies.leave()
+    def release(self) -> None:
+        """Release the slot of a large body."""
+        if self._holds_large_slot:
+            self._holds_large_slot = False
+            Services.of(self).large_bodies.release()
 
 
 class JsonRoute(APIRoute):
-    """A route whose handlers are given a `JsonRequest`."""
+    """A route that passes a `JsonRequest` to its handler."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, behind a `JsonRequest`."""
+        """Return the handler, wrapped so that it receives a `JsonRequest`."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -119,16 +121,16 @@ class JsonRoute(APIRoute):
             try:
                 return await handler(json_request)
             finally:
-                json_request.let_go()
+                json_request.release()
 
         return handle
 
 
 def decode_json(body: bytes, max_values: int = sys.maxsize, max_items: int = sys.maxsize) -> Any:
-    """Decodes JSON under the rules of `penstock.serve.http.json_process.decode`.
+    """Decode JSON with the rules of `penstock.serve.http.json_process.decode`.
 
     Raises:
-        RequestProblem: 400, which says what is wrong and where, or how many values there are.
+        RequestProblem: 400. The message contains the error and its position, or the number of values.
     """
     with _json_problems():
         return decode(body, max_values, max_items)
@@ -143,7 +145,7 @@ def _json_problems() -> Iterator[None]:
     except TooManyValuesError as error:
         raise RequestProblem(
             400,
-            f"{error} (--max-json-values): send less, or send texts in place of token ids",
+            f"{error} (--max-json-values): send less, or send text instead of token ids",
             code="too_many_values",
         ) from None
 

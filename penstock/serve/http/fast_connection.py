@@ -1,4 +1,4 @@
-"""HTTP connections that httptools parses; only imported where it is installed."""
+"""HTTP connections with the parser httptools. Imported only if httptools is installed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from penstock.serve.http.connection import MAX_HEAD_SIZE, Connection, check_fram
 
 
 class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
-    """A connection that httptools parses. It bounds no head by itself, and pipelines without a limit."""
+    """A connection with the parser httptools, which limits neither headers nor pipelining."""
 
     _is_in_head = True
-    _num_marks = 0  # ends of heads and of bodies
+    _num_marks = 0  # ends of headers and of bodies parsed so far
     _head_size = 0
 
     def data_received(self, data: bytes) -> None:
-        """Parses what arrives, while the head of a request stays within its limit."""
+        """Parse received bytes, and refuse a request with headers above the limit."""
         before = self._num_marks
         super().data_received(data)
         if self._num_marks != before:
@@ -26,13 +26,13 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
             return
         self._head_size += len(data)
         if self._head_size > MAX_HEAD_SIZE and not self.transport.is_closing():
-            self._refuse(431, f"the head of the request is longer than {MAX_HEAD_SIZE} bytes")
+            self._refuse(431, f"the headers of the request are longer than {MAX_HEAD_SIZE} bytes")
 
     def on_headers_complete(self) -> None:
-        """Begins to answer a request.
+        """Start to answer a request.
 
         Raises:
-            RemoteProtocolError: its framing is ambiguous; httptools reports it as an error of the parser.
+            RemoteProtocolError: the framing is ambiguous; httptools reports it as a parser error.
         """
         self._is_in_head = False
         self._num_marks += 1
@@ -42,13 +42,13 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
             self.cycle.__class__ = _UnframedCycle  # uvicorn has no setting for the class
 
     def on_message_complete(self) -> None:
-        """Ends the body of a request."""
+        """Record the end of a request's body."""
         self._is_in_head = True
         self._num_marks += 1
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends what the connection still runs, pipelined requests included."""
+        """End the requests of the connection, pipelined requests included."""
         for cycle, _ in self.pipeline:
             cycle.disconnected = True
         super().connection_lost(exc)
@@ -56,13 +56,13 @@ class HttpToolsConnection(Connection, HttpToolsProtocol):  # type: ignore[misc]
     def _is_answering(self) -> bool:
         return bool(self.pipeline) or super()._is_answering()
 
-    def _drop_unfinished(self) -> None:
+    def _drop_incomplete_request(self) -> None:
         if self.pipeline and self.cycle.more_body:
             self.pipeline.popleft()
 
 
 class _UnframedCycle(RequestResponseCycle):
-    """An answer in HTTP/1.0, which knows no chunks: without a length it ends with the connection."""
+    """A response in HTTP/1.0, which has no chunks. Without a content length it ends with the connection."""
 
     _is_unframed = False
 

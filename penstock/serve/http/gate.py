@@ -1,4 +1,4 @@
-"""Whether requests are let in, and how many are inside."""
+"""The gate: whether the server accepts requests, and how many it is serving."""
 
 from __future__ import annotations
 
@@ -8,56 +8,56 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Open until it is closed, once, when the server is about to end.
+    """Accepts requests from `open` until `close`, which the shutdown calls.
 
     Args:
-        is_open: False where the model has still to be loaded; `open` comes then.
+        is_open: False if the model is not loaded yet.
     """
 
     def __init__(self, *, is_open: bool = True) -> None:
         self._reason = "" if is_open else "the model is being loaded"
         self._is_closed = False
-        self._num_inside = 0
-        self._emptied = asyncio.Event()
-        self._emptied.set()
+        self._num_active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def reason(self) -> str:
-        """Why nobody is let in; empty where the gate is open."""
+        """The reason why requests are refused; empty if the gate is open."""
         return self._reason
 
     @property
-    def num_inside(self) -> int:
-        """Requests that were let in and have not been answered to the end."""
-        return self._num_inside
+    def num_active(self) -> int:
+        """The number of accepted requests whose responses are not complete."""
+        return self._num_active
 
     def open(self) -> None:
-        """Lets requests in, unless `close` came before."""
+        """Accept requests. Does nothing after `close`."""
         if not self._is_closed:
             self._reason = ""
 
     def close(self) -> None:
-        """Lets nobody in any more; those inside go on."""
+        """Refuse new requests. Active requests continue."""
         self._is_closed = True
         self._reason = "the server is shutting down"
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Counts a request while it is served."""
-        self._num_inside += 1
-        self._emptied.clear()
+    def track(self) -> Iterator[None]:
+        """Count a request as active while the block runs."""
+        self._num_active += 1
+        self._idle.clear()
         try:
             yield
         finally:
-            self._num_inside -= 1
-            if not self._num_inside:
-                self._emptied.set()
+            self._num_active -= 1
+            if not self._num_active:
+                self._idle.set()
 
-    async def emptied(self, seconds: float) -> bool:
-        """Waits until all that are inside have left; False where that takes longer."""
+    async def wait_until_idle(self, seconds: float) -> bool:
+        """Wait until no request is active. Return False if that takes longer than ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
-                await self._emptied.wait()
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True

@@ -1,4 +1,4 @@
-"""The decoding of long bodies in a process of its own, as the event loop sees it."""
+"""Decoding of long bodies in a separate process: the event loop's side."""
 
 from __future__ import annotations
 
@@ -21,55 +21,55 @@ from penstock.serve.http.json_process import (
 )
 
 _READ_LIMIT = 2**20
-_FEW_BYTES = 256 * 1024
-"""Of a reply that is unpacked on the event loop."""
+_MAX_INLINE_REPLY_BYTES = 256 * 1024
+"""Longer replies are unmarshalled in a thread."""
 
 
 class JsonDecoder:
-    """Decodes one body at a time, in a process that starts with the first of them.
+    """Decode one body at a time in a process that starts with the first body.
 
-    A process that ends, as by the kernel's lack of memory, is started again for the next body.
+    If the process ends, for example because the kernel is out of memory, the next body starts a new one.
 
     Args:
-        niceness: of the process, beside the server's own.
+        niceness: added to the server's niceness for the process.
     """
 
     def __init__(self, niceness: int = 0) -> None:
         self._niceness = niceness
         self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def decode(self, body: bytes, max_values: int, max_items: int) -> Any:
-        """The value of a body, under the rules of `penstock.serve.http.json_process.decode`.
+        """Return the value of a body, with the rules of `penstock.serve.http.json_process.decode`.
 
         Raises:
-            InvalidJsonError: it is no JSON.
-            TooManyValuesError: it has more values than the limits.
+            InvalidJsonError: the body is not strict JSON.
+            TooManyValuesError: the body has more values than the limits.
             UnavailableError: the process ended.
         """
-        async with self._turn:
+        async with self._lock:
             try:
                 kind, data = await self._exchange(REQUEST.pack(len(body), max_values, max_items), body)
             except (OSError, asyncio.IncompleteReadError) as error:
-                self._drop()
+                self._kill()
                 raise UnavailableError(f"the process that decodes long bodies has ended: {error}") from error
             except BaseException:
-                self._drop()  # the reply to a request that was given up must not answer the next
+                self._kill()  # the reply to an abandoned request must not answer the next one
                 raise
         if kind == VALUE:
-            if len(data) <= _FEW_BYTES:
+            if len(data) <= _MAX_INLINE_REPLY_BYTES:
                 return marshal.loads(data)
-            return await asyncio.to_thread(_unpacked, data)
+            return await asyncio.to_thread(_unmarshal, data)
         message = data.decode(errors="replace")
         raise InvalidJsonError(message) if kind == INVALID else TooManyValuesError(message)
 
     async def close(self) -> None:
-        """Ends the process, if there is one."""
-        process = self._drop()
+        """End the process if it runs."""
+        process = self._kill()
         if process is not None:
             await process.wait()
 
-    def _drop(self) -> asyncio.subprocess.Process | None:
+    def _kill(self) -> asyncio.subprocess.Process | None:
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
@@ -90,20 +90,20 @@ class JsonDecoder:
 
 
 async def _start(niceness: int) -> asyncio.subprocess.Process:
-    # Not -m: the script needs nothing but the standard library, and starts in some 20 ms.
+    # Run as a script, not with -m: it needs only the standard library and starts in about 20 ms.
     command = [sys.executable, "-I", "-S", json_process.__file__, str(niceness)]
     return await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for the server, which closes the pipe
+        start_new_session=True,  # Ctrl-C reaches the server only, which then closes the pipe
         limit=_READ_LIMIT,
     )
 
 
-def _unpacked(data: bytes) -> Any:
+def _unmarshal(data: bytes) -> Any:
     was_enabled = gc.isenabled()
-    gc.disable()  # else it looks at all of the value several times, in which no other thread runs
+    gc.disable()  # collections would traverse the value several times and block all other threads
     try:
         return marshal.loads(data)
     finally:

@@ -1,7 +1,7 @@
-"""Strict JSON within limits, and the process that decodes long bodies.
+"""Strict JSON with limits, and the process that decodes long bodies.
 
-Decoding holds the GIL: in the server's process a long body would stop everybody else's requests. This file
-imports the standard library only, because it is also the script of that process:
+Decoding holds the GIL: in the server's process a long body would block all other requests. This file is
+also the script of the decoding process, so it imports the standard library only:
 
     bodies.py  --size, limits, body-->  json_process.py  --kind, size, marshalled value or message-->
 """
@@ -19,37 +19,37 @@ import sys
 from typing import Any, BinaryIO, NoReturn
 
 MAX_DEPTH = 64
-"""Objects and arrays inside each other; deeper ones exhaust the stack of what walks over them."""
+"""Maximum nesting of objects and arrays. Deeper nesting overflows the stack of recursive code."""
 
 REQUEST = struct.Struct("<QQQ")
-"""Bytes of the body, most values, most items."""
+"""Bytes of the body, maximum number of values, maximum number of items."""
 REPLY = struct.Struct("<BQ")
-"""Kind, bytes of what follows."""
+"""Kind of the reply, bytes of its data."""
 VALUE, INVALID, TOO_MANY = range(3)
-"""Kinds of replies: a value, or why there is none."""
+"""Kinds of replies: a value, an `InvalidJsonError`, a `TooManyValuesError`."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class InvalidJsonError(ValueError):
-    """The body is not JSON, or JSON that no client means."""
+    """The body is not strict JSON."""
 
 
 class TooManyValuesError(ValueError):
-    """The body is above a limit on its values."""
+    """The body has more values than a limit."""
 
 
 def decode(body: bytes, max_values: int, max_items: int) -> Any:
-    """Decodes JSON strictly: UTF-8, numbers that floats can hold, no key twice, no half surrogate pairs.
+    """Decode strict JSON: UTF-8, finite numbers, no duplicate keys, no unpaired surrogates.
 
     Args:
         body: the bytes.
-        max_values: most objects, arrays and keys.
-        max_items: most elements of all arrays and members of all objects together.
+        max_values: maximum number of objects, arrays and keys.
+        max_items: maximum number of array elements and object members, together.
 
     Raises:
-        InvalidJsonError: what is wrong and where.
-        TooManyValuesError: how many there are.
+        InvalidJsonError: the body is not strict JSON. The message contains the error and its position.
+        TooManyValuesError: a limit is exceeded. The message contains the number.
     """
     _check_values(body, max_values, max_items)
     try:
@@ -57,24 +57,30 @@ def decode(body: bytes, max_values: int, max_items: int) -> Any:
     except UnicodeDecodeError as error:
         _invalid(f"it is not UTF-8, at byte {error.start}")
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        value = json.loads(
+            text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant, parse_float=_finite_number
+        )
     except json.JSONDecodeError as error:
         _invalid(f"{error.msg}, at line {error.lineno}, column {error.colno}")
     except RecursionError:
         _invalid(f"it is nested deeper than {MAX_DEPTH} levels")
     except InvalidJsonError:
         raise
-    except ValueError:  # a whole number of more digits than Python reads
-        _invalid("it has a number that is too long")
+    except ValueError:  # an integer with more digits than Python's limit
+        _invalid("a number has too many digits")
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         _invalid(f"it is nested deeper than {MAX_DEPTH} levels")
     if _SURROGATE.search(body) and not _is_unicode(value):
-        _invalid("it has half of a surrogate pair, which is no character")
+        _invalid("it contains an unpaired surrogate")
     return value
 
 
 def _check_values(body: bytes, max_values: int, max_items: int) -> None:
-    """Counts before anything is made of the body: first with the marks inside texts, which is quick."""
+    """Check the limits before decoding.
+
+    The first count is fast and includes the punctuation inside strings. Only if it exceeds a limit, strings
+    are removed and the rest is counted.
+    """
     num_values, num_items = _count(body)
     if num_values <= max_values and num_items <= max_items:
         return
@@ -82,32 +88,32 @@ def _check_values(body: bytes, max_values: int, max_items: int) -> None:
     num_values, num_items = _count(b"".join(pieces[::2]))
     if num_values > max_values:
         raise TooManyValuesError(
-            f"the body has {num_values} objects, arrays and keys, this server takes {max_values}"
+            f"the body has {num_values} objects, arrays and keys; the limit is {max_values}"
         )
     if num_items > max_items:
-        raise TooManyValuesError(f"the body has more than {num_items} values, this server takes {max_items}")
+        raise TooManyValuesError(f"the body has more than {num_items} values; the limit is {max_items}")
 
 
 def _count(body: bytes) -> tuple[int, int]:
     return body.count(b"{") + body.count(b"[") + body.count(b":"), body.count(b",")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                _invalid(f"the key {name[:100]!r} stands twice in one object")
+                _invalid(f"the key {name[:100]!r} occurs twice in one object")
             seen.add(name)
     return found
 
 
-def _no_constant(name: str) -> NoReturn:
-    _invalid(f"{name} is no JSON number")
+def _reject_constant(name: str) -> NoReturn:
+    _invalid(f"{name} is not a JSON number")
 
 
-def _finite(text: str) -> float:
+def _finite_number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         _invalid(f"the number {text[:40]} is too large")
@@ -140,7 +146,7 @@ def _invalid(problem: str) -> NoReturn:
 
 
 def reply_to(body: bytes, max_values: int, max_items: int) -> tuple[int, bytes]:
-    """The kind of a reply, and its bytes."""
+    """Decode a body. Return the kind of the reply and its data."""
     try:
         return VALUE, marshal.dumps(decode(body, max_values, max_items), 2)
     except InvalidJsonError as error:
@@ -150,7 +156,7 @@ def reply_to(body: bytes, max_values: int, max_items: int) -> tuple[int, bytes]:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Replies to one request after another, until the other side closes."""
+    """Answer requests until the input is closed."""
     while len(head := requests.read(REQUEST.size)) == REQUEST.size:
         size, max_values, max_items = REQUEST.unpack(head)
         body = requests.read(size)
@@ -164,6 +170,6 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # JSON has no cycles
+    gc.disable()  # JSON values have no reference cycles
     os.nice(int(sys.argv[1]))
     serve(sys.stdin.buffer, sys.stdout.buffer)

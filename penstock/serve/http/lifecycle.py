@@ -1,8 +1,8 @@
-"""The life of a server: start, serve, drain, end.
+"""The lifecycle of a server: start, serve, drain, stop.
 
-The worker's process is started first of all, so that it imports torch and loads the model while this one
-imports the HTTP framework and reads the tokenizer. The server listens from the beginning: until the model is
-loaded it answers 503 with Retry-After. What takes time to import is imported on the way.
+The worker process starts first. It imports torch and loads the model while this process imports the HTTP
+framework and reads the tokenizer. The server listens from the beginning and answers 503 with Retry-After
+until the model is loaded. Slow imports are inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _log = logging.getLogger(__name__)
 
 _NUM_POOL_THREADS = 2
 _SWITCH_INTERVAL = 0.001
-"""Seconds after which a thread that works on a request gives way to the event loop; Python's own is 0.005."""
+"""Seconds after which a pool thread yields the GIL to the event loop. Python's default is 0.005."""
 SHUTDOWN_TIMEOUT = 2.0
-"""Seconds in which the ends of answers that were cut off may still be sent."""
+"""Seconds to send the final error of each aborted request."""
 
 
 class Server:
-    """One server, which runs once.
+    """A server that runs once.
 
     Args:
-        config: how to serve.
-        pipeline_config: what to serve.
-        worker: not yet launched.
-        load_tokenizer: makes the tokenizer, in this process.
-        startup: the clock of the start.
+        config: the configuration of the server.
+        pipeline_config: the configuration of the model.
+        worker: the engine client, not launched yet.
+        load_tokenizer: loads the tokenizer in this process.
+        startup: measures the phases of the start.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class Server:
         self._stop = asyncio.Event()
 
     def run(self) -> int:
-        """Serves until a signal ends it.
+        """Serve until a signal arrives.
 
         Returns:
-            The exit status: 0 after a clean end, 1 where requests had to be cut off, 128 and the signal's
-            number where a second one ended all at once.
+            The exit status: 0 after a clean shutdown, 1 if requests were aborted, 128 plus the signal number
+            if a second signal ended the server immediately.
 
         Raises:
-            ConfigError: the address cannot be listened at.
+            ConfigError: the server cannot listen at the address.
             PenstockError: the model cannot be found or loaded.
         """
         configure_logging(self._config)
         sys.setswitchinterval(_SWITCH_INTERVAL)
         with listening_socket(self._config.host, self._config.port) as listener:
-            with self._startup.phase("find the model"):  # or fetch it: once, for both processes
+            with self._startup.phase("find the model"):  # or download it, once for both processes
                 self._pipeline_config.model.checkpoint  # noqa: B018
             with self._startup.phase("start the worker's process"):
                 self._worker.launch()
@@ -118,7 +118,7 @@ class Server:
             main.cancel()
 
     def _make_server(self) -> tuple[Services, HttpServer]:
-        """Everything but the worker: runs in a thread while the worker loads the model."""
+        """Create everything except the worker. Runs in a thread while the worker loads the model."""
         with gc_disabled(), self._startup.phase("import the HTTP framework"):
             from penstock.serve.app import create_app
             from penstock.serve.http.gate import Gate
@@ -153,7 +153,7 @@ class Server:
             return services, HttpServer(create_app(services), config)
 
     async def _serve(self, services: Services, loading: asyncio.Task[None], listener: socket.socket) -> None:
-        """Until the first signal."""
+        """Open the gate when the model is loaded, and return at the first signal."""
         stopping = asyncio.create_task(self._stop.wait())
         try:
             with self._startup.phase("wait for the worker"):
@@ -162,9 +162,12 @@ class Server:
                 return
             loading.result()
             await self._open(services, listener)
-            beside = [asyncio.create_task(self._watch()), asyncio.create_task(self._finish_warm_up(services))]
+            background = [
+                asyncio.create_task(self._watch()),
+                asyncio.create_task(self._finish_warm_up(services)),
+            ]
             await stopping
-            for task in beside:
+            for task in background:
                 task.cancel()
         finally:
             stopping.cancel()
@@ -179,7 +182,7 @@ class Server:
             with self._startup.phase("warm up"):
                 await warm_up(self._worker, services.tokenizer)
         gc.collect()
-        gc.freeze()  # what lives as long as the server need not be looked at again
+        gc.freeze()  # collections skip objects that live as long as the server
         services.gate.open()
         services.metrics.describe_build(model=services.model_name, isa=info.isa)
         services.metrics.report_startup((one.name, one.seconds) for one in self._startup.phases)
@@ -189,7 +192,10 @@ class Server:
 
         if not self._config.api_key and not is_loopback(self._config.host):
             log_event(
-                _log, logging.WARNING, "whoever reaches this address may use it: set --api-key", url=url
+                _log,
+                logging.WARNING,
+                "the server accepts requests from other machines without an API key: set --api-key",
+                url=url,
             )
 
     async def _watch(self) -> None:
@@ -198,28 +204,28 @@ class Server:
         await Watchdog(self._worker, self._config.watchdog_timeout).run()
 
     async def _finish_warm_up(self, services: Services) -> None:
-        """Of what many servers never need, while the first requests may come."""
+        """Warm up grammars, which many servers never use, while requests are already accepted."""
         from penstock.serve.warmup import warm_up_grammars
 
         if self._worker.info.grammars_enabled:
             try:
                 await warm_up_grammars(self._worker, services.tokenizer)
             except PenstockError as error:
-                log_event(_log, logging.WARNING, "grammars could not be tried", error=str(error))
+                log_event(_log, logging.WARNING, "the warm-up of grammars failed", error=str(error))
 
     async def _drain(self, services: Services) -> int:
-        """Lets nobody in, and those inside finish."""
+        """Refuse new requests, let active requests finish, and stop. Return the exit status."""
         gate, grace = services.gate, self._config.shutdown_grace
         gate.close()
-        log_event(_log, logging.INFO, "stopping", requests=gate.num_inside, grace_s=grace)
-        is_clean = await gate.emptied(grace)
+        log_event(_log, logging.INFO, "stopping", requests=gate.num_active, grace_s=grace)
+        is_clean = await gate.wait_until_idle(grace)
         if not is_clean:
-            log_event(_log, logging.WARNING, "requests are cut off", requests=gate.num_inside)
+            log_event(_log, logging.WARNING, "requests are aborted", requests=gate.num_active)
         await self._worker.stop(0)
-        await gate.emptied(SHUTDOWN_TIMEOUT)
+        await gate.wait_until_idle(SHUTDOWN_TIMEOUT)
         for pool in (services.pool, services.large_body_pool):
             pool.shutdown(wait=False, cancel_futures=True)
-        for decoder in (services.decoder, services.long_decoder):
+        for decoder in (services.decoder, services.large_body_decoder):
             await decoder.close()
         if services.tracing is not None:
             await asyncio.to_thread(services.tracing.close)
@@ -227,29 +233,29 @@ class Server:
         return 0 if is_clean else 1
 
 
-_FAULTS_OF_PORTS = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
-"""Errors of a socket that another port would not have."""
+_PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
+"""Socket errors that a different port avoids."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that takes connections; they wait until somebody serves them.
+    """Return a listening socket. Connections wait in its backlog until the server accepts them.
 
     Raises:
-        ConfigError: names the port where it is in use or reserved, else the host.
+        ConfigError: for ``port`` if the port is in use or reserved, else for ``host``.
     """
-    if not _is_host_name(host):  # create_server leaves a socket open where the name is malformed
-        raise ConfigError("host", f"cannot listen at {host!r}: that is not an address or the name of a host")
+    if not _is_host_name(host):  # create_server leaks a socket if the name is malformed
+        raise ConfigError("host", f"cannot listen at {host!r}: it is neither an address nor a host name")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # behind it, the address once more
-        field = "port" if error.errno in _FAULTS_OF_PORTS else "host"
+        reason = (error.strerror or str(error)).partition(" (")[0]  # the text after it repeats the address
+        field = "port" if error.errno in _PORT_ERRORS else "host"
         raise ConfigError(field, f"cannot listen at {host}:{port}: {reason}") from error
 
 
 def _is_host_name(host: str) -> bool:
-    """Whether the resolver takes a name: its labels are neither empty nor too long."""
+    """Return whether the resolver accepts a name: no label is empty or too long."""
     try:
         host.encode("idna")
     except UnicodeError:
@@ -258,13 +264,13 @@ def _is_host_name(host: str) -> bool:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address of a listening socket, as a client writes it."""
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _loop_factory() -> Callable[[], Any] | None:
-    """uvloop's event loop, where it is installed; else Python's own."""
+    """Return the event loop factory of uvloop if it is installed, else None for asyncio's default."""
     with contextlib.suppress(ImportError):
         import uvloop
 

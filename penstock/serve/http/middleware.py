@@ -1,4 +1,4 @@
-"""What happens to every request, around the routes. Plain ASGI: nothing here buffers a stream."""
+"""Middleware for every request. Plain ASGI: no middleware buffers a stream."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ PROBES = (
     frozenset({"/health", "/ping", "/load", "/ready", "/version", "/metrics", "/playground/stats"})
     | playground.PATHS
 )
-"""Paths that look after the server, and the page: always open, not counted, and logged at level debug."""
+"""Paths of probes and of the playground page: always public, not counted, and logged at level debug."""
 
 PUBLIC = PROBES | {"/openapi.json"}
-"""Paths that need no key and are served while the model is being loaded: they tell nothing of anybody."""
+"""Paths that need no API key and work while the model is being loaded. They expose no request data."""
 
-_MAX_TO_TAKE_IN = 64 * 1024  # bytes
-_SECONDS_TO_TAKE_IN = 1.0
+_MAX_DRAIN_BYTES = 64 * 1024
+_DRAIN_TIMEOUT = 1.0
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class ObservabilityMiddleware:
-    """The outermost: request id, record, metrics, span, log line, and the answer to an unforeseen error."""
+    """The outermost middleware: request id, record, metrics, span, log line, unhandled errors."""
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
@@ -52,7 +52,7 @@ class ObservabilityMiddleware:
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(scope, receive, send)
-        if scope["method"] == "HEAD":  # as GET; the HTTP server leaves the body out
+        if scope["method"] == "HEAD":  # handled as GET; the HTTP server omits the body
             scope = {**scope, "method": "GET"}
         record = exchange.record
         is_probe = scope["path"] in PROBES
@@ -66,7 +66,7 @@ class ObservabilityMiddleware:
             record.client_left = True
         except Exception as error:
             await exchange.fail(error)
-        except BaseException:  # the server ends without waiting
+        except BaseException:  # an immediate shutdown cancels the request
             record.failed("cancelled", 503)
             raise
         finally:
@@ -81,7 +81,7 @@ class ObservabilityMiddleware:
 
 
 class _Exchange:
-    """One request and its answer, watched as they pass."""
+    """One request and its response; updates the record from their messages."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = scope["method"] if scope["method"] in _METHODS else "other"
@@ -110,9 +110,10 @@ class _Exchange:
         await self._send(message)
 
     async def fail(self, error: Exception) -> None:
-        """Answers after an error that nobody handled: as well as what has been sent already allows."""
-        known = error.__cause__ if isinstance(error, RuntimeError) and self.record.status else None
-        problem = problem_of(known or error)
+        """Answer an unhandled error by a response, an error event, or the end of the connection."""
+        # Starlette raises a RuntimeError from an error whose response has already started.
+        cause = error.__cause__ if isinstance(error, RuntimeError) and self.record.status else None
+        problem = problem_of(cause or error)
         self.record.failed(problem.code, problem.status)
         if problem.status == 500 and not self.record.client_left:
             _log.error("request failed", exc_info=error, extra={"fields": {"id": self.record.request_id}})
@@ -124,11 +125,11 @@ class _Exchange:
             event = b"data: " + problem.encode() + b"\n\n"
             await self.send({"type": "http.response.body", "body": event})
         else:
-            raise error  # half an answer is out: the HTTP server cuts the connection
+            raise error  # part of a response is sent: the HTTP server closes the connection
 
 
 class AdmissionMiddleware:
-    """Lets a request in if the server takes requests now, and its key is right."""
+    """Accept a request if its API key is right and the gate is open."""
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
@@ -149,15 +150,15 @@ class AdmissionMiddleware:
             record: RequestRecord = scope["state"]["record"]
             problem = problem_of(error)
             record.failed(problem.code, problem.status)
-            await _take_in(receive)
+            await _drain_body(receive)
             await send_problem(problem, scope, receive, send)
             return
-        with self._gate.inside():
+        with self._gate.track():
             await self._app(scope, receive, send)
 
 
 def _client_id(key: int | None, scope: Scope) -> str:
-    """Who shares the batch with others: the owner of a key, or a connection where keys do not tell."""
+    """Return the id of the client for fair scheduling: its API key if several exist, else its connection."""
     if key is not None:
         return f"key {key}"
     host, port = scope.get("client") or ("", 0)
@@ -165,26 +166,26 @@ def _client_id(key: int | None, scope: Scope) -> str:
 
 
 async def send_problem(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers a request with a problem."""
+    """Send a problem as the response."""
     await problem.response()(scope, receive, send)
 
 
-async def _take_in(receive: Receive) -> None:
-    """Reads what a refused request still sends, if it is short.
+async def _drain_body(receive: Receive) -> None:
+    """Read the body of a refused request if it is short.
 
-    A connection that is closed with bytes unread is reset, and the client may never see the answer.
+    Closing a connection with unread bytes resets it, and the client may lose the response.
     """
     size, more = 0, True
     with suppress(TimeoutError):
-        async with asyncio.timeout(_SECONDS_TO_TAKE_IN):
-            while more and size <= _MAX_TO_TAKE_IN:
+        async with asyncio.timeout(_DRAIN_TIMEOUT):
+            while more and size <= _MAX_DRAIN_BYTES:
                 message = await receive()
                 size += len(message.get("body", b""))
                 more = message.get("more_body", False)
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's, if it is short and plain; it is written into headers and logs. Else a new one."""
+    """Return the client's request id if it is short and safe for headers and logs, else a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             given: str = value.decode("latin-1")
@@ -194,6 +195,6 @@ def _request_id(scope: Scope) -> str:
 
 
 def _route_of(scope: MutableMapping[str, Any]) -> str:
-    """The template of the route that was found, so that metrics have few labels and not one a path."""
+    """Return the template of the matched route, which bounds the number of metric labels."""
     route = scope.get("route")
     return "unmatched" if route is None else str(route.path)

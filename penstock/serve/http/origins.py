@@ -1,8 +1,8 @@
-"""Where requests may come from: the pages of a browser must not use a server that no key protects.
+"""Protection of a server without an API key against pages of other sites in a browser.
 
-A page of any site can send requests to a server on the same machine (a simple ``POST``), and can make the
-browser take the server for its own site (DNS rebinding). The first has a foreign ``Origin``, the second a
-foreign ``Host``.
+A page of any site can send requests to a server on the same machine (a simple ``POST``). With DNS rebinding,
+a page can also make the browser treat the server as part of its own site. The first kind of request has a
+foreign ``Origin``, the second a foreign ``Host``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from penstock.serve.http.problems import RequestProblem, problem_of
 from penstock.serve.observability.request_record import RequestRecord
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
-"""Methods that change nothing; what they answer a foreign page cannot read."""
+"""Methods without side effects. A page of another site cannot read their responses."""
 
 
-class CheckSource:
-    """Refuses requests of foreign pages, before anything else looks at them.
+class OriginMiddleware:
+    """Refuse requests from pages of other sites.
 
-    Without an API key a request that may change something must have no ``Origin``, the server's own, or one
-    of ``--cors-origins``. ``Host`` must be known where ``--allowed-hosts`` is given, and otherwise where the
-    server listens at a loopback address without a key: a server that others reach has names that it does
-    not know.
+    Without an API key, a request with side effects must have no ``Origin``, the server's own origin, or one
+    of ``--cors-origins``. ``Host`` is checked if ``--allowed-hosts`` is set, or if the server listens at a
+    loopback address without a key. In other cases the server does not know all of its host names.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
@@ -36,12 +35,12 @@ class CheckSource:
         self._origins = frozenset(config.cors_origins)
         self._has_key = bool(config.api_key)
         self._hosts: Sequence[str] | None = config.allowed_hosts or None
-        self._bound = config.host.lower()
+        self._own_host = config.host.lower()
         if self._hosts is None and is_loopback(config.host) and not self._has_key:
             self._hosts = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, or answers it."""
+        """Pass a request on, or refuse it."""
         if scope["type"] == "http":
             try:
                 self.check(scope)
@@ -54,10 +53,10 @@ class CheckSource:
         await self._app(scope, receive, send)
 
     def check(self, scope: Scope) -> None:
-        """Looks at the headers of a request.
+        """Check the headers of a request.
 
         Raises:
-            RequestProblem: 400, 403 or 421.
+            RequestProblem: 400 no or several ``Host`` headers; 403 a foreign origin; 421 an unknown host.
         """
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
@@ -68,11 +67,11 @@ class CheckSource:
                 code="invalid_http",
                 headers={"connection": "close"},
             )
-        host = hosts[0] if hosts else None  # no browser leaves it out
-        if host is not None and not self._knows(host):
+        host = hosts[0] if hosts else None  # browsers always send it
+        if host is not None and not self._is_known(host):
             raise RequestProblem(
                 421,
-                f"the host {host[:100]!r} is not known here: start the server with "
+                f"the host {host[:100]!r} is not allowed: start the server with "
                 f"--allowed-hosts {_quoted(host)}, or with --api-key",
             )
         if not self._has_key and scope["method"] not in _SAFE and self._is_foreign(headers, host):
@@ -84,13 +83,13 @@ class CheckSource:
                 code="foreign_origin",
             )
 
-    def _knows(self, host: str) -> bool:
+    def _is_known(self, host: str) -> bool:
         if self._hosts is None:
             return True
         name = host_name(host)
         if name is None:
             return False
-        if is_loopback(name) or name == self._bound:
+        if is_loopback(name) or name == self._own_host:
             return True
         return any(
             one == "*" or name == one.lower() or (one.startswith("*.") and name.endswith(one[1:].lower()))
@@ -98,12 +97,12 @@ class CheckSource:
         )
 
     def _is_foreign(self, headers: Headers, host: str | None) -> bool:
-        """Whether a browser sends the request for a page of another site."""
+        """Return whether a browser sends the request for a page of another site."""
         origin = headers.get("origin")
         if "*" in self._origins or origin in self._origins:
             return False
         site = headers.get("sec-fetch-site")
-        if site is not None:  # no page can set or change it
+        if site is not None:  # pages cannot set or change this header
             return site not in ("same-origin", "none")
         if origin is None:
             return False
@@ -114,7 +113,7 @@ class CheckSource:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address, or a name that always stands for one."""
+    """Return whether a host is a loopback address or a name that always resolves to one."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -122,14 +121,14 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(host: str) -> str | None:
-    """The name or address in a ``Host`` header, in lower case and without the port; None where it has none.
+    """Return the name or address of a ``Host`` header, in lower case and without the port; None if invalid.
 
     >>> host_name("LocalHost:8000"), host_name("[::1]:8000"), host_name("a@b")
     ('localhost', '::1', None)
     """
     try:
         parts = urlsplit(f"//{host}")
-        _ = parts.port  # raises where it is no number
+        _ = parts.port  # raises a ValueError if it is not a number
     except ValueError:
         return None
     name = parts.hostname

@@ -1,7 +1,7 @@
-"""Errors as OpenAI's clients expect them: one table from exceptions to status, type and code.
+"""Errors in OpenAI's format: one table from exceptions to status, type and code.
 
-Every error leaves as ``{"error": {"message", "type", "param", "code"}}``, whoever noticed it: the HTTP
-layer, the validation of a body, the tokenizer, the scheduler, or nobody before it was too late.
+Every error response is ``{"error": {"message", "type", "param", "code"}}``, for errors of the HTTP layer, of
+body validation, of the tokenizer and of the scheduler, and for unexpected exceptions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TABLE: Mapping[type[PenstockError], tuple[int, str, str | None]] = {
     UnsupportedSchemaError: (400, INVALID, "unsupported_schema"),
     UnsupportedFeatureError: (400, INVALID, "unsupported_value"),
     InputError: (400, INVALID, None),
-    CheckpointError: (400, INVALID, "invalid_path"),  # of an adapter: the model itself is there
+    CheckpointError: (400, INVALID, "invalid_path"),  # the checkpoint of an adapter
     ConfigError: (400, INVALID, "invalid_value"),
     MissingDependencyError: (400, INVALID, "unsupported_value"),
     OverloadedError: (429, "rate_limit_error", "rate_limit_exceeded"),
@@ -58,9 +58,9 @@ TABLE: Mapping[type[PenstockError], tuple[int, str, str | None]] = {
     RequestFailedError: (500, "server_error", "internal_error"),
     PenstockError: (500, "server_error", "internal_error"),
 }
-"""The nearest class in an exception's ancestry decides: status, OpenAI's ``type``, ``code``."""
+"""Status, OpenAI's ``type`` and ``code`` of an exception class. Subclasses without an entry inherit one."""
 
-_OF_STATUS: Mapping[int, tuple[str, str | None]] = {
+_STATUS_TABLE: Mapping[int, tuple[str, str | None]] = {
     401: ("authentication_error", "invalid_api_key"),
     403: (INVALID, "forbidden"),
     404: (INVALID, "not_found"),
@@ -72,19 +72,19 @@ _OF_STATUS: Mapping[int, tuple[str, str | None]] = {
     429: ("rate_limit_error", "rate_limit_exceeded"),
     503: ("service_unavailable_error", "service_unavailable"),
 }
-"""Type and code of what the HTTP layer raises itself."""
+"""Type and code of errors that the HTTP layer raises."""
 
 
 class RequestProblem(HTTPException):
-    """An error born in the HTTP layer.
+    """An error that the HTTP layer raises.
 
     Args:
         status: the status code.
-        message: for the client: what is wrong and what to do.
-        param: the field at fault, ``messages[0].content``.
-        code: OpenAI's code; by default what the status stands for.
-        type: OpenAI's type; by default what the status stands for.
-        headers: more headers of the answer.
+        message: tells the client what is wrong and what to do.
+        param: the invalid field, for example ``messages[0].content``.
+        code: OpenAI's code. Default: from the status.
+        type: OpenAI's type. Default: from the status.
+        headers: additional headers of the response.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class RequestProblem(HTTPException):
 
 @dataclass(frozen=True)
 class Problem:
-    """An error as it leaves."""
+    """An error response."""
 
     status: int
     message: str
@@ -117,26 +117,26 @@ class Problem:
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's object; also the data of a stream's error event."""
+        """OpenAI's error object, also the data of a stream's error event."""
         named = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": named}
 
     def encode(self) -> bytes:
-        """`body` in JSON."""
-        # A message may quote half a surrogate pair, which no UTF-8 can hold.
+        """Return `body` as JSON."""
+        # A message may quote an unpaired surrogate, which UTF-8 cannot encode.
         plain = self.message.encode("utf-8", "backslashreplace").decode()
         param = self.param and self.param.encode("utf-8", "backslashreplace").decode()
         return msgspec.json.encode({"error": {**self.body["error"], "message": plain, "param": param}})
 
     def response(self) -> Response:
-        """The answer of a request that has not been answered yet."""
+        """Return the HTTP response."""
         return Response(self.encode(), self.status, dict(self.headers), media_type="application/json")
 
 
 def problem_of(error: BaseException) -> Problem:
-    """What a client is told of an exception. Of one that nobody foresaw it is told nothing but that."""
+    """Return the error response for an exception. Unexpected exceptions give a 500 without details."""
     if isinstance(error, RequestProblem):
-        type_, code = _OF_STATUS.get(error.status_code, (INVALID, None))
+        type_, code = _STATUS_TABLE.get(error.status_code, (INVALID, None))
         return Problem(
             error.status_code,
             error.message,
@@ -151,11 +151,11 @@ def problem_of(error: BaseException) -> Problem:
         return problem_of_validation(error.errors())
     if isinstance(error, PenstockError):
         return _problem_of_table(error)
-    return Problem(500, "the server made a mistake; its log shows it", "server_error", "internal_error")
+    return Problem(500, "internal server error; see the server's log", "server_error", "internal_error")
 
 
 async def handle(request: Request, error: Exception) -> Response:
-    """The handler of every exception that an application knows of; the record learns of it."""
+    """Handle an exception of a route: record it and return its response."""
     problem, record = problem_of(error), RequestRecord.of(request)
     record.failed(problem.code, problem.status)
     if problem.status == 500:
@@ -164,7 +164,7 @@ async def handle(request: Request, error: Exception) -> Response:
 
 
 def problem_of_validation(errors: Any) -> Problem:
-    """The 400 of a body that is not what the schema says: the first error, under the field's path."""
+    """Return the 400 for the first validation error of a body, with the path of the field."""
     first = errors[0]
     path = field_path(first["loc"])
     message = str(first["msg"])
@@ -178,7 +178,7 @@ def problem_of_validation(errors: Any) -> Problem:
 
 
 def field_path(location: Any) -> str:
-    """Pydantic's location as OpenAI writes it.
+    """Convert a pydantic location to OpenAI's notation.
 
     >>> field_path(("body", "messages", 0, "content"))
     'messages[0].content'
@@ -190,8 +190,8 @@ def field_path(location: Any) -> str:
 
 
 def _problem_of_framework(status: int, detail: str, headers: Mapping[str, str]) -> Problem:
-    type_, code = _OF_STATUS.get(status, (INVALID if status < 500 else "server_error", None))
-    message = {404: "there is no such route here", 405: "this route does not take that method"}.get(
+    type_, code = _STATUS_TABLE.get(status, (INVALID if status < 500 else "server_error", None))
+    message = {404: "this route does not exist", 405: "this route does not support the method"}.get(
         status, detail
     )
     return Problem(status, message, type_, code, None, _with_retry(status, headers))
@@ -204,7 +204,7 @@ def _problem_of_table(error: PenstockError) -> Problem:
     if status in (429, 503):
         headers["retry-after"] = str(error.retry_after if isinstance(error, UnavailableError) else 1)
     if isinstance(error, InsufficientMemoryError) and not isinstance(error, InsufficientBlocksError):
-        headers = {"x-should-retry": "false"}  # OpenAI's clients repeat other 503s
+        headers = {"x-should-retry": "false"}  # OpenAI's clients retry other 503s
     return Problem(status, str(error), type_, code, param, headers)
 
 

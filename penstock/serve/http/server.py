@@ -1,4 +1,4 @@
-"""uvicorn, run inside somebody else's event loop and without a will of its own about signals."""
+"""uvicorn inside an event loop that the caller runs, without its signal handlers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from penstock.serve.config import ServeConfig
 from penstock.serve.http.connection import Connection, H11Connection
 
 DRAIN_TIMEOUT = 2
-"""Seconds that connections have to close by themselves at the end."""
+"""Seconds to wait at shutdown until connections have closed."""
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application on a socket.
+    """Serve an application on a socket.
 
     Args:
         app: the application.
-        config: for the time that idle connections are kept, and that a first request may take to begin.
+        config: sets the keep-alive time, and the time in which a request must start.
     """
 
     def __init__(self, app: FastAPI, config: ServeConfig) -> None:
         class Protocol(connection_class()):  # type: ignore[misc]
-            seconds_to_begin = config.body_timeout
+            request_start_timeout = config.body_timeout
 
         super().__init__(
             uvicorn.Config(
@@ -47,12 +47,12 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the business of whoever runs the server."""
+        """Install no signal handlers. The caller handles signals."""
         yield
 
     @asynccontextmanager
     async def listening(self, listener: socket.socket) -> AsyncIterator[None]:
-        """Serves while the block runs; then connections are closed, in good order unless in haste."""
+        """Serve while the block runs. Then close connections, after an exception immediately."""
         serving = asyncio.create_task(self.serve(sockets=[listener]))
         try:
             yield

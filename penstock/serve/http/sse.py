@@ -1,4 +1,4 @@
-"""Server-sent events: how they are framed, and the response that sends them as they are made."""
+"""Server-sent events: their encoding and the streaming response."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from starlette.types import Receive, Scope, Send
 from penstock.serve.http.problems import problem_of
 
 PING = b": ping\n\n"
-"""A comment: it keeps proxies and clients from giving up a connection on which nothing comes."""
+"""A comment that keeps proxies and clients from closing an idle connection."""
 DONE = b"data: [DONE]\n\n"
-"""What OpenAI sends last, and only after an answer that is whole."""
+"""The last event of a complete response, as OpenAI sends it."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 def event(data: Any) -> bytes:
-    """One event with an object as its data."""
+    """Return an event with an object as its data."""
     return b"data: " + _encode(data) + b"\n\n"
 
 
 class EventTemplate:
-    """An event that is the same each time but for one value, encoded once.
+    """An event in which only one value changes. The rest is encoded once.
 
-    >>> template = EventTemplate({"id": "x", "text": EventTemplate.HOLE})
+    >>> template = EventTemplate({"id": "x", "text": EventTemplate.PLACEHOLDER})
     >>> template.with_value("He said \\"1\\"\\n")
     b'data: {"id":"x","text":"He said \\\\"1\\\\"\\\\n"}\\n\\n'
     """
 
-    HOLE = "\x00here\x00"
-    """Stands in the object where the value goes. Nothing else in the object may contain it."""
+    PLACEHOLDER = "\x00here\x00"
+    """Marks the place of the value. No other part of the object may contain this text."""
 
     def __init__(self, data: Any) -> None:
-        self._before, self._after = event(data).split(_encode(self.HOLE))
+        self._before, self._after = event(data).split(_encode(self.PLACEHOLDER))
 
     def with_value(self, value: Any) -> bytes:
-        """The event with the value in its place."""
+        """Return the event with a value."""
         return b"%b%b%b" % (self._before, _encode(value), self._after)
 
 
 class EventStream(Response):
-    """Sends what a generator makes, each piece as soon as it is there.
+    """Send the events of a generator as soon as each is available.
 
-    An error in the generator becomes an event ``data: {"error": {...}}`` in OpenAI's shape, after which the
-    stream ends without ``[DONE]``: whoever sees that mark has the whole answer. Where the client leaves,
-    the generator is closed at once, and so lets go of what it holds.
+    An error in the generator becomes an event ``data: {"error": {...}}`` in OpenAI's format. The stream then
+    ends without ``[DONE]``, which only a complete response has. When the client disconnects, the generator is
+    closed immediately and releases its resources.
 
     Args:
-        pieces: whole events.
-        on_error: told of an error that ended the stream.
-        on_disconnect: told that the client has left.
+        pieces: complete events.
+        on_error: called with the error that ended the stream.
+        on_disconnect: called when the client has disconnected.
     """
 
     media_type = "text/event-stream"
@@ -66,7 +66,7 @@ class EventStream(Response):
         on_error: Callable[[BaseException], None],
         on_disconnect: Callable[[], None],
     ) -> None:
-        # Response() would compute the length of a body.
+        # Response.__init__ would compute a content length.
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -77,9 +77,9 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the stream; returns at its end or when the client has left."""
+        """Send the stream. Return at its end, or when the client disconnects."""
         sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(disconnected(receive))
+        leaving = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not sending.done():
@@ -102,7 +102,7 @@ class EventStream(Response):
             async for piece in self._pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except OSError:
-            self._on_disconnect()  # so some servers say that the client has left
+            self._on_disconnect()  # some servers report a disconnected client by an OSError
             return
         except Exception as error:
             self._on_error(error)
@@ -111,7 +111,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client has left. The body must have been read before."""
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected. The body must be read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

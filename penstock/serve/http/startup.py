@@ -1,4 +1,4 @@
-"""What a start took: its phases, and the page that is printed when it is over."""
+"""Start-up times: the phases, and the output when the server is ready."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StartupPhase:
-    """A part of the start, in one of the two processes; they run beside each other."""
+    """A phase of the start in one of the two processes, which run in parallel."""
 
     name: str
     process: str
@@ -26,7 +26,7 @@ class StartupPhase:
 
 
 class Startup:
-    """The clock of a start. It began with the process, where that can be known."""
+    """Measures a start, from the start of the process if the system reports it."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter() - process_age()
@@ -34,23 +34,23 @@ class Startup:
 
     @property
     def seconds(self) -> float:
-        """Since the process began."""
+        """Seconds since the process started."""
         return time.perf_counter() - self._began
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Takes the time of a part of the start, in this process."""
+        """Measure a phase in this process."""
         start = time.perf_counter()
         yield
         self.phases.append(StartupPhase(name, "server", time.perf_counter() - start))
 
     def add_worker(self, phases: Iterable[tuple[str, float]]) -> None:
-        """Adds the phases that the worker reports."""
+        """Add the phases that the worker reports."""
         self.phases += [StartupPhase(name, "worker", seconds) for name, seconds in phases]
 
 
 def process_age() -> float:
-    """Seconds since this process began; 0 where the system does not say."""
+    """Return the seconds since this process started; 0 if the system does not report them."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
@@ -60,7 +60,7 @@ def process_age() -> float:
 
 
 def announce(startup: Startup, url: str, model: str, log_format: str) -> None:
-    """Says that the server is ready: a table of the phases and the address; as a line of the log in JSON."""
+    """Report that the server is ready: print the phases and the address, or log them as JSON."""
     total = startup.seconds
     if log_format == "json":
         phases = {f"{one.process}: {one.name}": round(one.seconds, 3) for one in startup.phases}

@@ -1,4 +1,4 @@
-"""How long an answer may take: as a whole, and between two tokens."""
+"""Time limits of a response: for the whole request, and between two tokens."""
 
 from __future__ import annotations
 
@@ -15,72 +15,72 @@ T = TypeVar("T")
 
 
 class TimeLimits:
-    """The limits of one request, which began when it was received."""
+    """The limits of one request, counted from its arrival."""
 
     def __init__(self, config: ServeConfig, record: RequestRecord) -> None:
-        self._whole = config.request_timeout
-        self._pause = config.stream_timeout
+        self._request_timeout = config.request_timeout
+        self._stream_timeout = config.stream_timeout
         self._received = record.received
 
     async def within(self, waiting: Awaitable[T]) -> T:
-        """Awaits something that the whole request's limit bounds alone, such as a place in the batch.
+        """Await a result within the limit of the whole request.
 
         Raises:
-            RequestProblem: 503, the request has taken too long.
+            RequestProblem: 503, the request takes too long.
         """
         return await self._await(waiting, None)
 
-    async def pauses(
+    async def with_pings(
         self, deltas: AsyncIterator[T], *, ping: float, progress: Callable[[], int] = int
     ) -> AsyncGenerator[T | None, None]:
-        """The items as they come, and None where none has come for ``ping`` seconds.
+        """Yield the items, and None whenever no item has arrived for ``ping`` seconds.
 
-        The pause before the first is not bounded by itself: a long prompt takes its time.
+        The stream time limit does not apply before the first item, because a long prompt takes long.
 
         Args:
-            deltas: its ``__anext__`` may be cancelled without loss.
-            ping: seconds.
-            progress: how much has come that is part of no item yet; while it changes there is no pause.
+            deltas: the items. Cancelling its ``__anext__`` must not lose an item.
+            ping: seconds between two None.
+            progress: returns the amount of data received for the next item. A change restarts the time limit.
 
         Raises:
-            RequestProblem: 503, the request or a pause has taken too long.
+            RequestProblem: 503, the request or the next item takes too long.
         """
-        pause: float | None = None
+        limit: float | None = None
         while True:
             waited, seen = 0.0, progress()
             while True:
-                left = None if pause is None else pause - waited
-                seconds = ping if left is None else min(ping, left)
+                seconds = ping if limit is None else min(ping, limit - waited)
                 try:
                     item = await self._await(anext(deltas), seconds)
                     break
                 except StopAsyncIteration:
                     return
-                except _QuietError:
+                except _NoItemError:
                     waited += seconds
                 if progress() != seen:
                     waited, seen = 0.0, progress()
-                elif pause is not None and waited >= pause:
+                elif limit is not None and waited >= limit:
                     raise RequestProblem(
-                        503, f"no token came for {pause:g} seconds", code="timeout"
+                        503, f"no token arrived for {limit:g} seconds", code="timeout"
                     ) from None
                 yield None
             yield item
-            pause = self._pause
+            limit = self._stream_timeout
 
     async def _await(self, waiting: Awaitable[T], seconds: float | None) -> T:
-        """Raises `_QuietError` after some seconds, where the whole request may take longer."""
-        left = None if self._whole is None else max(0.0, self._received + self._whole - time.perf_counter())
-        ends_all = left is not None and (seconds is None or left <= seconds)
+        """Raise `_NoItemError` after ``seconds``, unless the limit of the whole request comes first."""
+        whole = self._request_timeout
+        left = None if whole is None else max(0.0, self._received + whole - time.perf_counter())
+        is_last = left is not None and (seconds is None or left <= seconds)
         try:
-            async with asyncio.timeout(left if ends_all else seconds):
+            async with asyncio.timeout(left if is_last else seconds):
                 return await waiting
         except TimeoutError:
-            if not ends_all:
-                raise _QuietError from None
-            message = f"the request took longer than {self._whole:g} seconds, the limit of this server"
+            if not is_last:
+                raise _NoItemError from None
+            message = f"the request took longer than {whole:g} seconds, the limit of this server"
             raise RequestProblem(503, message, code="timeout") from None
 
 
-class _QuietError(Exception):
-    """Nothing came for some time."""
+class _NoItemError(Exception):
+    """No item arrived in time."""

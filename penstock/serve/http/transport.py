@@ -1,4 +1,4 @@
-"""A transport that closes in stages (RFC 9112, 9.6) and detects clients that are gone."""
+"""A transport that closes in stages (RFC 9112, 9.6) and detects disconnected clients."""
 
 from __future__ import annotations
 
@@ -7,95 +7,96 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 LINGER_BYTES = 64 * 2**20
-"""Bytes of a request that are discarded after its answer; with more the connection is reset."""
+"""Maximum bytes of a request to discard after its response. With more, the connection is reset."""
 LINGER_SECONDS = 30.0
-"""Seconds in which they must arrive."""
-LINGER_PAUSE = 5.0
-"""Seconds without a byte after which none is waited for."""
+"""Maximum seconds to discard bytes."""
+LINGER_IDLE_SECONDS = 5.0
+"""Seconds without a byte after which the connection closes."""
 
 _PROBE = b"HTTP/1.1 "
-"""How every answer begins: it may be sent before the rest of the answer is known."""
+"""The first bytes of every response. They can be sent before the rest of the response is known."""
 _PROBE_PAUSES = (0.05, 0.05, 0.3, 1.0, 4.0, 15.0, 40.0, 120.0, 420.0)
-"""Seconds before each byte of it."""
+"""Seconds before each byte of the probe."""
 
 
 class ClosingTransport:
-    """A connection's transport as uvicorn sees it; all else is the one of asyncio or uvloop underneath.
+    """A wrapper of asyncio's or uvloop's transport, which uvicorn uses.
 
-    A close while the client sends makes the kernel reset the connection, and the client may lose an answer
-    that it has not read. So the sending side is closed first, and what arrives is discarded for some time.
+    If a socket is closed while the client sends, the kernel resets the connection, and the client may lose a
+    response that it has not read. So this transport closes the sending side first, and discards received
+    bytes for some time.
 
     Args:
-        transport: the one underneath.
-        is_client_sending: tells whether more of a request is expected.
+        transport: the wrapped transport.
+        is_client_sending: returns whether more bytes of a request are expected.
     """
 
     def __init__(self, transport: asyncio.Transport, is_client_sending: Callable[[], bool]) -> None:
         self._transport = transport
         self._is_client_sending = is_client_sending
         self._is_closing = False
-        self._left = LINGER_BYTES
-        self._ends: asyncio.TimerHandle | None = None
-        self._pause: asyncio.TimerHandle | None = None
-        self._probe: asyncio.TimerHandle | None = None
-        self._num_probed = 0
+        self._num_bytes_left = LINGER_BYTES
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._num_probed = 0  # bytes of the probe that are sent
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """Whether nothing can be written any more."""
+        """Return whether the transport accepts no more writes."""
         return self._is_closing or self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Writes a whole head, or what comes behind one."""
+        """Write complete headers, or data after them."""
         if self.is_closing():
             return
         if self._num_probed and data:
-            assert data.startswith(_PROBE), "probes are sent before a head only"
+            assert data.startswith(_PROBE), "probes are sent only before the headers of a response"
             data, self._num_probed = data[self._num_probed :], 0
-        if self._probe is not None:
-            self._probe.cancel()
-            self._probe = None
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+            self._probe_timer = None
         self._transport.write(data)
 
     def close(self) -> None:
-        """Closes the connection, in stages where the client may still send."""
+        """Close the connection, in stages if the client may still send."""
         if self.is_closing():
             return
         self._is_closing = True
         if not self._is_client_sending():
-            self.lost()
+            self.cancel_timers()
             self._transport.close()
             return
         loop = asyncio.get_running_loop()
         self._transport.write_eof()
         self._transport.resume_reading()
-        self._ends = loop.call_later(LINGER_SECONDS, self.abort)
-        self._pause = loop.call_later(LINGER_PAUSE, self.abort)
+        self._linger_timer = loop.call_later(LINGER_SECONDS, self.abort)
+        self._idle_timer = loop.call_later(LINGER_IDLE_SECONDS, self.abort)
 
     def abort(self) -> None:
-        """Closes the connection at once."""
-        self.lost()
+        """Close the connection immediately."""
+        self.cancel_timers()
         self._transport.abort()
 
     def discard(self, size: int) -> None:
-        """Takes note of bytes that arrived after the close."""
-        self._left -= size
-        if self._left < 0:
+        """Count bytes that arrived after `close`, and close the connection if there are too many."""
+        self._num_bytes_left -= size
+        if self._num_bytes_left < 0:
             self.abort()
-        elif self._pause is not None:
-            self._pause.cancel()
-            self._pause = asyncio.get_running_loop().call_later(LINGER_PAUSE, self.abort)
+        elif self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = asyncio.get_running_loop().call_later(LINGER_IDLE_SECONDS, self.abort)
 
     def probe(self, is_unanswered: Callable[[], bool]) -> None:
-        """Finds out whether a client that stopped sending still reads, or is gone: both look alike.
+        """Detect whether a client that stopped sending still reads.
 
-        The beginning that all answers have is sent, a byte at a time. A kernel whose process closed the
-        connection answers the first with a reset, and the next one fails.
+        Sends the common first bytes of all responses, one byte at a time. If the client has closed its
+        socket, its kernel answers the first byte with a reset, and the next write fails.
 
         Args:
-            is_unanswered: tells whether no answer has begun; after that the answer itself is the probe.
+            is_unanswered: returns whether no response has started. A started response needs no probe.
         """
         self._send_probe(is_unanswered, iter(_PROBE_PAUSES))
 
@@ -111,11 +112,11 @@ class ClosingTransport:
             self._num_probed += 1
             self._send_probe(is_unanswered, pauses)
 
-        self._probe = asyncio.get_running_loop().call_later(pause, send)
+        self._probe_timer = asyncio.get_running_loop().call_later(pause, send)
 
-    def lost(self) -> None:
-        """Ends all timers."""
+    def cancel_timers(self) -> None:
+        """Cancel all timers. The transport is closing from now on."""
         self._is_closing = True
-        for timer in (self._ends, self._pause, self._probe):
+        for timer in (self._linger_timer, self._idle_timer, self._probe_timer):
             if timer is not None:
                 timer.cancel()

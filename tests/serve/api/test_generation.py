@@ -158,7 +158,7 @@ async def test_the_limit_of_a_pause_is_no_limit_of_an_answer(stream: bool) -> No
         exchange = open_exchange(server, COMPLETION, stream=stream, max_tokens=60)
         await exchange.ended()
         stuck.set()
-        assert b"no token came for 1 seconds" in exchange.body
+        assert b"no token arrived for 1 seconds" in exchange.body
         assert exchange.status == (200 if stream else 503)
         if stream:
             assert exchange.body.count(b": ping\n\n") >= 2

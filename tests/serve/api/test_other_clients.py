@@ -296,7 +296,7 @@ async def test_ping_and_load() -> None:
             response = await server.http.request(method, "/ping")
             assert (response.status_code, response.json()) == (200, {"status": "ok"})
         assert (await server.http.get("/load")).json() == {"server_load": 0}
-        with server.services.gate.inside():
+        with server.services.gate.track():
             assert (await server.http.get("/load")).json() == {"server_load": 1}
 
 

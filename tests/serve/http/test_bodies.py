@@ -1,4 +1,4 @@
-"""Bodies: bounded, strict, and never the reason for a 500."""
+"""Request bodies: limits, strict JSON, and no 500 for any body."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_json_is_decoded_as_json(value: Any) -> None:
 
 
 @given(st.binary() | st.text().map(str.encode))
-def test_whatever_comes_is_decoded_or_refused(body: bytes) -> None:
-    with suppress(RequestProblem):  # anything else would be a 500
+def test_any_body_is_decoded_or_refused(body: bytes) -> None:
+    with suppress(RequestProblem):  # any other exception would be a 500
         decode_json(body)
 
 
@@ -49,13 +49,13 @@ HOSTILE = {
     "deep arrays": (b"[" * 20_000 + b"]" * 20_000, "deeper than 64 levels"),
     "deep objects": (b'{"a":' * 20_000 + b"1" + b"}" * 20_000, "deeper than 64 levels"),
     "a little too deep": (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "deeper than 64 levels"),
-    "an endless number": (b'{"a": ' + b"9" * 5000 + b"}", "a number that is too long"),
+    "an endless number": (b'{"a": ' + b"9" * 5000 + b"}", "a number has too many digits"),
     "a number beyond floats": (b'{"a": 1e999}', "1e999 is too large"),
-    "not a number": (b'{"a": NaN}', "NaN is no JSON number"),
-    "infinity": (b'{"a": -Infinity}', "-Infinity is no JSON number"),
-    "half a pair": (b'{"a": "\\ud83d"}', "half of a surrogate pair"),
-    "half a pair as a key": (b'{"\\uDC00": 1}', "half of a surrogate pair"),
-    "a key twice": (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' stands twice"),
+    "not a number": (b'{"a": NaN}', "NaN is not a JSON number"),
+    "infinity": (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
+    "half a pair": (b'{"a": "\\ud83d"}', "unpaired surrogate"),
+    "half a pair as a key": (b'{"\\uDC00": 1}', "unpaired surrogate"),
+    "a key twice": (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice"),
 }
 
 
@@ -78,7 +78,7 @@ def test_hostile_bodies(body: bytes, words: str) -> None:
         b'["\\\\ud83d"]',
     ],
 )
-def test_what_only_looks_hostile(body: bytes) -> None:
+def test_bodies_that_only_look_hostile(body: bytes) -> None:
     assert decode_json(body) == json.loads(body)
 
 
@@ -107,7 +107,7 @@ async def test_hostile_requests(path: str, body: bytes, words: str) -> None:
 
 
 async def test_a_body_may_be_as_long_as_the_limit() -> None:
-    body = json.dumps({"a": "b" * 100_000}).encode()  # decoded in the pool
+    body = json.dumps({"a": "b" * 100_000}).encode()  # decoded in the other process
     async with client_of(make_services(max_body_size=len(body)), echo()) as client:
         assert (await post(client, body)).json() == {"a": "b" * 100_000}
     async with client_of(make_services(max_body_size=len(body) - 1), echo()) as client:
@@ -117,25 +117,25 @@ async def test_a_body_may_be_as_long_as_the_limit() -> None:
     assert str(len(body) - 1) in refused.json()["error"]["message"]
 
 
-async def test_long_bodies_are_few_at_a_time() -> None:
+async def test_the_number_of_concurrent_large_bodies_is_limited() -> None:
     services = make_services()
-    services.large_bodies.enter()
+    services.large_bodies.acquire()
     long = json.dumps({"a": "b" * 600_000}).encode()
     async with client_of(services, echo()) as client:
         assert (await post(client, long, path="/raw")).status_code == 200
-        while services.large_bodies.num_inside < 8:
-            services.large_bodies.enter()
+        while services.large_bodies.num_active < 8:
+            services.large_bodies.acquire()
         refused = await post(client, long, path="/raw")
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
-        assert (await post(client, b"{}", path="/raw")).status_code == 200, "short ones are let in"
-        services.large_bodies.leave()
+        assert (await post(client, b"{}", path="/raw")).status_code == 200, "short bodies are accepted"
+        services.large_bodies.release()
         assert (await post(client, long, path="/raw")).status_code == 200
         assert (await post(client, b"[" + long, path="/raw")).status_code == 400
-        assert services.large_bodies.num_inside == 7, "each leaves, refused ones too"
+        assert services.large_bodies.num_active == 7, "each request releases its slot, refused ones too"
 
 
-async def test_bytes_are_counted_as_they_come() -> None:
-    """Without Content-Length, and whatever the client says: it ends long before the body does."""
+async def test_bytes_are_counted_while_they_arrive() -> None:
+    """A body without Content-Length is refused long before its end."""
     sent = 0
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -150,7 +150,7 @@ async def test_bytes_are_counted_as_they_come() -> None:
     assert sent < 13_000
 
 
-async def test_a_body_that_is_announced_as_too_long_is_not_read() -> None:
+async def test_a_body_with_a_too_large_content_length_is_not_read() -> None:
     sent = 0
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -164,7 +164,7 @@ async def test_a_body_that_is_announced_as_too_long_is_not_read() -> None:
     assert (response.status_code, sent) == (413, 0)
 
 
-async def test_a_body_that_does_not_come() -> None:
+async def test_a_body_that_does_not_arrive_in_time() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         yield b'{"a":'
         await asyncio.sleep(60)
@@ -200,8 +200,8 @@ async def test_media_types(media_type: str, status: int) -> None:
         assert response.json()["error"]["code"] == "unsupported_media_type"
 
 
-async def test_a_body_without_a_type_is_refused() -> None:
-    """Pages of other sites may send such requests without asking first."""
+async def test_a_body_without_a_content_type_is_refused() -> None:
+    """Pages of other sites can send such requests without a preflight."""
     async with client_of(make_services(), echo()) as client:
         response = await client.post("/raw", content=b'{"a": 1}')
     assert response.status_code == 415

@@ -316,7 +316,7 @@ async def test_what_is_discarded_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_the_time_of_discarding_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "LINGER_PAUSE", 0.05)
+    monkeypatch.setattr(transport, "LINGER_IDLE_SECONDS", 0.05)
     app = App()
     server = HttpServer(app, ServeConfig())  # type: ignore[arg-type]
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -335,7 +335,7 @@ async def test_the_end_of_the_server_waits_for_no_client_that_was_answered() -> 
         writer.write(POST % b"early-close" + b"content-length: 1000\r\n\r\n")
         await until(lambda: bool(app.paths))
         before = time.monotonic()
-    assert time.monotonic() - before < transport.LINGER_PAUSE
+    assert time.monotonic() - before < transport.LINGER_IDLE_SECONDS
     writer.close()
 
 

@@ -1,4 +1,4 @@
-"""The gate, and who is inside."""
+"""The gate and its count of active requests."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from support.serving import client_of, make_services
 from penstock.serve.http.gate import Gate
 
 
-async def test_it_is_empty_when_the_last_has_left() -> None:
+async def test_the_gate_is_idle_after_the_last_request() -> None:
     gate = Gate()
-    assert await gate.emptied(0)
-    with gate.inside():
-        with gate.inside():
-            assert gate.num_inside == 2
-        assert gate.num_inside == 1
-        assert not await gate.emptied(0.01)
-        waiting = asyncio.create_task(gate.emptied(60))
+    assert await gate.wait_until_idle(0)
+    with gate.track():
+        with gate.track():
+            assert gate.num_active == 2
+        assert gate.num_active == 1
+        assert not await gate.wait_until_idle(0.01)
+        waiting = asyncio.create_task(gate.wait_until_idle(60))
         await asyncio.sleep(0)
     assert await waiting
-    with gate.inside():
-        assert not await gate.emptied(0)
+    with gate.track():
+        assert not await gate.wait_until_idle(0)
 
 
-async def test_once_closed_it_stays_closed() -> None:
+async def test_a_closed_gate_stays_closed() -> None:
     gate = Gate(is_open=False)
     assert "loaded" in gate.reason
     gate.open()
@@ -36,9 +36,9 @@ async def test_once_closed_it_stays_closed() -> None:
     assert "shutting down" in gate.reason
 
 
-@pytest.mark.parametrize(("length", "is_taken_in"), [(20_000, True), (10_000_000, False)])
-async def test_a_short_body_is_read_before_its_request_is_refused(length: int, is_taken_in: bool) -> None:
-    """Or the connection, closed with bytes unread, might be reset and the answer be lost."""
+@pytest.mark.parametrize(("length", "is_read"), [(20_000, True), (10_000_000, False)])
+async def test_a_short_body_is_read_before_its_request_is_refused(length: int, is_read: bool) -> None:
+    """Closing a connection with unread bytes could reset it, and the client could lose the response."""
     sent = 0
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -54,5 +54,5 @@ async def test_a_short_body_is_read_before_its_request_is_refused(length: int, i
             "/v1/completions", content=chunks(), headers={"content-type": "application/json"}
         )
     assert (response.status_code, response.headers["connection"]) == (503, "close")
-    assert (sent == length) is is_taken_in
+    assert (sent == length) is is_read
     assert sent <= 70_000

@@ -63,7 +63,7 @@ def test_values_are_counted_outside_of_texts(value: Any, ascii: bool) -> None:
         with pytest.raises(TooManyValuesError, match=f"has {num_values} objects, arrays and keys"):
             decode(body, num_values - 1, MANY)
     if num_items:
-        with pytest.raises(TooManyValuesError, match="values, this server takes"):
+        with pytest.raises(TooManyValuesError, match="values; the limit is"):
             decode(body, MANY, num_items - 1)
 
 
@@ -77,9 +77,9 @@ def test_values_are_counted_outside_of_texts(value: Any, ascii: bool) -> None:
         b'{"a":"' + b'\\"' * 1000 + b'", "b":[' + b"[]," * 100_000,
     ],
 )
-def test_many_values_are_refused_before_they_are_made(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_values_are_refused_before_decoding(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_process, "json", None)
-    with pytest.raises(TooManyValuesError, match="this server takes 50000"):
+    with pytest.raises(TooManyValuesError, match="the limit is 50000"):
         decode(body, 50_000, MANY)
 
 
@@ -98,12 +98,12 @@ def test_a_long_text_has_few_values() -> None:
         list(range(100_000)),
     ],
 )
-async def test_a_value_comes_back(decoder: JsonDecoder, value: Any) -> None:
+async def test_the_process_returns_the_value(decoder: JsonDecoder, value: Any) -> None:
     assert await decoder.decode(json.dumps(value).encode(), MANY, MANY) == value
 
 
-async def test_the_process_lives_on_after_a_refusal(decoder: JsonDecoder) -> None:
-    with pytest.raises(InvalidJsonError, match="the key 'a' stands twice"):
+async def test_the_process_continues_after_a_refusal(decoder: JsonDecoder) -> None:
+    with pytest.raises(InvalidJsonError, match="the key 'a' occurs twice"):
         await decoder.decode(b'{"a": 1, "a": 2}', MANY, MANY)
     with pytest.raises(TooManyValuesError, match="has 3 objects"):
         await decoder.decode(b"[[], []]", 2, MANY)
@@ -112,13 +112,13 @@ async def test_the_process_lives_on_after_a_refusal(decoder: JsonDecoder) -> Non
     assert decoder._process is process
 
 
-async def test_bodies_wait_for_their_turn(decoder: JsonDecoder) -> None:
+async def test_concurrent_bodies_are_decoded_one_after_another(decoder: JsonDecoder) -> None:
     bodies = [json.dumps([number] * 50_000).encode() for number in range(5)]
     found = await asyncio.gather(*(decoder.decode(body, MANY, MANY) for body in bodies))
     assert [one[0] for one in found] == [0, 1, 2, 3, 4]
 
 
-async def test_a_process_that_ends_is_started_again(decoder: JsonDecoder) -> None:
+async def test_a_process_that_ended_is_restarted(decoder: JsonDecoder) -> None:
     await decoder.decode(b"[]", MANY, MANY)
     assert decoder._process is not None
     decoder._process.send_signal(signal.SIGSTOP)
@@ -130,7 +130,7 @@ async def test_a_process_that_ends_is_started_again(decoder: JsonDecoder) -> Non
     assert await decoder.decode(b"[1]", MANY, MANY) == [1]
 
 
-async def test_a_reply_that_nobody_waits_for_answers_no_other(decoder: JsonDecoder) -> None:
+async def test_the_reply_to_a_cancelled_request_answers_no_other_request(decoder: JsonDecoder) -> None:
     long = asyncio.ensure_future(decoder.decode(json.dumps(["x"] * 500_000).encode(), MANY, MANY))
     await asyncio.sleep(0.05)
     long.cancel()
@@ -155,17 +155,17 @@ def test_the_process_serves_until_its_input_ends() -> None:
 
 @pytest.mark.parametrize("length", [0, 100_000, 600_000])
 async def test_a_server_names_the_limit(length: int) -> None:
-    """Of short bodies and of long ones."""
+    """The same message for short and long bodies."""
     async with client_of(make_services(max_json_values=100)) as client:
         body = {"model": "demo", "prompt": "a" * length, "stop": [{}] * 200}
         response = await client.post("/v1/completions", json=body)
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (400, "too_many_values")
-        assert "has 205 objects, arrays and keys, this server takes 100" in error["message"]
+        assert "has 205 objects, arrays and keys; the limit is 100" in error["message"]
         assert "--max-json-values" in error["message"]
 
 
-async def test_there_is_room_for_prompts_of_token_ids() -> None:
+async def test_the_limit_allows_prompts_of_token_ids() -> None:
     services = make_services(max_json_values=100)
     assert services.json_limits == (100, 4 * 2048)
     async with client_of(services) as client:

@@ -17,7 +17,7 @@ from penstock.serve.http.sse import DONE, EventStream, EventTemplate, event
 
 @given(st.text())
 def test_a_value_in_a_template_is_the_event_with_that_value(text: str) -> None:
-    template = EventTemplate({"a": [1, {"text": EventTemplate.HOLE}], "b": None})
+    template = EventTemplate({"a": [1, {"text": EventTemplate.PLACEHOLDER}], "b": None})
     assert template.with_value(text) == event({"a": [1, {"text": text}], "b": None})
     assert b"\n" not in template.with_value(text)[:-2]
 

@@ -1,4 +1,4 @@
-"""How long an answer may take."""
+"""Time limits of responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.serve.observability.request_record import RequestRecord
 
 
 class Items:
-    """Numbers that come at their times, however often somebody stops waiting for them."""
+    """Numbers that arrive at fixed times. Cancelling a wait for one does not delay it."""
 
     def __init__(self, *pauses: float) -> None:
         self._start = time.perf_counter()
@@ -38,33 +38,33 @@ def limits(**config: float) -> TimeLimits:
 
 
 async def collected(limits: TimeLimits, *pauses: float, ping: float = 30) -> list[int | None]:
-    return [item async for item in limits.pauses(Items(*pauses), ping=ping)]
+    return [item async for item in limits.with_pings(Items(*pauses), ping=ping)]
 
 
-async def test_what_is_quick_enough_passes() -> None:
+async def test_items_within_the_limits_pass() -> None:
     assert await collected(limits(), 0, 0.01) == [0, 1]
     assert await collected(limits(request_timeout=5, stream_timeout=5), 0, 0.01, 0) == [0, 1, 2]
     assert await limits(request_timeout=5).within(asyncio.sleep(0, "done")) == "done"
 
 
-async def test_a_pause_that_is_too_long() -> None:
+async def test_the_time_limit_between_two_items() -> None:
     with pytest.raises(RequestProblem) as caught:
         await collected(limits(stream_timeout=0.05), 0, 0, 60)
-    assert "no token came for 0.05 seconds" in caught.value.message
+    assert "no token arrived for 0.05 seconds" in caught.value.message
     assert problem_of(caught.value).code == "timeout"
     assert problem_of(caught.value).headers["retry-after"]
 
 
-async def test_the_first_may_take_longer_than_a_pause() -> None:
+async def test_the_first_item_may_take_longer() -> None:
     assert await collected(limits(stream_timeout=1), 1.2, 0) == [0, 1]
 
 
-async def test_a_whole_that_is_too_long() -> None:
+async def test_the_time_limit_of_the_whole_request() -> None:
     seen: list[int | None] = []
 
     async def collect() -> None:
         short = limits(request_timeout=0.1, stream_timeout=60)
-        async for item in short.pauses(Items(0, *[0.02] * 1000), ping=30):
+        async for item in short.with_pings(Items(0, *[0.02] * 1000), ping=30):
             seen.append(item)
 
     with pytest.raises(RequestProblem, match=r"longer than 0\.1 seconds"):
@@ -72,21 +72,21 @@ async def test_a_whole_that_is_too_long() -> None:
     assert 0 < len(seen) < 1000
 
 
-async def test_a_place_that_does_not_come() -> None:
+async def test_the_time_limit_of_an_admission() -> None:
     with pytest.raises(RequestProblem, match=r"longer than 0\.05 seconds"):
         await limits(request_timeout=0.05).within(asyncio.sleep(60))
 
 
-async def test_the_whole_begins_with_the_request() -> None:
+async def test_the_time_limit_starts_with_the_arrival() -> None:
     config, record = ServeConfig(request_timeout=0.05), RequestRecord()
     await asyncio.sleep(0.06)
     with pytest.raises(RequestProblem):
         await TimeLimits(config, record).within(asyncio.sleep(60))
 
 
-async def test_a_quiet_time_is_told() -> None:
-    """So that a comment can be sent, which keeps the connection open; nothing is lost over it."""
-    told: list[int | None] = []
+async def test_none_is_yielded_while_no_item_arrives() -> None:
+    """A stream then sends a comment, which keeps the connection open. No item is lost."""
+    received: list[int | None] = []
     quiet = asyncio.Event()
 
     class Slow(Items):
@@ -95,11 +95,11 @@ async def test_a_quiet_time_is_told() -> None:
                 await quiet.wait()
             return await super().__anext__()
 
-    async for item in limits().pauses(Slow(0, 0, 0), ping=0.05):
-        told.append(item)
-        if told.count(None) == 2:
+    async for item in limits().with_pings(Slow(0, 0, 0), ping=0.05):
+        received.append(item)
+        if received.count(None) == 2:
             quiet.set()
-    assert [item for item in told if item is not None] == [0, 1, 2]
-    assert told[1:3] == [None, None]
-    with pytest.raises(RequestProblem, match=r"no token came for 0\.1 seconds"):
+    assert [item for item in received if item is not None] == [0, 1, 2]
+    assert received[1:3] == [None, None]
+    with pytest.raises(RequestProblem, match=r"no token arrived for 0\.1 seconds"):
         await collected(limits(stream_timeout=0.1), 0, 60, ping=0.03)
