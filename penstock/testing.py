@@ -26,7 +26,6 @@ from penstock.pipelines.core import (
     LogProbabilities,
     TextContext,
     TextGenerationResponse,
-    TextResponse,
 )
 from penstock.text.tokenizer import TextTokenizer
 from penstock.text.tokenizer_files import TokenizerFiles
@@ -141,7 +140,7 @@ class FakePipeline:
             self._step(batch)
         for context in batch.values():
             self.kv.commit(context)
-        return {request_id: _response(context) for request_id, context in batch.items()}
+        return {request_id: context.outstanding_response() for request_id, context in batch.items()}
 
     def release(self, context: TextContext) -> None:
         """Gives back the context's cache slot and blocks; twice is once."""
@@ -176,11 +175,6 @@ def _certain(context: TextContext, token: int) -> LogProbabilities:
     echoed = context.all_tokens[context.start_idx + 1 : context.active_idx].tolist()
     tokens = [*(echoed if context.log_probabilities_echo else ()), token]
     return LogProbabilities([0.0] * len(tokens), [{token: 0.0} for token in tokens])
-
-
-def _response(context: TextContext) -> TextGenerationResponse:
-    outstanding = context.outstanding_completion_tokens()
-    return TextGenerationResponse([TextResponse(token, logs) for token, logs in outstanding], context.status)
 
 
 def _byte_tokenizer(*special_tokens: str) -> Tokenizer:

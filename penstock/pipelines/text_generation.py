@@ -375,7 +375,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 if matcher is not None:
                     self._append_forced(context)
                 self.kv.commit(context)
-                responses[request_id] = _response(context)
+                responses[request_id] = context.outstanding_response()
             except InputError as error:
                 context.update_status(TextGenerationStatus.CANCELLED)
                 self.failures[request_id] = error
@@ -449,14 +449,6 @@ def _advance(context: TextContext, sampled: SampledTokens) -> None:
         if place and _status(context).is_done:
             break
         context.update(token, sampled.log_probabilities[place] if sampled.log_probabilities else None)
-
-
-def _response(context: TextContext) -> TextGenerationResponse:
-    """What there is of a context to hand out."""
-    outstanding = context.outstanding_completion_tokens()
-    return TextGenerationResponse(
-        [TextResponse(token, logs) for token, logs in outstanding], _status(context)
-    )
 
 
 def _status(context: TextContext) -> TextGenerationStatus:

@@ -20,22 +20,16 @@ from penstock.worker.messages import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerToken:
-    """A token as it came from the worker."""
-
-    next_token: int
-    log_probabilities: PackedLogProbabilities | None = None
-
-
 @dataclass(slots=True)
 class RequestDelta:
     """What came for a request since it was last asked."""
 
-    tokens: list[WorkerToken]
+    token_ids: list[int]
     status: TextGenerationStatus
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
+    log_probabilities: list[PackedLogProbabilities | None] = field(default_factory=list)
+    """One entry per token if they were requested."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
     """Those of an echoed prompt whose very first token ended the output; else the first token has them."""
     embeddings: EmbeddingsResponse | None = None
@@ -47,8 +41,8 @@ class RequestDelta:
         """Append what a step computed."""
         match result:
             case TextResult():
-                logs = result.log_probabilities or [None] * len(result.tokens)
-                self.tokens += map(WorkerToken, result.tokens, logs)
+                self.token_ids += result.tokens
+                self.log_probabilities += result.log_probabilities or ()
                 self.prompt_log_probabilities = result.prompt_log_probabilities
             case EmbeddingsResult():
                 self.embeddings = result.response

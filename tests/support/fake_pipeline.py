@@ -14,7 +14,7 @@ from support.paged import compute
 
 from penstock.errors import PenstockError, RequestFailedError
 from penstock.kv_cache import KVCacheManager
-from penstock.pipelines.core import TextContext, TextGenerationResponse, TextResponse
+from penstock.pipelines.core import TextContext, TextGenerationResponse
 
 EOS = 0
 
@@ -69,10 +69,7 @@ class FakePipeline:
             self.kv.commit(context)
         self.failures |= {name: RequestFailedError("spoilt") for name in batch if name in self.spoilt}
         return {
-            request_id: TextGenerationResponse(
-                [TextResponse(token) for token, _ in context.outstanding_completion_tokens()],
-                context.status,
-            )
+            request_id: context.outstanding_response()
             for request_id, context in batch.items()
             if request_id not in self.failures
         }

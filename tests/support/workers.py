@@ -139,7 +139,7 @@ async def read(generation: Generation) -> list[RequestDelta]:
 
 
 def ids(deltas: list[RequestDelta]) -> list[int]:
-    return [int(token.next_token) for delta in deltas for token in delta.tokens]
+    return [token_id for delta in deltas for token_id in delta.token_ids]
 
 
 def text(deltas: list[RequestDelta]) -> str:

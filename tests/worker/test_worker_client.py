@@ -98,17 +98,17 @@ async def test_several_tokens_a_step() -> None:
 async def test_log_probabilities_come_along() -> None:
     async with client_of(FakePipeline.saying("ab")) as client:
         deltas = await read(client.submit(request("a", log_probabilities=2, log_probabilities_echo=True)))
-        logs = [token.log_probabilities for delta in deltas for token in delta.tokens]
+        logs = [log for delta in deltas for log in delta.log_probabilities]
         assert [len(log.token_log_probabilities) for log in logs if log] == [2, 1]
         deltas = await read(client.submit(request("b")))
-        assert [token.log_probabilities for delta in deltas for token in delta.tokens] == [None, None]
+        assert [len(delta.log_probabilities) for delta in deltas] == [0] * len(deltas)
 
 
 async def test_log_probabilities_of_a_prompt_that_nothing_follows() -> None:
     async with client_of(FakePipeline.saying("")) as client:
         asked = {"log_probabilities": 1, "log_probabilities_echo": True}
         (delta,) = await read(client.submit(request("a", "Hello", **asked)))
-        assert delta.tokens == []
+        assert delta.token_ids == []
         assert delta.prompt_log_probabilities is not None
         assert len(delta.prompt_log_probabilities.token_log_probabilities) == 4
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import msgspec
@@ -14,7 +14,7 @@ from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.pipelines.core.interfaces import GrammarMatcher, InputContext
 from penstock.pipelines.core.logit_rules import LogitRules, TokenCounts
 from penstock.pipelines.core.requests import Grammar
-from penstock.pipelines.core.responses import LogProbabilities
+from penstock.pipelines.core.responses import LogProbabilities, TextGenerationResponse, TextResponse
 from penstock.pipelines.core.sampling_params import SamplingParams
 from penstock.pipelines.core.status import TextGenerationStatus
 from penstock.pipelines.core.tokens import TokenBuffer
@@ -179,15 +179,22 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         The next call gives only later ones. The status stays as it is. With ``log_probabilities_echo`` the
         first token's log probabilities begin with those of the prompt, computed in chunks or not.
         """
+        return [
+            (cast(int, one.next_token), one.log_probabilities) for one in self.outstanding_response().tokens
+        ]
+
+    def outstanding_response(self) -> TextGenerationResponse:
+        """Return the tokens that `outstanding_completion_tokens` would return, and the status."""
         start, end = self._completion_start_idx, self._completion_end_idx
         if start >= end:
-            return []
+            return TextGenerationResponse([], self._status)
         self._completion_start_idx = end
         tokens = self.tokens[start:end].tolist()
         if not self._log_probabilities_data:
-            return [(token, None) for token in tokens]
+            return TextGenerationResponse(list(map(TextResponse, tokens)), self._status)
         pop = self._log_probabilities_data.pop
-        return [(token, pop(i, None)) for i, token in enumerate(tokens, start)]
+        responses = [TextResponse(token, pop(i, None)) for i, token in enumerate(tokens, start)]
+        return TextGenerationResponse(responses, self._status)
 
     @property
     def prompt_log_probabilities(self) -> LogProbabilities | None:

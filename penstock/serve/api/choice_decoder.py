@@ -8,11 +8,10 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from penstock.pipelines.core import LogProbabilities, TextContext, TextGenerationStatus, TextResponse
+from penstock.pipelines.core import LogProbabilities, TextContext, TextGenerationStatus
 from penstock.serve.parsers import Content, Event, OutputParser, Reasoning
 from penstock.text.detokenizer import Detokenizer, TokenDecoder, TokenIds, text_after_prompt
 from penstock.worker.messages import PackedLogProbabilities
-from penstock.worker.results import WorkerToken
 
 Rows: TypeAlias = LogProbabilities | PackedLogProbabilities
 
@@ -150,8 +149,9 @@ class ChoiceDecoder:
 
     def take(
         self,
-        tokens: Sequence[TextResponse | WorkerToken],
+        token_ids: Sequence[int],
         status: TextGenerationStatus,
+        log_probabilities: Sequence[Rows | None] = (),
         prompt_log_probabilities: Rows | None = None,
     ) -> ChoiceDelta:
         """Adds what came from the worker; nothing after the choice has ended."""
@@ -160,10 +160,9 @@ class ChoiceDecoder:
         if prompt_log_probabilities is not None:
             self._keep_prompt(prompt_log_probabilities)
         if not self._wants_tokens:
-            for response in tokens:
-                self._score(response)
-            tokens = ()
-        ids = [int(response.next_token) for response in tokens]
+            self._score(token_ids, log_probabilities)
+            token_ids = ()
+        ids = list(token_ids)
         events = self._parse_each(ids) if self._token_by_token else self._parse_together(ids)
         if self._end is not None:
             del ids[self._end - self._num_taken :]
@@ -176,7 +175,7 @@ class ChoiceDecoder:
             self.num_tokens += 1  # the token that ended it
         if self._has_reasoning and not self._answer_begun:
             self.num_reasoning_tokens = self._num_taken
-        scores = [one for response in tokens[: len(ids)] for one in self._score(response)]
+        scores = self._score(ids, log_probabilities)
         return ChoiceDelta(events, ids, scores, self.finish_reason, self.num_tokens - before)
 
     def _parse_together(self, ids: Sequence[int]) -> list[Event]:
@@ -219,13 +218,15 @@ class ChoiceDecoder:
         )
         return events
 
-    def _score(self, response: TextResponse | WorkerToken) -> list[Score]:
-        rows = response.log_probabilities
-        if rows is None:
-            return []
-        *before, (logprob, top) = _positions(rows)
-        self.prompt_scores += before
-        return [Score(int(response.next_token), logprob, top)]
+    def _score(self, token_ids: Sequence[int], log_probabilities: Sequence[Rows | None]) -> list[Score]:
+        """Return the scores of tokens. Rows before that of a token belong to the prompt."""
+        scores = []
+        for token_id, rows in zip(token_ids, log_probabilities, strict=False):
+            if rows is not None:
+                *before, (logprob, top) = _positions(rows)
+                self.prompt_scores += before
+                scores.append(Score(token_id, logprob, top))
+        return scores
 
     def _keep_prompt(self, rows: Rows) -> None:
         self.prompt_scores += _positions(rows)

@@ -180,15 +180,17 @@ class GenerationRun:
 
     def _adds_something(self, index: int, delta: RequestDelta) -> bool:
         # The worker may go on with a choice that a stop string ended until it hears of that.
-        return bool(delta.tokens or delta.status.is_done) and not self.work.choices[index].is_done
+        return bool(delta.token_ids or delta.status.is_done) and not self.work.choices[index].is_done
 
     def _take(self, index: int, delta: RequestDelta) -> ChoiceDelta:
         choice = self.work.choices[index]
-        self._record.tokens(len(delta.tokens), index)
+        self._record.tokens(len(delta.token_ids), index)
         choice.num_cached_tokens = delta.num_cached_tokens
         if choice.decodes_at_end:
             self._generations[index].read_at_end()
-        piece = choice.take(delta.tokens, delta.status, delta.prompt_log_probabilities)
+        piece = choice.take(
+            delta.token_ids, delta.status, delta.log_probabilities, delta.prompt_log_probabilities
+        )
         if choice.ended_by_text:
             self._generations[index].cancel()
         return piece

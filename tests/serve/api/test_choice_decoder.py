@@ -22,7 +22,6 @@ from penstock.pipelines.core import (
     SamplingParams,
     TextContext,
     TextGenerationStatus,
-    TextResponse,
     TokenGeneratorRequest,
 )
 from penstock.serve.api.choice_decoder import ChoiceDecoder, ChoiceDelta, finish_reason
@@ -64,10 +63,8 @@ def take_all(
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     pieces: list[ChoiceDelta] = []
     for start, end in pairwise(bounds):
-        tokens = [
-            TextResponse(one, LogProbabilities([-1.0 * one], [{one: -1.0 * one}])) for one in ids[start:end]
-        ]
-        pieces.append(choice.take(tokens, status if end == len(ids) else ACTIVE))
+        logs = [LogProbabilities([-1.0 * one], [{one: -1.0 * one}]) for one in ids[start:end]]
+        pieces.append(choice.take(ids[start:end], status if end == len(ids) else ACTIVE, logs))
         if pieces[-1].finish_reason:
             break
     else:
@@ -152,7 +149,7 @@ def test_what_comes_behind_a_stop_string_is_dropped() -> None:
     assert ([event.text for event in events], ids, scored) == (["aa"], list(b"aab"), list(b"aab"))
     assert (reason, num_tokens) == ("stop", 3)
     assert choice.ended_by_text
-    assert choice.take([TextResponse(99)], END).token_ids == []
+    assert choice.take([99], END).token_ids == []
     assert choice.num_tokens == 3
 
 
@@ -183,7 +180,7 @@ def test_the_text_goes_on_where_the_prompt_ends(shared_data: Path, at_once: bool
         context = tokenizer.build_context(TokenGeneratorRequest("1", 0, "m", prompt=before))
         choice = ChoiceDecoder(context, tokenizer, at_once=at_once)
         assert choice.decodes_at_end == at_once
-        assert choice.take([TextResponse(int(one)) for one in answer], END).content == text
+        assert choice.take(answer.tolist(), END).content == text
 
 
 def test_offsets_count_the_first_space_where_it_is_shown(shared_data: Path) -> None:
@@ -199,7 +196,7 @@ def test_offsets_count_the_first_space_where_it_is_shown(shared_data: Path) -> N
 def test_a_request_for_no_token_gets_none() -> None:
     choice = choice_of(context_of(max_new_tokens=0), None)
     rows = LogProbabilities([-1.0, -2.0], [{72: -1.0}, {97: -2.0}])
-    piece = choice.take([TextResponse(97, rows)], LENGTH)
+    piece = choice.take([97], LENGTH, [rows])
     assert (piece.events, piece.token_ids, piece.scores, piece.finish_reason) == ([], [], [], "length")
     assert (choice.prompt_scores, choice.num_tokens) == ([(-1.0, {72: -1.0})], 0)
 
