@@ -9,7 +9,7 @@ from penstock.errors import CheckpointNotFoundError, InputError, UnavailableErro
 from penstock.pipelines.core import TextContext, TextGenerationStatus
 from penstock.testing import FakeTokenizer
 from penstock.worker.engine_client import EngineState
-from penstock.worker.messages import RequestResult, WorkerInfo, WorkerStats
+from penstock.worker.messages import TextResult, WorkerInfo, WorkerStats
 from penstock.worker.results import Generation
 
 INFO = WorkerInfo(
@@ -83,7 +83,7 @@ class FakeEngine:
             kept = [] if token == FakeTokenizer.EOS else [token]
             if status.is_done:
                 self.num_outstanding -= 1
-            generation.add(RequestResult(context.request_id, kept, status))
+            generation.add(TextResult(context.request_id, kept, status))
             if status.is_done:
                 return
 
