@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels import ENCODINGS, LazyWeight, LoRAInputs, Ops, PackedLinear, StepInputs
+from penstock.kernels import ENCODINGS, KVCacheInputs, LazyWeight, LoRAInputs, Ops, PackedLinear, StepInputs
 from penstock.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.pipelines.core import TextContext
 
@@ -48,7 +49,7 @@ Pack = Callable[[LazyWeight, Tensor | None], None]
 
 
 def pack_calibrated(
-    network: CalibrationNetwork, spec: KVCacheSpec, ops: Ops, config: HuggingFaceConfig, pack: Pack
+    network: CalibrationNetwork, spec: KVCacheSpec | None, ops: Ops, config: HuggingFaceConfig, pack: Pack
 ) -> None:
     """Runs some random tokens, the same each time, and packs what they pass.
 
@@ -56,25 +57,30 @@ def pack_calibrated(
 
     Args:
         network: with weights that are `LazyWeight`.
-        spec: of its KV cache.
+        spec: of its KV cache; None for a network without one.
         ops: runs it.
         config: says how many tokens there are.
         pack: is given each layer.
     """
     tokens = np.random.default_rng(0).integers(0, max(config.vocabulary_size, 1), NUM_TOKENS)
+    step = StepInputs(
+        cast(Ops, _CalibratingOps(ops, pack)),
+        torch.arange(NUM_TOKENS),
+        torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
+        None if spec is None else _cache_inputs(spec, tokens),
+        text_lengths=torch.full((NUM_TOKENS,), NUM_TOKENS) if network.length_dependent else None,
+    )
+    network(torch.from_numpy(tokens), step)
+
+
+def _cache_inputs(spec: KVCacheSpec, tokens: npt.NDArray[np.int64]) -> KVCacheInputs:
+    """Return the inputs of a new KV cache with room for these tokens."""
     num_blocks = [group.max_blocks(NUM_TOKENS, _BLOCK_SIZE) + 1 for group in spec.groups]
     kv = KVCacheManager(spec, num_blocks, _BLOCK_SIZE, enable_prefix_caching=False)
     context = TextContext(prompt=tokens.tolist(), max_length=NUM_TOKENS + 1, tokens=tokens)
     kv.claim(context)
     kv.reserve(context)
-    step = StepInputs(
-        cast(Ops, _CalibratingOps(ops, pack)),
-        torch.arange(NUM_TOKENS),
-        torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
-        kv.inputs([context]),
-        text_lengths=torch.full((NUM_TOKENS,), NUM_TOKENS) if network.length_dependent else None,
-    )
-    network(torch.from_numpy(tokens), step)
+    return kv.inputs([context])
 
 
 class _CalibratingOps:

@@ -16,7 +16,7 @@ from support.running import open_pipeline
 from torch import Tensor
 
 from penstock import calibration
-from penstock.architectures import decoder
+from penstock.architectures import network_model
 from penstock.assembly import pack_checkpoint
 from penstock.calibration import NUM_TOKENS, activation_statistics
 from penstock.errors import WeightsError
@@ -150,7 +150,7 @@ def test_its_progress_counts_every_weight(tiny: Path, monkeypatch: pytest.Monkey
         def advance(self, num_bytes: int) -> None:
             self.seen.append(num_bytes)
 
-    monkeypatch.setattr(decoder, "LoadingProgress", Counting)
+    monkeypatch.setattr(network_model, "LoadingProgress", Counting)
     blocks_of(tiny)
     tensors = load_file(tiny / "model.safetensors")
     narrow = ("q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

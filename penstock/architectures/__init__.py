@@ -1,5 +1,6 @@
-"""One folder a model family, named by its Hugging Face ``model_type`` (``-`` and ``.`` become ``_``).
+"""Model families. Each has a folder with the name of its Hugging Face ``model_type``.
 
-The folder is the registration: its ``__init__.py`` holds ``ARCHITECTURE``, a `SupportedArchitecture`, and
-loads no torch; ``config.py`` reads the checkpoint's values, ``model.py`` is the network.
+In the folder's name ``-`` and ``.`` become ``_``. The registry finds the folder; nothing else lists it. Its
+``__init__.py`` defines ``ARCHITECTURE``, a `SupportedArchitecture`, and loads no torch. The network is in
+``model.py``.
 """

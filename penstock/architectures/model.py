@@ -1,8 +1,8 @@
-"""What a model is to a pipeline: `PipelineModel`, its inputs and its outputs.
+"""`PipelineModel`, the interface between a pipeline and a model, with its inputs and outputs.
 
-Whoever brings a model of their own subclasses `PipelineModel` (all of it in their hands) or
-`penstock.architectures.decoder.DecoderModel` (a decoder-only transformer, for which only the network is left
-to write).
+A model can subclass `PipelineModel` and write all methods,
+`penstock.architectures.network_model.NetworkModel` (reads and packs a network from a checkpoint), or
+`penstock.architectures.decoder.DecoderModel` (adds the KV cache and the inputs of a decoder).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from penstock.memory import (
     estimate_weights_size,
     plan_memory,
 )
-from penstock.nn import ReturnHiddenStates, ReturnLogits
+from penstock.nn import LLAMA_NAMES, ReturnHiddenStates, ReturnLogits, TensorNames
 from penstock.pipelines.core import InputContext, LogProbabilities
 from penstock.weights import Weights
 
@@ -39,87 +39,94 @@ if TYPE_CHECKING:
 BaseContextType = TypeVar("BaseContextType", bound=InputContext)
 
 WeightsAdapter = Callable[[str], str | None]
-"""Checkpoint name -> the name the model asks for; None leaves the tensor out."""
+"""Maps a name in the checkpoint to the name that the model reads, or to None to drop the tensor."""
 
-_LEFT_OUT: Any = None  # a model with inputs of its own may have no use for them
+_UNSET: Any = None  # a subclass with its own inputs need not set these fields
 
 
 @dataclass(kw_only=True)
 class ModelInputs:
-    """A ragged batch: the rows of all sequences one behind the other, whole prompts, chunks and single
-    tokens alike. A model with inputs of its own subclasses it."""
+    """A ragged batch: the rows of all sequences, concatenated.
 
-    tokens: Tensor = _LEFT_OUT
+    A sequence can have a whole prompt, a chunk of it or a single token. A model with other inputs subclasses
+    this class.
+    """
+
+    tokens: Tensor = _UNSET
     """``[T]`` int64."""
-    row_offsets: Tensor = _LEFT_OUT
+    row_offsets: Tensor = _UNSET
     """``[B + 1]`` int32: sequence b owns rows ``row_offsets[b]:row_offsets[b + 1]``."""
-    positions: Tensor = _LEFT_OUT
+    positions: Tensor = _UNSET
     """``[T]`` int64."""
-    logit_rows: Tensor = _LEFT_OUT
-    """``[R]`` int64: the rows whose logits are wanted."""
-    logit_offsets: Tensor = _LEFT_OUT
+    logit_rows: Tensor = _UNSET
+    """``[R]`` int64: the rows whose logits are computed."""
+    logit_offsets: Tensor = _UNSET
     """``[B + 1]`` int64: sequence b owns logits ``logit_offsets[b]:logit_offsets[b + 1]``."""
     kv: KVCacheInputs | None = None
     lora: LoRAInputs | None = None
     input_embeds: tuple[Tensor, Tensor] | None = None
-    """Rows ``[P]`` and the embeddings ``[P, E]`` that replace theirs: images, audio."""
+    """Rows ``[P]`` and the embeddings ``[P, E]`` that replace theirs, for images and audio."""
     hidden_states: Tensor | None = None
-    """``[T, E]``: what a draft model reads of its target."""
+    """``[T, E]``: hidden states of the target model, for a draft model that reads them."""
     drafts: tuple[int, ...] | None = None
-    """How many of each sequence's last rows are drafted tokens to verify."""
+    """The number of drafted tokens at the end of each sequence's rows."""
     text_lengths: Tensor | None = None
     """``[T]`` int64, see `StepInputs.text_lengths`."""
 
     @property
     def buffers(self) -> Iterator[Tensor]:
-        """All tensors of the inputs, for whoever moves or counts them."""
+        """All tensors of the inputs."""
         values = (vars(self)[name] for name in vars(self))
         return (value for value in values if isinstance(value, Tensor))
 
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What one forward gives back."""
+    """The result of one forward."""
 
     next_token_logits: Tensor | None = None
     """``[B, V]``: logits of the last row of each sequence."""
     logits: Tensor | None = None
-    """``[R, V]``: the rows asked for, those of each sequence together."""
+    """``[R, V]``: the requested rows, grouped by sequence."""
     logit_offsets: Tensor | None = None
     """``[B + 1]``: sequence b owns rows ``logit_offsets[b]:logit_offsets[b + 1]`` of ``logits``."""
     hidden_states: Tensor | None = None
-    """``[B, E]`` or ``[T, E]``, as `ReturnHiddenStates` says."""
+    """``[B, E]`` or ``[T, E]``, see `ReturnHiddenStates`."""
 
 
 @runtime_checkable
 class KVCacheMixin(Protocol):
-    """What a model with a KV cache can do besides."""
+    """The additional methods of a model with a KV cache."""
 
     def load_kv_manager(self, session: InferenceSession, available_cache_memory: int) -> KVCacheManager:
-        """Allocates the KV cache, in at most ``available_cache_memory`` bytes."""
+        """Allocate the KV cache in at most ``available_cache_memory`` bytes."""
         ...
 
     def estimate_kv_cache_size(self, available_cache_memory: int) -> int:
-        """How many of these bytes the KV cache would take."""
+        """Return how many of these bytes the KV cache takes."""
         ...
 
 
 class PipelineModel(ABC, Generic[BaseContextType]):
     """A model with setup, input preparation and execution.
 
-    ``PipelineModel(pipeline_config, session)`` is enough: what is not given follows from the configuration.
+    ``PipelineModel(pipeline_config, session)`` is enough. The other arguments have defaults from the
+    configuration.
 
     Args:
         pipeline_config: the configuration of the whole pipeline.
         session: devices and kernels.
-        devices: where the model runs; the session's devices if not given.
-        kv_cache_config: the configuration's own if not given.
-        weights: the checkpoint's tensors; opened from the configuration's checkpoint if not given.
-        adapter: maps the names in the checkpoint to those that the model asks for.
-        return_logits: which rows of logits `execute` returns. `TextGenerationPipeline` asks for several a
-            sequence where prompts are echoed or drafts verified.
-        return_hidden_states: which rows of hidden states it returns.
+        devices: the devices of the model; by default those of the session.
+        kv_cache_config: by default ``pipeline_config.kv_cache``.
+        weights: the tensors of the checkpoint; by default opened from the configured checkpoint.
+        adapter: maps the names of tensors; by default the class's `weights_adapter`.
+        return_logits: the rows of logits that `execute` returns. `TextGenerationPipeline` requests several
+            rows of a sequence to echo prompts and to verify drafts.
+        return_hidden_states: the rows of hidden states that `execute` returns.
     """
+
+    weights_adapter: ClassVar[WeightsAdapter | None] = None
+    """Maps the names of tensors in checkpoints of this family; None if they need no mapping."""
 
     def __init__(
         self,
@@ -132,14 +139,14 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         return_logits: ReturnLogits = ReturnLogits.VARIABLE,
         return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE,
     ) -> None:
-        if kv_cache_config is not None:  # the plan, the cache and its element type all follow the one given
+        if kv_cache_config is not None:  # memory plan, cache and its element type use the given one
             pipeline_config = replace(pipeline_config, kv_cache=kv_cache_config)
         pipeline_config.check_determinism()
         self.pipeline_config = pipeline_config
         self.session = session
         self.devices = list(session.devices if devices is None else devices)
         self.kv_cache_config = pipeline_config.kv_cache
-        self.adapter = adapter
+        self.adapter = adapter or type(self).weights_adapter
         self.return_logits = return_logits
         self.return_hidden_states = return_hidden_states
         self.kv_cache_spec = self.kv_spec(pipeline_config, self.huggingface_config)
@@ -149,13 +156,13 @@ class PipelineModel(ABC, Generic[BaseContextType]):
 
     @cached_property
     def weights(self) -> Weights:
-        """The tensors of the checkpoint, under the names that the model asks for."""
+        """The tensors of the checkpoint, under the names that the model reads."""
         weights = self._weights or Weights.open(self.pipeline_config.model.checkpoint)
         return weights if self.adapter is None else weights.renamed(self.adapter)
 
     @property
     def dtype(self) -> DType:
-        """The type of the model's activations."""
+        """The element type of the activations."""
         return encoding_named(self.pipeline_config.model.encoding).compute_dtype
 
     @property
@@ -163,18 +170,18 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """The checkpoint's ``config.json``.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the file cannot be read.
         """
         return self.pipeline_config.model.huggingface_config
 
     @property
     def lora_manager(self) -> LoRAManager | None:
-        """The manager of LoRA adapters; None where no adapters are enabled."""
+        """The manager of LoRA adapters; None if adapters are not enabled."""
         return None
 
     @property
     def signal_buffers(self) -> list[Tensor]:
-        """Buffers for collectives between several devices; none are needed for one."""
+        """Buffers for collectives between several devices; empty for one device."""
         return []
 
     @classmethod
@@ -182,47 +189,56 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def calculate_max_seq_len(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
-        """The longest sequence, prompt and output together, that the model is to be run at.
+        """Return the longest sequence, prompt and output together, that the model supports.
 
         Raises:
-            ValueError: the configuration asks for more than the model can do.
+            ValueError: the configured maximum exceeds that of the model.
         """
 
     @classmethod
     def kv_spec(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> KVCacheSpec | None:
-        """Layers, heads, sizes and windows of the KV cache; None for a model that keeps none."""
+        """Return layers, heads, sizes and windows of the KV cache; None for a model without a cache."""
         return None
 
     @classmethod
+    def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
+        """Return the tensor names of the family, which the memory planner reads. The default is Llama's."""
+        return LLAMA_NAMES
+
+    @classmethod
     def estimate_weights_size(cls, pipeline_config: PipelineConfig) -> int:
-        """Bytes that the weights take once loaded."""
-        return estimate_weights_size(pipeline_config)
+        """Return the bytes of the loaded weights."""
+        names = cls.tensor_names(pipeline_config.model.huggingface_config)
+        return estimate_weights_size(pipeline_config, names)
 
     @classmethod
     def estimate_activation_memory(
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
-        """Bytes that the activations of the largest step take; 0 where nobody has worked it out."""
+        """Return the bytes of the activations of the largest step; 0 if the model has no estimate."""
         return 0
 
     def estimate_memory_footprint(self) -> int:
-        """Bytes that are left for the KV cache beside weights and activations."""
+        """Return the bytes available to the KV cache beside weights and activations."""
         plan = self.memory_plan
         return plan.available_memory - plan.weights_size - plan.adapters_size - plan.activation_size
 
     @abstractmethod
     def execute(self, model_inputs: Any) -> ModelOutputs:
-        """Runs one forward."""
+        """Run one forward."""
 
     def pack_pending(self) -> bool:
-        """Does some of what the load has put off, a fraction of a second's work: for whoever has nothing to
-        run. False once nothing is left; `execute` waits for the rest where it has to."""
+        """Pack one lazily packed weight, in a fraction of a second. An idle worker calls it.
+
+        Returns:
+            Whether weights remain to be packed. `execute` packs the rest when it has to.
+        """
         return False
 
     def pack_all_pending(self) -> None:
-        """Does all that the load has put off."""
+        """Pack all lazily packed weights."""
         while self.pack_pending():
             pass
 
@@ -233,18 +249,18 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         uniforms: Tensor,
         ends: Tensor,
     ) -> Tensor | None:
-        """Several forwards in a row, each of the tokens sampled from the one before, if it has a faster way
-        to run them than one by one; else None, and nothing has happened.
+        """Run several decode steps in one call, if the model can; each step reads the tokens sampled before.
 
         Args:
-            model_inputs: of the first, one row a sequence.
-            sampling: how all are sampled from; its own uniforms are not read.
-            uniforms: ``[n, B]`` float64: those of each forward.
-            ends: ``[B, E]`` int64: tokens after which a sequence needs no other, -1 for none.
+            model_inputs: the inputs of the first step, one row for each sequence.
+            sampling: the sampling parameters of all steps; its own uniforms are not read.
+            uniforms: ``[n, B]`` float64: the random numbers of each step.
+            ends: ``[B, E]`` int64: tokens that end a sequence, -1 for none.
 
         Returns:
-            ``[m, B]`` int64, -1 for a row that is no distribution. m is less than n where each sequence has
-            had an end.
+            None if the model cannot run these steps in one call; then nothing has changed. Otherwise the
+            sampled tokens ``[m, B]`` int64, with -1 for a row of non-finite logits. m is less than n if all
+            sequences have ended.
         """
         return None
 
@@ -257,24 +273,25 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         *,
         drafts: Sequence[Sequence[int]] | None = None,
     ) -> Any:
-        """The inputs of the first forward of a batch: the active tokens of each context.
+        """Return the inputs of the first forward of a batch: the active tokens of each context.
 
         Args:
             replica_batches: the batch of each data-parallel replica.
             kv_cache_inputs: the block tables of the batch, for a model with a KV cache.
-            return_n_logits: how many rows of logits `ReturnLogits.VARIABLE` gives a sequence, one number for
-                all or one for each. Numbers for each are passed only for drafts and echoed prompts.
+            return_n_logits: the number of rows of logits for each sequence with `ReturnLogits.VARIABLE`: one
+                number for all sequences, or one for each. The latter is passed only for drafts and echoed
+                prompts.
             drafts: drafted tokens of each context, appended to its active tokens. Passed only if the pipeline
                 speculates.
         """
 
     @abstractmethod
     def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: Any) -> Any:
-        """The inputs of the next forward of the same batch, without a look at its contexts.
+        """Return the inputs of the next forward of the same batch. Does not read the contexts.
 
         Args:
             next_tokens: ``[B]``, the token just sampled for each sequence.
-            prev_model_inputs: the inputs of the forward that they were sampled from.
+            prev_model_inputs: the inputs of the previous forward.
         """
 
     def compute_log_probabilities(
@@ -286,28 +303,29 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         batch_top_n: list[int],
         batch_echo: list[bool],
     ) -> list[LogProbabilities | None]:
-        """Log probabilities of the tokens just sampled.
+        """Return the log probabilities of the sampled tokens.
 
         Args:
-            session: where to compute them.
-            model_inputs: what `execute` was given.
-            model_outputs: what it returned.
-            next_tokens: ``[B]``, the tokens sampled.
-            batch_top_n: how many of the most probable tokens to return beside each; 0 for none at all.
-            batch_echo: whether to return those of the input tokens too.
+            session: devices and kernels.
+            model_inputs: the inputs of the forward.
+            model_outputs: the outputs of the forward.
+            next_tokens: ``[B]``, the sampled tokens.
+            batch_top_n: for each sequence the number of most probable tokens to return; 0 for no log
+                probabilities.
+            batch_echo: for each sequence whether to return those of the input tokens as well.
 
         Returns:
-            One entry a sequence, None where ``batch_top_n`` is 0.
+            One entry for each sequence, None if its ``batch_top_n`` is 0.
         """
         raise NotImplementedError(f"Log probabilities not implemented for {type(self).__name__}.")
 
     def _free_memory(self, weights_size: int) -> int:
-        """What weights, activations and KV cache may share, before anything is loaded."""
-        free = self.session.prefaulted.num_idle  # read first: it grows at the expense of the free memory
+        """Return the memory for weights, activations and KV cache, before anything is loaded."""
+        free = self.session.prefaulted.num_idle  # read first: it grows while the free memory shrinks
         free += sum(device.stats["free_memory"] for device in self.devices)
         private = private_memory.free()
         if private is not None and free >= private and self.pipeline_config.model.packed_key.file.is_file():
-            free += weights_size  # they are mapped from that file: the limit does not count them
+            free += weights_size  # mapped from the packed file, which the memory limit does not count
         return free
 
     def _plan_memory(self) -> MemoryPlan:
@@ -320,7 +338,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
             weights_size=weights_size,
             activation_size=self.estimate_activation_memory(config, huggingface_config),
             free_memory=self._free_memory(weights_size),
-            adapters_size=estimate_adapters_size(config),
+            adapters_size=estimate_adapters_size(config, self.tensor_names(huggingface_config)),
         )
         if plan.is_shortened:
             logging.getLogger(__name__).warning(

@@ -1,4 +1,4 @@
-"""The tensors of a step that differ from one to the next of the same shape: what a recorded step is given."""
+"""The tensors that change between steps of the same shape: the inputs of a compiled step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.kernels import LoRAInputs
 
 
 def eager_reason(inputs: ModelInputs, max_rows: int) -> str | None:
-    """What keeps a step from being replayed by plans of at most so many rows; None where nothing does."""
+    """Return why a step cannot run as a compiled step of at most ``max_rows`` rows; None if it can."""
     if inputs.kv is None:
         return "there is no KV cache"
     if len(inputs.tokens) > max_rows:
@@ -23,7 +23,12 @@ def eager_reason(inputs: ModelInputs, max_rows: int) -> str | None:
 
 
 def shape_of(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
-    """All about a step's inputs that changes its operations; ``columns``: what block tables are given."""
+    """Return a key of all properties of the inputs that change the operations of a step.
+
+    Args:
+        inputs: the inputs of the step.
+        columns: maps the width of a block table to the width that a compiled step reserves for it.
+    """
     kv = inputs.kv
     assert kv is not None
     return (
@@ -31,21 +36,21 @@ def shape_of(inputs: ModelInputs, columns: Callable[[int], int]) -> Hashable:
         kv.lengths.shape[0],
         inputs.logit_rows.shape[0],
         inputs.text_lengths is None,
-        kv.caches[0].data_ptr(),  # a step writes to the cache that it was recorded with
-        _room_for_adapters(inputs.lora),
+        kv.caches[0].data_ptr(),  # a compiled step writes to the cache that it was recorded with
+        _adapter_matrices(inputs.lora),
         *(columns(group.block_tables.shape[1]) for group in kv.groups),
     )
 
 
-def _room_for_adapters(lora: LoRAInputs | None) -> Hashable:
-    """What a step reads of adapters: layers are added to it, and none moves or is taken away."""
+def _adapter_matrices(lora: LoRAInputs | None) -> Hashable:
+    """Return a key of the adapter matrices of a step. Layers are only added, never moved or removed."""
     if lora is None:
         return ()
     return (len(lora.matrices), *(down.data_ptr() for down, _ in islice(lora.matrices.values(), 1)))
 
 
 def tensors_of_step(inputs: ModelInputs) -> dict[str, Tensor]:
-    """The tensors by name, in one order."""
+    """Return the tensors of a step by name, in a fixed order."""
     kv = inputs.kv
     assert kv is not None
     tensors = {
@@ -66,7 +71,7 @@ def tensors_of_step(inputs: ModelInputs) -> dict[str, Tensor]:
 
 
 def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInputs:
-    """The inputs with others of these tensors."""
+    """Return a copy of the inputs with these tensors."""
     assert inputs.kv is not None
     groups = tuple(
         replace(group, block_tables=tensors[f"tables.{index}"], slots=tensors[f"slots.{index}"])
@@ -85,10 +90,9 @@ def with_tensors(inputs: ModelInputs, tensors: Mapping[str, Tensor]) -> ModelInp
 
 
 def tensors_of_later_steps(inputs: ModelInputs, num_steps: int) -> dict[str, Tensor]:
-    """What differs in a step of one row a sequence and in those behind it, besides the tokens: name ->
-    ``[n, ...]``.
+    """Return the tensors of ``num_steps`` decode steps by name, ``[n, ...]`` each, except the tokens.
 
-    The blocks for them are reserved already; `KVCacheInputs.advance` does the same a step at a time.
+    The blocks of all steps are already reserved. `KVCacheInputs.advance` does the same for one step.
     """
     kv = inputs.kv
     assert kv is not None

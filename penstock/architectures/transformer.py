@@ -1,7 +1,7 @@
-"""`TransformerModel`: a decoder that is all told by its `Blueprint`.
+"""`TransformerModel`: a decoder that a `Blueprint` describes.
 
-An architecture subclasses it and reads its blueprint from ``config.json``; one whose blocks hold another
-feed-forward layer says how that is read, too.
+An architecture subclasses it and reads a blueprint from ``config.json``. It overrides `feed_forward` if its
+blocks have another feed-forward layer.
 """
 
 from __future__ import annotations
@@ -12,31 +12,35 @@ from typing import TYPE_CHECKING
 from penstock.architectures.decoder import DecoderModel, kv_dtype
 from penstock.config import upper_bounded_default
 from penstock.kv_cache import KVCacheSpec, KVGroup
-from penstock.nn import Blueprint, DecoderNetwork, Loader, LoadFeedForward, gated_mlps
+from penstock.nn import Blueprint, DecoderNetwork, Loader, LoadFeedForward, TensorNames, gated_mlps
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
 
 
 class TransformerModel(DecoderModel):
-    """A decoder-only transformer as its blueprint says."""
+    """A decoder-only transformer that a `Blueprint` describes."""
 
     @classmethod
     @abstractmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
-        """Reads a checkpoint's configuration.
+        """Read the blueprint from a checkpoint's configuration.
 
         Raises:
-            ConfigError: it asks for something that the family's network does not have here.
-            CheckpointError: a number is missing, or no number.
+            ConfigError: the configuration asks for a feature that this family does not have.
+            CheckpointError: a value is missing or has the wrong type.
         """
 
     @classmethod
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        """How the feed-forward layer of a block is read from a checkpoint."""
+        """Return a function that reads the feed-forward layer of a block."""
         return gated_mlps(load, blueprint)
+
+    @classmethod
+    def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
+        return cls.blueprint(huggingface_config).names
 
     @classmethod
     def calculate_max_seq_len(

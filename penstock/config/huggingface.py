@@ -1,4 +1,4 @@
-"""A checkpoint's ``config.json``, read as it is written."""
+"""Typed access to a checkpoint's ``config.json``."""
 
 from __future__ import annotations
 
@@ -12,88 +12,166 @@ from penstock.weights.checkpoint import is_gguf
 from penstock.weights.gguf_config import gguf_config
 from penstock.weights.json_files import read_json_object
 
-_MAX_COUNT = 2**31 - 1
-_OTHER_SPELLING = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # transformers 5, and before
+_MAX_INTEGER = 2**31 - 1
+_MAX_NUMBER = sys.float_info.max
+_OTHER_SPELLING = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # transformers 5, and older versions
 
 
-class HuggingFaceConfig(Mapping[str, Any]):
-    """The values of a ``config.json`` as attributes and as a mapping.
+class HuggingFaceConfig(Mapping[str, object]):
+    """The values of a ``config.json``, as a mapping, as attributes, and through typed accessors.
 
-    Nested objects (``text_config``, ``rope_scaling``) are of this class too. ``dtype`` and ``torch_dtype``
-    are one key under its two spellings; everything else is left as it is. A key that is not there is a
-    `CheckpointError` that names it, and an `AttributeError` or `KeyError`, so that ``getattr`` with a
-    default, ``get`` and ``in`` work.
+    Nested objects (``text_config``, ``rope_scaling``) are instances of this class as well. ``dtype`` and
+    ``torch_dtype`` are two spellings of one key. All other keys and values are unchanged. Reading a missing
+    key raises a `CheckpointError` with the name of the key. The error is also an `AttributeError` or
+    `KeyError`, so ``getattr`` with a default, ``get`` and ``in`` work.
+
+    The typed accessors (`integer`, `number`, `flag`, `text`, `section` and the others) check the type of a
+    value. Model code uses them in place of plain access.
 
     >>> config = HuggingFaceConfig({"hidden_size": 64, "rope_scaling": {"factor": 8.0}})
+    >>> config.integer("hidden_size"), config.section("rope_scaling").number("factor", 1.0)
+    (64, 8.0)
     >>> config.hidden_size, config.rope_scaling.factor, config.get("head_dim", 16)
     (64, 8.0, 16)
     """
 
-    def __init__(self, values: Mapping[str, Any], path: str = "config.json") -> None:
+    def __init__(self, values: Mapping[str, object], path: str = "config.json") -> None:
         self._values = dict(values)
         self._path = path
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Path) -> HuggingFaceConfig:
-        """Reads the ``config.json`` in a checkpoint's folder, or what a GGUF file holds in place of one.
+        """Read the ``config.json`` of a checkpoint folder, or the equivalent keys of a GGUF file.
 
         Raises:
-            CheckpointError: it is not there, or not a JSON object; the GGUF file is damaged.
+            CheckpointError: the file is missing or is not a JSON object, or the GGUF file is damaged.
         """
         if is_gguf(checkpoint):
             return cls(gguf_config(checkpoint), str(checkpoint))
         path = checkpoint / "config.json"
         return cls(read_json_object(path), str(path))
 
-    def to_dict(self) -> dict[str, Any]:
-        """A copy as a plain dict, nested objects too."""
+    def to_dict(self) -> dict[str, object]:
+        """Return a deep copy as a plain dict."""
         return {key: _plain(value) for key, value in self._values.items()}
 
-    def count(self, key: str, default: int | None = None, *, most: int = _MAX_COUNT) -> int:
-        """A whole number from 1 to ``most``; ``default`` where the key is absent or null.
+    def integer(
+        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER
+    ) -> int:
+        """Return a whole number from ``minimum`` to ``maximum``.
+
+        Args:
+            key: the name of the value.
+            default: the result if the key is absent or null. Without a default the key is required.
+            minimum: the smallest value allowed.
+            maximum: the largest value allowed.
 
         Raises:
-            CheckpointError: it is something else, or absent without a default.
+            CheckpointError: the value has another type, is out of range, or is missing without a default.
         """
-        value = self.get(key) if default is not None else self[key]
+        value = self[key] if default is None else self.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(self._path, f"{key} must be a whole number of at least 1, was {value!r}")
-        if value > most:
-            raise CheckpointError(self._path, f"{key} must be at most {most}, was {value}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise CheckpointError(
+                self._path, f"{key} must be a whole number of at least {minimum}, was {value!r}"
+            )
+        if value > maximum:
+            raise CheckpointError(self._path, f"{key} must be at most {maximum}, was {value}")
         return value
 
-    def positive(self, key: str, default: float) -> float:
-        """A number above 0; ``default`` where the key is absent or null.
+    def optional_integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int | None:
+        """Return a whole number, None if the value is null, or ``default`` if the key is absent.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: the value has another type or is out of range.
+        """
+        if key not in self:
+            return default
+        return None if self[key] is None else self.integer(key, minimum=minimum)
+
+    def number(self, key: str, default: float) -> float:
+        """Return a number above 0, or ``default`` if the key is absent or null.
+
+        Raises:
+            CheckpointError: the value is not a finite number above 0.
         """
         value = self.get(key)
         if value is None:
             return default
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= sys.float_info.max:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
             raise CheckpointError(self._path, f"{key} must be a number above 0, was {value!r}")
         return float(value)
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        """True or false; ``default`` where the key is absent or null.
+    def optional_number(self, key: str, default: float | None = None) -> float | None:
+        """Return a number above 0, None if the value is null, or ``default`` if the key is absent.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: the value is not a finite number above 0.
+        """
+        if key not in self:
+            return default
+        return None if self[key] is None else self.number(key, 0.0)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return true or false, or ``default`` if the key is absent or null.
+
+        Raises:
+            CheckpointError: the value has another type.
         """
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             raise CheckpointError(self._path, f"{key} must be true or false, was {value!r}")
         return default if value is None else value
 
-    def section(self, key: str) -> HuggingFaceConfig:
-        """A nested object; an empty one where the key is absent or null.
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a string.
+
+        Args:
+            key: the name of the value.
+            default: the result if the key is absent or null. Without a default the key is required.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: the value has another type, or is missing without a default.
+        """
+        value = self[key] if default is None else self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise CheckpointError(self._path, f"{key} must be text, was {value!r}")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...] | None:
+        """Return a list of whole numbers, or None if the key is absent or null.
+
+        Raises:
+            CheckpointError: the value has another type.
+        """
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(type(one) is not int for one in value):
+            raise CheckpointError(self._path, f"{key} must be a list of whole numbers, was {value!r}")
+        return tuple(value)
+
+    def texts(self, key: str) -> tuple[str, ...] | None:
+        """Return a list of strings, or None if the key is absent or null.
+
+        Raises:
+            CheckpointError: the value has another type.
+        """
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise CheckpointError(self._path, f"{key} must be a list of texts, was {value!r}")
+        return tuple(value)
+
+    def section(self, key: str) -> HuggingFaceConfig:
+        """Return a nested object, or an empty one if the key is absent or null.
+
+        Raises:
+            CheckpointError: the value has another type.
         """
         value = self.get(key)
         if value is None:
@@ -104,18 +182,18 @@ class HuggingFaceConfig(Mapping[str, Any]):
 
     @property
     def vocabulary_size(self) -> int:
-        """How many tokens there are, of the text in a model of more than text; 0 where nothing says so."""
-        return (self.section("text_config") or self).count("vocab_size", default=0)
+        """The number of tokens; in a multimodal model that of its text model; 0 if the file has no number."""
+        return (self.section("text_config") or self).integer("vocab_size", default=0)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_values", "_path"):  # copy and pickle ask before __init__
+        if name.startswith("__") or name in ("_values", "_path"):  # copy and pickle probe before __init__
             raise AttributeError(name)
         try:
             return self[name]
         except KeyError:
             raise _MissingAttributeError(self._path, f"has no {name!r}") from None
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         if key not in self._values:
             key = _OTHER_SPELLING.get(key, key)
         if key not in self._values:
@@ -138,10 +216,10 @@ class _MissingAttributeError(CheckpointError, AttributeError):
 
 
 class _MissingKeyError(CheckpointError, KeyError):
-    __str__ = Exception.__str__  # KeyError would quote the sentence
+    __str__ = Exception.__str__  # KeyError would put quotes around the sentence
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list) else value

@@ -1,8 +1,8 @@
-"""What a model will take, from the headers of its checkpoint's files: no tensor is read."""
+"""Estimates of a model's memory, computed from the headers of its checkpoint. No tensor is read."""
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -14,91 +14,121 @@ from penstock.weights.safetensors import TensorHeader
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
     from penstock.kernels import LinearEncoding
+    from penstock.nn import TensorNames
 
-_OUTPUT_HEAD = "*lm_head.weight"
-_TABLES = ("*embed_tokens.weight", "*wte.weight")
-_UNPACKED = ("*embed*.weight", "*wte.weight", "*wpe.weight", "*shared.weight", "*_bias")
-"""Matrices that are looked up, and biases of experts."""
-_VALUES = "*v_proj.weight"
-_EXPERTS = "*.experts.*.weight"
-_ROUTERS = ("*.gate.weight", "*.router.weight")
+_ROWS_PER_TOKEN = 6
+_SAMPLING_BYTES = 20
 
 
-def estimate_weights_size(pipeline_config: PipelineConfig) -> int:
-    """Bytes that the weights take once loaded, in the encoding that they will have, or hardly more.
+def estimate_weights_size(pipeline_config: PipelineConfig, names: TensorNames | None = None) -> int:
+    """Return the bytes of the loaded weights, in the encoding that each layer will have.
 
-    Linear layers and the output head count as packed, those that are fused one by one; embedding tables,
-    norms and biases in the type of the activations. An output head that is tied to the embedding is packed
-    beside the table. Of families that store ``[in, out]`` only the scales are counted wrongly.
+    Linear layers and the output head count as packed. Layers that the model fuses count one by one, so the
+    estimate can be a little too high. Embedding tables, norms and biases have the type of the activations. A
+    head that is tied to the embedding table is packed beside the table. For families that store ``[in, out]``
+    the size of the scales is wrong, the rest is right.
+
+    Args:
+        pipeline_config: names the checkpoint and the encoding.
+        names: the tensor names of the family; by default those of Llama.
     """
     from penstock.kernels import encoding_named  # loads torch, and so does nn
     from penstock.nn import encoding_of_head, encoding_of_linear, encoding_of_values
 
+    names = _names_or_default(names)
     model = pipeline_config.model
     floats = _encoding(pipeline_config).compute_dtype.value
     size = 0
     for name, header in model.tensor_headers.items():
-        shape = _linear_shape(name, header)
+        role = names.role(name)
+        shape = _linear_shape(name, header, names)
         if shape:
             *experts, out_features, in_features = shape
-            encoding = floats if _is_one_of(name, _ROUTERS) else model.encoding
+            encoding = floats if role == "router" else model.encoding
             if encoding != header.encoding:
-                encoding = encoding_of_values(encoding) if fnmatchcase(name, _VALUES) else encoding
-                is_expert = bool(experts) or fnmatchcase(name, _EXPERTS)
+                encoding = encoding_of_values(encoding) if role == "values" else encoding
+                is_expert = bool(experts) or role == "expert"
                 encoding = encoding_of_linear(encoding, out_features, in_features, is_expert=is_expert)
             kind = encoding_named(encoding)
             size += prod(experts) * kind.num_bytes(out_features, in_features)
-        elif not fnmatchcase(name, _OUTPUT_HEAD):
+        elif role != "head":
             size += _plain_size(name, header, floats)
     head = encoding_named(encoding_of_head(model.encoding))
-    if not any(_is_one_of(name, _TABLES) for name in model.tensor_headers):  # the head is the table, too
-        size += sum(prod(shape) for shape in _head_shapes(pipeline_config)) * DType(floats).size_in_bytes
-    return size + sum(head.num_bytes(*shape) for shape in _head_shapes(pipeline_config))
+    head_shapes = _head_shapes(pipeline_config, names)
+    if not any(names.is_embedding(name) for name in model.tensor_headers):  # the table is stored as the head
+        size += sum(prod(shape) for shape in head_shapes) * DType(floats).size_in_bytes
+    return size + sum(head.num_bytes(*shape) for shape in head_shapes)
 
 
 def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
-    """Bytes that a load packs of linear layers and the output head, roughly, without a look at the kernels:
-    it loads no torch. Floats are packed later, see `penstock.kernels.LazyWeight`."""
+    """Return roughly the bytes of the weights that a load packs: linear layers and the output head.
+
+    It is called before torch is imported, so it knows neither the kernels nor the family's tensor names. A
+    matrix with one row for each token is a table or a head. Float weights are packed after the first step
+    (see `penstock.kernels.LazyWeight`) and count as 0.
+    """
     model = pipeline_config.model
-    shapes = [_linear_shape(name, header) for name, header in model.tensor_headers.items()]
-    num_elements = sum(prod(shape) for shape in (*shapes, *_head_shapes(pipeline_config)) if shape)
-    return int(num_elements * _BITS.get(model.encoding, 0) / 8)
+    vocabulary = model.huggingface_config.vocabulary_size
+    num_linear, vocabulary_matrices = 0, []
+    for name, header in model.tensor_headers.items():
+        shape = _matrix_shape(name, header)
+        if shape and shape[0] == vocabulary:
+            vocabulary_matrices.append(prod(shape))
+        elif shape:
+            num_linear += prod(shape)
+    num_head = max(vocabulary_matrices, default=0)  # of table and head, only the head is packed
+    return int((num_linear + num_head) * _BITS.get(model.encoding, 0) / 8)
 
 
 _BITS = {"int8": 8, "int4": 5}
-"""Of a weight, what its group has in common counted in: in int4 half a bit more in narrow layers, half a bit
-less in others. Nothing is foretold of other encodings."""
+"""Bits of a weight with its share of the group's scale. Other encodings are not estimated."""
 
 
-def estimate_activation_memory(pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
-    """Bytes that the activations of the largest step take.
+def estimate_activation_memory(
+    pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig, names: TensorNames | None = None
+) -> int:
+    """Return the bytes of the activations of the largest step.
 
-    For each of ``max_batch_input_tokens`` tokens six rows as wide as the widest linear layer: a gated
-    feed-forward layer holds three of them, beside the residual stream, its sum and its norm. And for each
-    sequence of the batch, and each draft, a row of logits with what sampling makes of it: 20 bytes a token of
-    the vocabulary.
+    Each of ``max_batch_input_tokens`` tokens needs six rows as wide as the widest linear layer: a gated
+    feed-forward layer holds three of them, beside the residual stream, its sum and its norm. Each sequence of
+    the batch, and each draft, needs a row of logits with its sampling data: 20 bytes for each token of the
+    vocabulary.
+
+    Args:
+        pipeline_config: names the checkpoint and the encoding, and limits the step.
+        huggingface_config: the checkpoint's configuration.
+        names: the tensor names of the family; by default those of Llama.
     """
     size = _encoding(pipeline_config).compute_dtype.size_in_bytes
-    shapes = (_linear_shape(name, header) for name, header in pipeline_config.model.tensor_headers.items())
-    widest = max((max(shape[-2:]) for shape in shapes if shape), default=0)
-    rows = wanted_step_size(pipeline_config) * 6 * widest * size
-    return rows + wanted_logit_rows(pipeline_config) * huggingface_config.vocabulary_size * 20
+    shapes = _linear_shapes(pipeline_config, _names_or_default(names))
+    widest = max((max(shape[-2:]) for shape in shapes), default=0)
+    rows = wanted_step_size(pipeline_config) * _ROWS_PER_TOKEN * widest * size
+    return rows + wanted_logit_rows(pipeline_config) * huggingface_config.vocabulary_size * _SAMPLING_BYTES
 
 
-def estimate_adapters_size(pipeline_config: PipelineConfig) -> int:
-    """Bytes of the room for LoRA adapters that run at once: 0 where there are to be none.
+def estimate_adapters_size(pipeline_config: PipelineConfig, names: TensorNames | None = None) -> int:
+    """Return the bytes of the device slots for LoRA adapters; 0 if adapters are not enabled.
 
-    For each of ``max_loras`` adapters the matrices of every linear layer, at the largest rank there may be.
+    Each of ``max_loras`` slots holds matrices for every linear layer, at the largest rank.
+
+    Args:
+        pipeline_config: names the checkpoint and the limits for adapters.
+        names: the tensor names of the family; by default those of Llama.
     """
     config = pipeline_config.lora
     if not config.is_enabled:
         return 0
-    headers = pipeline_config.model.tensor_headers
-    shapes = [shape for name, header in headers.items() if (shape := _linear_shape(name, header))]
-    shapes += _head_shapes(pipeline_config)
+    names = _names_or_default(names)
+    shapes = [*_linear_shapes(pipeline_config, names), *_head_shapes(pipeline_config, names)]
     width = sum(prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
     size = _encoding(pipeline_config).compute_dtype.size_in_bytes
     return config.max_loras * config.max_lora_rank * width * size
+
+
+def _names_or_default(names: TensorNames | None) -> TensorNames:
+    from penstock.nn import LLAMA_NAMES  # loads torch
+
+    return names or LLAMA_NAMES
 
 
 def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:
@@ -107,27 +137,36 @@ def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:
     return encoding_named(pipeline_config.model.encoding)
 
 
-def _head_shapes(pipeline_config: PipelineConfig) -> list[tuple[int, ...]]:
-    """``[V, E]`` of the output head: its own, or that of the table it is tied to."""
+def _head_shapes(pipeline_config: PipelineConfig, names: TensorNames) -> list[tuple[int, ...]]:
+    """Return ``[V, E]`` of the output head, or of the embedding table if the checkpoint has no head."""
     headers = pipeline_config.model.tensor_headers
-    heads = [header.shape for name, header in headers.items() if fnmatchcase(name, _OUTPUT_HEAD)]
-    return heads or [header.shape for name, header in headers.items() if _is_one_of(name, _TABLES)]
+    heads = [header.shape for name, header in headers.items() if names.role(name) == "head"]
+    return heads or [header.shape for name, header in headers.items() if names.is_embedding(name)]
 
 
-def _linear_shape(name: str, header: TensorHeader) -> tuple[int, ...] | None:
-    """``[out, in]`` or ``[N, out, in]`` of a linear layer or of N experts', once read; None for all else."""
+def _linear_shapes(pipeline_config: PipelineConfig, names: TensorNames) -> Iterator[tuple[int, ...]]:
+    for name, header in pipeline_config.model.tensor_headers.items():
+        shape = _linear_shape(name, header, names)
+        if shape:
+            yield shape
+
+
+def _linear_shape(name: str, header: TensorHeader, names: TensorNames) -> tuple[int, ...] | None:
+    """Return the shape of a linear layer, or None for other tensors and the head. See `_matrix_shape`."""
+    if header.type_name != "U8" and names.role(name) in ("table", "head"):
+        return None
+    return _matrix_shape(name, header)
+
+
+def _matrix_shape(name: str, header: TensorHeader) -> tuple[int, ...] | None:
+    """Return ``[out, in]`` of a matrix or ``[N, out, in]`` of N experts, dequantised; None for others."""
     if header.type_name == "U8":
         return mxfp4.dequantized_shape(name, header.shape)
-    is_matrix = len(header.shape) in (2, 3) and header.is_float
-    return None if not is_matrix or _is_one_of(name, (*_UNPACKED, _OUTPUT_HEAD)) else header.shape
+    return header.shape if len(header.shape) in (2, 3) and header.is_float else None
 
 
 def _plain_size(name: str, header: TensorHeader, dtype: str) -> int:
-    """Of what is not packed; numbers in the type of the activations."""
+    """Return the bytes of a tensor that is not packed. Floats take the type of the activations."""
     if header.is_float:
         return header.num_elements * DType(dtype).size_in_bytes
     return 0 if mxfp4.is_scales(name, header) else header.num_bytes
-
-
-def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,17 +1,23 @@
-"""Layers shared by two or more architectures. A layer is built from a checkpoint and holds packed weights;
-called with activations and a `StepInputs`, it holds no state of a step."""
+"""Layers shared by two or more architectures.
+
+A layer is read from a checkpoint by a `Loader` and holds packed weights. A call takes activations and a
+`StepInputs`. Layers keep no state between calls.
+"""
 
 from penstock.nn.attention import Attention
 from penstock.nn.blueprint import (
     FULL,
+    MAX_LAYERS,
     SLIDING,
     Blueprint,
+    BlueprintFields,
     activation_named,
     layer_types,
     num_layers,
     same_windows,
     windows_of,
 )
+from penstock.nn.config_values import ConfigValues
 from penstock.nn.decoder import (
     Branch,
     DecoderBlock,
@@ -22,21 +28,26 @@ from penstock.nn.decoder import (
     load_attention,
 )
 from penstock.nn.embedding import Embedding
-from penstock.nn.experts import Experts, load_experts, load_router, num_chosen
+from penstock.nn.experts import Experts, load_experts, load_router, num_experts_per_token
 from penstock.nn.head import Head
 from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader, TensorSource, encoding_of_head, encoding_of_linear, encoding_of_values
 from penstock.nn.mlp import GatedMLP
 from penstock.nn.norm import LayerNorm, RMSNorm
 from penstock.nn.outputs import ReturnHiddenStates, ReturnLogits
-from penstock.nn.rotary import Rotary, RotaryConfig, RotaryRows
+from penstock.nn.rotary import Rotary, RotaryConfig, RotaryRows, rope_values
+from penstock.nn.tensor_names import LLAMA_NAMES, TensorNames, TensorRole
 
 __all__ = [
     "FULL",
+    "LLAMA_NAMES",
+    "MAX_LAYERS",
     "SLIDING",
     "Attention",
     "Blueprint",
+    "BlueprintFields",
     "Branch",
+    "ConfigValues",
     "DecoderBlock",
     "DecoderNetwork",
     "Embedding",
@@ -54,6 +65,8 @@ __all__ = [
     "Rotary",
     "RotaryConfig",
     "RotaryRows",
+    "TensorNames",
+    "TensorRole",
     "TensorSource",
     "activation_named",
     "encoding_of_head",
@@ -64,8 +77,9 @@ __all__ = [
     "load_attention",
     "load_experts",
     "load_router",
-    "num_chosen",
+    "num_experts_per_token",
     "num_layers",
+    "rope_values",
     "same_windows",
     "windows_of",
 ]

@@ -17,28 +17,28 @@ from penstock.nn.rotary import RotaryRows
 class Attention:
     """Causal attention; query head h reads kv head ``h // (H / K)`` (Ainslie et al. 2023, 2305.13245).
 
-    How far back a query sees is said by the layer's group of the KV cache.
+    The layer's group of the KV cache holds the attention window.
     """
 
     qkv: Linear  # [E] -> [(H + 2K) D]; [(H + K) D] where values have a layer of their own
     output: Linear  # [H D] -> [E]
-    layer: int  # its place in the KV cache
+    layer: int  # the index in the KV cache
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
     rotary: int | None = 0
-    """Which of the step's rotary rows turn queries and keys; None: none do."""
+    """The index of the rotary embedding for queries and keys; None for no rotation."""
     soft_cap: float | None = None
-    """Bounds the scores to ``cap * tanh(score / cap)``."""
+    """The scores become ``cap * tanh(score / cap)``."""
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
-    """Norms before the rotation, of each head ``[D]`` or of all heads together ``[H D]``, ``[K D]``."""
-    sinks: Tensor | None = None  # [H]: one more score of each softmax, without a value
-    values: Linear | None = None  # [E] -> [K D], where it has another encoding than queries and keys
+    """Norms before the rotation, of each head (``[D]``) or of all heads together (``[H D]``, ``[K D]``)."""
+    sinks: Tensor | None = None  # [H]: an extra score in each softmax, without a value
+    values: Linear | None = None  # [E] -> [K D], if its encoding differs from that of queries and keys
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
-        """``x [T, E] -> [T, E]``; ``rows`` are those of each of the model's rotary embeddings."""
+        """``x [T, E] -> [T, E]``; ``rows`` are the rows of all rotary embeddings of the model."""
         assert step.kv is not None, "attention needs a KV cache"
         q, k, v = self._project(x, step)
         if self.q_norm is not None:
@@ -61,7 +61,7 @@ class Attention:
         return self.output(out.view(-1, self.heads * self.head_dim), step)
 
     def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """``x [T, E]`` as ``[T, H, D]``, ``[T, K, D]``, ``[T, K, D]``, views of what is fused."""
+        """Return queries ``[T, H, D]``, keys and values ``[T, K, D]`` of ``x [T, E]``, as views."""
         keys = self.heads + self.kv_heads
         if self.values is None:
             heads = self.qkv(x, step).view(-1, keys + self.kv_heads, self.head_dim)

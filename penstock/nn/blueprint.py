@@ -1,20 +1,22 @@
-"""What a decoder is made of, in numbers: `Blueprint`, read from a checkpoint's ``config.json``.
+"""`Blueprint`: sizes and options of a Llama-like decoder, read from a checkpoint's ``config.json``.
 
-The families that came after Llama differ from it in a handful of places. Each place is a field here whose
-default is Llama's way, so that an architecture is a blueprint with its own few fields said.
+Many families differ from Llama in a few places. Each such place is a field here, and its default is Llama's
+value. A family that differs in another place writes its own blocks, see ``docs/adding-a-model.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeAlias, TypedDict, Unpack
 
 from penstock.errors import ConfigError
 from penstock.kernels import Activation
+from penstock.nn.config_values import ConfigValues
 from penstock.nn.rotary import RotaryConfig
+from penstock.nn.tensor_names import LLAMA_NAMES, TensorNames
 
-_MAX_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -26,14 +28,17 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""Activations by the names that checkpoints call them."""
+"""Activation functions by their names in checkpoints."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+BlockNorms: TypeAlias = Literal["before", "after", "around"]
+HeadNorms: TypeAlias = Literal["each", "together"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """Sizes and ways of a decoder-only transformer."""
+    """Sizes and options of a decoder-only transformer."""
 
     vocabulary: int  # V
     hidden: int  # E
@@ -46,13 +51,13 @@ class Blueprint:
     activation: Activation
     tied_head: bool
     max_length: int
-    """The longest text that the checkpoint is made for."""
+    """The longest sequence that the checkpoint supports, in tokens."""
 
     rotaries: tuple[RotaryConfig, ...]
     rotary_of_layer: tuple[int | None, ...]  # [L]
-    """Which of the rotary embeddings a layer uses; None: it has no notion of positions."""
+    """The index of each layer's rotary embedding; None for a layer without positions."""
     windows: tuple[int | None, ...]  # [L]
-    """How many keys a query of the layer sees, itself included; None: all."""
+    """The number of keys that a query of the layer sees, itself included; None for all keys."""
 
     attention_scale: float
     attention_soft_cap: float | None = None
@@ -60,59 +65,58 @@ class Blueprint:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    head_norms: Literal["each", "together"] | None = None
+    head_norms: HeadNorms | None = None
     """Norms of queries and keys before the rotation: of each head, or of all heads together."""
-    block_norms: Literal["before", "after", "around"] = "before"
-    """Where norms stand about attention and feed-forward layer."""
+    block_norms: BlockNorms = "before"
+    """The position of the norms relative to the attention and to the feed-forward layer."""
     norm_offset: float = 0.0
-    """What norms' weights are stored less of."""
-    fused_weights: bool = False
-    """Whether the checkpoint holds ``qkv_proj`` and ``gate_up_proj`` in place of their parts."""
+    """The number added to the stored weights of norms."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Of what each layer adds."""
+    """Scale of each layer's output before it is added to the residual stream."""
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
+    names: TensorNames = LLAMA_NAMES
 
     @classmethod
     def from_huggingface(
         cls,
-        config: Any,
+        config: ConfigValues,
         *,
         head_dim: int | None = None,
         activation: str = "hidden_act",
         default_activation: str = "silu",
         default_base: float = 10000.0,
-        rope_parameters: Mapping[str, Any] | None = None,
+        rope_parameters: Mapping[str, object] | None = None,
         partial_rotary: bool = False,
         tied_head: bool = False,
         windows: tuple[int | None, ...] | None = None,
-        **ways: Any,
+        **fields: Unpack[BlueprintFields],
     ) -> Blueprint:
-        """Reads a ``config.json`` that spells sizes the way most families do.
+        """Read a ``config.json`` with the usual key names.
 
         Args:
             config: the checkpoint's configuration, a `HuggingFaceConfig`.
-            head_dim: where the file gives none, the family's default; E / H if there is none either.
-            activation: the key that the activation stands under.
-            default_activation: the family's, where the file names none.
+            head_dim: the family's default head size. Without a default it is E / H.
+            activation: the key of the activation function.
+            default_activation: the family's activation function, used if the file has none.
             default_base: the family's base of the rotary embedding.
-            rope_parameters: in place of those in the file.
-            partial_rotary: whether the family honours ``partial_rotary_factor``.
+            rope_parameters: replace the rotary parameters of the file.
+            partial_rotary: whether the family supports ``partial_rotary_factor``.
             tied_head: the family's default for ``tie_word_embeddings``.
-            windows: of each layer; if not given there are none, nor may ``layer_types`` have any.
-            ways: other fields, in place of their defaults or of what is read.
+            windows: the window of each layer. By default no layer has one, and ``layer_types`` must agree.
+            fields: further fields; they replace defaults and values of the file.
 
         Raises:
-            ConfigError: heads that do not divide, an activation or a type of rope that is not known, windows
-                in a family without.
-            CheckpointError: a size is missing, or no size.
+            ConfigError: the kv heads do not divide the heads, the activation or rope type is unknown, or the
+                file asks for windows in a family without windows.
+            CheckpointError: a size is missing or has an impossible value.
         """
-        hidden = config.count("hidden_size")
+        hidden = config.integer("hidden_size")
         layers = num_layers(config)
-        heads = config.count("num_attention_heads")
-        kv_heads = config.count("num_key_value_heads", default=heads)
-        head_dim = config.count("head_dim", default=head_dim or max(1, hidden // heads))
+        heads = config.integer("num_attention_heads")
+        kv_heads = config.integer("num_key_value_heads", default=heads)
+        head_dim = config.integer("head_dim", default=head_dim or max(1, hidden // heads))
         if heads % kv_heads:
             raise ConfigError(
                 "num_key_value_heads", f"{kv_heads} kv heads do not divide {heads} attention heads"
@@ -121,7 +125,7 @@ class Blueprint:
             windows = (None,) * layers
             if SLIDING in layer_types(config, (FULL,) * layers):
                 raise ConfigError("layer_types", f"has {SLIDING}, which this family does not have")
-        if "rotaries" not in ways:
+        if "rotaries" not in fields:
             rotary = RotaryConfig.from_huggingface(
                 config,
                 head_dim,
@@ -129,18 +133,20 @@ class Blueprint:
                 parameters=rope_parameters,
                 supports_partial=partial_rotary,
             )
-            ways = {"max_length": rotary.max_length, "rotaries": (rotary,)} | ways
-        values: dict[str, Any] = {
-            "norm_eps": config.positive("rms_norm_eps", 1e-6),
+            fields = {"max_length": rotary.max_length, "rotaries": (rotary,), **fields}
+        values: BlueprintFields = {
+            "norm_eps": config.number("rms_norm_eps", 1e-6),
             "attention_scale": head_dim**-0.5,
             "rotary_of_layer": (0,) * layers,
-        } | ways
-        # A window that no text outgrows is none: its blocks need no freeing.
-        fitting = (None if window and window >= values["max_length"] else window for window in windows)
+            **fields,
+        }
+        # A window at least as long as the longest sequence has no effect, and its blocks are never freed.
+        max_length = values["max_length"]
+        fitting = (None if window and window >= max_length else window for window in windows)
         return cls(
-            vocabulary=config.count("vocab_size"),
+            vocabulary=config.integer("vocab_size"),
             hidden=hidden,
-            inner=config.count("intermediate_size"),
+            inner=config.integer("intermediate_size"),
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
@@ -152,28 +158,58 @@ class Blueprint:
         )
 
 
-def num_layers(config: Any) -> int:
-    """L, of a `HuggingFaceConfig`."""
-    layers: int = config.count("num_hidden_layers", most=_MAX_LAYERS)
-    return layers
+class BlueprintFields(TypedDict, total=False):
+    """The fields of a `Blueprint` that `Blueprint.from_huggingface` takes unchanged."""
+
+    norm_eps: float
+    max_length: int
+    rotaries: tuple[RotaryConfig, ...]
+    rotary_of_layer: tuple[int | None, ...]
+    attention_scale: float
+    attention_soft_cap: float | None
+    sinks: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    head_norms: HeadNorms | None
+    block_norms: BlockNorms
+    norm_offset: float
+    embedding_scale: float
+    residual_scale: float
+    logit_scale: float
+    logit_soft_cap: float | None
+    names: TensorNames
+
+
+def num_layers(config: ConfigValues) -> int:
+    """Return L, the number of layers."""
+    return config.integer("num_hidden_layers", maximum=MAX_LAYERS)
 
 
 def activation_named(name: object, key: str) -> Activation:
-    """The activation that checkpoints call ``name``.
+    """Return the activation function with this name in checkpoints.
+
+    Args:
+        name: the name.
+        key: the key of the name in ``config.json``, for the error.
 
     Raises:
-        ConfigError: it is not known; names the key that it stands under.
+        ConfigError: the name is unknown.
     """
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ConfigError(key, f"{name!r} is not known: use {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
-def layer_types(config: Any, default: tuple[str, ...]) -> tuple[str, ...]:
-    """``layer_types`` ``[L]`` of a `HuggingFaceConfig`, each full or sliding attention.
+def layer_types(config: ConfigValues, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Return ``layer_types`` ``[L]``: `FULL` or `SLIDING` for each layer.
+
+    Args:
+        config: the checkpoint's configuration.
+        default: the types if the file has none; its length is L.
 
     Raises:
-        ConfigError: it is no list of L such names.
+        ConfigError: the value is not a list of L known names.
     """
     given = config.get("layer_types")
     if given is None:
@@ -187,36 +223,36 @@ def layer_types(config: Any, default: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def windows_of(
-    config: Any, types: tuple[str, ...], default: int, *, is_used: bool = True
+    config: ConfigValues, types: tuple[str, ...], default: int, *, is_used: bool = True
 ) -> tuple[int | None, ...]:
-    """The window of each layer: ``sliding_window`` where its type is sliding attention.
+    """Return the window of each layer: ``sliding_window`` for layers of type `SLIDING`, else None.
 
     Args:
-        config: a `HuggingFaceConfig`.
-        types: of each layer, ``[L]``.
-        default: the family's window where the key is absent.
-        is_used: what ``use_sliding_window`` says, in families that have it.
+        config: the checkpoint's configuration.
+        types: the type of each layer, ``[L]``.
+        default: the family's window if the key is absent.
+        is_used: the value of ``use_sliding_window`` in families with that key.
 
     Raises:
-        ConfigError: a layer is of sliding attention, and the window is null or not to be used.
+        ConfigError: a layer is of type `SLIDING`, and the window is null or switched off.
     """
     if SLIDING not in types:
         return (None,) * len(types)
     if not is_used:
         raise ConfigError("use_sliding_window", f"is not true, and some layers are of {SLIDING}")
-    if config.get("sliding_window", default) is None:
+    size = config.optional_integer("sliding_window", default)
+    if size is None:
         raise ConfigError("sliding_window", f"is null, and some layers are of {SLIDING}")
-    size = config.count("sliding_window", default)
     return tuple(size if kind == SLIDING else None for kind in types)
 
 
-def same_windows(config: Any, default: int | None = None) -> tuple[int | None, ...]:
-    """``sliding_window`` for every layer, in families whose layers are all alike; null is none.
+def same_windows(config: ConfigValues, default: int | None = None) -> tuple[int | None, ...]:
+    """Return ``sliding_window`` for every layer, in families with equal layers. Null means no window.
 
     Raises:
-        ConfigError: ``layer_types`` says something else.
+        ConfigError: ``layer_types`` contradicts it.
     """
-    kind = FULL if config.get("sliding_window", default) is None else SLIDING
+    kind = FULL if config.optional_integer("sliding_window", default) is None else SLIDING
     types = (kind,) * num_layers(config)
     if layer_types(config, types) != types:
         raise ConfigError("layer_types", f"must all be {kind}, as sliding_window says in this family")

@@ -1,4 +1,4 @@
-"""The network that most families share: embedding, blocks of attention and feed-forward layer, norm, head."""
+"""The network of a Llama-like decoder: embedding, blocks of attention and feed-forward layer, norm, head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.nn.rotary import Rotary, RotaryRows
 
 
 class FeedForward(Protocol):
-    """What a block does to each row alone: a gated layer, or experts."""
+    """The feed-forward part of a block: a gated layer, or experts. It computes each row independently."""
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
         """``x [T, E] -> [T, E]``."""
@@ -30,21 +30,24 @@ class FeedForward(Protocol):
 
 
 LoadFeedForward: TypeAlias = Callable[[str, int], FeedForward]
-"""Reads the feed-forward layer of a block: its name in the checkpoint, and which block."""
+"""Reads the feed-forward layer of a block, given its full name in the checkpoint and the block's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Norms about a layer whose result is added to what it read."""
+    """The norms around a layer, and the addition of the layer's output to the residual stream."""
 
     before: RMSNorm | None
     after: RMSNorm | None
     scale: float = 1.0
 
     def enter(self, x: Tensor, residual: Tensor | None, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """What the layer reads, and the sum that its result will be added to.
+        """Return the layer's input and the residual stream.
 
-        ``x`` is what the branch before has yet to add to ``residual``; the first of a model has none.
+        Args:
+            x: the output of the branch before, not yet added to the residual stream; or the embeddings.
+            residual: the residual stream; None in the first branch of a model.
+            step: the inputs of the step.
         """
         if self.before is not None:
             return self.before.add(x, residual, step)
@@ -52,7 +55,7 @@ class Branch:
         return total, total
 
     def leave(self, x: Tensor, step: StepInputs) -> Tensor:
-        """The layer's result as it is to be added."""
+        """Return the layer's output with norm and scale applied, ready to be added."""
         if self.after is not None:
             x = self.after(x, step)
         return x if self.scale == 1 else step.ops.scale(x, self.scale)
@@ -60,7 +63,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class DecoderBlock:
-    """Attention, then the feed-forward layer, each in a branch of its own."""
+    """Attention, then the feed-forward layer, each in its own branch."""
 
     attention_branch: Branch
     attention: Attention
@@ -71,35 +74,31 @@ class DecoderBlock:
     def load(
         cls, load: Loader, blueprint: Blueprint, layer: int, feed_forward: LoadFeedForward
     ) -> DecoderBlock:
-        """Reads block ``layer``."""
-        name = f"model.layers.{layer}"
-        before, after = _NORMS[blueprint.block_norms]
+        """Read block ``layer``."""
+        names = blueprint.names
+        name = names.block_path(layer)
+
+        def norm(part: str) -> RMSNorm:
+            return load.norm(
+                f"{name}.{part}", blueprint.hidden, blueprint.norm_eps, offset=blueprint.norm_offset
+            )
 
         def branch(which: int) -> Branch:
-            first, second = (
-                None
-                if names is None
-                else load.norm(
-                    f"{name}.{names[which]}",
-                    blueprint.hidden,
-                    blueprint.norm_eps,
-                    offset=blueprint.norm_offset,
-                )
-                for names in (before, after)
-            )
-            return Branch(first, second, blueprint.residual_scale)
+            before = None if blueprint.block_norms == "after" else norm(names.norms_before[which])
+            after = None if blueprint.block_norms == "before" else norm(names.norms_after[which])
+            return Branch(before, after, blueprint.residual_scale)
 
         return cls(
             branch(0),
-            load_attention(load, blueprint, f"{name}.self_attn", layer),
+            load_attention(load, blueprint, f"{name}.{names.attention}", layer),
             branch(1),
-            feed_forward(f"{name}.mlp", layer),
+            feed_forward(f"{name}.{names.feed_forward}", layer),
         )
 
     def __call__(
         self,
-        x: Tensor,  # [T, E]: what the block before has yet to add
-        residual: Tensor | None,  # [T, E]: the sum before that
+        x: Tensor,  # [T, E]: the output of the block before, not yet added
+        residual: Tensor | None,  # [T, E]: the residual stream
         rows: Sequence[RotaryRows],
         step: StepInputs,
     ) -> tuple[Tensor, Tensor]:
@@ -109,19 +108,9 @@ class DecoderBlock:
         return self.mlp_branch.leave(self.mlp(x, step), step), residual
 
 
-_NORMS = {  # before and after; of attention, then of the feed-forward layer
-    "before": (("input_layernorm", "post_attention_layernorm"), None),
-    "after": (None, ("post_attention_layernorm", "post_feedforward_layernorm")),
-    "around": (
-        ("input_layernorm", "pre_feedforward_layernorm"),
-        ("post_attention_layernorm", "post_feedforward_layernorm"),
-    ),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class DecoderNetwork:
-    """A decoder-only transformer as its blueprint says."""
+    """The network that a `Blueprint` describes."""
 
     embedding: Embedding
     rotaries: tuple[Rotary, ...]
@@ -137,21 +126,28 @@ class DecoderNetwork:
         max_length: int,
         feed_forward: LoadFeedForward | None = None,
     ) -> DecoderNetwork:
-        """Reads a network to run up to ``max_length``; feed-forward layers are gated ones if not given."""
+        """Read a network for sequences of up to ``max_length`` tokens.
+
+        Args:
+            load: reads and packs the tensors.
+            blueprint: sizes, options and tensor names.
+            max_length: the number of positions in the tables of the rotary embeddings.
+            feed_forward: reads the feed-forward layer of a block; by default a `GatedMLP`.
+        """
         if feed_forward is None:
             feed_forward = gated_mlps(load, blueprint)
-        vocabulary, hidden = blueprint.vocabulary, blueprint.hidden
-        tied_head = "lm_head" if blueprint.tied_head else None
-        table = load.table("model.embed_tokens", vocabulary, hidden, tied_head=tied_head)
+        vocabulary, hidden, names = blueprint.vocabulary, blueprint.hidden, blueprint.names
+        tied_head = names.head if blueprint.tied_head else None
+        table = load.table(names.embedding_path, vocabulary, hidden, tied_head=tied_head)
         scale = float(torch.tensor(blueprint.embedding_scale, dtype=load.dtype))
         tied_to = table if blueprint.tied_head else None
         return cls(
             Embedding(table, scale),
             tuple(Rotary(rotary, max_length, load.device) for rotary in blueprint.rotaries),
             tuple(DecoderBlock.load(load, blueprint, i, feed_forward) for i in range(blueprint.layers)),
-            load.norm("model.norm", hidden, blueprint.norm_eps, offset=blueprint.norm_offset),
+            load.norm(names.norm_path, hidden, blueprint.norm_eps, offset=blueprint.norm_offset),
             Head(
-                load.head("lm_head", vocabulary, hidden, tied_to=tied_to),
+                load.head(names.head, vocabulary, hidden, tied_to=tied_to),
                 blueprint.logit_scale,
                 blueprint.logit_soft_cap,
             ),
@@ -159,7 +155,7 @@ class DecoderNetwork:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether keys depend on the length of the text, so that prompts cannot share them."""
+        """Whether keys depend on the length of the sequence; prompts then cannot share prefixes."""
         return any(rotary.length_dependent for rotary in self.rotaries)
 
     def __call__(
@@ -176,7 +172,8 @@ class DecoderNetwork:
 
 
 def gated_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
-    """Reads `GatedMLP` layers of a blueprint's sizes."""
+    """Return a function that reads `GatedMLP` layers of a blueprint's sizes."""
+    names = blueprint.names
 
     def read(name: str, layer: int) -> GatedMLP:
         return GatedMLP.load(
@@ -186,23 +183,27 @@ def gated_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
             blueprint.inner,
             blueprint.activation,
             bias=blueprint.mlp_bias,
-            fused=blueprint.fused_weights,
+            gate_up=names.gate_up,
+            down=names.down,
         )
 
     return read
 
 
 def load_attention(load: Loader, blueprint: Blueprint, name: str, layer: int) -> Attention:
-    """Reads the attention of block ``layer``, called ``name`` in the checkpoint."""
+    """Read the attention of block ``layer``; ``name`` is its full name in the checkpoint."""
     hidden, heads, kv_heads, dim = blueprint.hidden, blueprint.heads, blueprint.kv_heads, blueprint.head_dim
-    sizes, values = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}, None
-    if blueprint.fused_weights:
-        sizes = {"qkv_proj": sum(sizes.values())}
-    elif load.has_separate_values(f"{name}.v_proj"):
-        values = load.values(f"{name}.v_proj", sizes.pop("v_proj"), hidden, bias=blueprint.qkv_bias)
+    names, sizes = blueprint.names, (heads * dim, kv_heads * dim, kv_heads * dim)
+    value_path, values = f"{name}.{names.values}", None
+    if names.values is None:
+        parts = {names.qkv[0]: sum(sizes)}
+    else:
+        parts = dict(zip(names.qkv, sizes, strict=True))
+        if load.has_separate_values(value_path):
+            values = load.values(value_path, parts.pop(names.values), hidden, bias=blueprint.qkv_bias)
     return Attention(
-        load.fused(name, sizes, hidden, bias=blueprint.qkv_bias),
-        load.linear(f"{name}.o_proj", hidden, heads * dim, bias=blueprint.output_bias),
+        load.fused(name, parts, hidden, bias=blueprint.qkv_bias),
+        load.linear(f"{name}.{names.output}", hidden, heads * dim, bias=blueprint.output_bias),
         layer,
         heads,
         kv_heads,
@@ -210,9 +211,9 @@ def load_attention(load: Loader, blueprint: Blueprint, name: str, layer: int) ->
         blueprint.attention_scale,
         blueprint.rotary_of_layer[layer],
         blueprint.attention_soft_cap,
-        _head_norm(load, blueprint, f"{name}.q_norm", heads),
-        _head_norm(load, blueprint, f"{name}.k_norm", kv_heads),
-        load.tensor(f"{name}.sinks", heads) if blueprint.sinks else None,
+        _head_norm(load, blueprint, f"{name}.{names.query_norm}", heads),
+        _head_norm(load, blueprint, f"{name}.{names.key_norm}", kv_heads),
+        load.tensor(f"{name}.{names.sinks}", heads) if blueprint.sinks else None,
         values,
     )
 

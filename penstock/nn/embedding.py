@@ -11,10 +11,10 @@ from penstock.kernels import StepInputs
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """``tokens [T] -> [T, E]``; rows whose embeddings are given (images, audio) are put in their place."""
+    """``tokens [T] -> [T, E]``. Given embeddings (images, audio) replace the rows of their tokens."""
 
     table: Tensor  # [V, E]
-    scale: float = 1.0  # of what the table holds; given embeddings come scaled
+    scale: float = 1.0  # applied to rows of the table; given embeddings are already scaled
 
     def __call__(
         self,

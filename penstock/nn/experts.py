@@ -1,42 +1,47 @@
-"""A feed-forward layer made of experts, of which a router chooses a few for each row (Shazeer et al. 2017,
+"""A feed-forward layer of experts. A router chooses a few experts for each row (Shazeer et al. 2017,
 arXiv:1701.06538)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.kernels import Gating, PackedExperts, Routing, StepInputs
+from penstock.nn.config_values import ConfigValues
 from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The chosen experts' outputs, summed by the shares that the router gives them."""
+    """Each row's chosen experts; their outputs are summed with the weights from the router."""
 
     router: Linear  # [E] -> [N]
     packed: PackedExperts
     top: int
-    """How many experts a row visits."""
+    """The number of experts for each row."""
     routing: Routing
     gating: Gating
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
-        shares, chosen = step.ops.route(self.router(x, step), self.top, self.routing)
-        return step.ops.experts(x, self.packed, shares, chosen, self.gating, lora=step.lora)
+        topk_weights, topk_ids = step.ops.route(self.router(x, step), self.top, self.routing)
+        return step.ops.experts(x, self.packed, topk_weights, topk_ids, self.gating, lora=step.lora)
 
 
-def num_chosen(config: Any, experts: int, default: int) -> int:
-    """``num_experts_per_tok`` of a `HuggingFaceConfig`, of so many experts.
+def num_experts_per_token(config: ConfigValues, experts: int, default: int) -> int:
+    """Return ``num_experts_per_tok``.
+
+    Args:
+        config: the checkpoint's configuration.
+        experts: the number of experts of a layer.
+        default: the family's value if the key is absent.
 
     Raises:
-        ConfigError: there are fewer experts, or others besides these, which every token visits.
+        ConfigError: the number exceeds ``experts``, or the model has shared experts, which every token uses.
     """
-    top: int = config.count("num_experts_per_tok", default=default)
+    top = config.integer("num_experts_per_tok", default=default)
     if top > experts:
         raise ConfigError(
             "num_experts_per_tok", f"{top} experts for each token cannot be chosen of {experts}"
@@ -48,9 +53,9 @@ def num_chosen(config: Any, experts: int, default: int) -> int:
 
 
 def load_router(load: Loader, name: str, experts: int, hidden: int, *, bias: bool = False) -> Linear:
-    """Reads the router called ``name``.
+    """Read the router with this full name.
 
-    It stays in the activations' type: it is small, and a rounding may send a row to another expert.
+    It keeps the type of the activations. It is small, and a rounding error can send a row to another expert.
     """
     weight = load.tensor(f"{name}.weight", experts, hidden)
     offset = load.tensor(f"{name}.bias", experts) if bias else None
@@ -65,18 +70,18 @@ def load_experts(
     inner: int,
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> PackedExperts:
-    """Reads the experts under ``name``, from either layout of checkpoints.
+    """Read the experts with the common name ``name``, from either of two checkpoint layouts.
 
-    Most hold three matrices an expert, ``{name}.0.gate_proj.weight`` and so on; newer ones two tensors for
-    all, ``{name}.gate_up_proj [N, 2F, E]`` and ``{name}.down_proj [N, E, F]``.
+    Most checkpoints hold three matrices for each expert, ``{name}.0.gate_proj.weight`` and so on. Newer ones
+    hold two tensors for all experts, ``{name}.gate_up_proj [N, 2F, E]`` and ``{name}.down_proj [N, E, F]``.
 
     Args:
-        load: where from.
-        name: the experts' common name.
-        experts: how many there are.
+        load: reads and packs the tensors.
+        name: the common name of the experts.
+        experts: the number of experts.
         hidden: E.
         inner: F.
-        parts: what the family calls an expert's gate, up and down.
+        parts: the family's names of an expert's gate, up and down matrix.
     """
     gate, up, down = parts
     if f"{name}.gate_up_proj" not in load.source:

@@ -12,7 +12,7 @@ from penstock.nn.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """``x [R, E] -> logits [R, V]``, scaled, then bounded to ``soft_cap * tanh(logits / soft_cap)``."""
+    """``x [R, E] -> logits [R, V]``, scaled, then ``soft_cap * tanh(logits / soft_cap)``."""
 
     linear: Linear
     scale: float = 1.0

@@ -1,4 +1,4 @@
-"""A linear layer, or several that share their input fused into one."""
+"""A linear layer, or several with the same input fused into one."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from penstock.nn.loader import Loader
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """``down(activation(gate(x)) * up(x))``, gate and up fused into one product."""
+    """``down(activation(gate(x)) * up(x))``. Gate and up are one fused product."""
 
     gate_up: Linear
     down: Linear
@@ -29,16 +30,25 @@ class GatedMLP:
         activation: Activation,
         *,
         bias: bool = False,
-        fused: bool = False,
+        gate_up: Sequence[str] = ("gate_proj", "up_proj"),
+        down: str = "down_proj",
     ) -> GatedMLP:
-        """Reads ``gate_proj``, ``up_proj`` and ``down_proj`` under ``name``.
+        """Read the layer with this full name.
 
-        ``fused``: the checkpoint has the first two as one, ``gate_up_proj``.
+        Args:
+            load: reads and packs the tensors.
+            name: the full name of the layer in the checkpoint.
+            hidden: E.
+            inner: F.
+            activation: the activation function of the gate.
+            bias: whether the linear layers have biases.
+            gate_up: the names of gate and up matrix, or one name if the checkpoint stores them as one.
+            down: the name of the down matrix.
         """
-        parts = {"gate_up_proj": 2 * inner} if fused else {"gate_proj": inner, "up_proj": inner}
+        parts = {gate_up[0]: 2 * inner} if len(gate_up) == 1 else dict.fromkeys(gate_up, inner)
         return cls(
             load.fused(name, parts, hidden, bias=bias),
-            load.linear(f"{name}.down_proj", hidden, inner, bias=bias),
+            load.linear(f"{name}.{down}", hidden, inner, bias=bias),
             activation,
         )
 

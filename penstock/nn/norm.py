@@ -1,4 +1,4 @@
-"""Norms of rows: by the root mean square (Zhang and Sennrich 2019, arXiv:1910.07467), and by mean and
+"""Norms of rows: by root mean square (Zhang and Sennrich 2019, arXiv:1910.07467), and by mean and
 variance (Ba et al. 2016, arXiv:1607.06450)."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from penstock.kernels import StepInputs
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """Scales each row to unit root mean square, then by ``weight [E]``."""
+    """Scale each row to a root mean square of 1, then multiply by ``weight [E]``."""
 
     weight: Tensor
     eps: float
@@ -21,7 +21,7 @@ class RMSNorm:
         return step.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """``(norm(x + residual), x + residual)``; the first layer of a model has no residual yet."""
+        """Return ``(norm(x + residual), x + residual)``. The first layer of a model has no residual."""
         if residual is None:
             return self(x, step), x
         return step.ops.add_rms_norm(x, residual, self.weight, self.eps)
@@ -29,7 +29,7 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """Gives each row mean 0 and variance 1, then ``* weight [E] + bias [E]``."""
+    """Shift and scale each row to mean 0 and variance 1, then compute ``row * weight [E] + bias [E]``."""
 
     weight: Tensor
     bias: Tensor

@@ -1,4 +1,4 @@
-"""Which rows of a forward come back."""
+"""The rows that a forward returns."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from enum import Enum
 
 
 class ReturnLogits(str, Enum):
-    """Which rows of logits a model computes."""
+    """The rows of logits that a model computes."""
 
     LAST_TOKEN = "last_token"
-    """One row a sequence: what comes after its last token."""
+    """One row for each sequence, of its last token."""
     VARIABLE = "variable"
     """The last ``return_n_logits`` rows of each sequence."""
     ALL = "all"
-    """A row for every token of the batch."""
+    """One row for each token of the batch."""
 
 
 class ReturnHiddenStates(str, Enum):
-    """Which rows of hidden states come back beside the logits."""
+    """The rows of hidden states that a model returns beside the logits."""
 
     NONE = "none"
     LAST = "last"
-    """The last row of each sequence, as the last layer left it."""
+    """The last row of each sequence, before the final norm."""
     ALL = "all"
-    """Every row, as the last layer left it."""
+    """All rows, before the final norm."""
     LAST_NORMALIZED = "last_normalized"
     """The last row of each sequence, after the final norm."""
     ALL_NORMALIZED = "all_normalized"
-    """Every row, after the final norm."""
+    """All rows, after the final norm."""

@@ -1,4 +1,4 @@
-"""Rotary position embeddings and the ways to stretch them over longer texts.
+"""Rotary position embeddings, and the methods that extend them to longer sequences.
 
 `default` (Su et al. 2021, arXiv:2104.09864), `linear` (Chen et al. 2023, arXiv:2306.15595), `dynamic`
 (NTK-aware scaling by length), `llama3` (The Llama 3 Herd of Models 2024, arXiv:2407.21783), `yarn`
@@ -10,34 +10,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.kernels import StepInputs
+from penstock.nn.config_values import ConfigValues
 
 RotaryRows: TypeAlias = tuple[Tensor, Tensor]
-"""Cosines and sines of this step's rows, ``[T, R / 2]`` float32 each."""
+"""Cosines and sines of the step's rows, ``[T, R / 2]`` float32 each."""
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryConfig:
-    """What a checkpoint's configuration says about its rotary embeddings."""
+    """One rotary embedding, as a checkpoint configures it."""
 
-    dim: int  # R: how many dims of a head are rotated
+    dim: int  # R: the number of dims of a head that are rotated
     base: float
     kind: str
     max_positions: int
-    """The length that the checkpoint was made for, before any stretching."""
+    """The length that the checkpoint was trained for, before any extension."""
     max_length: int
-    """The length that the model may be run at."""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """The longest sequence that the embedding supports."""
+    parameters: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def key_limit(self) -> int | None:
-        """The longest sequence that has the short factors of LongRoPE; None where factors never change."""
+        """The longest sequence with the short factors of LongRoPE; None if the factors never change."""
         if self.kind != "longrope":
             return None
         short, long = (self.parameters.get(name) for name in ("short_factor", "long_factor"))
@@ -46,40 +47,41 @@ class RotaryConfig:
     @classmethod
     def from_huggingface(
         cls,
-        config: Any,
+        config: ConfigValues,
         head_dim: int,
         *,
         default_base: float = 10000.0,
-        parameters: Mapping[str, Any] | None = None,
+        parameters: Mapping[str, object] | None = None,
         supports_partial: bool = True,
     ) -> RotaryConfig:
-        """Reads ``rope_parameters`` (newer files) or ``rope_theta`` and ``rope_scaling`` (older ones).
+        """Read ``rope_parameters`` (newer files) or ``rope_theta`` and ``rope_scaling`` (older files).
 
         Args:
             config: the checkpoint's configuration.
-            head_dim: dims of a head, all of which are rotated unless a ``partial_rotary_factor`` is given.
-            default_base: the family's own, where the checkpoint names none.
-            parameters: stand in for ``rope_parameters`` where layers have several kinds.
+            head_dim: dims of a head. All are rotated unless ``partial_rotary_factor`` is given.
+            default_base: the family's base, used if the checkpoint has none.
+            parameters: replace ``rope_parameters``, for families with several rotary embeddings.
             supports_partial: whether the family's reference implementation rotates a part of each head. If
                 not, rope type ``default`` ignores ``partial_rotary_factor``, as the reference does.
 
         Raises:
-            ConfigError: the type of rope is not known, a number it needs is missing, or a family that cannot
-                rotate a part of each head needs to.
+            ConfigError: the rope type is unknown, a number that it needs is missing, or the file asks for
+                partial rotation in a family without it.
         """
         if parameters is None:
-            parameters = config.section("rope_parameters") or config.section("rope_scaling")
-        given = dict(parameters)
-        base = _number(given, "rope_theta", config.positive("rope_theta", default_base), most=_MAX_BASE)
+            given = rope_values(config)
+        else:
+            given = dict(parameters)
+        base = _number(given, "rope_theta", config.number("rope_theta", default_base), maximum=_MAX_BASE)
         kind = given.get("rope_type", given.get("type", "default"))
         if not isinstance(kind, str) or kind not in _FREQUENCIES:
             raise ConfigError("rope_type", f"unknown rope type {kind!r}: known are {', '.join(_FREQUENCIES)}")
-        positions = config.count("max_position_embeddings")
+        positions = config.integer("max_position_embeddings")
         original = math.ceil(
             _number(
                 given,
                 "original_max_position_embeddings",
-                config.count("original_max_position_embeddings", positions),
+                config.integer("original_max_position_embeddings", positions),
             )
         )
         max_length = positions
@@ -100,13 +102,13 @@ class RotaryConfig:
 
 
 def _rotated_dims(
-    config: Any, parameters: Mapping[str, Any], head_dim: int, kind: str, supports_partial: bool
+    config: ConfigValues, parameters: Mapping[str, object], head_dim: int, kind: str, supports_partial: bool
 ) -> int:
-    """Return how many dims of a head are rotated."""
+    """Return the number of dims of a head that are rotated."""
     if kind == "default" and not supports_partial:
         return head_dim
-    top = config.positive("partial_rotary_factor", 1.0)
-    fraction = _number(parameters, "partial_rotary_factor", top)
+    default = config.number("partial_rotary_factor", 1.0)
+    fraction = _number(parameters, "partial_rotary_factor", default)
     if fraction > 1:
         raise ConfigError("partial_rotary_factor", f"must be at most 1, was {fraction}")
     dim = int(head_dim * fraction)
@@ -119,22 +121,28 @@ def _rotated_dims(
     return dim
 
 
+def rope_values(config: ConfigValues) -> dict[str, object]:
+    """Return ``rope_parameters`` of newer files, or ``rope_scaling`` of older ones; a new dict."""
+    section = config.section("rope_parameters") or config.section("rope_scaling")
+    return {key: section[key] for key in section}
+
+
 class Rotary:
-    """The tables of one rotary embedding; `rows` picks this step's part once for all layers."""
+    """The cosine and sine tables of one rotary embedding. `rows` reads them once for all layers."""
 
     def __init__(self, config: RotaryConfig, max_length: int, device: torch.device) -> None:
         self.config = config
         changes = config.kind == "dynamic" or config.key_limit is not None
         self.length_dependent = changes and max_length > config.max_positions
-        """Whether the angles change with the length of the text, not only with the position."""
+        """Whether the angles depend on the length of the sequence, not only on the position."""
         frequencies, factor = _FREQUENCIES[config.kind](config)
         self.cos, self.sin = _tables(frequencies, factor, max_length, device)  # [P, R / 2]
-        if config.kind == "longrope" and self.length_dependent:  # a second half: those of longer texts
+        if config.kind == "longrope" and self.length_dependent:  # the second half is for longer sequences
             long = _tables(_longrope(config, "long_factor")[0], factor, max_length, device)
             self.cos, self.sin = torch.cat([self.cos, long[0]]), torch.cat([self.sin, long[1]])
 
     def rows(self, step: StepInputs) -> RotaryRows:
-        """Cosines and sines for ``step.positions``."""
+        """Return the cosines and sines of ``step.positions``."""
         positions = step.positions
         if self.length_dependent and step.text_lengths is not None:
             if self.config.kind == "dynamic":
@@ -143,7 +151,7 @@ class Rotary:
         return step.ops.rope_rows(positions, self.cos, self.sin)
 
     def _stretched_rows(self, positions: Tensor, lengths: Tensor) -> RotaryRows:
-        """Dynamic scaling: the base grows once the text is longer than the checkpoint was made for."""
+        """Return rows of dynamic scaling: the base grows with the length beyond ``max_positions``."""
         config = self.config
         factor = _number(config.parameters, "factor")
         length = lengths.clamp_min(config.max_positions).double()  # [T]
@@ -176,7 +184,7 @@ def _linear(config: RotaryConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(config: RotaryConfig) -> tuple[Tensor, float]:
-    """Long waves are slowed by the factor, short ones kept, those between blended."""
+    """Divide low frequencies by the factor, keep high ones, and blend those in between."""
     plain = _plain_frequencies(config)
     factor = _number(config.parameters, "factor")
     low = _number(config.parameters, "low_freq_factor")
@@ -188,19 +196,20 @@ def _llama3(config: RotaryConfig) -> tuple[Tensor, float]:
 
 
 def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
-    """Dims that turn often within the original length are kept, slow ones interpolated, a ramp between."""
+    """Keep high frequencies, interpolate low ones, with a linear ramp in between."""
     parameters = config.parameters
     factor = _number(parameters, "factor")
     plain = _plain_frequencies(config)
 
-    def dim_that_turns(times: float) -> float:
-        turns = config.max_positions / (times * 2 * math.pi)
-        return config.dim * math.log(turns) / (2 * math.log(config.base))
+    def dim_of_rotations(rotations: float) -> float:
+        """Return the dim that makes this many full rotations within the original length."""
+        wavelength = config.max_positions / (rotations * 2 * math.pi)
+        return config.dim * math.log(wavelength) / (2 * math.log(config.base))
 
     if config.base <= 1:
         raise ConfigError("rope_theta", f"must be above 1 for rope type 'yarn', was {config.base}")
-    first = dim_that_turns(_number(parameters, "beta_fast", 32))
-    last = dim_that_turns(_number(parameters, "beta_slow", 1))
+    first = dim_of_rotations(_number(parameters, "beta_fast", 32))
+    last = dim_of_rotations(_number(parameters, "beta_slow", 1))
     if parameters.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.dim - 1)
@@ -209,7 +218,8 @@ def _yarn(config: RotaryConfig) -> tuple[Tensor, float]:
     return plain / factor * interpolated + plain * (1 - interpolated), _yarn_magnitude(parameters, factor)
 
 
-def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+def _yarn_magnitude(parameters: Mapping[str, object], factor: float) -> float:
+    """Return the factor on cosines and sines."""
     if parameters.get("attention_factor") is not None:
         return _number(parameters, "attention_factor")
 
@@ -221,15 +231,15 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     return magnitude(_number(parameters, "mscale")) / magnitude(_number(parameters, "mscale_all_dim"))
 
 
-def _longrope(config: RotaryConfig, which: str = "short_factor") -> tuple[Tensor, float]:
-    """Each pair of dims is slowed by a factor of its own, in texts up to the original length and beyond."""
-    factors = config.parameters.get(which)
+def _longrope(config: RotaryConfig, key: str = "short_factor") -> tuple[Tensor, float]:
+    """Divide each frequency by its own factor. Sequences beyond the original length use ``long_factor``."""
+    factors = config.parameters.get(key)
     if not isinstance(factors, list) or len(factors) != config.dim // 2:
         raise ConfigError(
-            f"rope_scaling.{which}", f"must be a list of {config.dim // 2} numbers, was {factors!r}"
+            f"rope_scaling.{key}", f"must be a list of {config.dim // 2} numbers, was {factors!r}"
         )
-    slowed = [_number({which: factor}, which) for factor in factors]
-    frequencies = _plain_frequencies(config) / torch.tensor(slowed, dtype=torch.float32)
+    divisors = [_number({key: factor}, key) for factor in factors]
+    frequencies = _plain_frequencies(config) / torch.tensor(divisors, dtype=torch.float32)
     if config.parameters.get("attention_factor") is not None:
         return frequencies, _number(config.parameters, "attention_factor")
     stretch = _number(config.parameters, "factor")
@@ -248,18 +258,19 @@ _FREQUENCIES: dict[str, Callable[[RotaryConfig], tuple[Tensor, float]]] = {
 }
 
 
-_LARGEST = 1e9
+_MAX_NUMBER = 1e9
 _MAX_BASE = 1e30
 
 
 def _number(
-    parameters: Mapping[str, Any], name: str, default: float | None = None, *, most: float = _LARGEST
+    parameters: Mapping[str, object], name: str, default: float | None = None, *, maximum: float = _MAX_NUMBER
 ) -> float:
+    """Return a number above 0 and at most ``maximum``; without a default it is required."""
     value = parameters.get(name)
     if value is None and default is not None:
         value = default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError(f"rope_scaling.{name}", f"must be a positive number, was {value!r}")
-    if value > most:
-        raise ConfigError(f"rope_scaling.{name}", f"must be at most {most:g}, was {value!r}")
+    if value > maximum:
+        raise ConfigError(f"rope_scaling.{name}", f"must be at most {maximum:g}, was {value!r}")
     return float(value)

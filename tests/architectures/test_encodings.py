@@ -13,7 +13,6 @@ from support.networks import held_bytes, parts_of
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import PackedExperts, PackedLinear
-from penstock.memory import estimate_weights_size
 from penstock.nn import Attention, Experts
 from penstock.nn import loader as loading
 from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
@@ -72,7 +71,7 @@ def test_close_to_float32(
 def test_the_size_foretold(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = opened(checkpoint, encoding, monkeypatch)
     held = held_bytes(pipeline)
-    foretold = estimate_weights_size(pipeline.model.pipeline_config)
+    foretold = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
     assert 0.995 * held <= foretold <= 1.15 * held, "each part of a fused layer may fill a panel of its own"
 
 
@@ -89,7 +88,7 @@ def test_narrow_experts_of_a_wide_model_have_four_bits(
     model: Any = pipeline.model
     experts = [one for one in parts_of(model.network) if isinstance(one, PackedExperts)]
     assert {one.encoding for each in experts for one in (*each.gate_up, *each.down)} == {"int4"}
-    held, foretold = held_bytes(pipeline), estimate_weights_size(model.pipeline_config)
+    held, foretold = held_bytes(pipeline), model.estimate_weights_size(model.pipeline_config)
     assert 0.995 * held <= foretold <= 1.15 * held
 
 

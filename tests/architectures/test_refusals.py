@@ -40,8 +40,6 @@ def read(family: str, changes: dict[str, Any]) -> Any:
         ("mistral", {"layer_types": ["full_attention", *SLIDING[1:]]}, "layer_types: must all be sliding"),
         ("mistral", {"layer_types": SLIDING, "sliding_window": None}, "layer_types: must all be full"),
         ("qwen2", {"use_sliding_window": False, "layer_types": SLIDING}, "use_sliding_window: is not true"),
-        ("qwen2", {"max_window_layers": -1}, "max_window_layers: must be a whole number of at least 0"),
-        ("qwen3", {"max_window_layers": "all"}, "max_window_layers: .* was 'all'"),
         ("qwen3", {"rope_scaling": {"rope_type": "mrope"}}, "unknown rope type 'mrope'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: must be a list of 4 zeros and ones"),
         ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers: must be a list of 4 zeros and ones"),
@@ -70,6 +68,13 @@ def test_refused(family: str, changes: dict[str, Any], message: str) -> None:
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping must be a number above 0, was 0"),
         ("mistral", {"sliding_window": 0}, "sliding_window must be a whole number of at least 1, was 0"),
         ("qwen3", {"head_dim": 2.5}, "head_dim must be a whole number"),
+        (
+            "qwen2",
+            {"max_window_layers": -1},
+            "max_window_layers must be a whole number of at least 0, was -1",
+        ),
+        ("qwen3", {"max_window_layers": "all"}, "max_window_layers must be a whole number .* was 'all'"),
+        ("smollm3", {"no_rope_layers": [1, 0.5, 1, 1]}, "no_rope_layers must be a list of whole numbers"),
         ("phi3", {"rope_scaling": [1]}, "rope_scaling must be a JSON object"),
     ],
 )

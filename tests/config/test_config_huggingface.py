@@ -100,12 +100,16 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 def test_checked_values() -> None:
     config = HuggingFaceConfig({"heads": 4, "eps": 1e-5, "tied": True, "nothing": None})
-    assert (config.count("heads"), config.count("nothing", default=7), config.count("gone", default=8)) == (
+    assert (
+        config.integer("heads"),
+        config.integer("nothing", default=7),
+        config.integer("gone", default=8),
+    ) == (
         4,
         7,
         8,
     )
-    assert (config.positive("eps", 1.0), config.positive("gone", 2.5)) == (1e-5, 2.5)
+    assert (config.number("eps", 1.0), config.number("gone", 2.5)) == (1e-5, 2.5)
     assert (config.flag("tied"), config.flag("gone"), config.flag("nothing", default=True)) == (
         True,
         False,
@@ -116,20 +120,20 @@ def test_checked_values() -> None:
 @pytest.mark.parametrize("value", ["four", 0, -1, 2.0, True, [4], None])
 def test_what_is_no_count(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"heads must be a whole number of at least 1, was"):
-        HuggingFaceConfig({"heads": value}).count("heads")
+        HuggingFaceConfig({"heads": value}).integer("heads")
 
 
 def test_what_is_no_count_of_anything_that_exists() -> None:
     with pytest.raises(CheckpointError, match=f"heads must be at most 2147483647, was {10**30}"):
-        HuggingFaceConfig({"heads": 10**30}).count("heads")
+        HuggingFaceConfig({"heads": 10**30}).integer("heads")
     with pytest.raises(CheckpointError, match="layers must be at most 9, was 10"):
-        HuggingFaceConfig({"layers": 10}).count("layers", most=9)
+        HuggingFaceConfig({"layers": 10}).integer("layers", maximum=9)
 
 
 @pytest.mark.parametrize("value", ["small", 0, -1e-5, float("nan"), float("inf"), False, 10**400])
 def test_what_is_no_positive_number(value: object) -> None:
     with pytest.raises(CheckpointError, match="eps must be a number above 0"):
-        HuggingFaceConfig({"eps": value}).positive("eps", 1.0)
+        HuggingFaceConfig({"eps": value}).number("eps", 1.0)
 
 
 def test_sections(config: HuggingFaceConfig) -> None:
@@ -149,3 +153,49 @@ def test_how_many_tokens_there_are(config: HuggingFaceConfig) -> None:
     assert config.vocabulary_size == 10, "those of the text model of a larger one"
     assert HuggingFaceConfig({"vocab_size": 12}).vocabulary_size == 12
     assert HuggingFaceConfig({}).vocabulary_size == 0
+
+
+def test_optional_values() -> None:
+    config = HuggingFaceConfig({"window": 7, "cap": 2.5, "nothing": None, "bad": "x"})
+    assert config.optional_integer("window") == 7
+    assert config.optional_integer("nothing", 8) is None, "null is not the default"
+    assert config.optional_integer("gone", 8) == 8
+    assert config.optional_number("cap") == 2.5
+    assert config.optional_number("nothing", 1.0) is None
+    assert config.optional_number("gone", 1.0) == 1.0
+    with pytest.raises(CheckpointError, match="bad must be a whole number of at least 1, was 'x'"):
+        config.optional_integer("bad")
+    with pytest.raises(CheckpointError, match="bad must be a number above 0, was 'x'"):
+        config.optional_number("bad")
+
+
+def test_an_integer_with_another_minimum() -> None:
+    config = HuggingFaceConfig({"first": 0})
+    assert config.integer("first", minimum=0) == 0
+    with pytest.raises(CheckpointError, match="first must be a whole number of at least 2, was 0"):
+        config.integer("first", minimum=2)
+
+
+def test_texts_and_lists() -> None:
+    config = HuggingFaceConfig({"name": "llama", "names": ["a", "b"], "numbers": [1, 0], "nothing": None})
+    assert (config.text("name"), config.text("nothing", "x"), config.text("gone", "y")) == ("llama", "x", "y")
+    assert config.texts("names") == ("a", "b")
+    assert config.integers("numbers") == (1, 0)
+    assert config.texts("nothing") is config.integers("gone") is None
+    with pytest.raises(CheckpointError, match=r"has no 'gone'"):
+        config.text("gone")
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "message"),
+    [
+        ("text", 4, "key must be text, was 4"),
+        ("texts", "ab", "key must be a list of texts, was 'ab'"),
+        ("texts", ["a", 1], r"key must be a list of texts, was \['a', 1\]"),
+        ("integers", [1, 2.0], r"key must be a list of whole numbers, was \[1, 2.0\]"),
+        ("integers", [True], r"key must be a list of whole numbers, was \[True\]"),
+    ],
+)
+def test_values_of_another_type(method: str, value: object, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        getattr(HuggingFaceConfig({"key": value}), method)("key")

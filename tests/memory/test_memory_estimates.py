@@ -17,6 +17,7 @@ from penstock.memory import (
     estimate_adapters_size,
     estimate_weights_size,
 )
+from penstock.nn import TensorNames
 
 
 def checkpoint(folder: Path, *, tied: bool = False, **settings: Any) -> PipelineConfig:
@@ -94,3 +95,48 @@ def test_the_room_for_adapters(tmp_path: Path, encoding: str, tied: bool, size: 
     config = replace(config, lora=LoRAConfig(enable_lora=True, max_loras=3, max_lora_rank=5))
     widths = (6 + 4) + 2 * (3 + 4) + (10 + 4)
     assert estimate_adapters_size(config) == 3 * 5 * widths * size
+
+
+def test_a_family_with_other_names(tmp_path: Path) -> None:
+    """Table, head, value projection and router are recognised by the family's own names."""
+    from safetensors.torch import save_file
+    from torch import ones
+
+    shapes = {
+        "decoder.words.weight": (100, 128),
+        "decoder.block_0.attn.query.weight": (128, 128),
+        "decoder.block_0.attn.value.weight": (128, 128),
+        "decoder.block_0.choose.weight": (64, 128),
+        "output.weight": (100, 128),
+    }
+    save_file({name: ones(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32", "vocab_size": 100}))
+    config = PipelineConfig.from_flat(
+        {
+            "model_path": str(tmp_path),
+            "quantization_encoding": "int4",
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": 1,
+        }
+    )
+    names = TensorNames(
+        prefix="decoder.",
+        embedding="words",
+        head="output",
+        block="block_{layer}",
+        attention="attn",
+        qkv=("query", "key", "value"),
+        router="choose",
+    )
+    int8, int5, floats = (ENCODINGS[name] for name in ("int8", "int5", "bfloat16"))
+    assert estimate_weights_size(config, names) == (
+        100 * 128 * 2  # the table
+        + int5.num_bytes(128, 128)  # queries
+        + int8.num_bytes(128, 128)  # values
+        + floats.num_bytes(64, 128)  # the router
+        + int8.num_bytes(100, 128)  # the head
+    )
+    widths = [128 + 128, 128 + 128, 64 + 128, 100 + 128]
+    assert estimate_adapters_size(config, names) == 2 * sum(widths)
+    assert estimate_weights_size(config) != estimate_weights_size(config, names)

@@ -23,7 +23,6 @@ from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.config import HuggingFaceConfig, PipelineConfig
 from penstock.errors import UnknownArchitectureError, WeightsError
 from penstock.kernels import unpack_linear
-from penstock.memory import estimate_weights_size
 from penstock.weights import Weights
 
 # What the format has no key for, and takes for granted.
@@ -172,7 +171,10 @@ def test_q4_0_stays_as_it_is(tmp_path: Path) -> None:
             expected = weights.tensor(f"{name}.{part}.weight", shape)
             assert torch.equal(whole[start : start + shape[0]], expected), part
             start += shape[0]
-    held, foretold = held_bytes(pipeline), estimate_weights_size(pipeline.model.pipeline_config)
+    held, foretold = (
+        held_bytes(pipeline),
+        pipeline.model.estimate_weights_size(pipeline.model.pipeline_config),
+    )
     assert 0.995 * held <= foretold <= 1.1 * held
     value = f"{name}.self_attn.v_proj.weight"
     values = weights.tensor(value, weights.shape(value))

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from support.running import context_of, generate, open_pipeline
 
 from penstock.bench.random_weights import SHAPES, write_random_checkpoint
-from penstock.memory import estimate_weights_size
 from penstock.weights import Weights
 from penstock.weights.mapping import drop_pages
 
@@ -49,7 +48,7 @@ def test_no_more_than_the_packed_weights(
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, **options)
     files.append(resident("RssFile"))
     generate(pipeline, [context_of([1, 2], 3)])
-    packed = estimate_weights_size(pipeline.model.pipeline_config)
+    packed = pipeline.model.estimate_weights_size(pipeline.model.pipeline_config)
     assert len(anonymous) > 40, "it was watched"
     assert files[-1] - files[0] < 24 * MB, "the file's pages are let go of"
     if encoding == "bfloat16":  # rows at first, and layer by layer panels in their place

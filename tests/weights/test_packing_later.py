@@ -11,7 +11,7 @@ import torch
 from support.checkpoints import write_checkpoint
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
-from penstock.architectures import decoder
+from penstock.architectures import network_model
 from penstock.host import memory as host_memory
 from penstock.host.memory import num_reserved
 from penstock.kernels.cpu import available_isas
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not available_isas(), reason="the C++ kernels ar
 
 @pytest.fixture(autouse=True)
 def _small_models_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "MIN_LAZY_BYTES", 0)
+    monkeypatch.setattr(network_model, "MIN_LAZY_BYTES", 0)
 
 
 NAMES = ["llama", "gpt2", "qwen2", "gemma2", "qwen3_moe"]

@@ -1,4 +1,4 @@
-"""What the network needs to know of a GPT-2 checkpoint."""
+"""The configuration and the tensor names of GPT-2 checkpoints."""
 
 from __future__ import annotations
 
@@ -7,24 +7,34 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
 from penstock.kernels import Activation
-from penstock.nn import activation_named
+from penstock.nn import MAX_LAYERS, TensorNames, activation_named
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
-_MAX_LAYERS = 10_000
+NAMES = TensorNames(
+    prefix="transformer.",
+    embedding="wte",
+    norm="ln_f",
+    block="h.{layer}",
+    attention="attn",
+    qkv=("c_attn",),
+    output="c_proj",
+    other_tables=("wpe.weight",),
+)
+"""The names of a GPT-2 checkpoint. Its linear layers are stored ``[in, out]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class GPT2Config:
-    """The blueprint of a GPT-2 network."""
+    """The sizes and options of a GPT-2 network."""
 
     vocabulary: int  # V
     positions: int  # P
     hidden: int  # E
     inner: int  # F
     heads: int  # H
-    scales: tuple[float, ...]  # [L]: of each layer's scores
+    scales: tuple[float, ...]  # [L]: scale of the attention scores
     norm_eps: float
     activation: Activation
     tied_head: bool
@@ -41,13 +51,14 @@ class GPT2Config:
 
     @classmethod
     def from_huggingface(cls, config: HuggingFaceConfig) -> GPT2Config:
-        """Reads a ``config.json``; ``reorder_and_upcast_attn`` changes nothing, scores are float32 anyway.
+        """Read a ``config.json``. ``reorder_and_upcast_attn`` has no effect: scores are always float32.
 
         Raises:
-            ConfigError: heads that do not divide, an unknown activation, or attention to an encoder.
-            CheckpointError: a size is missing, or no size.
+            ConfigError: the heads do not divide the size, the activation is unknown, or the model has cross
+                attention.
+            CheckpointError: a size is missing or has an impossible value.
         """
-        hidden, heads = config.count("n_embd"), config.count("n_head")
+        hidden, heads = config.integer("n_embd"), config.integer("n_head")
         if hidden % heads:
             raise ConfigError("n_head", f"{heads} heads do not divide n_embd {hidden}")
         if config.flag("add_cross_attention"):
@@ -55,16 +66,16 @@ class GPT2Config:
         scale = (hidden // heads) ** -0.5 if config.flag("scale_attn_weights", True) else 1.0
         by_layer = config.flag("scale_attn_by_inverse_layer_idx")
         return cls(
-            vocabulary=config.count("vocab_size"),
-            positions=config.count("n_positions"),
+            vocabulary=config.integer("vocab_size"),
+            positions=config.integer("n_positions"),
             hidden=hidden,
-            inner=config.count("n_inner", 4 * hidden),
+            inner=config.integer("n_inner", 4 * hidden),
             heads=heads,
             scales=tuple(
                 scale / (layer + 1) if by_layer else scale
-                for layer in range(config.count("n_layer", most=_MAX_LAYERS))
+                for layer in range(config.integer("n_layer", maximum=MAX_LAYERS))
             ),
-            norm_eps=config.positive("layer_norm_epsilon", 1e-5),
+            norm_eps=config.number("layer_norm_epsilon", 1e-5),
             activation=activation_named(config.get("activation_function", "gelu_new"), "activation_function"),
             tied_head=config.flag("tie_word_embeddings", True),
         )

@@ -1,19 +1,19 @@
-"""GPT-2 (Radford et al. 2019): learned positions, norms with a mean, no gates, biases everywhere."""
+"""GPT-2 (Radford et al. 2019): learned positions, layer norms, no gates, biases in all linear layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from penstock.architectures.decoder import DecoderModel, kv_dtype
-from penstock.architectures.gpt2.config import GPT2Config
+from penstock.architectures.gpt2.config import NAMES, GPT2Config
 from penstock.config import upper_bounded_default
 from penstock.host.heartbeat import beat
 from penstock.kernels import Activation, StepInputs
 from penstock.kv_cache import KVCacheSpec, KVGroup
-from penstock.nn import Attention, Embedding, Head, LayerNorm, Linear, Loader
+from penstock.nn import Attention, Embedding, Head, LayerNorm, Linear, Loader, TensorNames
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
@@ -33,7 +33,7 @@ class GPT2MLP:
 
 @dataclass(frozen=True, slots=True)
 class GPT2Block:
-    """Attention, then the feed-forward layer, each behind a norm and added to what it read."""
+    """Attention, then the feed-forward layer. Each has a norm before it and a residual connection."""
 
     attention_norm: LayerNorm
     attention: Attention
@@ -42,8 +42,8 @@ class GPT2Block:
 
     @classmethod
     def load(cls, load: Loader, config: GPT2Config, layer: int) -> GPT2Block:
-        """Reads block ``layer``, whose linear layers are stored ``[in, out]``."""
-        name, hidden, inner = f"transformer.h.{layer}", config.hidden, config.inner
+        """Read block ``layer``. Its linear layers are stored ``[in, out]``."""
+        name, hidden, inner = NAMES.block_path(layer), config.hidden, config.inner
 
         def linear(part: str, out_features: int, in_features: int) -> Linear:
             return load.linear(f"{name}.{part}", out_features, in_features, bias=True, transposed=True)
@@ -51,8 +51,8 @@ class GPT2Block:
         return cls(
             load.layer_norm(f"{name}.ln_1", hidden, config.norm_eps),
             Attention(
-                linear("attn.c_attn", 3 * hidden, hidden),
-                linear("attn.c_proj", hidden, hidden),
+                linear(f"{NAMES.attention}.{NAMES.qkv[0]}", 3 * hidden, hidden),
+                linear(f"{NAMES.attention}.{NAMES.output}", hidden, hidden),
                 layer,
                 config.heads,
                 config.heads,
@@ -84,17 +84,17 @@ class GPT2Network:
 
     @classmethod
     def load(cls, load: Loader, config: GPT2Config) -> GPT2Network:
-        """Reads a network."""
+        """Read the network."""
         vocabulary, hidden = config.vocabulary, config.hidden
-        tied_head = "lm_head" if config.tied_head else None
-        table = load.table("transformer.wte", vocabulary, hidden, tied_head=tied_head)
+        tied_head = NAMES.head if config.tied_head else None
+        table = load.table(NAMES.embedding_path, vocabulary, hidden, tied_head=tied_head)
         tied_to = table if config.tied_head else None
         return cls(
             Embedding(table),
-            Embedding(load.tensor("transformer.wpe.weight", config.positions, hidden)),
+            Embedding(load.tensor(f"{NAMES.prefix}wpe.weight", config.positions, hidden)),
             tuple(GPT2Block.load(load, config, layer) for layer in range(config.layers)),
-            load.layer_norm("transformer.ln_f", hidden, config.norm_eps),
-            Head(load.head("lm_head", vocabulary, hidden, tied_to=tied_to)),
+            load.layer_norm(NAMES.norm_path, hidden, config.norm_eps),
+            Head(load.head(NAMES.head, vocabulary, hidden, tied_to=tied_to)),
         )
 
     def __call__(
@@ -109,13 +109,20 @@ class GPT2Network:
         return x, self.norm(x, step)
 
 
+def with_prefix(name: str) -> str:
+    """Return the name of a tensor with the prefix. OpenAI's own checkpoints lack it."""
+    return name if name.startswith((NAMES.prefix, f"{NAMES.head}.")) else f"{NAMES.prefix}{name}"
+
+
 class GPT2Model(DecoderModel):
     """GPT-2 as a pipeline model."""
 
-    ignored_weights = ("*.attn.bias", "*.attn.masked_bias")  # masks
+    ignored_weights = ("*.attn.bias", "*.attn.masked_bias")  # attention masks
+    weights_adapter = with_prefix
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"adapter": with_prefix} | kwargs)
+    @classmethod
+    def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
+        return NAMES
 
     @classmethod
     def calculate_max_seq_len(
@@ -133,8 +140,3 @@ class GPT2Model(DecoderModel):
     @classmethod
     def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> GPT2Network:
         return GPT2Network.load(load, GPT2Config.from_huggingface(huggingface_config))
-
-
-def with_prefix(name: str) -> str:
-    """OpenAI's own checkpoint has the names of the network without its head, those tuned from it have all."""
-    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025, arXiv:2508.10925): clamped experts, windows in turns, sinks of attention."""
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): clamped experts, alternating windows, attention sinks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from penstock.nn import (
     Experts,
     Loader,
     LoadFeedForward,
+    TensorNames,
     layer_types,
     load_router,
-    num_chosen,
+    num_experts_per_token,
     num_layers,
+    rope_values,
     windows_of,
 )
 
@@ -35,31 +37,32 @@ class GptOssModel(TransformerModel):
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ConfigError("hidden_act", f"must be silu in this family, was {config.hidden_act!r}")
         bias = config.flag("attention_bias", True)
-        turns = tuple((SLIDING, FULL)[layer % 2] for layer in range(num_layers(config)))
+        alternating = tuple((SLIDING, FULL)[layer % 2] for layer in range(num_layers(config)))
         return Blueprint.from_huggingface(
             config,
             head_dim=64,
             default_base=150_000.0,
-            rope_parameters=config.section("rope_parameters") or config.section("rope_scaling") or _YARN,
-            norm_eps=config.positive("rms_norm_eps", 1e-5),
+            rope_parameters=rope_values(config) or _YARN,
+            norm_eps=config.number("rms_norm_eps", 1e-5),
             qkv_bias=bias,
             output_bias=bias,
             sinks=True,
-            windows=windows_of(config, layer_types(config, turns), _WINDOW),
+            names=_NAMES,
+            windows=windows_of(config, layer_types(config, alternating), _WINDOW),
         )
 
     @classmethod
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        experts = huggingface_config.count("num_local_experts", 128)
-        top = num_chosen(huggingface_config, experts, default=4)
-        gating = ClampedSwiGLU(_ALPHA, huggingface_config.positive("swiglu_limit", 7.0))
+        experts = huggingface_config.integer("num_local_experts", 128)
+        top = num_experts_per_token(huggingface_config, experts, default=4)
+        gating = ClampedSwiGLU(_ALPHA, huggingface_config.number("swiglu_limit", 7.0))
 
         def read(name: str, layer: int) -> Experts:
             return Experts(
-                load_router(load, f"{name}.router", experts, blueprint.hidden, bias=True),
-                load_experts(load, f"{name}.experts", experts, blueprint.hidden, blueprint.inner),
+                load_router(load, f"{name}.{_NAMES.router}", experts, blueprint.hidden, bias=True),
+                load_experts(load, f"{name}.{_NAMES.experts}", experts, blueprint.hidden, blueprint.inner),
                 top,
                 "chosen",
                 gating,
@@ -68,7 +71,8 @@ class GptOssModel(TransformerModel):
         return read
 
 
-_ALPHA = 1.702  # with which g * sigmoid(alpha g) is nearly GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
+_NAMES = TensorNames(router="router", other_tables=("_proj_bias",))  # biases of experts are matrices
+_ALPHA = 1.702  # g * sigmoid(alpha g) approximates GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
 _WINDOW = 128
 _YARN = {
     "rope_type": "yarn",

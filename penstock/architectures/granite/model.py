@@ -19,10 +19,10 @@ class GraniteModel(TransformerModel):
         attention_bias = huggingface_config.flag("attention_bias")
         return Blueprint.from_huggingface(
             huggingface_config,
-            attention_scale=huggingface_config.positive("attention_multiplier", 1.0),
-            embedding_scale=huggingface_config.positive("embedding_multiplier", 1.0),
-            residual_scale=huggingface_config.positive("residual_multiplier", 1.0),
-            logit_scale=1 / huggingface_config.positive("logits_scaling", 1.0),
+            attention_scale=huggingface_config.number("attention_multiplier", 1.0),
+            embedding_scale=huggingface_config.number("embedding_multiplier", 1.0),
+            residual_scale=huggingface_config.number("residual_multiplier", 1.0),
+            logit_scale=1 / huggingface_config.number("logits_scaling", 1.0),
             qkv_bias=attention_bias,
             output_bias=attention_bias,
             mlp_bias=huggingface_config.flag("mlp_bias"),

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with experts in place of its feed-forward layers."""
+"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with experts instead of feed-forward layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.nn import (
     LoadFeedForward,
     load_experts,
     load_router,
-    num_chosen,
+    num_experts_per_token,
     num_layers,
 )
 
@@ -26,29 +26,35 @@ class MixtralModel(TransformerModel):
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         layers = num_layers(huggingface_config)
-        has_window = huggingface_config.get("sliding_window") is not None
         return Blueprint.from_huggingface(
             huggingface_config,
             default_base=1e6,
-            norm_eps=huggingface_config.positive("rms_norm_eps", 1e-5),
-            windows=(huggingface_config.count("sliding_window") if has_window else None,) * layers,
+            norm_eps=huggingface_config.number("rms_norm_eps", 1e-5),
+            windows=(huggingface_config.optional_integer("sliding_window"),) * layers,
         )
 
     @classmethod
     def feed_forward(
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
-        experts = huggingface_config.count("num_local_experts", huggingface_config.count("num_experts", 8))
-        top = num_chosen(huggingface_config, experts, default=2)
+        experts = huggingface_config.integer(
+            "num_local_experts", huggingface_config.integer("num_experts", 8)
+        )
+        top = num_experts_per_token(huggingface_config, experts, default=2)
 
         def read(name: str, layer: int) -> Experts:
-            older = name.removesuffix("mlp") + "block_sparse_moe"
-            if f"{name}.gate.weight" not in load.source:
-                name = older
+            names = blueprint.names
+            if f"{name}.{names.router}.weight" not in load.source:  # the name in older files
+                name = name.removesuffix(names.feed_forward) + "block_sparse_moe"
             return Experts(
-                load_router(load, f"{name}.gate", experts, blueprint.hidden),
+                load_router(load, f"{name}.{names.router}", experts, blueprint.hidden),
                 load_experts(
-                    load, f"{name}.experts", experts, blueprint.hidden, blueprint.inner, ("w1", "w3", "w2")
+                    load,
+                    f"{name}.{names.experts}",
+                    experts,
+                    blueprint.hidden,
+                    blueprint.inner,
+                    ("w1", "w3", "w2"),
                 ),
                 top,
                 "all_normed",

@@ -19,7 +19,7 @@ class Olmo2Model(TransformerModel):
         attention_bias = huggingface_config.flag("attention_bias")
         return Blueprint.from_huggingface(
             huggingface_config,
-            norm_eps=huggingface_config.positive("rms_norm_eps", 1e-5),
+            norm_eps=huggingface_config.number("rms_norm_eps", 1e-5),
             block_norms="after",
             head_norms="together",
             qkv_bias=attention_bias,

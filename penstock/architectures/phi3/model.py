@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
-from penstock.nn import Blueprint, same_windows
+from penstock.nn import Blueprint, TensorNames, rope_values, same_windows
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -21,15 +21,15 @@ class Phi3Model(TransformerModel):
             config,
             rope_parameters=_rope_parameters(config),
             partial_rotary=True,
-            fused_weights=True,
-            norm_eps=config.positive("rms_norm_eps", 1e-5),
+            names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
+            norm_eps=config.number("rms_norm_eps", 1e-5),
             windows=same_windows(config),
         )
 
 
-def _rope_parameters(config: HuggingFaceConfig) -> dict[str, Any]:
-    """LongRoPE's under its name: the first files of the family call it su or yarn."""
-    given = dict(config.section("rope_parameters") or config.section("rope_scaling"))
+def _rope_parameters(config: HuggingFaceConfig) -> dict[str, object]:
+    """Return the rotary parameters. The first files of the family call LongRoPE su or yarn."""
+    given = rope_values(config)
     if given.get("rope_type", given.get("type")) in ("su", "yarn"):
         given["rope_type"] = "longrope"
     return given

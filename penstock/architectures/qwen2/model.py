@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
-from penstock.errors import ConfigError
 from penstock.nn import FULL, SLIDING, Blueprint, layer_types, num_layers, windows_of
 
 if TYPE_CHECKING:
@@ -23,16 +22,16 @@ class Qwen2Model(TransformerModel):
 
 
 def late_windows(config: HuggingFaceConfig) -> tuple[int | None, ...]:
-    """The window of each layer: those from ``max_window_layers`` on have one, if ``use_sliding_window``.
+    """Return the window of each layer: layers from ``max_window_layers`` on, if ``use_sliding_window``.
 
     Raises:
-        ConfigError: ``layer_types`` has sliding attention, and there is no window.
+        ConfigError: ``layer_types`` has sliding attention, but there is no window.
     """
-    first = config.get("max_window_layers", 28)
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise ConfigError("max_window_layers", f"must be a whole number of at least 0, was {first!r}")
+    first = config.integer("max_window_layers", 28, minimum=0)
     layers = num_layers(config)
-    is_used = config.flag("use_sliding_window") and config.get("sliding_window", _WINDOW) is not None
+    is_used = (
+        config.flag("use_sliding_window") and config.optional_integer("sliding_window", _WINDOW) is not None
+    )
     default = tuple(SLIDING if is_used and layer >= first else FULL for layer in range(layers))
     types = layer_types(config, default)
     return windows_of(config, types, _WINDOW, is_used=is_used)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.architectures.registry import SupportedArchitecture
 from penstock.pipelines.core import PipelineTask
 
 
-def tiny_config() -> dict[str, Any]:
+def tiny_config() -> dict[str, object]:
     """A ``config.json`` small enough for a test: a layer without experts between those with them."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.architectures.transformer import TransformerModel
-from penstock.errors import ConfigError
 from penstock.nn import (
     FULL,
     SLIDING,
@@ -17,7 +16,7 @@ from penstock.nn import (
     gated_mlps,
     load_experts,
     load_router,
-    num_chosen,
+    num_experts_per_token,
     num_layers,
     windows_of,
 )
@@ -33,8 +32,9 @@ class Qwen3MoeModel(TransformerModel):
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
         bias = config.flag("attention_bias")
-        # All layers have a window or none: this family has no max_window_layers.
-        has_window = config.flag("use_sliding_window") and config.get("sliding_window", _WINDOW) is not None
+        # This family has no max_window_layers: the window applies to all layers or to none.
+        is_used = config.flag("use_sliding_window")
+        has_window = is_used and config.optional_integer("sliding_window", _WINDOW) is not None
         types = (SLIDING if has_window else FULL,) * num_layers(config)
         return Blueprint.from_huggingface(
             config,
@@ -49,9 +49,9 @@ class Qwen3MoeModel(TransformerModel):
         cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
     ) -> LoadFeedForward:
         config = huggingface_config
-        experts = config.count("num_local_experts", config.count("num_experts", 128))
-        inner = config.count("moe_intermediate_size", 768)
-        top = num_chosen(config, experts, default=8)
+        experts = config.integer("num_local_experts", config.integer("num_experts", 128))
+        inner = config.integer("moe_intermediate_size", 768)
+        top = num_experts_per_token(config, experts, default=8)
         normed = config.flag("norm_topk_prob")
         dense = _dense_layers(config, blueprint.layers)
         read_dense = gated_mlps(load, blueprint)
@@ -59,9 +59,10 @@ class Qwen3MoeModel(TransformerModel):
         def read(name: str, layer: int) -> FeedForward:
             if layer in dense:
                 return read_dense(name, layer)
+            names = blueprint.names
             return Experts(
-                load_router(load, f"{name}.gate", experts, blueprint.hidden),
-                load_experts(load, f"{name}.experts", experts, blueprint.hidden, inner),
+                load_router(load, f"{name}.{names.router}", experts, blueprint.hidden),
+                load_experts(load, f"{name}.{names.experts}", experts, blueprint.hidden, inner),
                 top,
                 "all_normed" if normed else "all",
                 blueprint.activation,
@@ -71,14 +72,9 @@ class Qwen3MoeModel(TransformerModel):
 
 
 def _dense_layers(config: HuggingFaceConfig, layers: int) -> set[int]:
-    """Those without experts: the ``mlp_only_layers``, and all but each ``decoder_sparse_step``-th."""
-    named = config.get("mlp_only_layers") or []
-    are_numbers = isinstance(named, list) and all(
-        isinstance(layer, int) and not isinstance(layer, bool) for layer in named
-    )
-    if not are_numbers:
-        raise ConfigError("mlp_only_layers", f"must be a list of numbers of layers, was {named!r}")
-    step = config.count("decoder_sparse_step", 1)
+    """Return the layers without experts: ``mlp_only_layers``, and all but each ``decoder_sparse_step``-th."""
+    named = config.integers("mlp_only_layers") or ()
+    step = config.integer("decoder_sparse_step", 1)
     return {layer for layer in range(layers) if layer in named or (layer + 1) % step}
 
 

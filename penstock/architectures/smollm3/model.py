@@ -1,4 +1,4 @@
-"""SmolLM 3: Llama with some layers that have no notion of positions (Yang et al. 2025, 2501.18795)."""
+"""SmolLM 3: Llama with some layers without positions (Yang et al. 2025, 2501.18795)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SmolLM3Model(TransformerModel):
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
         config = huggingface_config
         has_rope = _rope_layers(config)
-        slides = config.flag("use_sliding_window") and config.get("sliding_window") is not None
+        slides = config.flag("use_sliding_window") and config.optional_integer("sliding_window") is not None
         default = tuple(SLIDING if slides and not rope else FULL for rope in has_rope)
         types = layer_types(config, default)
         attention_bias = config.flag("attention_bias")
@@ -36,12 +36,12 @@ class SmolLM3Model(TransformerModel):
 
 
 def _rope_layers(config: HuggingFaceConfig) -> tuple[bool, ...]:  # [L]
-    """Which layers have positions: ``no_rope_layers``, in which a 1 says, against its name, that one has."""
+    """Return for each layer whether it has positions. In ``no_rope_layers`` a 1 means that it has."""
     layers = num_layers(config)
-    given = config.get("no_rope_layers")
+    given = config.integers("no_rope_layers")
     if given is None:
-        interval = config.count("no_rope_layer_interval", 4)
+        interval = config.integer("no_rope_layer_interval", 4)
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
-    if not isinstance(given, list) or len(given) < layers or any(one not in (0, 1) for one in given):
-        raise ConfigError("no_rope_layers", f"must be a list of {layers} zeros and ones, was {given!r}")
+    if len(given) < layers or any(one not in (0, 1) for one in given):
+        raise ConfigError("no_rope_layers", f"must be a list of {layers} zeros and ones, was {list(given)}")
     return tuple(bool(one) for one in given[:layers])

@@ -309,7 +309,7 @@ def share_memory(
             for cls, one in zip(classes, configs, strict=True)
         ),
         free_memory=free_memory,
-        adapters_size=estimate_adapters_size(config),
+        adapters_size=estimate_adapters_size(config, model.tensor_names(config.model.huggingface_config)),
     )
     longest = draft.calculate_max_seq_len(configs[1], configs[1].model.huggingface_config)
     lengths = (plan.max_length, min(plan.max_length, longest))

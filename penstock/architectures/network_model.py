@@ -1,0 +1,157 @@
+"""`NetworkModel`: a model whose network is read from a checkpoint and packed for the back end.
+
+It is the common base of decoders and encoders. A subclass builds the network (`build`), prepares inputs and
+runs forwards. It calls `begin_step` before each forward.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.architectures.model import BaseContextType, PipelineModel
+from penstock.calibration import CALIBRATED, CalibrationNetwork, pack_calibrated
+from penstock.host.progress import LoadingProgress
+from penstock.kernels import LazyWeight, Ops, PackedLinear
+from penstock.lora import LoRAManager
+from penstock.memory import estimate_activation_memory
+from penstock.nn import Loader
+from penstock.weights import Weights
+from penstock.weights.packed_weights import open_packed
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig, PipelineConfig
+
+LAZILY_PACKED = ("float32", "bfloat16", *CALIBRATED)
+"""Encodings that a load packs lazily: floats after the first step, calibrated encodings after calibration.
+Quantising the others later would cost more time than it saves."""
+
+MIN_LAZY_BYTES = 64 << 20
+"""Fewer bytes of lazily packed weights are packed by the load itself: that takes no noticeable time."""
+
+
+class NetworkModel(PipelineModel[BaseContextType]):
+    """A model whose network is read from a checkpoint."""
+
+    ignored_weights: tuple[str, ...] = ("*rotary_emb.inv_freq",)
+    """Patterns of checkpoint tensors that the network does not have to read."""
+    network: CalibrationNetwork
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.torch_device = self.devices[0].torch_device
+        model = self.pipeline_config.model
+        ops = self.session.ops
+        store = open_packed(model.packed_key, ops.layout) if ops.packs_weights else None
+        if store is not None or not ops.packs_weights:
+            self.session.prefaulted.release()  # no weight will be packed into it
+        loader = Loader(self.weights, model.encoding, self.torch_device, ops, store, later=LAZILY_PACKED)
+        self.network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
+        self.calibrate(self.pipeline_config, self.network, loader.layers, ops)
+        self._lora_manager = self._load_adapters(loader)
+        tensors = (layer.tensors for layer in loader.layers)
+        self._lazy_weights = deque(one for one in tensors if isinstance(one, LazyWeight) and one.parts)
+        self._has_run = False
+        if sum(one.num_bytes for one in self._lazy_weights) < MIN_LAZY_BYTES:
+            self.pack_all_pending()
+
+    @property
+    def lora_manager(self) -> LoRAManager | None:
+        return self._lora_manager
+
+    @classmethod
+    @abstractmethod
+    def build(
+        cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int
+    ) -> CalibrationNetwork:
+        """Read the network from a checkpoint.
+
+        Args:
+            load: reads and packs the tensors.
+            huggingface_config: the checkpoint's configuration.
+            max_length: the longest sequence, in tokens.
+        """
+
+    @classmethod
+    def estimate_activation_memory(
+        cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
+    ) -> int:
+        names = cls.tensor_names(huggingface_config)
+        return estimate_activation_memory(pipeline_config, huggingface_config, names)
+
+    @classmethod
+    def read(
+        cls, weights: Weights, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int
+    ) -> Any:
+        """Build the network from all tensors of a checkpoint and show the progress.
+
+        Raises:
+            WeightsError: lists the missing, misshapen, unreadable and unexpected tensors.
+        """
+        with torch.no_grad(), LoadingProgress(weights.num_bytes) as progress:
+            weights.on_read = progress.advance
+            network = cls.build(load, huggingface_config, max_length)
+            weights.on_read = None
+        weights.finish(cls.ignored_weights)
+        return network
+
+    @classmethod
+    def calibrate(
+        cls,
+        pipeline_config: PipelineConfig,
+        network: CalibrationNetwork,
+        layers: Sequence[PackedLinear],
+        ops: Ops,
+    ) -> None:
+        """Pack the layers whose encoding needs activation statistics."""
+        calibrated = [layer.tensors for layer in layers if layer.encoding in CALIBRATED]
+        lazy_weights = [tensors for tensors in calibrated if isinstance(tensors, LazyWeight)]
+        if not lazy_weights:
+            return
+        num_bytes = sum(part.nbytes for one in lazy_weights for part in one.parts)
+        with torch.inference_mode(), LoadingProgress(num_bytes, title="quantising") as progress:
+
+            def pack(one: LazyWeight, importance: Tensor | None = None) -> None:
+                parts = one.parts
+                one.pack(importance)
+                progress.advance(sum(part.nbytes for part in parts))
+
+            config = pipeline_config.model.huggingface_config
+            pack_calibrated(network, cls.kv_spec(pipeline_config, config), ops, config, pack)
+            for one in lazy_weights:
+                pack(one)  # layers that the calibration forward did not use
+
+    def begin_step(self) -> None:
+        """Check the process, and pack the remaining weights before the second forward."""
+        self.session.check_process()
+        if self._has_run:
+            self.pack_all_pending()
+        self._has_run = True
+
+    def pack_pending(self) -> bool:
+        self.session.check_process()
+        if self._lazy_weights:
+            self._lazy_weights.popleft().pack()
+        return bool(self._lazy_weights)
+
+    def _load_adapters(self, loader: Loader) -> LoRAManager | None:
+        config = self.pipeline_config
+        if not config.lora.is_enabled:
+            return None
+        return LoRAManager(
+            config.lora,
+            loader.linears,
+            self.weights,
+            [config.model.model_path, config.model.name],
+            dtype=loader.dtype,
+            device=self.torch_device,
+        )
+
+    def _to_device(self, values: np.ndarray, dtype: type[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=dtype)).to(self.torch_device)

@@ -1,0 +1,95 @@
+"""`TensorNames`: how a family of models names the tensors of its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
+
+TensorRole: TypeAlias = Literal["table", "head", "router", "values", "expert", "linear"]
+"""What a matrix of a checkpoint is used for. The role decides how the matrix is stored in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """The names of a family's tensors. The loader reads tensors by them; the memory planner finds roles.
+
+    Names are dotted paths without the final ``.weight`` or ``.bias``. The defaults are those of Llama.
+    """
+
+    prefix: str = "model."
+    """The start of all names except that of the head."""
+    embedding: str = "embed_tokens"
+    head: str = "lm_head"
+    norm: str = "norm"
+    """The final norm."""
+    block: str = "layers.{layer}"
+
+    # Names within a block.
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Queries, keys and values. One name if the checkpoint stores them as one matrix."""
+    output: str = "o_proj"
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    sinks: str = "sinks"
+    feed_forward: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """Gate and up matrix. One name if the checkpoint stores them as one matrix."""
+    down: str = "down_proj"
+    router: str = "gate"
+    experts: str = "experts"
+    norms_before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    """The norms before attention and before the feed-forward layer."""
+    norms_after: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
+    """The norms after attention and after the feed-forward layer."""
+
+    other_tables: tuple[str, ...] = ()
+    """Patterns of further matrices that are not linear layers, such as learned positions."""
+
+    @property
+    def embedding_path(self) -> str:
+        """The full name of the embedding table."""
+        return self.prefix + self.embedding
+
+    @property
+    def norm_path(self) -> str:
+        """The full name of the final norm."""
+        return self.prefix + self.norm
+
+    def block_path(self, layer: int) -> str:
+        """Return the full name of block ``layer``."""
+        return self.prefix + self.block.format(layer=layer)
+
+    @property
+    def values(self) -> str | None:
+        """The name of the value projection; None if it is a part of a fused matrix."""
+        return self.qkv[2] if len(self.qkv) == 3 else None
+
+    def is_embedding(self, tensor: str) -> bool:
+        """Return whether a tensor is the embedding table."""
+        return _ends_with(tensor, f"{self.embedding}.weight")
+
+    def role(self, tensor: str) -> TensorRole:
+        """Return the role of a matrix from the full name of its tensor, ``.weight`` included.
+
+        The prefix is not compared: checkpoints without a head are often saved without it.
+        """
+        if _ends_with(tensor, f"{self.head}.weight"):
+            return "head"
+        if self.is_embedding(tensor) or any(fnmatchcase(tensor, f"*{name}") for name in self.other_tables):
+            return "table"
+        if _ends_with(tensor, f".{self.router}.weight"):
+            return "router"
+        if self.values is not None and _ends_with(tensor, f".{self.values}.weight"):
+            return "values"
+        if fnmatchcase(tensor, f"*.{self.experts}.*.weight"):
+            return "expert"
+        return "linear"
+
+
+LLAMA_NAMES = TensorNames()
+
+
+def _ends_with(tensor: str, name: str) -> bool:
+    return tensor == name.removeprefix(".") or tensor.endswith(name)
