@@ -1,16 +1,16 @@
-"""Every error a caller can cause, in one tree.
+"""All exceptions that a caller can cause.
 
     PenstockError
-    ├── InputError (ValueError)               one request cannot be served as asked
+    ├── InputError (ValueError)               the request is invalid or not supported
     │   ├── PromptTooLongError                num_tokens, max_length
     │   ├── TaskMismatchError                 task, served
     │   ├── UnknownModelError                 model, known
     │   ├── UnknownParameterError (TypeError)  parameter
     │   └── UnsupportedFeatureError           feature
     │       └── UnsupportedSchemaError        keyword, where
-    ├── RequestFailedError                    one request hit a fault of ours
-    ├── UnavailableError                      retry_after: nobody can be served now
-    │   └── OverloadedError                   too many wait already
+    ├── RequestFailedError                    an internal error ended one request
+    ├── UnavailableError                      retry_after: no request can be served now
+    │   └── OverloadedError                   the queue is full
     ├── ConfigError (ValueError)              field
     ├── CheckpointError (ValueError)          path
     │   ├── CheckpointNotFoundError
@@ -19,11 +19,11 @@
     │   └── UnsupportedTaskError              architecture, task, known
     ├── InsufficientMemoryError               needed, available
     │   └── InsufficientBlocksError           needed, free, total
-    ├── ForkedProcessError (RuntimeError)     origin: the process that the threads were left in
+    ├── ForkedProcessError (RuntimeError)     origin: the process that loaded the model
     └── MissingDependencyError (ImportError)  package, extra
 
-An ``assert`` anywhere in Penstock marks a mistake of ours; what a caller can cause raises one of these,
-with the numbers in it and what to do next.
+A failed ``assert`` is a bug in Penstock. An error that a caller can cause raises one of these exceptions. Its
+message contains the numbers and what to do next.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from difflib import get_close_matches
 
 
 class PenstockError(Exception):
-    """The root of all errors that a caller of Penstock can cause."""
+    """The base class of all exceptions that a caller of Penstock can cause."""
 
 
 class InputError(PenstockError, ValueError):
-    """A request is refused: its prompt, its parameters or their combination cannot be served."""
+    """The prompt, the parameters or their combination cannot be served."""
 
 
 class PromptTooLongError(InputError):
@@ -54,7 +54,7 @@ class PromptTooLongError(InputError):
 
 
 class TaskMismatchError(InputError):
-    """A request belongs to another task than the one that the model is loaded for.
+    """The request belongs to a different task than the loaded model.
 
     Args:
         request: what was requested, such as ``"LLM.generate"`` or ``"a TTSContext"``.
@@ -73,7 +73,7 @@ class TaskMismatchError(InputError):
 
 
 class UnsupportedFeatureError(InputError):
-    """A request asks for something that this model, back end or combination cannot do."""
+    """The model, the back end or the combination of features does not support a request."""
 
     def __init__(self, feature: str, reason: str) -> None:
         super().__init__(f"{feature} is not supported: {reason}")
@@ -81,7 +81,7 @@ class UnsupportedFeatureError(InputError):
 
 
 class UnsupportedSchemaError(UnsupportedFeatureError):
-    """A JSON schema uses a keyword that no grammar can be made of; a looser grammar is never used instead."""
+    """A JSON schema uses a keyword without a grammar. A grammar that accepts more is never used instead."""
 
     def __init__(self, keyword: str, where: str, reason: str) -> None:
         super().__init__(f"the JSON schema keyword {keyword!r} (at {where})", reason)
@@ -90,7 +90,7 @@ class UnsupportedSchemaError(UnsupportedFeatureError):
 
 
 class UnknownModelError(InputError):
-    """A request names a model, or an adapter, that is not served here."""
+    """A request names a model or adapter that the server does not serve."""
 
     def __init__(self, model: str, known: Iterable[str]) -> None:
         names = list(known)
@@ -100,7 +100,7 @@ class UnknownModelError(InputError):
 
 
 class UnknownParameterError(InputError, TypeError):
-    """A call has a keyword argument that the function does not take; a ``TypeError`` too, as Python's own."""
+    """A call has an unknown keyword argument. Also a ``TypeError``, like Python's own exception."""
 
     def __init__(self, owner: str, parameter: str, hint: str) -> None:
         super().__init__(f"{owner}: unknown parameter {parameter}; {hint}")
@@ -108,11 +108,11 @@ class UnknownParameterError(InputError, TypeError):
 
 
 class RequestFailedError(PenstockError):
-    """A request ended because of a fault of ours, which the log shows; others went on untouched."""
+    """An internal error ended the request. The log contains it. Other requests continue."""
 
 
 class UnavailableError(PenstockError):
-    """Nobody can be served now: the model is loading, or being loaded again."""
+    """No request can be served now: the model is being loaded, or the worker is being restarted."""
 
     def __init__(self, message: str, *, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -120,11 +120,11 @@ class UnavailableError(PenstockError):
 
 
 class OverloadedError(UnavailableError):
-    """As many requests as are let in wait already."""
+    """The queue is full."""
 
 
 class ConfigError(PenstockError, ValueError):
-    """A configuration field is unknown, of the wrong type, or has an impossible value."""
+    """A configuration field is unknown, or has a value of the wrong type or out of range."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -140,15 +140,15 @@ class CheckpointError(PenstockError, ValueError):
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """The path or hub id names no checkpoint that can be reached."""
+    """There is no checkpoint at the path or hub id, or it cannot be downloaded."""
 
 
 class WeightsError(CheckpointError):
-    """Tensors are missing, unexpected, misshapen, or their file is damaged."""
+    """Tensors are missing, unexpected, or have a wrong shape, or their file is damaged."""
 
 
 class UnknownArchitectureError(CheckpointError):
-    """The checkpoint's ``model_type`` has no folder under ``penstock/pipelines/architectures``."""
+    """The checkpoint's ``model_type`` has no folder under ``penstock/architectures``."""
 
     def __init__(self, path: object, architecture: str, known: Iterable[str]) -> None:
         names = sorted(known)
@@ -178,7 +178,7 @@ class UnsupportedTaskError(CheckpointError):
 
 
 class InsufficientMemoryError(PenstockError):
-    """Weights, activations or the smallest useful KV cache do not fit the memory there is."""
+    """Weights, activations or the smallest useful KV cache do not fit into the available memory."""
 
     def __init__(self, message: str, *, needed: int, available: int) -> None:
         super().__init__(message)
@@ -187,7 +187,7 @@ class InsufficientMemoryError(PenstockError):
 
 
 class InsufficientBlocksError(InsufficientMemoryError):
-    """The KV cache has too few free blocks for a reservation; nothing was reserved."""
+    """The KV cache has too few free blocks for a reservation. No block was reserved."""
 
     def __init__(self, needed: int, free: int, total: int) -> None:
         super().__init__(
@@ -201,7 +201,7 @@ class InsufficientBlocksError(InsufficientMemoryError):
 
 
 class ForkedProcessError(PenstockError, RuntimeError):
-    """A forked process uses a model, or loads one, after its parent has loaded one: a step would hang."""
+    """A process forked after its parent loaded a model uses or loads a model. A step would hang."""
 
     def __init__(self, origin: int, process: int) -> None:
         super().__init__(
@@ -217,7 +217,7 @@ class ForkedProcessError(PenstockError, RuntimeError):
 
 
 class MissingDependencyError(PenstockError, ImportError):
-    """An optional package is needed; the message says which extra installs it."""
+    """An optional package is missing. The message names the extra that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs {package}: pip install 'penstock-llm[{extra}]'")

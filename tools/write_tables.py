@@ -228,7 +228,7 @@ def metric_names() -> str:
         rows.append(
             [code(family.name + ending), family.type, family.documentation + (f"; by {by}" if by else "")]
         )
-    for one in metrics.WORKER_METRICS:
+    for one in metrics.ENGINE_METRICS:
         rows.append([code(one.name), "counter" if one.name.endswith("_total") else "gauge", one.help])
     return table("name | kind | what", rows)
 

@@ -1,11 +1,11 @@
-"""What crosses between the serving side and the worker that runs the model.
+"""The messages between the server and the worker.
 
-    serving side                                             worker
+    server                                                   worker
          | -- Submit, Cancel, LoadAdapter, UnloadAdapter, Ping, Stop --> |
          | <-- Started | StartFailed, StepResults, CallResult, Pong ---- |
 
-A context crosses once, in `Submit`; after that its id stands for it. All that a step brought for all requests
-is one message. Messages that come often are arrays rather than maps, without names.
+A context is sent once, in `Submit`; later messages refer to it by its id. One `StepResults` carries the
+results of a step for all requests. Frequent messages are encoded as arrays, without field names.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from penstock.pipelines.core import (
 )
 from penstock.scheduler.isolation import FAULT
 
-# -- Both ways -------------------------------------------------------------------------------------------
+# -- Both directions -------------------------------------------------------------------------------------
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
-    """A `PenstockError` on its way to another process."""
+    """A `PenstockError` as a message."""
 
     name: str
-    """Of its class in `penstock.errors`."""
+    """The name of its class in `penstock.errors`."""
     message: str
     fields: dict[str, Any] = {}
-    """Its attributes, as far as they are plain."""
+    """Its attributes that are numbers, texts, None or lists of them."""
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorRecord:
-        """The record of an error.
+        """Return the record of an error.
 
-        What is no `PenstockError` becomes a `RequestFailedError` that does not say what went wrong: that may
-        not be the user's business, and is in the log.
+        Other exceptions than `PenstockError` become a `RequestFailedError` without details, which may be
+        confidential. The log contains them.
         """
         if not isinstance(error, PenstockError):
             error = RequestFailedError(FAULT)
@@ -55,9 +55,9 @@ class ErrorRecord(msgspec.Struct, frozen=True):
         return cls(name, str(error), {key: value for key, value in vars(error).items() if _is_plain(value)})
 
     def error(self) -> PenstockError:
-        """The error again: same class, message and attributes."""
+        """Return the error with the same class, message and attributes."""
         kind = _ERRORS[self.name]
-        error = kind.__new__(kind, self.message)  # not __init__, which makes a message of other arguments
+        error = kind.__new__(kind, self.message)  # __init__ would build the message from other arguments
         error.__dict__.update(self.fields)
         return error
 
@@ -79,19 +79,19 @@ def _is_plain(value: object) -> bool:
 
 
 class Submit(msgspec.Struct, tag=True):
-    """A new request."""
+    """Submit a new request."""
 
     context: RequestContext
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """Nobody wants the rest of a request any more."""
+    """Cancel a request."""
 
     request_id: str
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """Load a LoRA adapter; answered by a `CallResult`."""
+    """Load a LoRA adapter. The worker answers with a `CallResult`."""
 
     call_id: int
     name: str
@@ -99,18 +99,18 @@ class LoadAdapter(msgspec.Struct, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, tag=True):
-    """Forget a LoRA adapter; answered by a `CallResult`."""
+    """Unload a LoRA adapter. The worker answers with a `CallResult`."""
 
     call_id: int
     name: str
 
 
 class Ping(msgspec.Struct, tag=True):
-    """Are you there? Answered by a `Pong`, between two steps."""
+    """Check that the worker responds. It answers with a `Pong` between two steps."""
 
 
 class Stop(msgspec.Struct, tag=True):
-    """End, after the step that runs now."""
+    """End the worker after the current step."""
 
 
 Command: TypeAlias = Submit | Cancel | LoadAdapter | UnloadAdapter | Ping | Stop
@@ -120,87 +120,87 @@ Command: TypeAlias = Submit | Cancel | LoadAdapter | UnloadAdapter | Ping | Stop
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker has loaded, and what it can take."""
+    """The loaded model and the limits of the worker."""
 
     max_length: int
-    """Most tokens of a request, prompt and output together."""
+    """Maximum number of tokens of a request, prompt and output together."""
     max_batch_size: int
     max_batch_input_tokens: int
     num_blocks: int
-    """Blocks of the KV cache, of the group of layers that has the fewest."""
+    """Blocks of the KV cache, in the layer group with the fewest blocks."""
     block_size: int
-    """Tokens a block."""
+    """Tokens per block."""
     vocab_size: int
     adapters: list[tuple[str, str]] = []
-    """Name and path of each LoRA adapter that was loaded at the start."""
+    """Name and path of each LoRA adapter loaded at the start."""
     startup: list[tuple[str, float]] = []
-    """The phases of the start, in order, and their seconds."""
+    """Name and seconds of each phase of the start, in order."""
     memory: list[tuple[str, str]] = []
-    """The rows of the memory plan, for people to read."""
+    """The rows of the memory plan, formatted as text."""
     isa: str = ""
     """The instruction set or back end of the kernels."""
     pid: int = 0
     lora_enabled: bool = False
     grammars_enabled: bool = False
     task: PipelineTask = PipelineTask.TEXT_GENERATION
-    """The task of the requests that the worker takes."""
+    """The task that the model is loaded for."""
 
 
 class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
-    """Counts of the worker since its start, and how it stands now."""
+    """Statistics of the worker: totals since its start, and current values."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
-    """Blocks of the KV cache; those in use and those cached are among them."""
+    """All blocks of the KV cache, used and cached blocks included."""
     num_used_blocks: int = 0
-    """Blocks that some request holds."""
+    """Blocks that at least one request uses."""
     num_cached_blocks: int = 0
-    """Blocks that nobody holds but whose content is known: a hit, or the next to be handed out."""
+    """Free blocks with a known prefix, which requests can reuse until the blocks are allocated again."""
     num_preemptions: int = 0
     num_prefix_query_tokens: int = 0
     """Prompt tokens of all requests admitted so far."""
     num_prefix_hit_tokens: int = 0
-    """Those of them that were found in the prefix cache."""
+    """The part of `num_prefix_query_tokens` found in the prefix cache."""
     num_prompt_tokens: int = 0
     """Prompt tokens of all requests whose prompt is computed."""
     num_generated_tokens: int = 0
     """Tokens sampled and kept, end-of-sequence tokens included."""
     num_steps: int = 0
-    """Steps that computed something."""
+    """Steps with at least one context."""
     step_seconds: float = 0.0
-    """All the time that those took."""
+    """Total duration of these steps, in seconds."""
     last_batch_size: int = 0
     last_batch_tokens: int = 0
-    """Tokens that the last such step computed; of several forwards, in the first."""
+    """Input tokens of the last step, in its first forward."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_verified_steps: int = 0
-    """Forwards of one request that had drafts to verify."""
+    """Verifications of drafts, counted per request and forward."""
 
 
 class Started(msgspec.Struct, array_like=True, tag=True):
-    """The model is loaded: requests can be served."""
+    """The model is loaded and the worker accepts requests."""
 
     info: WorkerInfo
 
 
 class StartFailed(msgspec.Struct, array_like=True, tag=True):
-    """The model cannot be loaded; the worker ends."""
+    """The model cannot be loaded. The worker ends."""
 
     error: ErrorRecord
 
 
 class PackedLogProbabilities(msgspec.Struct, array_like=True):
-    """`LogProbabilities` whose rows of top tokens are msgpack.
+    """`LogProbabilities` with msgpack-encoded rows of top tokens.
 
-    The serving side decodes a row when it writes the answer. To decode all rows of a long prompt at once
-    would block its event loop.
+    The server decodes a row when it writes the response. Decoding all rows of a long prompt at once would
+    block its event loop.
     """
 
     token_log_probabilities: list[float]
     top_log_probabilities: list[msgspec.Raw]
-    """Of each position a ``dict[int, float]``."""
+    """One encoded ``dict[int, float]`` per position."""
 
     @classmethod
     def of(cls, rows: LogProbabilities) -> PackedLogProbabilities:
@@ -218,20 +218,20 @@ class TextResult(msgspec.Struct, array_like=True, tag=0):
     tokens: list[int]
     status: TextGenerationStatus = TextGenerationStatus.ACTIVE
     log_probabilities: list[PackedLogProbabilities | None] | None = None
-    """One entry a token; None if no token has any."""
+    """One entry per token; None if no token has any."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
-    """Those of an echoed prompt whose first new token ended the output; else the first token has them."""
+    """Set if the output of an echoed prompt has no token; otherwise the first token carries them."""
 
 
 class EmbeddingsResult(msgspec.Struct, array_like=True, tag=1):
-    """The vectors or scores of one request, which they end."""
+    """The vectors or scores of one request. They end the request."""
 
     request_id: str
     response: EmbeddingsResponse
 
     @property
     def status(self) -> TextGenerationStatus:
-        """Always the end: one call computes the whole response."""
+        """Always final, because one step computes the whole response."""
         return TextGenerationStatus.END_OF_SEQUENCE
 
 
@@ -241,7 +241,7 @@ class AudioResult(msgspec.Struct, array_like=True, tag=2):
     request_id: str
     status: TextGenerationStatus = TextGenerationStatus.ACTIVE
     audio: npt.NDArray[Any] | None = None
-    """The samples that follow those of the last result."""
+    """The samples after those of the previous result."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -253,11 +253,11 @@ class AudioResult(msgspec.Struct, array_like=True, tag=2):
 
 
 RequestResult: TypeAlias = TextResult | EmbeddingsResult | AudioResult
-"""What a step computed for one request; the tag says which."""
+"""The result of a step for one request. The tag selects the type."""
 
 
 class Admission(msgspec.Struct, array_like=True):
-    """A request was given its slot."""
+    """The scheduler admitted a request."""
 
     request_id: str
     num_cached_tokens: int
@@ -271,25 +271,25 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class StepResults(msgspec.Struct, array_like=True, tag=True):
-    """All that happened to requests in a step and since the one before."""
+    """All changes of requests in a step and since the previous one."""
 
     stats: WorkerStats
     admissions: list[Admission] = []
     results: list[RequestResult] = []
     failures: list[Failure] = []
     cancelled: list[str] = []
-    """Requests that ended as a `Cancel` asked."""
+    """Requests that a `Cancel` ended."""
 
 
 class CallResult(msgspec.Struct, array_like=True, tag=True):
-    """The answer to a command that has a ``call_id``."""
+    """The answer to a command with a ``call_id``."""
 
     call_id: int
     error: ErrorRecord | None = None
 
 
 class Pong(msgspec.Struct, array_like=True, tag=True):
-    """The worker is between two steps, or has nothing to do."""
+    """The answer to a `Ping`."""
 
     stats: WorkerStats
 
@@ -297,24 +297,24 @@ class Pong(msgspec.Struct, array_like=True, tag=True):
 WorkerMessage: TypeAlias = Started | StartFailed | StepResults | CallResult | Pong
 
 
-# -- As bytes --------------------------------------------------------------------------------------------
+# -- Encoding --------------------------------------------------------------------------------------------
 
 
 def command_encoder() -> Callable[[Command], bytes]:
-    """What the serving side writes with. One a thread, as all of these."""
+    """Return the server's encoder. Each thread needs its own encoders and decoders."""
     return msgpack_numpy_encoder()
 
 
 def command_decoder() -> Callable[[bytes], Command]:
-    """What the worker reads with."""
+    """Return the worker's decoder."""
     return msgpack_numpy_decoder(Command)
 
 
 def report_encoder() -> Callable[[WorkerMessage], bytes]:
-    """What the worker writes with."""
+    """Return the worker's encoder."""
     return msgpack_numpy_encoder()
 
 
 def report_decoder() -> Callable[[bytes], WorkerMessage]:
-    """What the serving side reads with."""
+    """Return the server's decoder."""
     return msgpack_numpy_decoder(WorkerMessage)

@@ -1,4 +1,4 @@
-"""Pipeline outputs as messages: the one place of the worker that lists the types of outputs."""
+"""Conversion of pipeline outputs to messages. No other module of the worker lists the output types."""
 
 from __future__ import annotations
 

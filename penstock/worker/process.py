@@ -1,7 +1,7 @@
-"""The model loop: takes requests from a socket, steps the scheduler, and sends back what each step brought.
+"""The loop of the worker: receives commands, steps the scheduler, and sends the results of each step.
 
-It runs in the main thread of a process of its own (`main`), or in a thread of a test (`run_worker`). Nothing
-here polls: with nothing to run the loop sleeps in the socket until a command comes.
+It runs in the main thread of the worker process (`main`), or in a thread for tests (`run_worker`). An idle
+worker does not poll: it blocks on the socket until a command arrives.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ from penstock.worker.outputs import result_of
 
 _LOG = logging.getLogger("penstock.worker")
 
-_RETRY = 4
-"""Milliseconds until contexts that are not ready are asked again, while nothing else runs."""
+_READY_POLL_MS = 4
+"""Milliseconds between two checks whether contexts are ready, if no other context runs."""
 OUT_OF_MEMORY = 12
-"""The exit status of a worker that has reached its limit of private memory (the number of ``ENOMEM``)."""
-_LINGER = 2000
-"""Milliseconds that the last messages have to leave a worker which ends."""
+"""Exit status of a worker that has reached its limit of private memory (the number of ``ENOMEM``)."""
+_LINGER_MS = 2000
+"""Milliseconds to deliver the last messages when the worker ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRuntime:
-    """What a worker runs: made by the factory in the worker's own process."""
+    """What a worker runs. The factory creates it in the worker process."""
 
     scheduler: Scheduler[Any, Any]
     info: WorkerInfo
@@ -74,51 +74,52 @@ class WorkerRuntime:
     unload_adapter: Callable[[str], None] | None = None
     """Removes a LoRA adapter."""
     num_steps: Callable[[], int] = lambda: 1
-    """Most tokens that a request gains in the next step of the scheduler."""
+    """Returns the maximum number of tokens per request in the next step of the scheduler."""
     add_counts: Callable[[WorkerStats], None] = lambda stats: None
-    """Writes the counts that the pipeline keeps into the statistics."""
+    """Writes the pipeline's own counts into the statistics."""
     pack_pending: Callable[[], bool] = lambda: False
-    """Packs some of the weights that are not packed yet; False when all are packed."""
+    """Packs some of the lazily packed weights. Returns False when all are packed."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where worker and serving side meet: a folder that is private to them, with a socket each way."""
+    """The addresses of one worker run: a private folder with one socket per direction."""
 
     folder: str
     number: int = 0
-    """A worker that is started again gets sockets of its own, so that nothing late is taken for its words."""
+    """Each restart has its own sockets, so that late messages of the previous run cannot be confused."""
 
     @property
     def commands(self) -> str:
-        """Bound by the worker."""
+        """The socket of commands, which the worker binds."""
         return f"ipc://{self.folder}/commands-{self.number}"
 
     @property
     def reports(self) -> str:
-        """Bound by the serving side."""
+        """The socket of reports, which the server binds."""
         return f"ipc://{self.folder}/reports-{self.number}"
 
     @property
     def progress(self) -> str:
-        """The file in which the worker counts its progress."""
+        """The file with the worker's progress counter."""
         return f"{self.folder}/progress-{self.number}"
 
 
 def run_worker(factory: Callable[[], WorkerRuntime], endpoint: Endpoint) -> None:
-    """Makes the work, says so, and does it until a `Stop` comes.
+    """Load the model, report the start, and serve commands until `Stop` arrives.
 
     Args:
-        factory: loads the model. An error it raises is reported, and the worker ends.
-        endpoint: where the serving side listens already.
+        factory: loads the model. If it raises an error, the worker reports the error and ends.
+        endpoint: the addresses. The server must have bound its socket already.
 
     Raises:
-        Exception: what the scheduler could not pin on single requests; then a new worker is needed.
+        Exception: an error that the scheduler could not attribute to single requests. The worker must be
+            restarted.
     """
     with zmq.Context() as context, context.socket(zmq.PULL) as commands, context.socket(zmq.PUSH) as reports:
-        commands.rcvhwm = 0  # as many as the serving side lets out
+        commands.rcvhwm = 0  # the engine client bounds the number of requests
         commands.bind(endpoint.commands)
-        reports.linger = _LINGER
+        reports.linger = _LINGER_MS
         reports.connect(endpoint.reports)
         encode = report_encoder()
         try:
@@ -132,7 +133,7 @@ def run_worker(factory: Callable[[], WorkerRuntime], endpoint: Endpoint) -> None
 
 
 class _Loop:
-    """Commands in, steps, reports out."""
+    """Processes commands, runs steps, sends reports."""
 
     def __init__(
         self, work: WorkerRuntime, commands: zmq.Socket[bytes], send: Callable[[WorkerMessage], None]
@@ -142,7 +143,7 @@ class _Loop:
         self._commands = commands
         self._decode = command_decoder()
         self._send = send
-        self._contexts: dict[str, RequestContext] = {}  # all that have not ended
+        self._contexts: dict[str, RequestContext] = {}  # requests that have not ended
         self._lengths: dict[str, int] = {}
         self._cancelled: list[str] = []
         self._refused: list[Failure] = []
@@ -152,31 +153,35 @@ class _Loop:
     def run(self) -> None:
         wait = True
         while not self._is_stopping:
-            self._take_commands(wait)
+            self._receive_commands(wait)
             wait = not self._step()
 
     # -- Commands ----------------------------------------------------------------------------------------
 
-    def _take_commands(self, wait: bool) -> None:
-        """All that has come; with ``wait`` sleeps until something has, or until it is time to try again."""
+    def _receive_commands(self, wait: bool) -> None:
+        """Process all commands that have arrived.
+
+        With ``wait``, first pack pending weights, then block until a command arrives or contexts must be
+        checked again.
+        """
         if wait:
             has_work = self._scheduler.has_work
             while not self._commands.poll(0) and self._work.pack_pending() and not has_work:
                 heartbeat.beat()
-            self._commands.poll(_RETRY if has_work else None)
+            self._commands.poll(_READY_POLL_MS if has_work else None)
         while True:
             try:
                 frame = self._commands.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._take(self._decode(frame))
+            self._handle(self._decode(frame))
 
-    def _take(self, command: Command) -> None:
+    def _handle(self, command: Command) -> None:
         match command:
             case Submit():
                 self._submit(command.context)
             case Cancel():
-                if self._forget(command.request_id):  # else it has ended by itself, and that was reported
+                if self._forget(command.request_id):  # otherwise it has ended, and its end was reported
                     self._scheduler.cancel(command.request_id)
                     self._cancelled.append(command.request_id)
             case LoadAdapter() | UnloadAdapter():
@@ -214,7 +219,7 @@ class _Loop:
     # -- Steps -------------------------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """One step, and its report. False where there was nothing to run."""
+        """Run a step and send its report. Return False if no context ran."""
         outputs: dict[str, PipelineOutput] = {}
         has_run = False
         if self._scheduler.has_work:
@@ -223,7 +228,7 @@ class _Loop:
             try:
                 outputs = self._scheduler.step(self._work.num_steps())
             except Exception as error:
-                self._tell_of_memory(error)
+                self._report_memory_limit(error)
                 raise
             has_run = self._scheduler.last_batch[0] > 0
             if has_run:
@@ -239,13 +244,13 @@ class _Loop:
     def _admit(self, context: RequestContext) -> Admission:
         stats, num_tokens = self._stats, len(context.prompt_tokens)
         stats.num_prompt_tokens += num_tokens
-        if not context.log_probabilities_echo:  # whose every row has to be computed
+        if not context.log_probabilities_echo:  # an echo computes the whole prompt and skips the prefix cache
             stats.num_prefix_query_tokens += num_tokens
             stats.num_prefix_hit_tokens += context.num_cached_tokens
         return Admission(context.request_id, context.num_cached_tokens)
 
     def _result(self, request_id: str, output: PipelineOutput) -> RequestResult | None:
-        """Return what a step computed for a request; None if that is nothing yet, as after a prompt chunk."""
+        """Return the message for an output; None if the output is empty, as after a prompt chunk."""
         context = self._contexts[request_id]
         result = result_of(context, output)
         if result is not None:
@@ -263,8 +268,8 @@ class _Loop:
             failures.append(self._fail(request_id, error))
         return failures
 
-    def _tell_of_memory(self, error: Exception, *request_ids: str) -> None:
-        """Ends the requests that run, and those named, if an error says that private memory is used up."""
+    def _report_memory_limit(self, error: Exception, *request_ids: str) -> None:
+        """End the running requests and ``request_ids`` if the error means that memory is exhausted."""
         if not private_memory.is_exceeded(error):
             return
         reason = ErrorRecord.of(private_memory.error_of_requests())
@@ -273,13 +278,13 @@ class _Loop:
         self._send(StepResults(self._current_stats(), failures=failures))
 
     def _fail(self, request_id: str, error: Exception) -> Failure:
-        """The end of a request, which goes to the log if it is our fault.
+        """Return the message for a failed request. Log internal errors.
 
         Raises:
-            Exception: it is the error, and says that the limit of private memory is reached.
+            Exception: ``error`` itself, if it shows that the limit of private memory is reached.
         """
         if private_memory.is_exceeded(error):
-            self._tell_of_memory(error, request_id)
+            self._report_memory_limit(error, request_id)
             raise error
         if isinstance(error, RequestFailedError) or not isinstance(error, PenstockError):
             _LOG.error("request %s failed", request_id, exc_info=error.__cause__ or error)
@@ -309,7 +314,7 @@ class _Loop:
 
 
 def _start_failure(error: Exception) -> ErrorRecord:
-    """Whoever starts a server is told all."""
+    """Return the error of a failed start with all details."""
     if private_memory.is_exceeded(error):
         return ErrorRecord.of(private_memory.error_of_load())
     if isinstance(error, PenstockError):
@@ -317,25 +322,25 @@ def _start_failure(error: Exception) -> ErrorRecord:
     return ErrorRecord.of(UnavailableError(f"the worker could not start: {type(error).__name__}: {error}"))
 
 
-# -- In a process of its own -----------------------------------------------------------------------------
+# -- The worker process ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WorkerLaunch:
-    """What the process of a worker is given on its standard input, which then stays open."""
+    """The arguments of the worker process, sent on its standard input, which then stays open."""
 
     factory: Callable[[], WorkerRuntime]
     endpoint: Endpoint
     launched_at: float
-    """``time.time()`` when it was started."""
+    """``time.time()`` at the launch."""
     memory_limit: int | None = None
-    """Bytes of private memory that it may take."""
+    """Limit of private memory, in bytes."""
 
 
 def main() -> None:
-    """Runs a worker in this process, which belongs to it, until it is told to stop or its parent is gone."""
+    """Run a worker in this process until `Stop` arrives or the parent process ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # both go to whole groups of processes; the parent decides
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group; the parent handles them
     launch: WorkerLaunch = pickle.load(sys.stdin.buffer)
     begun = time.time()
     heartbeat.publish(launch.endpoint.progress)
@@ -347,7 +352,7 @@ def main() -> None:
         with gc_disabled():
             work = launch.factory()
         gc.collect()
-        gc.freeze()  # what was loaded stays: no collection looks at it again
+        gc.freeze()  # collections skip the loaded objects, which are never freed
         startup = [("process", begun - launch.launched_at), *work.info.startup]
         return replace(work, info=msgspec.structs.replace(work.info, startup=startup))
 
@@ -360,14 +365,14 @@ def main() -> None:
             _LOG.critical("the worker has reached its limit of private memory and ends (%s)", reason)
             status = OUT_OF_MEMORY
         else:
-            _LOG.critical("the worker gives up", exc_info=True)
+            _LOG.critical("the worker failed", exc_info=True)
             status = 1
     logging.shutdown()
-    os._exit(status)  # whatever threads libraries have: nobody waits for them
+    os._exit(status)  # does not wait for threads of libraries
 
 
 def _exit_with_parent(folder: str) -> None:
-    """Ends this process with its parent, which holds the other end of standard input and says nothing."""
-    os.read(0, 1)  # not through sys.stdin, whose lock would be held for ever
+    """End this process when its parent ends, which closes the standard input."""
+    os.read(0, 1)  # sys.stdin would hold its lock forever
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

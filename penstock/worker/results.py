@@ -1,4 +1,4 @@
-"""The results of one request on the serving side, as they come from the worker."""
+"""The results of one request in the server, as they arrive from the worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.worker.messages import (
 
 @dataclass(slots=True)
 class RequestDelta:
-    """What came for a request since it was last asked."""
+    """The results of a request since the last read."""
 
     token_ids: list[int]
     status: TextGenerationStatus
@@ -31,7 +31,7 @@ class RequestDelta:
     log_probabilities: list[PackedLogProbabilities | None] = field(default_factory=list)
     """One entry per token if they were requested."""
     prompt_log_probabilities: PackedLogProbabilities | None = None
-    """Those of an echoed prompt whose very first token ended the output; else the first token has them."""
+    """Set if the output of an echoed prompt has no token; otherwise the first token carries them."""
     embeddings: EmbeddingsResponse | None = None
     """The response of an embeddings request."""
     audio: list[npt.NDArray[Any]] = field(default_factory=list)
@@ -52,10 +52,10 @@ class RequestDelta:
 
 
 class Generation:
-    """The results of one request, as they come; made by `WorkerClient.submit`.
+    """The results of one request, an asynchronous iterator. `EngineClient.submit` returns it.
 
-    A request ends once: iteration stops after a `RequestDelta` whose status is done, or raises the error of
-    the request. A reader that stops earlier must call `cancel`.
+    A request ends exactly once: the iteration stops after a `RequestDelta` with a final status, or raises
+    the error of the request. A reader that stops earlier must call `cancel`.
     """
 
     def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
@@ -66,23 +66,23 @@ class Generation:
         self._is_admitted = False
         self._status = TextGenerationStatus.ACTIVE
         self._error: PenstockError | None = None
-        self._is_read = False  # the last delta was given
+        self._is_read = False  # the last delta was returned
         self._is_read_at_end = False
         self._waiters: list[asyncio.Future[None]] = []
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will come from the worker."""
+        """Whether the request has ended."""
         return self._status.is_done or self._error is not None
 
     async def admitted(self) -> None:
-        """Returns when the request was given its place in a batch; from then on it is sure to be served.
+        """Return when the scheduler has admitted the request.
 
         Raises:
-            PenstockError: it was refused.
+            PenstockError: the scheduler has refused it.
         """
         while not self._is_admitted and not self.is_done:
-            await self._change()
+            await self._wait_for_change()
         if self._error is not None and not self._is_admitted:
             raise self._error
 
@@ -90,13 +90,13 @@ class Generation:
         return self
 
     async def __anext__(self) -> RequestDelta:
-        """All that came since the last call, once there is something.
+        """Wait for results, and return all since the last call.
 
         Raises:
-            PenstockError: the request ended with it; `UnavailableError` where the worker died.
+            PenstockError: the error that ended the request; `UnavailableError` if the worker died.
         """
         while not self.is_done and (self._is_read_at_end or not self._results):
-            await self._change()
+            await self._wait_for_change()
         if self._results or (self._status.is_done and not self._is_read):
             return self._take()
         if self._error is not None:
@@ -105,37 +105,37 @@ class Generation:
 
     @property
     def num_unread(self) -> int:
-        """How often something came since the last call."""
+        """The number of results since the last read."""
         return len(self._results)
 
     def read_at_end(self) -> None:
-        """From now on the next delta is the last: who needs the whole is not woken at each step."""
+        """Return only one more delta, at the end. A reader of whole responses then wakes up once."""
         self._is_read_at_end = True
 
     def cancel(self) -> None:
-        """Ends the request, if it has not ended; its blocks are free one step later."""
+        """Cancel the request. Its blocks are free one step later. Does nothing if it has ended."""
         if not self.is_done:
             self._status = TextGenerationStatus.CANCELLED
             self._cancel(self.request_id)
             self._wake()
 
-    # -- What the client hears ---------------------------------------------------------------------------
+    # -- Called by the engine client ---------------------------------------------------------------------
 
     def admit(self, num_cached_tokens: int) -> None:
-        """It has its place."""
+        """Record the admission."""
         self._num_cached_tokens = num_cached_tokens
         self._is_admitted = True
         self._wake()
 
     def add(self, result: RequestResult) -> None:
-        """A step brought something."""
+        """Add the result of a step."""
         self._results.append(result)
         self._status = result.status
         if self.is_done or not self._is_read_at_end:
             self._wake()
 
     def fail(self, error: PenstockError) -> None:
-        """It ended with an error."""
+        """End the request with an error."""
         self._error = error
         self._wake()
 
@@ -147,7 +147,7 @@ class Generation:
             delta.add(result)
         return delta
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:

@@ -44,7 +44,7 @@ class Worker:
         """Takes commands, makes a step, and gives what was said."""
         self.reports.clear()
         for command in commands:
-            self.loop._take(command)
+            self.loop._handle(command)
         self.loop._step()
         return list(self.reports)
 
@@ -136,7 +136,7 @@ def test_an_adapter_that_breaks_is_reported_and_nothing_else_happens(
 
 def test_it_stops_when_it_is_told_to() -> None:
     one = worker()
-    one.loop._take(Stop())
+    one.loop._handle(Stop())
     one.loop.run()
 
 

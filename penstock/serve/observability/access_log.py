@@ -1,4 +1,4 @@
-"""The line that the log gets at each request's end."""
+"""The access log: one line at the end of each request."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _log = logging.getLogger(__name__)
 
 
 def log_request(record: RequestRecord, *, is_probe: bool = False) -> None:
-    """Logs a request that has ended; one that only looks after the server's health at level debug."""
-    log_event(_log, logging.DEBUG if is_probe else logging.INFO, "request", **line_of(record))
+    """Log a request that has ended. Probes are logged at level debug."""
+    log_event(_log, logging.DEBUG if is_probe else logging.INFO, "request", **log_fields(record))
 
 
-def line_of(record: RequestRecord) -> dict[str, Any]:
-    """Name -> value of the line; None where there is nothing to say. Nothing of prompt or answer."""
+def log_fields(record: RequestRecord) -> dict[str, Any]:
+    """Return the fields of the line, None if unknown. They contain no text of prompt or response."""
     line: dict[str, Any] = {
         "id": record.request_id,
         "method": record.method,

@@ -1,4 +1,4 @@
-"""The log: one line an event, as logfmt or JSON, on standard error."""
+"""The log: one line per event, as logfmt or JSON, on standard error."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from penstock.serve.config import ServeConfig
 
 
 def log_event(log: logging.Logger, level: int, event: str, **fields: Any) -> None:
-    """Logs an event with its fields; those that are None are left out."""
+    """Log an event with its fields. Fields with the value None are omitted."""
     if log.isEnabledFor(level):
         log.log(level, event, extra={"fields": fields})
 
 
 class LineFormatter(logging.Formatter):
-    """Lines of logfmt (``key=value key="two words"``) or JSON; what a client chose cannot forge a line."""
+    """Formats lines of logfmt (``key=value key="two words"``) or JSON. Escapes the values of clients."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
         self._form = form
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
+        """Return the record as one line."""
         fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -42,23 +42,23 @@ class LineFormatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Writes lines to a stream, and drops those that it does not take: a full disk ends no server."""
+    """Writes lines to a stream. Drops lines that cannot be written, for example to a full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Reports faults of ours, as the standard library does; not those of the stream."""
-        if not isinstance(sys.exception(), OSError | ValueError):  # ValueError: it is closed
+        """Report formatting errors as the standard library does. Ignore errors of the stream."""
+        if not isinstance(sys.exception(), OSError | ValueError):  # ValueError: the stream is closed
             super().handleError(record)
 
 
 def print_notice(line: str) -> None:
-    """Prints a line to standard error, if that is open and takes it."""
+    """Print a line to standard error. Errors of the stream are ignored."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(line, file=sys.stderr, flush=True)
 
 
 def configure_logging(config: ServeConfig, stream: TextIO | None = None) -> None:
-    """Sends the lines of Penstock and of its HTTP server to a stream, by default standard error."""
+    """Send the log of Penstock and of uvicorn to a stream, by default standard error."""
     handler = _Handler(stream if stream is not None else sys.stderr)
     handler.setFormatter(LineFormatter(config.log_format))
     for name in ("penstock", "uvicorn.error"):

@@ -1,7 +1,7 @@
-"""What is known of a request besides its answer: what the log line, the metrics and the spans are made of.
+"""The record of a request, from which the log line, the metrics and the span are written.
 
-The middleware makes a record when a request arrives (``request.state.record``), the routes fill it, and at
-the request's end the middleware logs it. It holds nothing of the prompt and nothing of the answer.
+The middleware creates a record when a request arrives (``request.state.record``), the routes fill it, and the
+middleware logs it at the end. It contains no text of the prompt or the response.
 """
 
 from __future__ import annotations
@@ -14,30 +14,29 @@ from fastapi import Request
 
 
 class RecordObserver(Protocol):
-    """Whoever wants to know at once: the metrics of a request, its span."""
+    """Receives the events of a request: its metrics and its span."""
 
     def admitted(self, record: RequestRecord) -> None:
-        """The scheduler has given the request a place in the batch."""
+        """Called when the scheduler admits the request."""
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
-        """``count`` tokens came, ``seconds`` after those before them; None for a choice's first."""
+        """Called for ``count`` new tokens, ``seconds`` after the previous ones; None for a choice's first."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One request. Times are those of ``time.perf_counter``.
+    """The data of one request. Times are values of ``time.perf_counter``.
 
-    Routes set the fields from ``model`` on and call `admitted` and `tokens`; everything has a default, so a
-    record by itself does for tests.
+    Routes set the fields from ``model`` to ``details``, and call `admitted` and `tokens`.
     """
 
     request_id: str = ""
     method: str = "POST"
     route: str = ""
-    """The route's template, such as ``/v1/models/{id}``; the same for every request that it serves."""
+    """The template of the route, such as ``/v1/models/{id}``."""
     received: float = field(default_factory=time.perf_counter)
     client_id: str = ""
-    """Who sent it: the number of an API key, or a connection. Clients share the batch evenly."""
+    """The client: an API key or a connection. The scheduler shares the batch evenly among clients."""
 
     model: str | None = None
     stream: bool = False
@@ -45,21 +44,21 @@ class RequestRecord:
     cached_tokens: int = 0
     completion_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    """One a choice, as the answer has them."""
+    """One per choice, as in the response."""
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
     details: dict[str, Any] = field(default_factory=dict)
-    """More for the log line, such as a seed that was drawn: name -> plain value."""
+    """Additional fields of the log line, such as a random seed: name to plain value."""
     error_code: str | None = None
-    """The code of the problem that ended the request, also where a stream had begun."""
+    """The code of the error that ended the request, also after the start of a stream."""
     error_status: int | None = None
-    """The status that the problem would have had, where a stream had begun."""
+    """The status of that error, which a started stream cannot send any more."""
 
     status: int | None = None
-    """The status code that was sent; None where none was."""
+    """The status code that was sent; None before the response."""
     client_left: bool = False
-    """Whether the client went away before the end."""
+    """Whether the client disconnected before the end."""
     admitted_at: float | None = None
     first_token_at: float | None = None
     ended_at: float | None = None
@@ -68,20 +67,20 @@ class RequestRecord:
 
     @classmethod
     def of(cls, request: Request) -> RequestRecord:
-        """The record that the middleware made for a request."""
+        """Return the record that the middleware created for a request."""
         record = request.state.record
         assert isinstance(record, cls)
         return record
 
     def admitted(self) -> None:
-        """The scheduler has given the request, or the first of its choices, a place in the batch."""
+        """Record the first admission of one of the request's choices."""
         if self.admitted_at is None:
             self.admitted_at = time.perf_counter()
             for observer in self.observers:
                 observer.admitted(self)
 
     def tokens(self, count: int, choice: int = 0) -> None:
-        """``count`` new tokens have come from the worker for a choice, before they are made into text."""
+        """Record ``count`` new tokens from the worker for a choice, before their detokenisation."""
         if count <= 0:
             return
         now = time.perf_counter()
@@ -93,13 +92,13 @@ class RequestRecord:
             observer.tokens(self, count, None if before is None else now - before)
 
     def failed(self, code: str | None, status: int) -> None:
-        """A problem has ended the request; also called when a stream has begun."""
+        """Record the error that ended the request, also after the start of a stream."""
         self.error_code = code
         self.error_status = status
 
     @property
     def outcome(self) -> str:
-        """How it ended: finish reasons, ``abort:client_disconnect``, ``error:<code>``, or ``-``."""
+        """The outcome: finish reasons, ``abort:client_disconnect``, ``error:<code>``, or ``-``."""
         if self.client_left:
             return "abort:client_disconnect"
         if self.error_status is not None:
@@ -108,11 +107,11 @@ class RequestRecord:
 
     @property
     def final_status(self) -> int:
-        """The status that says how it ended: 499 where the client left, an error's where a stream broke."""
+        """The status for log and metrics: 499 after a disconnect, an error's status if one ended a stream."""
         if self.client_left:
             return 499
         return self.error_status or self.status or 500
 
     def seconds_until(self, moment: float | None) -> float | None:
-        """From the request's arrival to a moment."""
+        """Return the seconds from the request's arrival to a time; None for None."""
         return None if moment is None else moment - self.received

@@ -1,6 +1,6 @@
-"""OpenTelemetry spans: one a request, with events where it was admitted and where its first token came.
+"""OpenTelemetry spans: one per request, with events for its admission and its first token.
 
-Needs the extra ``otel``; without ``--otlp-endpoint`` nothing of it is loaded.
+Needs the extra ``otel``, which is imported only with ``--otlp-endpoint``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Tracing:
-    """Makes the spans of requests; a ``traceparent`` header makes them part of the caller's trace.
+    """Creates the spans of requests. A ``traceparent`` header adds them to the caller's trace.
 
     Args:
-        provider: where the spans go.
+        provider: receives the spans.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -31,10 +31,10 @@ class Tracing:
 
     @classmethod
     def to_endpoint(cls, endpoint: str) -> Tracing:
-        """Spans sent by OTLP over HTTP, in batches, from a thread.
+        """Return tracing that sends spans in batches by OTLP over HTTP, from a thread.
 
         Args:
-            endpoint: the whole address, such as ``http://127.0.0.1:4318/v1/traces``.
+            endpoint: the complete URL, such as ``http://127.0.0.1:4318/v1/traces``.
 
         Raises:
             MissingDependencyError: the extra ``otel`` is not installed.
@@ -53,7 +53,7 @@ class Tracing:
         return cls(provider)
 
     def begin(self, record: RequestRecord, headers: Iterable[tuple[bytes, bytes]]) -> RequestSpan:
-        """The span of a request that has just arrived."""
+        """Start the span of a request that has arrived."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -64,14 +64,14 @@ class Tracing:
         return RequestSpan(span)
 
     def close(self) -> None:
-        """Sends what has not been sent."""
+        """Send all remaining spans."""
         self._provider.shutdown()
 
 
 class RequestSpan:
     """The span of one request; a `RecordObserver`.
 
-    Its events part the request into queue (until ``admitted``), prefill (until ``first_token``) and decode.
+    Its events divide the request into queue (until ``admitted``), prefill (until ``first_token``) and decode.
     """
 
     def __init__(self, span: Span) -> None:
@@ -79,17 +79,17 @@ class RequestSpan:
         self._had_token = False
 
     def admitted(self, record: RequestRecord) -> None:
-        """The request has a place in the batch."""
+        """Add the event of the admission."""
         self._span.add_event("admitted")
 
     def tokens(self, record: RequestRecord, count: int, seconds: float | None) -> None:
-        """Tokens came; only the first is an event."""
+        """Add an event for the first token."""
         if not self._had_token:
             self._had_token = True
             self._span.add_event("first_token")
 
     def finished(self, record: RequestRecord) -> None:
-        """Ends the span, with what is known now."""
+        """Set the attributes of the request and end the span."""
         from opentelemetry.trace import StatusCode
 
         attributes: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Looks after the worker from outside, for the log: it ends nothing and starts nothing."""
+"""The watchdog logs the state of the engine. It does not restart workers."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Reports a worker that is stuck: no step has ended for some time, although there is work.
+    """Log changes of the engine's state, and when no step ends although requests are outstanding.
 
     Args:
-        worker: whom to watch.
-        limit: seconds without a step until the first report, and between two.
-        interval: seconds between two looks.
+        engine: the engine to watch.
+        limit: seconds without a step until the first report, and between two reports.
+        interval: seconds between two checks.
     """
 
-    def __init__(self, worker: EngineClient, limit: float, interval: float = 0.5) -> None:
-        self._worker = worker
+    def __init__(self, engine: EngineClient, limit: float, interval: float = 0.5) -> None:
+        self._engine = engine
         self._limit = limit
         self._interval = interval
         self._num_steps = -1
-        self._moved_at = time.perf_counter()
-        self._state: str = worker.state
+        self._progress_at = time.perf_counter()
+        self._state: str = engine.state
 
     async def run(self) -> None:
-        """Looks until it is cancelled."""
+        """Check at each interval until cancelled."""
         while True:
-            self.look()
+            self.check()
             await asyncio.sleep(self._interval)
 
-    def look(self) -> None:
-        """Reports what has changed since the last look, if it has to be reported."""
-        worker, now = self._worker, time.perf_counter()
-        if worker.state != self._state:
-            level = logging.ERROR if worker.state == "restarting" else logging.INFO
-            log_event(_log, level, "worker", state=worker.state, was=self._state, **self._numbers())
-            self._state, self._moved_at = worker.state, now
-        if not worker.num_outstanding or worker.stats.num_steps != self._num_steps:
-            self._num_steps, self._moved_at = worker.stats.num_steps, now
-        elif now - self._moved_at >= self._limit:
-            seconds = round(now - self._moved_at, 1)
+    def check(self) -> None:
+        """Log what has changed since the last check."""
+        engine, now = self._engine, time.perf_counter()
+        if engine.state != self._state:
+            level = logging.ERROR if engine.state == "restarting" else logging.INFO
+            log_event(_log, level, "worker", state=engine.state, was=self._state, **self._numbers())
+            self._state, self._progress_at = engine.state, now
+        if not engine.num_outstanding or engine.stats.num_steps != self._num_steps:
+            self._num_steps, self._progress_at = engine.stats.num_steps, now
+        elif now - self._progress_at >= self._limit:
+            seconds = round(now - self._progress_at, 1)
             log_event(_log, logging.ERROR, "no step has ended", for_s=seconds, **self._numbers())
-            self._moved_at = now
+            self._progress_at = now
 
     def _numbers(self) -> dict[str, Any]:
-        worker = self._worker
-        stats: dict[str, Any] = msgspec.structs.asdict(worker.stats)
-        return {"outstanding": worker.num_outstanding, "restarts": worker.num_restarts, **stats}
+        engine = self._engine
+        stats: dict[str, Any] = msgspec.structs.asdict(engine.stats)
+        return {"outstanding": engine.num_outstanding, "restarts": engine.num_restarts, **stats}

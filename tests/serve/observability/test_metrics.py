@@ -12,7 +12,7 @@ from support.engines import FakeEngine
 from support.serving import client_of, make_services
 
 import penstock
-from penstock.serve.observability.metrics import WORKER_METRICS, Metrics, RequestMetrics
+from penstock.serve.observability.metrics import ENGINE_METRICS, Metrics, RequestMetrics
 from penstock.serve.observability.request_record import RequestRecord
 from penstock.worker.messages import WorkerStats
 
@@ -134,7 +134,7 @@ def test_what_the_worker_does() -> None:
     metrics, worker = Metrics(with_process=False), FakeEngine(stats=stats, num_outstanding=3, num_restarts=2)
     metrics.watch(worker)
     found = samples(metrics)
-    assert {one.name: found[one.name] for one in WORKER_METRICS} == {
+    assert {one.name: found[one.name] for one in ENGINE_METRICS} == {
         "penstock_worker_up": 1,
         "penstock_worker_restarts_total": 2,
         "penstock_requests_outstanding": 3,
@@ -165,7 +165,7 @@ def test_every_metric_is_explained() -> None:
     metrics = Metrics()
     metrics.watch(FakeEngine())
     explained = sys.modules[Metrics.__module__].__doc__ or ""
-    of_worker = {one.name for one in WORKER_METRICS}
+    of_worker = {one.name for one in ENGINE_METRICS}
     for family in text_string_to_metric_families(metrics.render().decode()):
         if family.name.endswith("_created"):  # when a counter began
             continue

@@ -27,7 +27,7 @@ class Watched:
         """Level and fields of what is reported at a time."""
         self.now = at
         self.caplog.clear()
-        self.watchdog.look()
+        self.watchdog.check()
         return [(record.levelname, record.fields) for record in self.caplog.records]  # type: ignore[attr-defined]
 
 
