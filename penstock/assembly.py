@@ -50,12 +50,12 @@ class Catalog:
         Raises:
             CheckpointError: the checkpoint is missing, or its architecture is unknown.
             UnsupportedTaskError: there is no pipeline for its task.
-            ConfigError: the architecture does not support the encoding or the checkpoint's quantisation.
+            ConfigError: the architecture does not support the checkpoint's quantisation.
         """
         model = config.model
         task = model.pipeline_task
         architecture = self.registry.retrieve_architecture(
-            model.huggingface_config, model.checkpoint, task=task, encoding=model.encoding
+            model.huggingface_config, model.checkpoint, task=task
         )
         if task not in self.tasks:
             known = [one.option for one in self.tasks]
@@ -117,6 +117,7 @@ def load_pipeline(
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
     architecture, task = catalog.resolve(config)
+    architecture.check_encoding(config.model.encoding)
     required = PipelineRequirements(
         config=config,
         architecture=architecture,
@@ -192,6 +193,7 @@ def _load_decoder(config: PipelineConfig) -> type[DecoderModel]:
     from penstock.architectures.decoder import DecoderModel
 
     architecture, _ = CATALOG.resolve(config)
+    architecture.check_encoding(config.model.encoding)
     model = architecture.load_pipeline_model()
     if not issubclass(model, DecoderModel):
         raise ConfigError(

@@ -23,12 +23,13 @@ import numpy as np
 from penstock.bench.random_weights import narrow_config, write_random_checkpoint
 from penstock.config import ModelConfig, PipelineConfig, SpeculativeConfig
 from penstock.errors import ConfigError, PenstockError
+from penstock.llm.batch_runner import BatchRunner, BuilderT
 from penstock.llm.llm import LLM
+from penstock.llm.outputs import OutputBuilder
 from penstock.pipelines.core import SamplingParams
 
 if TYPE_CHECKING:
     from penstock.kernels import Graph
-    from penstock.llm.outputs import OutputBuilder
 
 T = TypeVar("T")
 
@@ -77,21 +78,39 @@ class Figure:
         return {"work": self.work, "of": self.of, "unit": self.unit, **spread, "runs": self.runs}
 
 
-class InstrumentedLLM(LLM):
-    """An `LLM` that notes when its last call brought its first tokens."""
+class _TimedRunner(BatchRunner):
+    """Records when the last call returned its first tokens."""
 
-    first_arrival: float = 0.0
+    first_time: float = 0.0
     """Seconds of `perf_counter`."""
-    num_first: int = 0
-    """How many came then."""
+    num_first_tokens: int = 0
+    """The number of these tokens."""
 
-    def _run(self, answers: Sequence[OutputBuilder], *, seconds: float) -> Iterator[list[OutputBuilder]]:
-        self.num_first = 0
-        for stepped in super()._run(answers, seconds=seconds):
-            if not self.num_first:
-                self.first_arrival = perf_counter()
-                self.num_first = sum(answer.num_new_tokens for answer in stepped)
-            yield stepped
+    def run(self, builders: Sequence[BuilderT], *, seconds: float) -> Iterator[list[BuilderT]]:
+        self.num_first_tokens = 0
+        for served in super().run(builders, seconds=seconds):
+            if not self.num_first_tokens:
+                self.first_time = perf_counter()
+                counts = [one.num_new_tokens for one in served if isinstance(one, OutputBuilder)]
+                self.num_first_tokens = sum(counts)
+            yield served
+
+
+class InstrumentedLLM(LLM):
+    """An `LLM` that records when its last call returned its first tokens."""
+
+    _runner_class = _TimedRunner
+    _runner: _TimedRunner
+
+    @property
+    def first_time(self) -> float:
+        """Seconds of `perf_counter`."""
+        return self._runner.first_time
+
+    @property
+    def num_first_tokens(self) -> int:
+        """The number of these tokens."""
+        return self._runner.num_first_tokens
 
 
 class Bench:
@@ -218,11 +237,11 @@ class Bench:
         """Of one token of one context, after those that the first step brought."""
         count, prompts = self.sizes.new_tokens, self._prompts(llm, 1, self.sizes.prompt_length)
         whole = _seconds(llm, prompts, count)
-        later = perf_counter() - llm.first_arrival
+        later = perf_counter() - llm.first_time
         if llm is self._llm:
             self._plan_status = llm.pipeline.session.plan_status
-        if llm.num_first < count:
-            return later / (count - llm.num_first)
+        if llm.num_first_tokens < count:
+            return later / (count - llm.num_first_tokens)
         return max(whole - _seconds(llm, prompts, 1), 1e-9) / (count - 1)  # all have come at once
 
     def _timed(self, llm: LLM, count: int, length: int, new_tokens: int) -> float:

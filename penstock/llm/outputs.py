@@ -1,4 +1,4 @@
-"""What comes back for a prompt: piece by piece, and as a whole."""
+"""The output of a prompt: as a whole, and as a stream of pieces."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from penstock.text.detokenizer import Detokenizer, TokenDecoder, text_after_prom
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """What came of one prompt."""
+    """One generated completion of a prompt."""
 
     text: str
     """The generated text; it ends before a stop string. Empty with ``SamplingParams(detokenize=False)``."""
     token_ids: list[int]
     """The generated tokens, up to the one that completed a stop string, without an end-of-sequence token."""
     prompt_token_ids: list[int]
-    """The prompt as the model read it."""
+    """The prompt's token ids, including special tokens."""
     finish_reason: Literal["stop", "length"]
     """``stop``: the model ended the text, or a stop string did; ``length``: it reached its limit."""
     num_cached_tokens: int
     """How many prompt tokens were found in the prefix cache."""
     num_generated_tokens: int
-    """Length of ``token_ids``, and one more where the model ended the text with a token of its own."""
+    """The length of ``token_ids``, plus 1 if an end-of-sequence token ended the text."""
     prompt: str | None
-    """The prompt's text, messages as the chat template puts them; None where tokens were given."""
+    """The prompt's text, or the rendered chat template; None if the prompt was token ids."""
     index: int = 0
-    """Which of the outputs of its prompt this is."""
+    """The index of this output among those of its prompt."""
     log_probabilities: LogProbabilities | None = None
-    """Of ``token_ids``, one entry each; None unless asked for. Before penalties and temperature."""
+    """One entry for each of ``token_ids``, before penalties and temperature; None unless requested."""
     prompt_log_probabilities: LogProbabilities | None = None
-    """Of ``prompt_token_ids`` without the first, which nothing predicts; None unless asked for."""
+    """One entry for each of ``prompt_token_ids`` but the first; None unless requested."""
     score: float | None = None
-    """What outputs were ranked by: the mean log probability under ``best_of``, the score of a beam."""
+    """The rank criterion: the mean log probability under ``best_of``, or the score of a beam."""
 
     @classmethod
     def of_beam(cls, context: TextContext, index: int, beam: Hypothesis, tokenizer: TokenDecoder) -> Self:
-        """The output that a finished beam is."""
+        """Return the output of a finished beam."""
         tokens = beam.token_ids[:-1] if beam.ended else beam.token_ids
         values = beam.log_probabilities[: len(tokens)]
         tops = [{token: value} for token, value in zip(tokens, values, strict=True)]
@@ -68,7 +68,7 @@ class GenerationOutput:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """How many answers to a prompt are wanted, and what is to be told of each."""
+    """How many outputs a prompt has, and which log probabilities they options."""
 
     n: int = 1
     best_of: int | None = None
@@ -77,7 +77,7 @@ class OutputOptions:
 
     @classmethod
     def of(cls, n: int, best_of: int | None, logprobs: int | None, prompt_logprobs: int | None) -> Self:
-        """What a caller asks for.
+        """Return the checked options.
 
         Raises:
             InputError: a number is out of range.
@@ -90,27 +90,27 @@ class OutputOptions:
         if prompt_logprobs is not None:
             prompt_logprobs = checked_integer("prompt_logprobs", prompt_logprobs)
         if best_of is not None and best_of < n:
-            raise InputError(f"best_of is {best_of}, less than the n={n} outputs that are wanted of them")
+            raise InputError(f"best_of is {best_of}, less than n={n}: raise best_of, or lower n")
         return cls(n, best_of, logprobs, prompt_logprobs)
 
     @property
     def num_choices(self) -> int:
-        """How many answers are made of each prompt."""
+        """The number of outputs to generate for each prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def num_top(self) -> int:
-        """How many top tokens contexts report; 0 where nothing needs any."""
+        """The number of top tokens that contexts report; 0 if none are needed."""
         if self.logprobs is None and self.prompt_logprobs is None and self.best_of is None:
             return 0
         return max(self.logprobs or 0, self.prompt_logprobs or 0, 1)
 
 
-_NOTHING_MORE = OutputOptions()
+_DEFAULT_OPTIONS = OutputOptions()
 
 
 class OutputBuilder:
-    """What has come back for one context so far."""
+    """Collects the output of one context."""
 
     def __init__(self, context: TextContext, detokenizer: Detokenizer | None) -> None:
         self.context = context
@@ -122,11 +122,11 @@ class OutputBuilder:
         self._log_probabilities = LogProbabilities([], [])
         self._of_prompt: LogProbabilities | None = None
         self._status = TextGenerationStatus.ACTIVE
-        # The step that computes the prompt samples a token all the same.
+        # The step that computes the prompt samples a token even if none is requested.
         self._wants_tokens = context.sampling_params.max_new_tokens != 0
 
     def take(self, response: TextGenerationResponse) -> None:
-        """Adds what one step brought."""
+        """Add the output of one step."""
         for part in response.tokens:
             if part.log_probabilities is not None:
                 self._take_log_probabilities(part.log_probabilities)
@@ -147,29 +147,32 @@ class OutputBuilder:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have come so far."""
+        """The number of tokens so far."""
         return len(self._token_ids)
 
     @property
     def prompt_log_probabilities(self) -> LogProbabilities | None:
-        """Those of the prompt, if the context was to echo it."""
+        """The log probabilities of the prompt; None unless the context echoes it."""
         return self._of_prompt or self.context.prompt_log_probabilities
 
     @property
     def mean_log_probability(self) -> float:
-        """Of the generated tokens; of none it is minus infinity."""
+        """The mean log probability of the generated tokens; minus infinity if there are none."""
         values = self._log_probabilities.token_log_probabilities[: len(self._token_ids)]
         return fsum(values) / len(values) if values else -inf
 
     def output(
-        self, report: OutputOptions = _NOTHING_MORE, index: int = 0, of_prompt: OutputBuilder | None = None
+        self,
+        options: OutputOptions = _DEFAULT_OPTIONS,
+        index: int = 0,
+        of_prompt: OutputBuilder | None = None,
     ) -> GenerationOutput:
-        """The whole, once it is done.
+        """Return the finished output.
 
         Args:
-            report: what it is to tell.
-            index: its place among the outputs of its prompt.
-            of_prompt: the answer that knows the prompt's log probabilities; by default this one.
+            options: which log probabilities it reports.
+            index: its index among the outputs of its prompt.
+            of_prompt: the builder that has the prompt's log probabilities; by default this one.
         """
         stopped = self._detokenizer is not None and self._detokenizer.stop_match is not None
         at_end = self._status is TextGenerationStatus.END_OF_SEQUENCE
@@ -184,15 +187,15 @@ class OutputBuilder:
             num_generated_tokens=len(self._token_ids) + ended,
             prompt=self.context.prompt if isinstance(self.context.prompt, str) else None,
             index=index,
-            log_probabilities=_cut(self._log_probabilities, report.logprobs, self._token_ids),
+            log_probabilities=_cut(self._log_probabilities, options.logprobs, self._token_ids),
             prompt_log_probabilities=_cut(
-                (of_prompt or self).prompt_log_probabilities, report.prompt_logprobs, prompt_tokens[1:]
+                (of_prompt or self).prompt_log_probabilities, options.prompt_logprobs, prompt_tokens[1:]
             ),
-            score=None if report.best_of is None else self.mean_log_probability,
+            score=None if options.best_of is None else self.mean_log_probability,
         )
 
     def _take_log_probabilities(self, rows: LogProbabilities) -> None:
-        """Those of one token, behind those of the prompt where it is the first and the prompt is echoed."""
+        """Store the rows of one token; with echo, the first token's rows follow those of the prompt."""
         values, tops = rows.token_log_probabilities, rows.top_log_probabilities
         if self.context.log_probabilities_echo and self._of_prompt is None:
             self._of_prompt = LogProbabilities(values[:-1], tops[:-1])
@@ -200,16 +203,16 @@ class OutputBuilder:
         self._log_probabilities.top_log_probabilities.append(tops[-1])
 
 
-def best_first(choices: Sequence[OutputBuilder], report: OutputOptions) -> list[GenerationOutput]:
-    """The outputs of one prompt: all its answers as they come, or under ``best_of`` the best of them."""
+def best_first(choices: Sequence[OutputBuilder], options: OutputOptions) -> list[GenerationOutput]:
+    """Return the outputs of one prompt: all in order, or under ``best_of`` the best ``n``, best first."""
     ranked = list(choices)
-    if report.best_of is not None:
-        ranked.sort(key=lambda answer: -answer.mean_log_probability)
-    return [answer.output(report, index, choices[0]) for index, answer in enumerate(ranked[: report.n])]
+    if options.best_of is not None:
+        ranked.sort(key=lambda builder: -builder.mean_log_probability)
+    return [builder.output(options, index, choices[0]) for index, builder in enumerate(ranked[: options.n])]
 
 
 def _cut(rows: LogProbabilities | None, top_n: int | None, tokens: Sequence[int]) -> LogProbabilities | None:
-    """The rows of ``tokens`` with the wanted number of top tokens; None where none were wanted."""
+    """Return the rows of ``tokens`` with ``top_n`` top tokens each; None if ``top_n`` is None."""
     if top_n is None:
         return None
     if rows is None:  # a prompt of one token has no rows
@@ -220,7 +223,7 @@ def _cut(rows: LogProbabilities | None, top_n: int | None, tokens: Sequence[int]
 
 
 class TextStream(Iterator[str]):
-    """The text of one prompt, piece by piece; the pieces joined are ``output.text``.
+    """The text of one prompt as a stream of pieces; joined they are ``output.text``.
 
     >>> stream = llm.stream("Once upon a time")  # doctest: +SKIP
     >>> for piece in stream:  # doctest: +SKIP
@@ -228,31 +231,34 @@ class TextStream(Iterator[str]):
     """
 
     def __init__(
-        self, answer: OutputBuilder, pieces: Generator[str, None, None], report: OutputOptions = _NOTHING_MORE
+        self,
+        builder: OutputBuilder,
+        pieces: Generator[str, None, None],
+        options: OutputOptions = _DEFAULT_OPTIONS,
     ) -> None:
-        self._answer = answer
+        self._builder = builder
         self._pieces = pieces
-        self._report = report
+        self._options = options
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have been generated so far; several may come with one piece."""
-        return self._answer.num_tokens
+        """The number of generated tokens so far; one piece can hold several tokens."""
+        return self._builder.num_tokens
 
     @property
     def output(self) -> GenerationOutput:
-        """The whole, once the stream has ended.
+        """The finished output.
 
         Raises:
-            InputError: there is more to come, or it was closed before.
+            InputError: the stream has not ended, or it was closed before its end.
         """
-        if not self._answer.is_done:
-            raise InputError("the stream has not come to its end: read on, or take the pieces alone")
-        return self._answer.output(self._report)
+        if not self._builder.is_done:
+            raise InputError("the stream has not ended: read all of its pieces first")
+        return self._builder.output(self._options)
 
     def __next__(self) -> str:
         return next(self._pieces)
 
     def close(self) -> None:
-        """Drops the rest; a no-op at the end."""
+        """Cancel the request. Does nothing if the stream has ended."""
         self._pieces.close()

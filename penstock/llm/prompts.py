@@ -1,4 +1,4 @@
-"""What callers may give `LLM`: one thing or a list of them, and how the two are told apart."""
+"""Arguments of `LLM` that are one value or a list of values, as lists."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Descriptions of functions, as OpenAI's ``tools`` (`TokenGeneratorRequestTool`)."""
 
 _NO_BATCH = (str, bytes, bytearray, memoryview, Mapping, Set)
-"""What can be iterated over, and yet is one prompt: a text, or one that the tokenizer refuses."""
+"""Iterable types that are one prompt: a text, or a value that the tokenizer refuses."""
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """A list of prompts of what may be a single one. The tokenizer looks at each."""
+    """Return a list of prompts, from a list or a single prompt. The tokenizer checks each of them."""
     if isinstance(prompts, _NO_BATCH) or not isinstance(prompts, Iterable):
         return [prompts]
     batch = list(prompts)
@@ -33,7 +33,7 @@ def _is_token(value: object) -> bool:
 
 
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Any]:
-    """A list of conversations of what may be a single one."""
+    """Return a list of conversations, from a list or a single conversation."""
     given: Any = messages
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise InputError(f"messages must be a list of messages or of such lists, was {given!r}")
@@ -42,16 +42,16 @@ def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[An
 
 
 def broadcast(name: str, given: T | Sequence[T], num_prompts: int) -> list[T]:
-    """A value a prompt, of what is either one for all or a list of them.
+    """Return one value for each prompt, from a list or a single value.
 
     Raises:
-        InputError: there are more or fewer than prompts.
+        InputError: the list has another length than the prompts.
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * num_prompts
     if len(given) != num_prompts:
         raise InputError(
-            f"{len(given)} {name} were given for {num_prompts} prompts: give one for all, or as many"
+            f"{len(given)} {name} were given for {num_prompts} prompts: give one for all, or one for each"
         )
     return list(given)
 
@@ -59,10 +59,10 @@ def broadcast(name: str, given: T | Sequence[T], num_prompts: int) -> list[T]:
 def params_for_each(
     config: PipelineConfig, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
-    """The sampling parameters of each prompt; the configured model's own, with a fresh seed, for None.
+    """Return the sampling parameters of each prompt; None stands for the model's defaults with a new seed.
 
     Raises:
-        InputError: there are more or fewer than prompts, or something else stands among them.
+        InputError: the list has another length than the prompts, or an element of another type.
     """
     if given is None:
         return [config.default_sampling_params() for _ in range(num_prompts)]

@@ -193,7 +193,7 @@ def test_a_stream_that_is_closed_drops_the_rest(llm: LLM) -> None:
     with pytest.raises(UnsupportedFeatureError, match="close its open stream"):
         llm.generate("Hello", GREEDY)
     stream.close()
-    with pytest.raises(InputError, match="not come to its end"):
+    with pytest.raises(InputError, match="the stream has not ended"):
         _ = stream.output
     assert len(llm.generate("Hello", GREEDY)[0].token_ids) == 12
 

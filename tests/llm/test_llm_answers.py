@@ -337,7 +337,7 @@ def test_waiting_for_a_grammar_does_not_spin(llm: LLM, monkeypatch: pytest.Monke
         return len(naps) >= 5
 
     monkeypatch.setattr(llm._scheduler, "_ready", ready)
-    monkeypatch.setattr("penstock.llm.llm.time.sleep", naps.append)
+    monkeypatch.setattr("penstock.llm.batch_runner.time.sleep", naps.append)
     assert len(llm.generate("Hello", SAMPLED)) == 1
     assert len(naps) == 5
     assert len(asked) <= 12

@@ -1,0 +1,132 @@
+"""Text requests of `LLM`: from prompts to contexts, and from their outputs to results."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+from uuid import uuid4
+
+from penstock.assembly import STREAMING_LATENCY_BUDGET
+from penstock.config import PipelineConfig
+from penstock.errors import InputError
+from penstock.host.interrupts import deferred_interrupts
+from penstock.host.progress import GenerationProgress
+from penstock.llm.batch_runner import BatchRunner
+from penstock.llm.outputs import GenerationOutput, OutputBuilder, OutputOptions, best_first
+from penstock.llm.prompts import broadcast, params_for_each
+from penstock.pipelines.core import SamplingParams, TextContext, TokenGeneratorRequest
+from penstock.pipelines.core.choices import choice_contexts
+from penstock.text.detokenizer import Detokenizer
+from penstock.text.tokenizer import TextTokenizer
+
+BATCH_LATENCY_BUDGET = 0.1
+"""Seconds that one scheduler call may take when outputs are returned at the end. Streams use
+`STREAMING_LATENCY_BUDGET`."""
+
+
+class TextRequests:
+    """Builds and runs the text requests of an `LLM`.
+
+    Args:
+        config: the configuration of the model.
+        tokenizer: the model's tokenizer.
+        runner: runs the contexts.
+    """
+
+    def __init__(self, config: PipelineConfig, tokenizer: TextTokenizer, runner: BatchRunner) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._runner = runner
+
+    def generate(
+        self,
+        prompts: Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        options: OutputOptions,
+        use_tqdm: bool,
+        *,
+        response_format: Mapping[str, Any] | None,
+        **fields: Any,
+    ) -> list[GenerationOutput]:
+        """Run requests; ``fields`` are request fields, each one value for all prompts or one for each."""
+        num = len(prompts)
+        params = params_for_each(self._config, sampling_params, num)
+        each = {name: broadcast(name, value, num) for name, value in fields.items()}
+        requests = [
+            self.request(
+                index,
+                params[index],
+                options,
+                **prompts[index],
+                response_format=response_format,
+                **{name: values[index] for name, values in each.items()},
+            )
+            for index in range(num)
+        ]
+        builders = [self.builders(request, options, num) for request in requests]
+        together = list(chain.from_iterable(builders))
+        progress = GenerationProgress(len(together), shown=use_tqdm)
+        # Once for all steps: setting the signal handler for each step costs a tenth of its Python time.
+        with self._runner.exclusive(), deferred_interrupts() as deliver_interrupts, progress:
+            for served in self._runner.run(together, seconds=BATCH_LATENCY_BUDGET):
+                deliver_interrupts()
+                progress.advance(
+                    num_tokens=sum(builder.num_new_tokens for builder in served),
+                    num_prompts=sum(builder.is_done for builder in served),
+                )
+        return [output for choices in builders for output in best_first(choices, options)]
+
+    def stream(self, builder: OutputBuilder) -> Generator[str, None, None]:
+        """Run one context and yield its text in pieces."""
+        with self._runner.exclusive():
+            for _ in self._runner.run([builder], seconds=STREAMING_LATENCY_BUDGET):
+                if builder.new_text:
+                    yield builder.new_text
+
+    def request(
+        self, index: int, params: SamplingParams, options: OutputOptions, **fields: Any
+    ) -> TokenGeneratorRequest:
+        """Return a request; ``fields`` are further fields of it."""
+        name = self._config.model.name
+        return TokenGeneratorRequest(
+            uuid4().hex,
+            index,
+            name,
+            sampling_params=params,
+            logprobs=options.num_top,
+            echo=options.prompt_logprobs is not None,
+            **fields,
+        )
+
+    def context(self, request: TokenGeneratorRequest, num_requests: int) -> TextContext:
+        """Return the context of a request.
+
+        Raises:
+            InputError: the request cannot be served; a note says which of ``num_requests`` it is.
+        """
+        try:
+            context: TextContext = self._tokenizer.build_context(request, stops_as_tokens=False)
+        except InputError as error:
+            if num_requests > 1:
+                error.add_note(f"in prompt {request.index + 1} of {num_requests}")
+            raise
+        return context
+
+    def builders(
+        self, request: TokenGeneratorRequest, options: OutputOptions, num_requests: int = 1
+    ) -> list[OutputBuilder]:
+        """Return one builder for each choice. Only the first choice echoes the prompt."""
+        contexts = choice_contexts(self.context(request, num_requests), options.num_choices)
+        for context in contexts[1:]:
+            context.log_probabilities_echo = False
+        stop = contexts[0].sampling_params.stop
+        if contexts[0].sampling_params.detokenize:
+            prompt = contexts[0].prompt_tokens
+            return [
+                OutputBuilder(context, Detokenizer(self._tokenizer, stop or (), prompt=prompt))
+                for context in contexts
+            ]
+        if stop:
+            raise InputError("stop strings are matched on text: they need detokenize=True")
+        return [OutputBuilder(context, None) for context in contexts]
