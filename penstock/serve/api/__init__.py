@@ -1,1 +1,1 @@
-"""The routes: one module per route family, and what the text generation routes share."""
+"""The HTTP routes: one module per route family, and the modules that they share."""

@@ -1,8 +1,7 @@
-"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``: adapters exchanged while the server runs.
+"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``: load and unload adapters at run time.
 
-Whoever may call them has the server read a directory of its choice, and decides what a name stands for. So
-they work only where ``--enable-lora`` says so, and either an API key is asked for or nobody but this machine
-can connect; ``--lora-dir`` narrows the directories to those below one.
+A caller chooses a directory that the server reads, and the name of the adapter. The routes therefore require
+``--enable-lora``, and either an API key or a loopback address. ``--lora-dir`` restricts the directories.
 """
 
 from __future__ import annotations
@@ -30,16 +29,22 @@ router = APIRouter(route_class=JsonRoute, tags=["adapters"], default_response_cl
     responses=responses(*BODY_ERRORS, 409),
 )
 async def load_adapter(request: Request) -> str:
-    """Loads a PEFT directory under a name, or another one in its place.
+    """Load a PEFT directory as an adapter, or replace a loaded adapter.
 
-    The answer comes when requests can use it. Requests that run already keep what the name stood for.
+    The response is sent when requests can use the adapter. Running requests keep the previous adapter of that
+    name.
     """
     services = Services.of(request)
-    _check_that_it_is_allowed(services)
+    _check_allowed(services)
     body = checked_body(services, LoadAdapterBody, await request.json())
     name = body.lora_name
     if name == services.model_name:
-        raise RequestProblem(409, f"{name!r} is the model itself", param="lora_name", code="name_in_use")
+        raise RequestProblem(
+            409,
+            f"{name!r} is the model: use another name",
+            param="lora_name",
+            code="name_in_use",
+        )
     is_there = name in services.worker.adapters
     if is_there and body.load_inplace is False:
         raise RequestProblem(
@@ -60,42 +65,42 @@ async def load_adapter(request: Request) -> str:
     responses=responses(*BODY_ERRORS),
 )
 async def unload_adapter(request: Request) -> str:
-    """Forgets an adapter; requests that use it go on to their end."""
+    """Unload an adapter. Running requests that use it continue."""
     services = Services.of(request)
-    _check_that_it_is_allowed(services)
+    _check_allowed(services)
     body = checked_body(services, UnloadAdapterBody, await request.json())
     await services.worker.unload_adapter(body.lora_name)
     services.log.info("the adapter %s was unloaded", body.lora_name)
     return f"The adapter {body.lora_name!r} is unloaded."
 
 
-def _check_that_it_is_allowed(services: Services) -> None:
+def _check_allowed(services: Services) -> None:
     if not services.pipeline_config.lora.enable_lora:
         raise RequestProblem(
             403,
-            "adapters are loaded at the start alone: start the server with --enable-lora",
+            "this server loads adapters only at start-up: start it with --enable-lora",
             code="lora_disabled",
         )
     config = services.config
     if not config.api_key and not is_loopback(config.host):
         raise RequestProblem(
             403,
-            "anybody could load adapters here: start the server with --api-key, or with --host 127.0.0.1",
+            "anyone could load adapters: start the server with --api-key, or with --host 127.0.0.1",
             code="lora_disabled",
         )
 
 
 def _allowed_path(services: Services, given: str) -> str:
-    """Where an adapter lies: below ``--lora-dir`` where there is one, links followed."""
+    """Return the directory of an adapter. With ``--lora-dir`` it must be inside, links resolved."""
     limit = services.pipeline_config.lora.lora_dir
     if "\0" in given:
-        raise RequestProblem(400, "lora_path is no path: it holds a NUL", param="lora_path")
+        raise RequestProblem(400, "lora_path contains a NUL character", param="lora_path")
     if limit is None:
         return given
     root = Path(limit).expanduser().resolve()
     path = (root / given).resolve()
     if not path.is_relative_to(root):
         raise RequestProblem(
-            403, f"adapters are loaded from {root} alone, and {given!r} is not in it", param="lora_path"
+            403, f"adapters are loaded only from {root}, and {given!r} is outside", param="lora_path"
         )
     return str(path)

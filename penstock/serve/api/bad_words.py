@@ -1,4 +1,4 @@
-"""Bad words as sequences of tokens that must not be generated."""
+"""Translate bad words to token sequences that must not be generated."""
 
 from __future__ import annotations
 
@@ -9,58 +9,58 @@ from penstock.text.token_bytes import BYTE_LEVEL
 from penstock.text.tokenizer import TextTokenizer
 
 MAX_SEQUENCES = 1024
-"""Of all words of a request together, besides the tokens that the tokenizer writes for each."""
+"""Maximum for all words of a request, in addition to the tokenizer's own encoding of each word."""
 MAX_SEQUENCES_OF_WORD = 128
 _MAX_WORD = 64
-"""Bytes; of a longer word the tokenizer's own tokens alone are banned."""
+"""In bytes. For a longer word only the tokenizer's own encoding is banned."""
 _MAX_PIECE = 16
 _MAX_STATES = 4096
 _SHOWN = {byte: character for character, byte in BYTE_LEVEL.items()}
 
 
 def banned_sequences(words: Sequence[str] | None, tokenizer: TextTokenizer) -> list[list[int]] | None:
-    """Return the sequences of tokens that write one of the words, or a space and the word.
+    """Return the token sequences whose text is one of the words, or a space and the word.
 
-    The tokenizer's own tokens come first. A model can write the same text in other tokens, so other ways are
-    banned too, the shortest ones first, up to the limits of this module.
+    The tokenizer's own encoding of each word comes first. A model can write the same text with other tokens,
+    so other encodings are banned too, the shortest first, up to the limits of this module.
     """
     if not words:
         return None
     texts = dict.fromkeys(text for word in words for text in (word, " " + word.lstrip()))
-    room = min(MAX_SEQUENCES_OF_WORD, MAX_SEQUENCES // len(texts))
+    limit = min(MAX_SEQUENCES_OF_WORD, MAX_SEQUENCES // len(texts))
     found: dict[tuple[int, ...], None] = {}
     for text in texts:
         found[tuple(tokenizer.encode_text(text, False, limited=False).tolist())] = None
-        found.update(dict.fromkeys(_ways(text.encode(errors="replace"), tokenizer, room)))
+        found.update(dict.fromkeys(_encodings(text.encode(errors="replace"), tokenizer, limit)))
     return [list(ids) for ids in found if ids]
 
 
-def _ways(text: bytes, tokenizer: TextTokenizer, most: int) -> list[tuple[int, ...]]:
-    """Return the ways to write a text in tokens, those of few tokens first."""
+def _encodings(text: bytes, tokenizer: TextTokenizer, limit: int) -> list[tuple[int, ...]]:
+    """Return up to `limit` token sequences that write a text, the shortest first."""
     if len(text) > _MAX_WORD:
         return []
-    edges = [_pieces(text, start, tokenizer) for start in range(len(text))]
-    ends = {len(text)}  # places from which the end can be reached
+    edges = [_tokens_at(text, start, tokenizer) for start in range(len(text))]
+    ends = {len(text)}  # positions from which the end of the text can be reached
     for start in reversed(range(len(text))):
         if any(end in ends for end, _ in edges[start]):
             ends.add(start)
-    ways: list[tuple[int, ...]] = []
+    found: list[tuple[int, ...]] = []
     states: deque[tuple[int, tuple[int, ...]]] = deque([(0, ())])
     num_states = 1
-    while states and len(ways) < most:
-        place, ids = states.popleft()
-        if place == len(text):
-            ways.append(ids)
+    while states and len(found) < limit:
+        position, ids = states.popleft()
+        if position == len(text):
+            found.append(ids)
             continue
-        for end, token_id in edges[place]:
+        for end, token_id in edges[position]:
             if end in ends and num_states < _MAX_STATES:
                 num_states += 1
                 states.append((end, (*ids, token_id)))
-    return ways
+    return found
 
 
-def _pieces(text: bytes, start: int, tokenizer: TextTokenizer) -> list[tuple[int, int]]:
-    """Return the tokens that go on with a text from some place: where they end, and their ids."""
+def _tokens_at(text: bytes, start: int, tokenizer: TextTokenizer) -> list[tuple[int, int]]:
+    """Return the tokens that match the text at position `start`, as pairs (end position, token id)."""
     found = []
     for end in range(start + 1, min(len(text), start + _MAX_PIECE) + 1):
         piece = text[start:end]

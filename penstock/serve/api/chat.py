@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: from messages to an answer, and to the prompt that would be answered."""
+"""``/v1/chat/completions``, and ``/v1/chat/completions/render``, which returns only the prompt."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from uuid import uuid4
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from penstock.pipelines.core import Grammar, TextContext, TokenGeneratorRequest
-from penstock.pipelines.core.choices import choice_contexts
+from penstock.pipelines.core import Grammar, TextContext
 from penstock.serve.api.chat_prompt import (
     ToolUse,
     check_template_shows,
@@ -23,21 +22,14 @@ from penstock.serve.api.chat_response import ChatResponse
 from penstock.serve.api.choice_decoder import ChoiceDecoder
 from penstock.serve.api.generation import GenerationJob, check_choices, in_pool
 from penstock.serve.api.json_parts import Parts
-from penstock.serve.api.logprob_limit import (
-    check_num_logprobs,
-    num_best,
-    num_prompt_logprobs,
-    with_bounded_output,
-    without_echo,
-)
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logprobs, with_bounded_output
 from penstock.serve.api.output_format import check_enabled, check_tools, checked_grammar, output_grammar
-from penstock.serve.api.parameters import map_input_errors, output_limit, sampling_params
+from penstock.serve.api.parameters import map_input_errors, output_limit
+from penstock.serve.api.request_context import contexts_of_choices, request_context
 from penstock.serve.api.roles import check_roles
 from penstock.serve.api.schemas import ChatBody
 from penstock.serve.api.text_generation import answer_request, checked_body, envelope_of, note
 from penstock.serve.api.token_scores import ChatScores, prompt_parts
-from penstock.serve.api.truncation import build_context
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import body_of, generated
 from penstock.serve.observability.request_record import RequestRecord
@@ -53,21 +45,21 @@ router = APIRouter(route_class=JsonRoute, tags=["chat"])
     responses=generated("The answer; with `stream`, in chunks."),
 )
 async def create_chat_completion(request: Request) -> Response:
-    """Answers a conversation."""
+    """Generate the next message of a conversation."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
     chat = await in_pool(request, lambda: _Chat.of(services, raw))
     note(chat.body, record, chat.context)
-    body, work = chat.body, chat.work(services)
-    answer = ChatResponse(
+    body, job = chat.body, chat.job(services)
+    response = ChatResponse(
         envelope_of(services, chat.context.request_id, body),
         scores=ChatScores(services.fragments_for(body), body.top_logprobs or 0) if body.logprobs else None,
-        prompt_scores=_prompt_scores(services, chat, work),
+        prompt_scores=_prompt_scores(services, chat, job),
         prompt_token_ids=chat.context.prompt_tokens.tolist() if body.return_token_ids else None,
         include_usage=body.includes_usage,
         reasoning_fields=() if body.include_reasoning is False else _reasoning_fields(services),
     )
-    return await answer_request(request, services, body, work, answer)
+    return await answer_request(request, services, body, job, response)
 
 
 @router.post(
@@ -77,9 +69,9 @@ async def create_chat_completion(request: Request) -> Response:
     responses=generated("The prompt's text and token ids.", streams=False),
 )
 async def render_chat_completion(request: Request) -> Response:
-    """The prompt that the model would be given for a conversation; nothing runs.
+    """Return the prompt of a conversation without running the model.
 
-    It is refused for what the conversation itself would be refused for.
+    The same checks apply as for the conversation itself.
     """
     services = Services.of(request)
     raw = await request.json()
@@ -98,21 +90,21 @@ async def render_chat_completion(request: Request) -> Response:
 
 @dataclass(frozen=True)
 class _Chat:
-    """A checked request and the context of its prompt."""
+    """A validated request and the context of its prompt."""
 
     body: ChatBody
     use: ToolUse
     context: TextContext
     opens_reasoning: bool
-    """Whether the prompt ends inside of a block of reasoning."""
+    """Whether the prompt ends inside a reasoning block."""
 
     @classmethod
     def of(cls, services: Services, raw: Any) -> _Chat:
-        """Checks a body, renders its messages and encodes them. Slow: it belongs into the pool.
+        """Validate a body, render its messages and encode them. Slow: call it in the pool.
 
         Raises:
             RequestProblem: 400 that names the field.
-            UnknownModelError: it names no model that is served here.
+            UnknownModelError: the server has no model or adapter of that name.
         """
         body = checked_body(services, ChatBody, raw)
         check_choices(services, 1, body.n or 1)
@@ -123,25 +115,18 @@ class _Chat:
         options = template_options(body, tokenizer, can_reason=parsers.reasoning_format is not None)
         with map_input_errors("messages"):
             check_roles(messages, tokenizer, use.tools or None, options)
-        request = TokenGeneratorRequest(
-            f"chatcmpl-{uuid4().hex}",
-            0,
-            body.model,
-            messages=messages,  # type: ignore[arg-type]
-            tools=use.tools or None,  # type: ignore[arg-type]
-            chat_template_options=options,
-            logprobs=num_best(body, (body.top_logprobs or 0) if body.logprobs else None),
-            echo=body.prompt_logprobs is not None,
-            sampling_params=sampling_params(
-                body, services.pipeline_config, tokenizer=tokenizer, default_limit=None
-            ),
-            adapter=adapter_named(services, body.model),
-            cache_salt=body.cache_salt,
-            priority=body.priority or 0,
-        )
-        with map_input_errors("messages"):
-            context = build_context(tokenizer, request, body.truncate_prompt_tokens)
         top = (body.top_logprobs or 0) if body.logprobs else None
+        context = request_context(
+            services,
+            body,
+            f"chatcmpl-{uuid4().hex}",
+            param="messages",
+            top=top,
+            echo=body.prompt_logprobs is not None,
+            messages=messages,
+            tools=use.tools or None,
+            chat_template_options=options,
+        )
         prompt_rows = num_prompt_logprobs(body, [context])
         if top is not None and output_limit(body) is None:
             context = with_bounded_output(services, context, body.n or 1, top=top, prompt_rows=prompt_rows)
@@ -158,14 +143,11 @@ class _Chat:
             context = msgspec.structs.replace(context, grammar=grammar)
         return cls(body, use, context, opens)
 
-    def work(self, services: Services) -> GenerationJob:
-        """A context and its text for each choice."""
+    def job(self, services: Services) -> GenerationJob:
+        """Return a context and a decoder for each choice."""
         parsers = services.parsers
         parallel = self.body.parallel_tool_calls is not False
-        first, *others = choice_contexts(self.context, self.body.n or 1)
-        if self.body.prompt_logprobs is not None:  # the first choice scores the prompt
-            others = [without_echo(context, scored=bool(self.body.logprobs)) for context in others]
-        contexts = [first, *others]
+        contexts = contexts_of_choices(self.context, self.body, scored=bool(self.body.logprobs))
         choices = [
             ChoiceDecoder(
                 context,
@@ -188,15 +170,15 @@ class _Chat:
         return GenerationJob(contexts, choices, self.body.n or 1)
 
 
-def _prompt_scores(services: Services, chat: _Chat, work: GenerationJob) -> Callable[[], Parts] | None:
-    """Return what writes ``prompt_logprobs`` once the answer is there; None where they are not part of it."""
+def _prompt_scores(services: Services, chat: _Chat, job: GenerationJob) -> Callable[[], Parts] | None:
+    """Return a function that encodes ``prompt_logprobs`` after generation; None if they are not requested."""
     top = chat.body.prompt_logprobs
     if top is None:
         return None
     return lambda: prompt_parts(
         services.fragments_for(chat.body),
         chat.context.prompt_tokens.tolist(),
-        work.choices[0].prompt_scores,
+        job.choices[0].prompt_scores,
         top,
         chat.context.log_probabilities or 0,
     )
@@ -208,7 +190,7 @@ def _reasoning_fields(services: Services) -> tuple[str, ...]:
 
 
 def _prefill(body: ChatBody) -> str:
-    """The beginning of the answer, where the last message is one."""
+    """Return the beginning of the output that the request gives as its last message, else ""."""
     last = body.messages[-1]
     if not body.continue_final_message or last.role != "assistant":
         return ""
@@ -218,7 +200,7 @@ def _prefill(body: ChatBody) -> str:
 
 
 def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: bool) -> Grammar | None:
-    """What the answer has to look like, behind the reasoning where the model reasons.
+    """Return the grammar of the output after the reasoning; None if the output is free text.
 
     Raises:
         RequestProblem: 400 that names the field.
@@ -226,7 +208,7 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
     parsers = services.parsers
     parallel = body.parallel_tool_calls is not False
     asked = output_grammar(services, body)
-    if use.is_forced:  # then a format of the text says nothing: there will be none
+    if use.is_forced:  # the output is a call, so a format of its text has no effect
         check_enabled(services, body, "tool_choice")
         check_tools(services, body, use.called)
         with map_input_errors("tool_choice"):
@@ -241,13 +223,13 @@ def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: 
     check_tools(services, body, use.strict)
     with map_input_errors(param):
         if grammar is None:
-            made = parsers.strict_grammar(
+            combined = parsers.strict_grammar(
                 use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
             )
         elif use.tools:
-            made = parsers.call_or(
+            combined = parsers.call_or(
                 grammar, use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
             )
         else:
-            made = parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)
-    return checked_grammar(services, made, param)
+            combined = parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)
+    return checked_grammar(services, combined, param)

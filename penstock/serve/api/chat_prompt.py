@@ -1,4 +1,4 @@
-"""A chat's prompt: messages and tools as the model's template wants them."""
+"""Prepare messages, tools and variables for the chat template."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ ChatLike = ChatBody | TokenizeBody
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools that an answer may call, and whether it has to."""
+    """The tools that the output may call, and whether it must call one."""
 
     tools: list[dict[str, Any]]
     choice: str | dict[str, Any]
-    """``auto``, ``none``, ``required``, or the one function to call, as OpenAI writes it."""
+    """``auto``, ``none``, ``required``, or one function as an object of the OpenAI API."""
     strict: frozenset[str] = frozenset()
-    """Names of the tools whose arguments have to be as their schemas say."""
+    """Names of the tools whose arguments must match their schemas."""
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the output must be a call."""
         return self.choice not in ("auto", "none")
 
     @property
     def called(self) -> frozenset[str]:
-        """Names of the tools that a forced call may be of."""
+        """Names of the tools that a forced call may use."""
         if isinstance(self.choice, dict):
             return frozenset({self.choice["function"]["name"]})
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
 
 def tool_use(body: ChatBody, raw: Mapping[str, Any]) -> ToolUse:
-    """The tools of a request.
+    """Return the tools of a request and how they may be used.
 
     Raises:
-        RequestProblem: 400; ``tool_choice`` asks for a tool that is not there.
+        RequestProblem: 400; ``tool_choice`` names a tool that the request does not have.
     """
     tools = [plain_tool(tool) for tool in raw.get("tools") or []]
     names = [tool["function"]["name"] for tool in tools]
@@ -62,20 +62,20 @@ def tool_use(body: ChatBody, raw: Mapping[str, Any]) -> ToolUse:
                 400, "tool_choice is 'required', but there are no tools", param="tool_choice"
             )
         case "none":
-            return ToolUse([], "none")  # the model is not shown what it must not use
+            return ToolUse([], "none")  # the prompt omits tools that must not be called
     return ToolUse(tools, choice or ("auto" if tools else "none"), strict)
 
 
 def check_template_shows(tools: Sequence[Mapping[str, Any]], tokenizer: TextTokenizer) -> None:
-    """Refuses tools that the model would never see.
+    """Refuse tools if the chat template would omit them from the prompt.
 
     Raises:
-        RequestProblem: 400; the template does not read them.
+        RequestProblem: 400; the template does not read ``tools``.
     """
     if tools and tokenizer.has_chat_template and not tokenizer.template_mentions("tools"):
         raise RequestProblem(
             400,
-            "tools are not supported: the model's chat template knows no tools; --chat-template sets another",
+            "tools are not supported: the model's chat template has none; --chat-template sets another",
             param="tools",
             code="unsupported_parameter",
         )
@@ -84,25 +84,25 @@ def check_template_shows(tools: Sequence[Mapping[str, Any]], tokenizer: TextToke
 def template_messages(
     messages: Sequence[Mapping[str, Any]], tokenizer: TextTokenizer
 ) -> list[dict[str, Any]]:
-    """Messages in the words of Hugging Face's templates: no nulls, roles that the template knows."""
+    """Return the messages in the form that Hugging Face templates expect: no nulls, known roles."""
     knows_developer = tokenizer.template_mentions("developer")
     as_objects = tokenizer.template_takes_argument_objects
     plain = [_message(message, knows_developer, as_objects) for message in messages]
     if tokenizer.template_mentions("thinking") and not tokenizer.template_mentions("reasoning_content"):
-        for message in plain:  # gpt-oss's word for it
+        for message in plain:  # gpt-oss calls the field "thinking"
             if "reasoning_content" in message:
                 message["thinking"] = message.pop("reasoning_content")
     return plain
 
 
 def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bool) -> dict[str, Any]:
-    """Return the variables for the template.
+    """Return the variables of the chat template.
 
     Variables that the template does not read have no effect, as in transformers. Some clients send the same
     variables to every model.
 
     Raises:
-        RequestProblem: 400; the template does not know the effort that is asked for.
+        RequestProblem: 400; the template does not support the requested ``reasoning_effort``.
     """
     options = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
@@ -119,7 +119,7 @@ def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bo
     elif effort != "none" or can_reason:
         raise RequestProblem(
             400,
-            f"reasoning_effort {effort!r} is not supported: the model's chat template knows no such thing",
+            f"reasoning_effort {effort!r} is not supported: the model's chat template does not read it",
             param="reasoning_effort",
             code="unsupported_parameter",
         )
@@ -127,7 +127,7 @@ def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bo
 
 
 def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """As the client wrote it, nulls and ``strict``, which is not for the model to read, left out."""
+    """Return a tool as the client sent it, without nulls and without ``strict``."""
     function = {
         key: value for key, value in tool["function"].items() if value is not None and key != "strict"
     }
@@ -138,7 +138,7 @@ def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _check_name(name: str, names: Sequence[str], param: str) -> None:
     if name not in names:
         known = ", ".join(names) or "none"
-        raise RequestProblem(400, f"{param} is {name!r}, which is no tool (tools: {known})", param=param)
+        raise RequestProblem(400, f"{param} is {name!r}, which is not one of the tools: {known}", param=param)
 
 
 def _message(message: Mapping[str, Any], knows_developer: bool, as_objects: bool) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _call(call: Mapping[str, Any], as_objects: bool) -> dict[str, Any]:
 
 
 def _object(arguments: Any) -> Any:
-    """JSON text of an object as that object; a model's broken JSON stays the text that it is."""
+    """Decode JSON text of an object; text that is not a JSON object is returned unchanged."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

@@ -1,4 +1,4 @@
-"""Chats in OpenAI's shapes: the whole object, and the chunks of a stream."""
+"""Build chat responses in OpenAI's format: the whole object, or the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments,
 
 @dataclass(frozen=True, kw_only=True)
 class Envelope:
-    """What every object of one answer has around its choices."""
+    """The members that all objects of one response share."""
 
     id: str
     created: int
@@ -24,13 +24,13 @@ class Envelope:
     system_fingerprint: str
 
     def parts(self, kind: str, members: Mapping[str, Iterable[bytes]], **more: Any) -> Parts:
-        """Yield an object of a kind, as JSON; its choices and other members come in parts."""
+        """Yield the JSON of an object; `members`, such as its choices, are given in parts."""
         plain = self.around(kind, [], **more)
         del plain["choices"]
         return with_members(plain, **members)
 
     def around(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
-        """An object of a kind."""
+        """Return an object of type `kind`."""
         return {
             "id": self.id,
             "object": kind,
@@ -43,15 +43,15 @@ class Envelope:
 
 
 class ChatResponse:
-    """Makes the objects of one chat.
+    """Builds the objects of one chat response.
 
     Args:
-        envelope: what they have in common.
-        scores: writes log probabilities, where they were asked for.
-        prompt_scores: writes those of the prompt, where they were asked for; of whole answers alone.
-        prompt_token_ids: where token ids were asked for: the prompt's.
-        include_usage: whether chunks have a ``usage``, null but in the last.
-        reasoning_fields: what clients call the reasoning.
+        envelope: the members that all objects share.
+        scores: encodes log probabilities, if requested.
+        prompt_scores: encodes the log probabilities of the prompt, if requested; not for streams.
+        prompt_token_ids: the token ids of the prompt, if token ids were requested.
+        include_usage: whether chunks have a ``usage`` member, which is null except in the last chunk.
+        reasoning_fields: the names of the members with the reasoning.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ChatResponse:
         self._templates: dict[int, EventTemplate] = {}
 
     def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Parts:
-        """Yield the answer of a request that does not stream."""
+        """Yield the JSON of a response that is not streamed."""
         choices = (self._choice(index, piece) for index, piece in enumerate(pieces))
         more: dict[str, Any] = {"usage": usage}
         if self._prompt_token_ids is not None:
@@ -85,16 +85,16 @@ class ChatResponse:
         return self._envelope.parts("chat.completion", members, **more)
 
     def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
-        """The events for a piece of a choice; before its first, the one that names the role.
+        """Return the events of a delta; the first event of a choice has the role.
 
-        ``usage`` is what has come so far, this piece included, where every chunk is to tell; a chunk counts
-        the tokens up to its own.
+        `usage` is the usage including this delta, for streams whose chunks all have a usage. Each chunk
+        counts the tokens up to its own.
         """
         before = _without(usage, piece.num_tokens)
         first = b"" if index in self._begun else self._first(index, before)
         text = piece.events[0] if len(piece.events) == 1 else None
         is_plain = self._scores is None and self._prompt_token_ids is None and usage is None
-        if is_plain and isinstance(text, Content):  # nearly all there are
+        if is_plain and isinstance(text, Content):  # the most frequent case
             last = b"" if piece.finish_reason is None else self._last(index, piece, None)
             return (b"%b%b%b" % (first, self._template(index).with_value(text.text), last),)
         delta = self._delta(piece.events)
@@ -107,7 +107,7 @@ class ChatResponse:
         return (first + middle + last,)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        """The event with the usage of the whole answer, and no choices."""
+        """Return the event with the usage of the whole response and no choices."""
         return event(self._envelope.around("chat.completion.chunk", [], usage=usage))
 
     def _first(self, index: int, usage: dict[str, Any] | None) -> bytes:
@@ -188,7 +188,7 @@ class ChatResponse:
         return message
 
     def _delta(self, events: Sequence[Event]) -> dict[str, Any]:
-        """What is new, and nothing else: strict clients refuse nulls."""
+        """Return only the new members: strict clients refuse nulls."""
         delta: dict[str, Any] = {}
         reasoning = ""
         for one in events:
@@ -204,7 +204,7 @@ class ChatResponse:
 
 
 def _without(usage: dict[str, Any] | None, num_tokens: int) -> dict[str, Any] | None:
-    """A usage before its last tokens."""
+    """Return a usage without its last `num_tokens` tokens."""
     if usage is None or not num_tokens:
         return usage
     completion = usage["completion_tokens"] - num_tokens
@@ -219,7 +219,7 @@ def _without(usage: dict[str, Any] | None, num_tokens: int) -> dict[str, Any] | 
 
 
 def _calls(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """The calls that the events begin or go on with, an entry each."""
+    """Return the ``tool_calls`` entries of the events, one per call."""
     calls: dict[int, dict[str, Any]] = {}
     for one in events:
         if isinstance(one, ToolCallStart):

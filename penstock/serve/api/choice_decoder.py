@@ -1,4 +1,4 @@
-"""What the tokens of one choice become: text, reasoning, tool calls, log probabilities, and why it ended."""
+"""Decode the tokens of one choice: text, reasoning, tool calls, log probabilities, finish reason."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Rows: TypeAlias = LogProbabilities | PackedLogProbabilities
 
 
 Top: TypeAlias = Mapping[int, float] | msgspec.Raw
-"""The most probable tokens in one place, the best first, id to log probability; perhaps not decoded yet."""
+"""The top tokens of one position, best first, as id to log probability; decoded or as raw msgpack."""
 PromptScore: TypeAlias = tuple[float, Top]
-"""The log probability of a token of the prompt, and the most probable ones in its place."""
+"""The log probability of a prompt token, and the top tokens of its position."""
 
 _decode_top = msgspec.msgpack.Decoder(dict[int, float]).decode
 
 
 def top_tokens(top: Top) -> Mapping[int, float]:
-    """Return the most probable tokens, decoded."""
+    """Return the top tokens, decoded."""
     return _decode_top(top) if isinstance(top, msgspec.Raw) else top
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The log probability of a token, and of the most probable ones in its place."""
+    """The log probability of a token, and the top tokens of its position."""
 
     token_id: int
     logprob: float
@@ -40,31 +40,31 @@ class Score:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What some tokens added to a choice. Joined, the pieces are the answer."""
+    """The output that some tokens add to a choice. The concatenated deltas are the output of the choice."""
 
     events: list[Event]
     """Content, reasoning and tool calls, in order."""
     token_ids: list[int]
     scores: list[Score]
-    """One a token, where log probabilities were asked for."""
+    """One per token, if log probabilities were requested."""
     finish_reason: str | None = None
-    """On the last piece."""
+    """Set on the last delta."""
     num_tokens: int = 0
-    """Tokens that it adds to the usage: its own, and the one that ended the answer."""
+    """Number of tokens to add to the usage; counts the token that ended the output."""
 
     @property
     def content(self) -> str:
-        """The text of the answer."""
+        """The text without reasoning and tool calls."""
         return "".join([event.text for event in self.events if isinstance(event, Content)])
 
     @property
     def reasoning(self) -> str:
-        """The text of what the model thought before."""
+        """The text of the reasoning."""
         return "".join([event.text for event in self.events if isinstance(event, Reasoning)])
 
 
 def finish_reason(status: TextGenerationStatus, *, ended_by_text: bool, has_tool_calls: bool) -> str:
-    """Why a choice ended, in OpenAI's words.
+    """Return OpenAI's finish reason of a choice.
 
     >>> finish_reason(TextGenerationStatus.MAXIMUM_LENGTH, ended_by_text=False, has_tool_calls=True)
     'length'
@@ -75,17 +75,17 @@ def finish_reason(status: TextGenerationStatus, *, ended_by_text: bool, has_tool
 
 
 class ChoiceDecoder:
-    """One choice, from its first token to its last.
+    """Decodes the tokens of one choice from the first to the last.
 
     Args:
-        context: the choice's request.
-        tokenizer: decodes its tokens.
-        parser: finds reasoning and tool calls in the text; None takes all of it as content.
-        skip_special_tokens: False where the parser's markup is made of special tokens.
-        token_by_token: parse after each token, to tell which of them belong to reasoning, and which one
-            completed the only call that was allowed.
-        keeps_stop: the text ends behind the stop string that ended it, not before.
-        at_once: nobody wants the text before its end, so it may be decoded in one go.
+        context: the context of the choice.
+        tokenizer: the tokenizer of the model.
+        parser: finds reasoning and tool calls in the text; None treats all text as content.
+        skip_special_tokens: False if the markup that the parser reads consists of special tokens.
+        token_by_token: parse after each token, to count the reasoning tokens exactly and to end the choice at
+            the token that completes the only allowed call.
+        keeps_stop: the text includes the stop string that ended it.
+        at_once: the response is not streamed, so all tokens may be decoded together at the end.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class ChoiceDecoder:
         params = context.sampling_params
         self._prompt = context.prompt_tokens
         self.num_tokens = 0
-        """As ``usage`` counts them: those of the answer, and the one that ended it, where one did."""
+        """Number of tokens in ``usage``: the tokens of the output and the token that ended it, if any."""
         self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
         self.prompt_scores: list[PromptScore] = []
-        """Of the prompt's tokens but the first, once a token has come; with ``log_probabilities_echo``."""
+        """Of all prompt tokens but the first. Complete when the first token arrives."""
         self._parser = parser
         self._text: _Text
         if at_once and not params.stop and not token_by_token:
@@ -121,14 +121,14 @@ class ChoiceDecoder:
                 keeps_stop=keeps_stop,
             )
         self.decodes_at_end = isinstance(self._text, _WholeText)
-        """Whether only the worker can end it, and nobody looks at its text before."""
+        """Whether the text is decoded only at the end. Then only the worker can end the choice."""
         self._token_by_token = token_by_token
-        self._answer_begun = False  # text that is not reasoning has come
+        self._answer_begun = False  # output other than reasoning has been parsed
         self._has_reasoning = False
         self._has_tool_calls = False
         self._num_taken = 0
-        self._end: int | None = None  # how many tokens there are to the one with which the text ended it
-        # The step that computes the prompt samples a token all the same.
+        self._end: int | None = None  # number of tokens when a stop string or the call was complete
+        # With max_tokens 0 the prefill step still samples a token, which is dropped.
         self._wants_tokens = params.max_new_tokens != 0
 
     @property
@@ -139,12 +139,12 @@ class ChoiceDecoder:
 
     @property
     def is_done(self) -> bool:
-        """Whether the choice has ended; by a stop string before the worker knows."""
+        """Whether the choice has ended. After a stop string the worker may still be generating."""
         return self.finish_reason is not None
 
     @property
     def ended_by_text(self) -> bool:
-        """Whether its text ended it, by a stop string or the only call allowed: the worker has to be told."""
+        """Whether a stop string or the only allowed call ended it. The caller then cancels the generation."""
         return self._end is not None
 
     def take(
@@ -154,7 +154,7 @@ class ChoiceDecoder:
         log_probabilities: Sequence[Rows | None] = (),
         prompt_log_probabilities: Rows | None = None,
     ) -> ChoiceDelta:
-        """Adds what came from the worker; nothing after the choice has ended."""
+        """Decode tokens from the worker. Returns an empty delta after the choice has ended."""
         if self.is_done:
             return ChoiceDelta([], [], [])
         if prompt_log_probabilities is not None:
@@ -172,7 +172,7 @@ class ChoiceDecoder:
             events += self._finish(status)
         self.num_tokens = self._num_taken
         if self._end is None and self.finish_reason in ("stop", "tool_calls"):
-            self.num_tokens += 1  # the token that ended it
+            self.num_tokens += 1  # the token that ended the output
         if self._has_reasoning and not self._answer_begun:
             self.num_reasoning_tokens = self._num_taken
         scores = self._score(ids, log_probabilities)
@@ -248,7 +248,7 @@ class _Text(Protocol):
 
 @dataclass
 class _WholeText:
-    """The text of all tokens in one piece, at the end: what a `Detokenizer` makes of them, for less."""
+    """Decodes all tokens together at the end. Gives the same text as a `Detokenizer`, but is faster."""
 
     tokenizer: TokenDecoder
     prompt: TokenIds

@@ -1,4 +1,4 @@
-"""Completions in OpenAI's shapes: the whole object, and the chunks of a stream."""
+"""Build completion responses in OpenAI's format: the whole object, or the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from penstock.serve.http.sse import EventTemplate, event
 
 KIND = "text_completion"
 PromptScores: TypeAlias = Callable[[Sequence[int], Sequence[PromptScore]], Parts]
-"""Writes ``prompt_logprobs`` of a prompt's tokens and their scores."""
+"""Encodes the ``prompt_logprobs`` of a prompt, given its tokens and their scores."""
 
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt, where it is part of the answer."""
+    """A prompt that is part of the output."""
 
     text: str
     token_ids: list[int]
 
 
 class CompletionResponse:
-    """Makes the objects of one completion request.
+    """Builds the objects of one completion response.
 
     Args:
-        envelope: what they have in common.
+        envelope: the members that all objects share.
         choices: all choices of all prompts.
-        prompt_token_ids: of each choice, where token ids were asked for.
-        echoes: of each choice, where the prompt is part of the answer.
-        n: how many choices of a prompt stand side by side; the first may speak for all where nothing streams.
-        scores: of each choice, writes log probabilities, where they were asked for.
-        prompt_scores: writes those of a prompt, where they were asked for; of whole answers alone.
-        include_usage: whether chunks have a ``usage``, null but in the last.
+        prompt_token_ids: the prompt tokens of each choice, if token ids were requested.
+        echoes: the prompt of each choice, if the output includes it.
+        n: number of choices per prompt. If not streamed, the first choice has the prompt scores of all.
+        scores: for each choice, encodes log probabilities, if requested.
+        prompt_scores: encodes the log probabilities of a prompt, if requested; not for streams.
+        include_usage: whether chunks have a ``usage`` member, which is null except in the last chunk.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CompletionResponse:
         self._templates: dict[int, EventTemplate] = {}
 
     def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Parts:
-        """Yield the answer of a request that does not stream."""
+        """Yield the JSON of a response that is not streamed."""
         choices = (
             with_members(self._choice(index, piece, is_first=True), **self._members(index, piece))
             for index, piece in enumerate(pieces)
@@ -71,9 +71,9 @@ class CompletionResponse:
         return self._envelope.parts(KIND, {"choices": array(choices)}, usage=usage)
 
     def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
-        """The event for a piece of a choice; nothing where it adds nothing.
+        """Return the event of a delta; nothing if the delta is empty.
 
-        ``usage`` is what has come so far, where every chunk is to tell.
+        `usage` is the usage so far, for streams whose chunks all have a usage.
         """
         is_first = index not in self._begun
         self._begun.add(index)
@@ -93,7 +93,7 @@ class CompletionResponse:
         return event_parts(self._envelope.parts(KIND, {"choices": scored}, **more))
 
     def usage(self, usage: dict[str, Any]) -> bytes:
-        """The event with the usage of the whole answer, and no choices."""
+        """Return the event with the usage of the whole response and no choices."""
         return event(self._envelope.around(KIND, [], usage=usage))
 
     def _template(self, index: int) -> EventTemplate:
@@ -126,7 +126,7 @@ class CompletionResponse:
         return choice
 
     def _members(self, index: int, piece: ChoiceDelta) -> dict[str, Iterable[bytes]]:
-        """Return the log probabilities of a whole choice, and of its prompt."""
+        """Return the members with the log probabilities of a whole choice and of its prompt."""
         scores = self._logprobs(index, piece, is_first=True)
         members: dict[str, Iterable[bytes]] = {"logprobs": (b"null",) if scores is None else scores}
         if self._prompt_scores is not None:
@@ -135,7 +135,7 @@ class CompletionResponse:
         return members
 
     def _logprobs(self, index: int, piece: ChoiceDelta, *, is_first: bool) -> Parts | None:
-        """Return the log probabilities of a piece; None where there are none."""
+        """Return the log probabilities of a delta; None if it has none."""
         if self._scores is None:
             return None
         ids = [score.token_id for score in piece.scores]

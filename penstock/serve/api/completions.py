@@ -1,4 +1,4 @@
-"""``/v1/completions``: text after text."""
+"""``/v1/completions``: continue prompts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ from uuid import uuid4
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from penstock.pipelines.core import TextContext, TokenGeneratorRequest
-from penstock.pipelines.core.choices import choice_contexts
+from penstock.pipelines.core import TextContext
 from penstock.serve.api.choice_decoder import ChoiceDecoder
 from penstock.serve.api.completion_response import CompletionResponse, Echo, PromptScores
 from penstock.serve.api.generation import GenerationJob, check_choices, in_pool
-from penstock.serve.api.logprob_limit import (
-    check_num_logprobs,
-    num_best,
-    num_prompt_logprobs,
-    without_echo,
-)
-from penstock.serve.api.models import adapter_named
+from penstock.serve.api.logprob_limit import check_num_logprobs, num_best, num_prompt_logprobs
 from penstock.serve.api.output_format import check_enabled, output_grammar
-from penstock.serve.api.parameters import map_input_errors, sampling_params
+from penstock.serve.api.request_context import contexts_of_choices, request_context
 from penstock.serve.api.schemas import CompletionBody
 from penstock.serve.api.text_generation import answer_request, checked_body, envelope_of, note
 from penstock.serve.api.token_scores import CompletionScores, prompt_parts
-from penstock.serve.api.truncation import build_context
 from penstock.serve.http.bodies import JsonRoute
 from penstock.serve.http.openapi import body_of, generated
 from penstock.serve.http.problems import RequestProblem
@@ -44,20 +36,20 @@ router = APIRouter(route_class=JsonRoute, tags=["completions"])
     responses=generated("The completions; with `stream`, in chunks."),
 )
 async def create_completion(request: Request) -> Response:
-    """Goes on with each of the prompts."""
+    """Generate a continuation of each prompt."""
     services, record = Services.of(request), RequestRecord.of(request)
     raw = await request.json()
     completion = await in_pool(request, lambda: _Completion.of(services, raw))
-    body, work = completion.body, completion.work
-    note(body, record, work.contexts[0])
-    answer = CompletionResponse(
+    body, job = completion.body, completion.job
+    note(body, record, job.contexts[0])
+    response = CompletionResponse(
         envelope_of(services, completion.id, body),
-        work.choices,
+        job.choices,
         prompt_token_ids=(
-            [context.prompt_tokens.tolist() for context in work.contexts] if body.return_token_ids else None
+            [context.prompt_tokens.tolist() for context in job.contexts] if body.return_token_ids else None
         ),
         echoes=completion.echoes,
-        n=work.n,
+        n=job.n,
         scores=(
             [
                 CompletionScores(
@@ -67,7 +59,7 @@ async def create_completion(request: Request) -> Response:
                     prompt=() if completion.echoes else context.prompt_tokens,
                     skip_special_tokens=not body.shows_special_tokens,
                 )
-                for context in work.contexts
+                for context in job.contexts
             ]
             if body.logprobs is not None
             else None
@@ -75,28 +67,28 @@ async def create_completion(request: Request) -> Response:
         prompt_scores=_prompt_scores(services, body),
         include_usage=body.includes_usage,
     )
-    return await answer_request(request, services, body, work, answer)
+    return await answer_request(request, services, body, job, response)
 
 
 @dataclass(frozen=True)
 class _Completion:
-    """A checked request, and what it runs."""
+    """A validated request and the generations that it runs."""
 
     id: str
     body: CompletionBody
-    work: GenerationJob
+    job: GenerationJob
     echoes: list[Echo] | None
 
     @classmethod
     def of(cls, services: Services, raw: Any) -> _Completion:
-        """Checks a body and encodes its prompts. Slow: it belongs into the pool.
+        """Validate a body and encode its prompts. Slow: call it in the pool.
 
         Raises:
             RequestProblem: 400 that names the field.
-            UnknownModelError: it names no model that is served here.
+            UnknownModelError: the server has no model or adapter of that name.
         """
         body = checked_body(services, CompletionBody, raw)
-        adapter = adapter_named(services, body.model)
+
         asked = output_grammar(services, body)
         if asked is not None:
             check_enabled(services, body, asked[1])
@@ -105,32 +97,21 @@ class _Completion:
         check_choices(services, len(prompts), n)
         contexts: list[TextContext] = []
         for index, prompt in enumerate(prompts):
-            request = TokenGeneratorRequest(
-                name if len(prompts) == 1 else f"{name}-{index}",
-                index,
-                body.model,
-                prompt=prompt,
-                logprobs=num_best(body, body.logprobs),
+            is_only = len(prompts) == 1
+            context = request_context(
+                services,
+                body,
+                name if is_only else f"{name}-{index}",
+                index=index,
+                param="prompt" if is_only else f"prompt[{index}]",
+                top=body.logprobs,
                 echo=(bool(body.echo) and body.logprobs is not None) or body.prompt_logprobs is not None,
-                # For each prompt anew: where no seed is given, equal prompts have different answers.
-                sampling_params=sampling_params(
-                    body,
-                    services.pipeline_config,
-                    tokenizer=services.tokenizer,
-                    default_limit=services.config.default_max_tokens_completions,
-                ),
-                adapter=adapter,
-                cache_salt=body.cache_salt,
-                priority=body.priority or 0,
+                default_limit=services.config.default_max_tokens_completions,
+                prompt=prompt,
             )
-            with map_input_errors("prompt" if len(prompts) == 1 else f"prompt[{index}]"):
-                context = build_context(services.tokenizer, request, body.truncate_prompt_tokens)
             if asked is not None:
                 context = msgspec.structs.replace(context, grammar=asked[0])
-            first, *others = choice_contexts(context, n)
-            if not body.stream:  # what the first says of the prompt holds for all of its answers
-                others = [without_echo(one, scored=body.logprobs is not None) for one in others]
-            contexts += [first, *others]
+            contexts += contexts_of_choices(context, body, scored=body.logprobs is not None)
         check_num_logprobs(
             services,
             contexts,
@@ -153,7 +134,7 @@ class _Completion:
 
 
 def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | None:
-    """Return what writes a choice's ``prompt_logprobs``; None where they are not part of the answer."""
+    """Return a function that encodes the ``prompt_logprobs`` of a choice; None if they are not requested."""
     top = body.prompt_logprobs
     if top is None:
         return None
@@ -162,10 +143,10 @@ def _prompt_scores(services: Services, body: CompletionBody) -> PromptScores | N
 
 
 def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """One or several, as a list.
+    """Return the prompts as a list.
 
     Raises:
-        RequestProblem: 400; there is none.
+        RequestProblem: 400; the list is empty.
     """
     if isinstance(given, str):
         return [given]

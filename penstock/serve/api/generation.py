@@ -1,9 +1,9 @@
-"""From contexts to what came of them: submission, admission, deltas, disconnects.
+"""Run the generations of one HTTP request: submission, admission, output, disconnects.
 
     contexts -> GenerationRun(...) -> admitted() -> deltas() | whole() -> usage()
 
-A `GenerationRun` holds the contexts of one HTTP request: ``n`` choices for each of its prompts in OpenAI's
-order, choice ``i`` of prompt ``p`` at ``p * n + i``.
+A `GenerationRun` holds the contexts of one HTTP request: ``n`` choices for each prompt, in OpenAI's order.
+Choice ``i`` of prompt ``p`` has index ``p * n + i``.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What one HTTP request runs."""
+    """The contexts of one HTTP request and their decoders."""
 
     contexts: Sequence[TextContext]
-    """``n`` for each prompt."""
+    """``n`` per prompt."""
     choices: Sequence[ChoiceDecoder]
-    """One a context."""
+    """One per context."""
     n: int
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts, each counted once, however many choices answer it."""
+        """The number of tokens of all prompts. A prompt counts once, whatever ``n`` is."""
         return sum(len(context.prompt_tokens) for context in self.contexts[:: self.n])
 
 
 def check_choices(services: Services, num_prompts: int, n: int) -> None:
-    """Refuses a request for more choices than one may have, before their contexts take memory.
+    """Refuse a request that has too many choices, before their contexts are created.
 
     Raises:
         RequestProblem: 400 that names the limit.
     """
-    room, limit = services.worker.max_outstanding, services.config.max_choices_per_request
+    capacity, limit = services.worker.max_outstanding, services.config.max_choices_per_request
     count = num_prompts * n
     if limit is not None and count > limit:
         reason = f"a request may have {limit} (--max-choices-per-request)"
-    elif count > room:
-        reason = f"this server takes {room}"
+    elif count > capacity:
+        reason = f"this server accepts {capacity}"
     else:
         return
     each = f"{n} answers" if num_prompts == 1 else f"{num_prompts} prompts with {n} answers each"
@@ -69,24 +69,24 @@ def check_choices(services: Services, num_prompts: int, n: int) -> None:
 
 
 class GenerationRun:
-    """The choices of one request, at the worker. Leaving it (``async with``) cancels what still runs.
+    """The running choices of one request. Leaving it (``async with``) cancels the choices that still run.
 
     Raises:
-        UnavailableError: the worker is not ready, or too many requests wait already.
-        RequestProblem: 400; more choices than the server takes in at all.
+        UnavailableError: the worker is not ready, or too many requests are waiting.
+        RequestProblem: 400; the request has more choices than the server accepts.
     """
 
-    def __init__(self, services: Services, record: RequestRecord, work: GenerationJob) -> None:
-        self.work = work
+    def __init__(self, services: Services, record: RequestRecord, job: GenerationJob) -> None:
+        self.job = job
         self._limits = TimeLimits(services.config, record)
         self._ping = services.config.stream_ping
-        self._num_prompt_tokens = work.num_prompt_tokens
+        self._num_prompt_tokens = job.num_prompt_tokens
         self._record = record
         self._generations: list[Generation] = []
-        check_choices(services, len(work.contexts) // work.n, work.n)
+        check_choices(services, len(job.contexts) // job.n, job.n)
         record.prompt_tokens = self._num_prompt_tokens
         try:
-            for context in work.contexts:
+            for context in job.contexts:
                 context.client_id = record.client_id
                 self._generations.append(services.worker.submit(context))
         except BaseException:
@@ -94,7 +94,7 @@ class GenerationRun:
             raise
 
     def cancel(self) -> None:
-        """Ends all choices; twice is once, and after the end nothing."""
+        """Cancel all choices. Idempotent; does nothing for choices that have finished."""
         for generation in self._generations:
             generation.cancel()
 
@@ -107,29 +107,29 @@ class GenerationRun:
         self.finish()
 
     def finish(self) -> None:
-        """Cancels what still runs, and tells the record how far it came."""
+        """Cancel the choices that still run and write the token counts into the record."""
         self.cancel()
-        choices = self.work.choices
+        choices = self.job.choices
         self._record.completion_tokens = sum(choice.num_tokens for choice in choices)
         self._record.cached_tokens = self._num_cached_tokens
         self._record.finish_reasons = [choice.finish_reason for choice in choices if choice.finish_reason]
 
     async def admitted(self) -> None:
-        """Returns when every choice has a place in the batch, or has had one.
+        """Wait until every choice has been admitted to the batch.
 
         Raises:
-            PenstockError: the scheduler refuses one, or its grammar cannot be compiled.
+            PenstockError: the scheduler refuses a choice, or its grammar cannot be compiled.
         """
         for generation in self._generations:
             await self._limits.within(generation.admitted())
             self._record.admitted()
 
     async def deltas(self) -> AsyncGenerator[tuple[int, ChoiceDelta] | None, None]:
-        """What each choice gains, as it comes, with the choice's index; None where nothing came for a while.
+        """Yield (index of the choice, delta) as output arrives; None after a pause without output.
 
         Raises:
-            PenstockError: a choice has failed; the others are cancelled.
-            RequestProblem: 503; the server's time limits.
+            PenstockError: a choice failed; the other choices are cancelled.
+            RequestProblem: 503; a time limit of the server was exceeded.
         """
         merged = _Merged(self._generations)
         with closing(merged):
@@ -138,17 +138,17 @@ class GenerationRun:
                 async for item in pauses:
                     if item is None:
                         yield None
-                    elif self._adds_something(*item):
+                    elif self._has_output(*item):
                         yield item[0], self._take(*item)
-                    if all(choice.is_done for choice in self.work.choices):
-                        return  # where a stop string ended the last, the worker may not know yet
+                    if all(choice.is_done for choice in self.job.choices):
+                        return  # after a stop string the worker may still be generating
 
     async def whole(self) -> list[ChoiceDelta]:
-        """All that came of each choice, once it has ended.
+        """Wait for all choices to finish and return the whole output of each.
 
         Raises:
-            PenstockError: a choice has failed; the others are cancelled.
-            RequestProblem: 503; the server's time limits.
+            PenstockError: a choice failed; the other choices are cancelled.
+            RequestProblem: 503; a time limit of the server was exceeded.
         """
         pieces: list[list[ChoiceDelta]] = [[] for _ in self._generations]
         async with aclosing(self.deltas()) as deltas:
@@ -158,8 +158,8 @@ class GenerationRun:
         return [_joined(parts) for parts in pieces]
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's ``usage``, of what has come so far."""
-        choices = self.work.choices
+        """Return OpenAI's ``usage`` of the output so far."""
+        choices = self.job.choices
         prompt = self._num_prompt_tokens
         completion = sum(choice.num_tokens for choice in choices)
         return {
@@ -174,16 +174,16 @@ class GenerationRun:
 
     @property
     def _num_cached_tokens(self) -> int:
-        """Of each prompt what was there before the request: later choices find what the first computed."""
-        cached = [choice.num_cached_tokens for choice in self.work.choices]
-        return sum(min(cached[start : start + self.work.n]) for start in range(0, len(cached), self.work.n))
+        """Tokens cached before the request. Hits on blocks of the first choice do not count."""
+        cached = [choice.num_cached_tokens for choice in self.job.choices]
+        return sum(min(cached[start : start + self.job.n]) for start in range(0, len(cached), self.job.n))
 
-    def _adds_something(self, index: int, delta: RequestDelta) -> bool:
-        # The worker may go on with a choice that a stop string ended until it hears of that.
-        return bool(delta.token_ids or delta.status.is_done) and not self.work.choices[index].is_done
+    def _has_output(self, index: int, delta: RequestDelta) -> bool:
+        # The worker may generate more tokens before it processes the cancellation.
+        return bool(delta.token_ids or delta.status.is_done) and not self.job.choices[index].is_done
 
     def _take(self, index: int, delta: RequestDelta) -> ChoiceDelta:
-        choice = self.work.choices[index]
+        choice = self.job.choices[index]
         self._record.tokens(len(delta.token_ids), index)
         choice.num_cached_tokens = delta.num_cached_tokens
         if choice.decodes_at_end:
@@ -197,7 +197,7 @@ class GenerationRun:
 
 
 class _Merged:
-    """The deltas of several generations, as they come. Who reads slowly gets fewer and longer ones."""
+    """Merges the deltas of several generations. A slow reader gets fewer and longer deltas."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._generations = generations
@@ -247,16 +247,16 @@ def _joined(parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
 
 
 async def in_pool(request: Request, function: Callable[[], T]) -> T:
-    """Runs what would hold the event loop up: templates, tokenising, schemas. The body has been read."""
+    """Run a function in the thread pool, off the event loop. The body must have been read."""
     pool = Services.of(request).pool_for(len(await request.body()))
     return await asyncio.get_running_loop().run_in_executor(pool, function)
 
 
 async def cancel_on_disconnect(request: Request, run: GenerationRun, answer: Callable[[], Any]) -> Any:
-    """Awaits an answer; where the client leaves first, all of its choices are cancelled at once.
+    """Await the result of `answer`; if the client disconnects first, cancel all choices.
 
     Raises:
-        ClientDisconnect: nobody is there to be answered.
+        ClientDisconnect: the client disconnected.
     """
     working = asyncio.ensure_future(answer())
     leaving = asyncio.ensure_future(wait_for_disconnect(request.receive))

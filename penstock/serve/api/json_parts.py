@@ -1,8 +1,7 @@
-"""JSON documents in parts, so that a long answer does not block the event loop.
+"""JSON documents in parts, so that encoding a long response does not block the event loop.
 
-An answer with many log probabilities takes seconds to encode. The functions here yield its JSON in parts of
-bounded cost; `gather` and `spread` let the event loop run between two parts whenever they have worked for
-`SLICE_SECONDS`.
+A response with many log probabilities takes seconds to encode. The functions here yield its JSON in parts of
+bounded cost. `gather` and `spread` let the event loop run after each `SLICE_SECONDS` of work.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 SLICE_SECONDS = 0.001
-"""How long parts are made before the event loop runs again. One part takes at most about as long."""
+"""Maximum time of encoding before the event loop runs again. One part takes at most about this long."""
 MESSAGE_BYTES = 256 * 1024
-"""At most about so much of a body is handed to the HTTP server at once."""
+"""Approximate maximum size of one ASGI body message."""
 
 encode = msgspec.json.Encoder().encode
 Parts = Iterator[bytes]
 
 
 def with_members(plain: Mapping[str, Any], **members: Iterable[bytes]) -> Parts:
-    """Yield an object that is not empty, with more members whose JSON comes in parts.
+    """Yield the JSON of the non-empty object `plain` with further members, which are given in parts.
 
     >>> b"".join(with_members({"a": 1}, b=[b"[2,", b"3]"], c=[b"null"]))
     b'{"a":1,"b":[2,3],"c":null}'
@@ -39,7 +38,7 @@ def with_members(plain: Mapping[str, Any], **members: Iterable[bytes]) -> Parts:
 
 
 def array(items: Iterable[Iterable[bytes]]) -> Parts:
-    """Yield an array of items whose JSON comes in parts.
+    """Yield the JSON of an array; the items are given in parts.
 
     >>> b"".join(array([[b"1"], [b"[2,", b"3]"]]))
     b'[1,[2,3]]'
@@ -53,31 +52,31 @@ def array(items: Iterable[Iterable[bytes]]) -> Parts:
 
 
 def event_parts(data: Iterable[bytes]) -> Parts:
-    """Yield one server-sent event whose data comes in parts."""
+    """Yield one server-sent event; the data are given in parts."""
     yield b"data: "
     yield from data
     yield b"\n\n"
 
 
 class Turns:
-    """Lets requests with long answers work in turn: about one slice per iteration of the event loop."""
+    """Serialises the encoding of long responses: about one slice per iteration of the event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def pause(self) -> None:
-        """Let the event loop run, and the slices of the requests that wait."""
+        """Let the event loop and the waiting slices of other requests run."""
         async with self._lock:
             await asyncio.sleep(0)
 
 
 async def gather(parts: Iterable[bytes], turns: Turns) -> list[bytes]:
-    """Return all parts; the event loop runs between slices of them."""
+    """Return all parts; the event loop runs between slices."""
     return [part async for part in spread(parts, turns)]
 
 
 async def spread(parts: Iterable[bytes], turns: Turns) -> AsyncGenerator[bytes, None]:
-    """Yield the parts; the event loop runs between slices of them."""
+    """Yield the parts; the event loop runs between slices."""
     begin = time.perf_counter()
     for part in parts:
         if part:
@@ -88,7 +87,7 @@ async def spread(parts: Iterable[bytes], turns: Turns) -> AsyncGenerator[bytes, 
 
 
 class JsonResponse(Response):
-    """A JSON document that is sent in several messages where it is long.
+    """A JSON document; a long one is sent in several messages.
 
     Args:
         parts: the document.
@@ -97,7 +96,7 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def __init__(self, parts: Sequence[bytes]) -> None:
-        # Response() would need the body in one piece.
+        # Response.__init__ would need the whole body as one bytes object.
         self.status_code = 200
         self.background = None
         self.body = b""
@@ -114,6 +113,6 @@ class JsonResponse(Response):
             size += len(part)
             if size >= MESSAGE_BYTES:
                 await send({"type": "http.response.body", "body": b"".join(message), "more_body": True})
-                await asyncio.sleep(0)  # the server waits only where the client reads slowly
+                await asyncio.sleep(0)  # send() yields only if the client reads slowly
                 message, size = [], 0
         await send({"type": "http.response.body", "body": b"".join(message), "more_body": False})

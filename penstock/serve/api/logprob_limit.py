@@ -1,4 +1,4 @@
-"""How many log probabilities an answer may have."""
+"""The limit on the number of log probabilities in one response."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.serve.services import Services
 
 
 def num_best(body: GenerationBody, top: int | None) -> int:
-    """Return how many best tokens the worker computes in each place; 0 computes no log probabilities.
+    """Return how many top tokens the worker computes per position; 0 computes no log probabilities.
 
     Args:
-        body: may ask for those of the prompt.
-        top: best tokens shown beside each generated token; None shows no log probabilities of these.
+        body: the request, which may ask for ``prompt_logprobs``.
+        top: number of top tokens per generated token; None if the response has no log probabilities of these.
     """
     asked = [max(1, one) for one in (top, body.prompt_logprobs) if one is not None]
     return max(asked, default=0)
@@ -26,22 +26,22 @@ def num_best(body: GenerationBody, top: int | None) -> int:
 def num_prompt_logprobs(
     body: GenerationBody, contexts: Sequence[TextContext], *, echoed: int | None = None
 ) -> int:
-    """Return how many log probabilities of prompts an answer has.
+    """Return how many log probabilities of prompt tokens a response has.
 
     Args:
-        body: may ask for ``prompt_logprobs``.
-        contexts: those whose prompts are shown.
-        echoed: best tokens shown beside each echoed token of the prompt; None echoes without them.
+        body: the request, which may ask for ``prompt_logprobs``.
+        contexts: the contexts of the request.
+        echoed: number of top tokens per echoed prompt token; None if the echo has no log probabilities.
     """
     rows = sum(len(context.prompt_tokens) for context in contexts)
     return sum(rows * (top + 1) for top in (body.prompt_logprobs, echoed) if top is not None)
 
 
 def without_echo(context: TextContext, *, scored: bool) -> TextContext:
-    """Return a context that does not score its prompt: another choice of the same prompt does.
+    """Return a copy of a context that does not score its prompt; another choice scores the same prompt.
 
     Args:
-        context: one that has not begun.
+        context: a context that has not started.
         scored: whether its generated tokens have log probabilities.
     """
     kept = context.log_probabilities if scored else None
@@ -51,21 +51,21 @@ def without_echo(context: TextContext, *, scored: bool) -> TextContext:
 def with_bounded_output(
     services: Services, context: TextContext, num_choices: int, *, top: int, prompt_rows: int = 0
 ) -> TextContext:
-    """Return the context with a maximum length whose log probabilities fit into one answer.
+    """Return the context with a maximum length such that its log probabilities fit into one response.
 
-    Used where the request has no output limit of its own. The output then ends with ``length``. A context for
-    which not even one token fits is returned as it is, and `check_num_logprobs` refuses it.
+    Used if the request has no output limit. The output then ends with ``length``. If not even one token fits,
+    the context is returned unchanged, and `check_num_logprobs` refuses it.
 
     Args:
         services: its configuration has the limit.
         context: the context of each choice.
-        num_choices: choices of the answer.
-        top: best tokens shown beside each generated token.
-        prompt_rows: log probabilities of the prompt that are part of the answer.
+        num_choices: the number of choices.
+        top: number of top tokens per generated token.
+        prompt_rows: number of log probabilities of the prompt in the response.
     """
-    room = (services.config.max_logprobs_per_request - prompt_rows) // (num_choices * (top + 1))
-    length = len(context.prompt_tokens) + room
-    if room < 1 or length >= context.max_length:
+    max_tokens = (services.config.max_logprobs_per_request - prompt_rows) // (num_choices * (top + 1))
+    length = len(context.prompt_tokens) + max_tokens
+    if max_tokens < 1 or length >= context.max_length:
         return context
     return msgspec.structs.replace(context, max_length=length)
 
@@ -78,22 +78,22 @@ def check_num_logprobs(
     prompt_rows: int = 0,
     param: str,
 ) -> None:
-    """Refuse a request whose answer could have too many log probabilities. Nothing has run yet.
+    """Refuse a request whose response could have too many log probabilities, before anything runs.
 
     Args:
         services: its configuration has the limit.
-        contexts: one a choice; each may generate up to its maximum length.
-        top: best tokens shown beside each generated token; None shows no log probabilities of these.
-        prompt_rows: log probabilities of prompts that are part of the answer, all prompts together.
-        param: the field that asks for the most of them.
+        contexts: one per choice; each may generate up to its maximum length.
+        top: number of top tokens per generated token; None if the response has no log probabilities of these.
+        prompt_rows: number of log probabilities of all prompts in the response.
+        param: the field that the error names.
 
     Raises:
         RequestProblem: 400 with the numbers.
     """
-    most = services.config.max_logprobs_per_request
+    limit = services.config.max_logprobs_per_request
     lengths = [context.max_length - len(context.prompt_tokens) for context in contexts]
     count = prompt_rows + (0 if top is None else sum(lengths) * (top + 1))
-    if count <= most:
+    if count <= limit:
         return
     parts = []
     if top is not None:
@@ -103,7 +103,7 @@ def check_num_logprobs(
     raise RequestProblem(
         400,
         f"the answer could have {count} log probabilities ({', '.join(parts)}), "
-        f"but this server sends at most {most} in one answer: lower n, max_tokens or {param}, "
+        f"but this server sends at most {limit} in one answer: lower n, max_tokens or {param}, "
         "shorten the prompt, or raise --max-logprobs-per-request",
         param=param,
     )

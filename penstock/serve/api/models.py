@@ -1,4 +1,4 @@
-"""Which models are served, and which one a request means."""
+"""``/v1/models``, and the model or adapter that a request names."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _STARTED = int(time.time())
 
 
 class Model(BaseModel):
-    """A model, or an adapter of one."""
+    """A model or an adapter."""
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "penstock"
     root: str
-    """Where it was loaded from."""
+    """The path it was loaded from."""
     parent: str | None = None
-    """Of an adapter: the model that it adapts."""
+    """For an adapter: the model that it adapts."""
     max_model_len: int
-    """Most tokens of a request, prompt and output together."""
+    """Maximum number of tokens of prompt and output together."""
 
 
 class ModelList(BaseModel):
-    """All models that a request may name."""
+    """All models and adapters that a request may name."""
 
     object: str = "list"
     data: list[Model] = Field(default_factory=list)
@@ -43,13 +43,13 @@ class ModelList(BaseModel):
 
 @router.get("/v1/models", responses=responses(401, 421, 503))
 async def list_models(request: Request) -> ModelList:
-    """The model that is served, and its adapters."""
+    """List the served model and its adapters."""
     return ModelList(data=list(_models(Services.of(request)).values()))
 
 
 @router.get("/v1/models/{model:path}", responses=responses(401, 404, 421, 503))
 async def retrieve_model(model: str, request: Request) -> Model:
-    """One of them; a name may have slashes."""
+    """Return one model or adapter. The name may contain slashes."""
     models = _models(Services.of(request))
     if model not in models:
         raise UnknownModelError(model[:200], models)
@@ -57,10 +57,10 @@ async def retrieve_model(model: str, request: Request) -> Model:
 
 
 def adapter_named(services: Services, model: str) -> str | None:
-    """The adapter that a request means by its ``model``; None where it means the model itself.
+    """Return the adapter that a request names as ``model``; None if it names the model itself.
 
     Raises:
-        UnknownModelError: neither is called so.
+        UnknownModelError: the server has no model or adapter of that name.
     """
     if model == services.model_name:
         return None
@@ -70,7 +70,7 @@ def adapter_named(services: Services, model: str) -> str | None:
 
 
 def system_fingerprint(services: Services) -> str:
-    """The same for as long as equal requests with equal seeds are answered alike."""
+    """Return a fingerprint that changes whenever the output for a fixed seed may change."""
     model = services.pipeline_config.model
     parts = (__version__, model.model_path, model.revision, model.quantization_encoding or "")
     return f"fp_{blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"

@@ -1,4 +1,4 @@
-"""Routes for those who run the server: is it alive, is it ready, what is it, what does it do."""
+"""Routes for operators: liveness, readiness, load, version, metrics."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ router = APIRouter(tags=["operations"])
 
 
 class Status(BaseModel):
-    """That all is well."""
+    """A successful check."""
 
     status: str
 
 
 class Load(BaseModel):
-    """How busy the server is."""
+    """The load of the server."""
 
     server_load: int
-    """Requests that were let in and have not been answered to the end."""
+    """Number of admitted requests that have not finished."""
 
 
 class Version(BaseModel):
-    """What runs here."""
+    """The version of the server."""
 
     version: str
 
 
 @router.get("/health")
 async def health(request: Request) -> Status:
-    """Liveness: 200 while the worker that runs the model answers, else 503.
+    """Liveness: 200 while the model worker responds, else 503.
 
-    A server that is being stopped is alive to the end.
+    A server that is shutting down stays alive until it exits.
     """
     worker = Services.of(request).worker
     if not worker.is_alive:
-        raise RequestProblem(503, f"the worker is {worker.state}, not alive")
+        raise RequestProblem(503, f"the worker is {worker.state}")
     return Status(status="ok")
 
 
 @router.get("/ping")
 @router.post("/ping", include_in_schema=False)
 async def ping(request: Request) -> Status:
-    """The same as `/health`, under the name that SageMaker calls; also with POST."""
+    """The same as `/health`, for SageMaker. Also accepts POST."""
     return await health(request)
 
 
 @router.get("/load")
 async def load(request: Request) -> Load:
-    """How many requests are being served or wait."""
+    """Return the number of running and waiting requests."""
     return Load(server_load=Services.of(request).gate.num_active)
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Status:
-    """Readiness: 200 when a request would be let in and run now, else 503."""
+    """Readiness: 200 if the server admits requests now, else 503."""
     services = Services.of(request)
     if services.gate.reason:
         raise RequestProblem(503, services.gate.reason)
@@ -69,12 +69,12 @@ async def ready(request: Request) -> Status:
 
 @router.get("/version")
 async def version() -> Version:
-    """The version of Penstock."""
+    """Return the version of Penstock."""
     return Version(version=__version__)
 
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Metrics in the text format of Prometheus."""
+    """Return metrics in the Prometheus text format."""
     found = Services.of(request).metrics
     return Response(found.render(), headers={"content-type": found.content_type})

@@ -1,4 +1,4 @@
-"""What an answer has to look like: from ``response_format`` and ``structured_outputs`` to a grammar."""
+"""Translate ``response_format`` and ``structured_outputs`` to a grammar of the output."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock.serve.services import Services
 
 
 def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, str] | None:
-    """The grammar that a request asks for and the field that does; None where any text will do.
+    """Return the grammar that a request asks for and the name of the field; None for free text.
 
     Raises:
-        RequestProblem: 400; two fields ask, one asks for nothing that there is, or the schema has a keyword
-            that no grammar can be made of.
+        RequestProblem: 400; two fields specify a format, a format is invalid, or the schema has a keyword
+            that grammars do not support.
     """
     asked = []
     if body.response_format is not None and body.response_format.type != "text":
@@ -36,7 +36,7 @@ def output_grammar(services: Services, body: GenerationBody) -> tuple[Grammar, s
 
 
 def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
-    """Refuses what needs a grammar where the worker can make none, or the output could not end.
+    """Refuse a grammar if the worker has no grammar back end, or if the output could not end.
 
     Raises:
         RequestProblem: 400 that names the field.
@@ -44,23 +44,23 @@ def check_enabled(services: Services, body: GenerationBody, param: str) -> None:
     if not services.worker.info.grammars_enabled:
         raise RequestProblem(
             400,
-            f"{param} needs grammars, which this server has not: pip install 'penstock-llm[grammar]'",
+            f"{param} needs the grammar extra, which is not installed: pip install 'penstock-llm[grammar]'",
             param=param,
             code="unsupported_parameter",
         )
     if body.ignore_eos and not body.stop_token_ids:
         raise RequestProblem(
             400,
-            f"with {param} the text ends where its format does: leave out ignore_eos, or give stop_token_ids",
+            f"with {param} the output ends with its format: omit ignore_eos, or send stop_token_ids",
             param="ignore_eos",
         )
 
 
 def check_tools(services: Services, body: ChatBody, names: Container[str]) -> None:
-    """Refuses tools whose parameters no grammar can be made of.
+    """Refuse tools whose parameter schemas cannot be translated to a grammar.
 
     Args:
-        names: those whose calls are to be held to their parameters.
+        names: the tools whose calls must match their schemas.
 
     Raises:
         RequestProblem: 400 that names the tool.
@@ -74,16 +74,16 @@ def check_tools(services: Services, body: ChatBody, names: Container[str]) -> No
 
 
 def checked_grammar(services: Services, grammar: Grammar | None, place: str) -> Grammar | None:
-    """A grammar made of parts that were checked each by itself.
+    """Check a grammar that is combined from parts that were checked separately.
 
     Raises:
-        RequestProblem: 400; together they are too much, or refer to something outside of them.
+        RequestProblem: 400; the combined grammar is too large, or it has an invalid reference.
     """
     return None if grammar is None else _checked(services, grammar, place)
 
 
 def _of_format(form: ResponseFormat) -> tuple[Grammar, str]:
-    """The grammar, not looked at yet, and the field that holds its text."""
+    """Return the unchecked grammar and the field that contains its text."""
     if form.type == "json_object":
         return Grammar("json_object"), "response_format"
     if form.type == "structural_tag":
@@ -102,12 +102,12 @@ def _of_format(form: ResponseFormat) -> tuple[Grammar, str]:
 
 
 def _of_outputs(outputs: StructuredOutputs) -> tuple[Grammar, str]:
-    given = {name: value for name, value in _ways(outputs).items() if value is not None}
+    given = {name: value for name, value in _members(outputs).items() if value is not None}
     if len(given) != 1:
         raise RequestProblem(
             400,
             f"structured_outputs has {', '.join(given) or 'nothing'}: "
-            "give one of json, regex, choice, grammar, structural_tag",
+            "send exactly one of json, regex, choice, grammar, structural_tag",
             param="structured_outputs",
         )
     ((name, value),) = given.items()
@@ -127,7 +127,7 @@ def _of_outputs(outputs: StructuredOutputs) -> tuple[Grammar, str]:
 
 
 def _guides(body: GenerationBody) -> dict[str, Any]:
-    """Return other names of the members of ``structured_outputs``."""
+    """Return the fields that are aliases of the members of ``structured_outputs``."""
     return {
         "guided_json": body.guided_json,
         "guided_regex": body.guided_regex,
@@ -147,7 +147,7 @@ def _of_guide(name: str, value: Any) -> tuple[Grammar, str]:
     return Grammar("regex", value), name
 
 
-def _ways(outputs: StructuredOutputs) -> dict[str, Any]:
+def _members(outputs: StructuredOutputs) -> dict[str, Any]:
     return {
         "json": outputs.json_,
         "regex": outputs.regex,
@@ -180,12 +180,12 @@ def _checked(services: Services, grammar: Grammar, place: str) -> Grammar:
 
 
 def _check_size(services: Services, size: int, place: str) -> None:
-    """Before anything is read of it: that takes a while, too."""
-    most = services.pipeline_config.structured_output.max_size
-    if size > most:
+    """Check the size first, because parsing a large grammar is slow."""
+    limit = services.pipeline_config.structured_output.max_size
+    if size > limit:
         raise RequestProblem(
             400,
-            f"{place} makes a grammar of {size} characters, {most} are the most: "
-            "make it smaller, or raise --max-grammar-size",
+            f"{place} gives a grammar of {size} characters, and the maximum is {limit}: "
+            "shorten it, or raise --max-grammar-size",
             param=place,
         )

@@ -1,9 +1,13 @@
-"""What each field of a request does: the tables of those that we have not, and the meaning of those we have.
+"""The treatment of request fields: the tables of unsupported fields, and the sampling parameters.
 
-Nothing is ignored. A field is honoured (it is in `penstock.serve.api.schemas`), or it goes to the log alone
-(`LOGGED`), or it stands in a table here with the values that ask for nothing but what happens anyway, and
-any other value is refused; a field in none of these places is unknown, and refused unless the server was
-told to warn of it only.
+No field is ignored:
+
+- A supported field is in `penstock.serve.api.schemas`.
+- A field of `LOGGED` is written to the log and changes no response.
+- An unsupported field is in a table here, with the values that ask for the behaviour that the server has
+anyway.
+  Any other value is refused.
+- Any other field is unknown. It is refused, or with ``--unknown-fields warn`` logged and dropped.
 """
 
 from __future__ import annotations
@@ -35,45 +39,45 @@ from penstock.serve.http.problems import RequestProblem, problem_of
 from penstock.text.tokenizer import TextTokenizer
 
 LOGGED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-"""Fields that change no answer: they are written to the log of requests and nowhere else."""
+"""Fields that are written to the request log and have no other effect."""
 
 
 _MAX_NAME = 100
-"""Of what is quoted to a client."""
+"""Maximum length of a client's text that an error quotes."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that is known, and not supported but for values that change nothing."""
+    """A known field that is not supported, except for values that change nothing."""
 
     reason: str
     accepted: tuple[Any, ...] = ()
-    """Besides null, which is the same as absent."""
+    """Accepted values. Null, which means absent, is always accepted."""
 
 
-_NO_BEAMS = "there are no beams behind HTTP: use n and choose among the answers"
-_USE_TOOLS = "it is the old form of tools: send tools and tool_choice"
+_NO_BEAMS = "the server has no beam search: use n and choose among the outputs"
+_USE_TOOLS = "this is the old form of tools: send tools and tool_choice"
 _TEXT_ONLY = "the model reads and writes text only"
 
 _USE_MAX_TOKENS = "send max_tokens"
 _USE_FORMAT = "send response_format, or structured_outputs: {json: ...} or {grammar: ...}"
-_NO_SAMPLER = "there is no such sampler: top_k, top_p, min_p and temperature choose the tokens"
-_ONE_PROVIDER = "this server runs the one model that it serves"
+_NO_SAMPLER = "the server does not have this sampler: use top_k, top_p, min_p and temperature"
+_ONE_PROVIDER = "this server runs one model"
 
 _OF_BOTH: Mapping[str, Refused] = {
     "use_beam_search": Refused(_NO_BEAMS, (False,)),
     "length_penalty": Refused(_NO_BEAMS, (1, 1.0)),
     "early_stopping": Refused(_NO_BEAMS, (False,)),
-    "spaces_between_special_tokens": Refused("text is what the tokens write, no more", (True, False)),
+    "spaces_between_special_tokens": Refused("no spaces are added between special tokens", (True, False)),
     "truncation_side": Refused("the end of the prompt is kept", ("left",)),
-    "logits_processors": Refused("a request brings no code", ([],)),
-    "stream_interval": Refused("tokens are sent as they come", (1,)),
-    "service_tier": Refused("there is one tier of service", ("auto", "default")),
-    "store": Refused("answers are not stored", (False,)),
-    # Of clients of llama.cpp and Ollama. A value that switches a sampler off asks for what happens anyway.
+    "logits_processors": Refused("requests cannot contain code", ([],)),
+    "stream_interval": Refused("tokens are sent when they are generated", (1,)),
+    "service_tier": Refused("there is only one service tier", ("auto", "default")),
+    "store": Refused("responses are not stored", (False,)),
+    # Fields of llama.cpp and Ollama. Values that disable a sampler are accepted.
     "cache_prompt": Refused("the prefix cache is always on; cache_salt keeps prompts apart", (True,)),
-    "id_slot": Refused("the scheduler chooses", (-1,)),
-    "n_keep": Refused("a prompt is not shortened while it runs", (0,)),
+    "id_slot": Refused("the scheduler chooses the slot", (-1,)),
+    "n_keep": Refused("a running prompt is not shortened", (0,)),
     "min_keep": Refused("at least one token is always kept", (0, 1)),
     "repeat_last_n": Refused("repetition_penalty counts the prompt and the whole output", (-1,)),
     "typical_p": Refused(_NO_SAMPLER, (1, 1.0)),
@@ -85,8 +89,8 @@ _OF_BOTH: Mapping[str, Refused] = {
     "xtc_probability": Refused(_NO_SAMPLER, (0, 0.0)),
     "dry_multiplier": Refused(_NO_SAMPLER, (0, 0.0)),
     "samplers": Refused(_NO_SAMPLER),
-    "timings_per_token": Refused("times are in /metrics and in the log", (False,)),
-    "post_sampling_probs": Refused("log probabilities are the model's own", (False,)),
+    "timings_per_token": Refused("timings are in /metrics and in the log", (False,)),
+    "post_sampling_probs": Refused("log probabilities are those before sampling filters", (False,)),
     "n_probs": Refused("send logprobs"),
     "n_predict": Refused(_USE_MAX_TOKENS),
     "num_predict": Refused(_USE_MAX_TOKENS),
@@ -94,17 +98,17 @@ _OF_BOTH: Mapping[str, Refused] = {
     "grammar": Refused(_USE_FORMAT),
     "json_schema": Refused(_USE_FORMAT),
     "format": Refused(_USE_FORMAT),
-    "options": Refused("write its fields beside model"),
-    "extra_body": Refused("write its fields beside model"),
-    "num_ctx": Refused("the server's --max-length says how long a request may be"),
+    "options": Refused("send its fields at the top level of the body"),
+    "extra_body": Refused("send its fields at the top level of the body"),
+    "num_ctx": Refused("the server's --max-length limits the length of a request"),
     "keep_alive": Refused("the model stays loaded", (-1, "-1")),
-    # Of clients of OpenRouter.
+    # Fields of OpenRouter.
     "transforms": Refused("prompts are not changed; truncate_prompt_tokens shortens them", ([],)),
     "plugins": Refused("there are no plugins", ([],)),
     "models": Refused(_ONE_PROVIDER, ([],)),
     "provider": Refused(_ONE_PROVIDER, ({},)),
     "route": Refused(_ONE_PROVIDER),
-    "usage": Refused("whole answers have it; streams with stream_options: {include_usage: true}"),
+    "usage": Refused("responses always have it; for streams send stream_options: {include_usage: true}"),
 }
 
 UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
@@ -112,50 +116,48 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
         **_OF_BOTH,
         "audio": Refused(_TEXT_ONLY),
         "best_of": Refused(_NO_BEAMS, (1,)),
-        "chat_template": Refused("templates are the server's: start it with --chat-template"),
-        "documents": Refused("give them in chat_template_kwargs, if the template reads them", ([],)),
-        "add_special_tokens": Refused("the chat template writes them", (False,)),
+        "chat_template": Refused("a request cannot set the template: start the server with --chat-template"),
+        "documents": Refused("send them in chat_template_kwargs, if the template reads them", ([],)),
+        "add_special_tokens": Refused("the chat template adds the special tokens", (False,)),
         "echo": Refused("use continue_final_message, or /v1/completions with echo", (False,)),
         "function_call": Refused(_USE_TOOLS, ("none", "auto")),
         "functions": Refused(_USE_TOOLS, ([],)),
         "modalities": Refused(_TEXT_ONLY, (["text"],)),
-        "moderation": Refused("there is no moderation here"),
+        "moderation": Refused("there is no moderation"),
         "prediction": Refused("predicted outputs are not supported"),
-        "prompt_cache_options": Refused(
-            "the prefix cache has no options: it is always on, see --help", ({},)
-        ),
+        "prompt_cache_options": Refused("the prefix cache has no per-request options", ({},)),
         "prompt_cache_retention": Refused(
             "cached prefixes stay in memory while there is room", ("in_memory", "in-memory", "24h")
         ),
         "reasoning": Refused("send reasoning_effort, and include_reasoning"),
         "think": Refused("send reasoning_effort, or chat_template_kwargs"),
-        "verbosity": Refused("the model knows no verbosity", ("low", "medium", "high")),
+        "verbosity": Refused("the model has no verbosity setting", ("low", "medium", "high")),
         "web_search_options": Refused("there is no web search"),
     },
     CompletionBody: {
         **_OF_BOTH,
         "add_special_tokens": Refused("prompts are encoded with the tokenizer's own special tokens", (True,)),
-        "suffix": Refused("the model does not fill in between", ("",)),
+        "suffix": Refused("fill-in-the-middle is not supported", ("",)),
     },
     ChatMessage: {
         "annotations": Refused("there is no web search", ([],)),
         "audio": Refused(_TEXT_ONLY),
-        "function_call": Refused("it is the old form of tool_calls"),
+        "function_call": Refused("this is the old form of tool_calls"),
     },
-    ToolCall: {"index": Refused("the order of the calls says it", tuple(range(128)))},
+    ToolCall: {"index": Refused("the order of the list is the index", tuple(range(128)))},
     StreamOptions: {"include_obfuscation": Refused("chunks are not padded", (False,))},
 }
 
 
 @dataclass(frozen=True)
 class UnknownFields:
-    """What becomes of fields that nobody knows: refused, or written to the log and dropped."""
+    """Checks the fields outside the schema; refuses unknown fields, or logs and drops them."""
 
     refuse: bool
     log: logging.Logger
 
     def check(self, body: RequestBody, place: str = "") -> None:
-        """Looks at the fields that a body, and those in it, have beyond the honoured ones.
+        """Check the fields of a body, and of the objects in it, that the schema does not have.
 
         Raises:
             RequestProblem: 400 that names the field.
@@ -186,14 +188,12 @@ class UnknownFields:
         nearest = get_close_matches(name, known, n=1, cutoff=0.7)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         if self.refuse:
-            raise RequestProblem(
-                400, f"the field {param!r} is not known{hint}", param=param, code="unknown_parameter"
-            )
-        self.log.warning("a request has the unknown field %r, which is dropped%s", param, hint)
+            raise RequestProblem(400, f"unknown field {param!r}{hint}", param=param, code="unknown_parameter")
+        self.log.warning("a request has the unknown field %r, which is ignored%s", param, hint)
 
 
 def _is_open(body: RequestBody) -> bool:
-    """Bodies whose other fields are looked at by whoever reads them."""
+    """Return whether the code that reads the body checks its other fields."""
     if isinstance(body, ContentPart):
         return body.type not in ("text", "refusal")  # refused by its type
     if isinstance(body, JsonSchema):
@@ -212,7 +212,7 @@ def _check_value(param: str, value: object, field: Refused) -> None:
 
 @contextmanager
 def map_input_errors(param: str | None) -> Iterator[None]:
-    """Turns what a request is refused for into a problem that names the field, with the code that it has."""
+    """Raise an `InputError` of the block as a `RequestProblem` that names the field."""
     try:
         yield
     except InputError as error:
@@ -223,7 +223,7 @@ def map_input_errors(param: str | None) -> Iterator[None]:
 
 
 def output_limit(body: GenerationBody) -> int | None:
-    """``max_completion_tokens``, or ``max_tokens``, its older name.
+    """Return ``max_completion_tokens``, or ``max_tokens``, its older name.
 
     Raises:
         RequestProblem: 400; they differ.
@@ -232,7 +232,7 @@ def output_limit(body: GenerationBody) -> int | None:
     if newer is not None and body.max_tokens is not None and newer != body.max_tokens:
         raise RequestProblem(
             400,
-            f"max_tokens is {body.max_tokens} and max_completion_tokens {newer}: give one of them",
+            f"max_tokens is {body.max_tokens} and max_completion_tokens {newer}: send only one of them",
             param="max_tokens",
         )
     return body.max_tokens if newer is None else newer
@@ -248,14 +248,14 @@ def repetition_penalty(body: GenerationBody) -> float | None:
     if given is not None and other is not None and given != other:
         raise RequestProblem(
             400,
-            f"repetition_penalty is {given:g} and repeat_penalty {other:g}: give one of them",
+            f"repetition_penalty is {given:g} and repeat_penalty {other:g}: send only one of them",
             param="repeat_penalty",
         )
     return other if given is None else given
 
 
 def check_combinations(body: GenerationBody) -> None:
-    """Refuses fields that say nothing, or something impossible, without or beside another.
+    """Refuse invalid combinations of fields.
 
     Raises:
         RequestProblem: 400 that names the field.
@@ -268,9 +268,7 @@ def check_combinations(body: GenerationBody) -> None:
             400, f"min_tokens is {body.min_tokens}, but max_tokens {limit}", param="min_tokens"
         )
     if body.prompt_logprobs is not None and body.stream:
-        raise RequestProblem(
-            400, "prompt_logprobs is for whole answers: leave out stream", param="prompt_logprobs"
-        )
+        raise RequestProblem(400, "prompt_logprobs is not available with stream", param="prompt_logprobs")
     if isinstance(body, ChatBody):
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestProblem(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -289,13 +287,13 @@ def check_combinations(body: GenerationBody) -> None:
 def sampling_params(
     body: GenerationBody, config: PipelineConfig, *, tokenizer: TextTokenizer, default_limit: int | None
 ) -> SamplingParams:
-    """How a request wants its tokens chosen; what it leaves open comes from the configuration.
+    """Return the sampling parameters of a request. The configuration provides the defaults.
 
     Args:
         body: the request.
-        config: its `PipelineConfig.default_sampling_params` fills what is absent, and draws a seed.
-        tokenizer: encodes bad words; token ids are below its ``vocab_size``.
-        default_limit: ``max_tokens`` where it is absent; None goes on to the model's limit.
+        config: `PipelineConfig.default_sampling_params` sets absent parameters and draws a seed.
+        tokenizer: encodes bad words; its ``vocab_size`` bounds token ids.
+        default_limit: ``max_tokens`` if absent from the request; None means the limit of the model.
 
     Raises:
         RequestProblem: 400 that names the field.
@@ -331,7 +329,7 @@ def _biases(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, flo
         if not (key.isascii() and key.isdecimal() and len(key) < 20 and int(key) < vocab_size):
             raise RequestProblem(
                 400,
-                f"logit_bias has the key {key!r}: keys are token ids from 0 to {vocab_size - 1}, as text",
+                f"logit_bias has the key {key!r}: keys must be token ids from 0 to {vocab_size - 1}, as text",
                 param="logit_bias",
             )
         biases[int(key)] = bias
@@ -341,11 +339,11 @@ def _biases(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, flo
 def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int] | None:
     wrong = next((one for one in ids or () if one >= vocab_size), None)
     if wrong is not None:
-        raise RequestProblem(400, f"{param} has {wrong}: token ids are below {vocab_size}", param=param)
+        raise RequestProblem(400, f"{param} has {wrong}: token ids must be below {vocab_size}", param=param)
     return ids
 
 
 def accepted_values(kind: type[RequestBody]) -> dict[str, dict[str, Any]]:
-    """A JSON schema for each field of the tables: the values that are accepted."""
+    """Return a JSON schema of the accepted values for each field of the tables."""
     table = UNSUPPORTED.get(kind, {})
     return {name: {"enum": [None, *field.accepted]} for name, field in table.items()}

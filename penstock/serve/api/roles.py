@@ -1,4 +1,4 @@
-"""Roles of a model's own, such as ``ipython``: served where the chat template shows their messages."""
+"""Model-specific roles, such as ``ipython``: accepted if the chat template renders their messages."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def check_roles(
     tools: Sequence[Mapping[str, Any]] | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Refuse messages of roles that the chat template would leave out of the prompt.
+    """Refuse messages whose role the chat template omits from the prompt.
 
-    Some templates raise on a role that they do not know. Others skip such a message, so that the model would
-    never see it: a mark in place of its content shows which.
+    Some templates raise an error for an unknown role. Others silently skip the message. To detect this, the
+    template is rendered with unique marks in place of the contents.
 
     Args:
-        messages: as they go to the template.
-        tokenizer: has the template.
-        tools: as they go to the template.
-        options: variables for the template.
+        messages: the messages for the template.
+        tokenizer: the tokenizer with the template.
+        tools: the tools for the template.
+        options: the variables of the template.
 
     Raises:
         RequestProblem: 400 that names the role.
-        InputError: the template refuses the messages, in its own words.
+        InputError: the template refuses the messages; the message is the template's own.
     """
     marks = {
         index: f"mark{index}x{uuid4().hex}"
@@ -52,7 +52,7 @@ def check_roles(
             role = messages[index]["role"]
             raise RequestProblem(
                 400,
-                f"the model's chat template shows no messages of role {role!r}: "
+                f"the model's chat template omits messages of role {role!r}: "
                 f"send one of {', '.join(sorted(STANDARD))}",
                 param=f"messages[{index}].role",
             )
@@ -63,7 +63,7 @@ def _check_name(role: str, index: int, tokenizer: TextTokenizer) -> None:
     if special is not None:
         raise RequestProblem(
             400,
-            f"the role {role!r} has the special token {special!r} in it",
+            f"the role {role!r} contains the special token {special!r}",
             param=f"messages[{index}].role",
         )
 

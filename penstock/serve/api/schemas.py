@@ -1,7 +1,7 @@
-"""The bodies that the routes take, in OpenAI's words.
+"""The schemas of request bodies, with the field names of the OpenAI API.
 
-A class has the fields that are honoured, and those that only the log sees. What else OpenAI or others have
-is in the tables of `penstock.serve.api.parameters`. ``null`` is the same as absent, everywhere.
+A class has the supported fields and the fields that are only logged. Other fields of OpenAI and of other
+servers are in the tables of `penstock.serve.api.parameters`. ``null`` always means absent.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 2048
-"""Of all stop strings together: each new token is held against each beginning of each of them."""
+"""Maximum for all stop strings together: each new token is compared with each prefix of each stop string."""
 MAX_LABEL = 512
-"""Characters of what goes to the log, so that no line of it is a body long; as OpenAI bounds ``metadata``."""
+"""Maximum number of characters of a logged field, as OpenAI limits ``metadata``."""
 MAX_METADATA = 16
 MAX_ROLE = 64
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 16_384
-"""Of all bad words together."""
+"""Maximum for all bad words together."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Label = Annotated[str, Field(max_length=MAX_LABEL)]
@@ -31,21 +31,21 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class RequestBody(BaseModel):
-    """A JSON object. Types are strict: ``"1"`` and ``true`` are no numbers."""
+    """A JSON object. Types are strict: ``"1"`` and ``true`` are not numbers."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
 
 class FunctionCall(RequestBody):
-    """A call that the model made in an earlier turn."""
+    """A tool call of an earlier turn."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
-    """JSON text, as answers have it; an object is taken too."""
+    """JSON text, as in responses, or an object."""
 
 
 class ToolCall(RequestBody):
-    """One of an assistant message's calls."""
+    """One tool call of an assistant message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -53,7 +53,7 @@ class ToolCall(RequestBody):
 
 
 class ContentPart(RequestBody):
-    """A part of a message: ``{"type": "text", "text": ...}``, or in an assistant's a ``refusal``."""
+    """A part of a message: ``{"type": "text", "text": ...}``, or a ``refusal`` of the assistant."""
 
     type: str
     text: str | None = None
@@ -69,31 +69,31 @@ class ContentPart(RequestBody):
 
 
 class ChatMessage(RequestBody):
-    """A turn of a chat."""
+    """A message of a chat."""
 
     role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE)]
-    """Also a role of the model's own, such as ``ipython``, where the chat template shows it."""
+    """May be a model-specific role, such as ``ipython``, if the chat template renders it."""
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
-    """Null, an empty list and an absent content are empty text."""
+    """Null, an empty list and an absent content mean empty text."""
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """Another spelling of ``reasoning_content``."""
+    """An alias of ``reasoning_content``."""
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
         if self.role != "assistant" and (self.tool_calls or self.refusal is not None):
             raise ValueError(f"tool_calls and refusal are for assistant messages, not for role {self.role}")
         if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("a message of role tool needs the tool_call_id that it answers")
+            raise ValueError("a message of role tool needs the tool_call_id of its call")
         return self
 
 
 class FunctionDefinition(RequestBody):
-    """A function that the model may call."""
+    """The definition of a function that the model may call."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -116,80 +116,80 @@ class FunctionName(RequestBody):
 
 
 class NamedTool(RequestBody):
-    """A tool by its name: as ``tool_choice``, or in a list of those allowed."""
+    """A tool by name, as ``tool_choice`` or in a list of allowed tools."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedToolList(RequestBody):
-    """Some of a request's tools."""
+    """A subset of the tools of a request."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool]
 
 
 class AllowedTools(RequestBody):
-    """A ``tool_choice`` among some of the tools."""
+    """A ``tool_choice`` that allows a subset of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedToolList
 
 
 class JsonSchema(RequestBody):
-    """A JSON schema under ``schema``, with a name; without both, the object is the schema itself."""
+    """A JSON schema under ``schema``, with a name. Without both members, the object itself is the schema."""
 
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
-    """Schemas are kept to in any case."""
+    """Has no effect: the output always matches the schema."""
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is the schema itself."""
+        """Whether the object itself is the schema."""
         return self.name is None and self.schema_ is None
 
 
 class ResponseFormat(RequestBody):
-    """What the answer has to look like; a ``structural_tag`` has fields of its own."""
+    """The required format of the output. A ``structural_tag`` has further fields."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(RequestBody):
-    """What the answer has to look like, in one of five ways: our own field."""
+    """The required format of the output, as one of five kinds. Not part of the OpenAI API."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     """A JSON schema, or its text."""
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1)
     grammar: str | None = None
-    """In EBNF."""
+    """An EBNF grammar."""
     structural_tag: dict[str, Any] | str | None = None
 
 
 class StreamOptions(RequestBody):
-    """What a stream has besides its text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Usage so far on every chunk, and ``include_usage`` with it unless that is false: our own field."""
+    """Adds the usage so far to every chunk. Implies ``include_usage`` unless that is false."""
 
 
 class GenerationBody(RequestBody):
-    """What chats and completions have in common."""
+    """The fields that chats and completions share."""
 
     model: str = ""
-    """Absent: the model that is served. `penstock.serve.api.text_generation.checked_body` fills it in."""
+    """Defaults to the served model, which `penstock.serve.api.text_generation.checked_body` sets."""
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
-    """Token id, as text, to what is added to its logit."""
+    """Token id, as text, to the value that is added to its logit."""
     max_tokens: Count | None = None
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
-    """OpenAI's is a field of chats alone; clients that measure servers send it to both."""
+    """OpenAI has it only for chats; benchmark clients also send it for completions."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Texts | None = None
@@ -199,7 +199,7 @@ class GenerationBody(RequestBody):
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     response_format: ResponseFormat | None = None
 
-    # Our own.
+    # Not in the OpenAI API.
     top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
@@ -210,25 +210,25 @@ class GenerationBody(RequestBody):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Whether log probabilities show ``token_id:17`` in place of a token's text."""
+    """Whether log probabilities have ``token_id:17`` instead of the text of a token."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    """Best tokens beside each token of the prompt."""
+    """Number of top tokens per prompt token."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
-    """How many of the prompt's last tokens are kept; -1 keeps as many as fit."""
+    """Number of last prompt tokens to keep; -1 keeps as many as fit."""
     bad_words: Annotated[Texts, Field(max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
 
-    # Other names of fields above.
+    # Aliases of fields above.
     repeat_penalty: Annotated[Number, Field(gt=0)] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
 
-    # For the log alone.
+    # Only logged.
     user: Label | None = None
     metadata: Annotated[dict[Label, Label], Field(max_length=MAX_METADATA)] | None = None
     safety_identifier: Label | None = None
@@ -236,7 +236,7 @@ class GenerationBody(RequestBody):
 
     @property
     def shows_special_tokens(self) -> bool:
-        """Whether special tokens inside of the answer are part of its text."""
+        """Whether the text includes special tokens."""
         return self.skip_special_tokens is False
 
     @property
@@ -246,7 +246,7 @@ class GenerationBody(RequestBody):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Whether a stream ends with a usage chunk."""
         options = self.stream_options
         if options is None:
             return False
@@ -255,8 +255,8 @@ class GenerationBody(RequestBody):
         return options.include_usage
 
     @property
-    def tells_usage_so_far(self) -> bool:
-        """Whether every chunk of a stream has the usage up to it."""
+    def has_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @field_validator("stop")
@@ -264,10 +264,10 @@ class GenerationBody(RequestBody):
     def _bound_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
         stops = [stop] if isinstance(stop, str) else stop or []
         if len(stops) > MAX_STOP_STRINGS:
-            raise ValueError(f"there are {len(stops)} stop strings, {MAX_STOP_STRINGS} are the most")
+            raise ValueError(f"there are {len(stops)} stop strings; the maximum is {MAX_STOP_STRINGS}")
         if sum(map(len, stops)) > MAX_STOP_CHARACTERS:
             raise ValueError(
-                f"the stop strings have {sum(map(len, stops))} characters, {MAX_STOP_CHARACTERS} are the most"
+                f"the stop strings have {sum(map(len, stops))} characters, maximum {MAX_STOP_CHARACTERS}"
             )
         return stop
 
@@ -275,11 +275,11 @@ class GenerationBody(RequestBody):
     @classmethod
     def _bound_bad_words(cls, words: list[str] | None) -> list[str] | None:
         if any(not word.strip() for word in words or ()):
-            raise ValueError("a bad word is empty: leave it out")
+            raise ValueError("a bad word is empty: omit it")
         size = sum(map(len, words or ()))
         if size > MAX_BAD_WORD_CHARACTERS:
             raise ValueError(
-                f"the bad words have {size} characters, {MAX_BAD_WORD_CHARACTERS} are the most: send fewer"
+                f"the bad words have {size} characters; the maximum is {MAX_BAD_WORD_CHARACTERS}: send fewer"
             )
         return words
 
@@ -287,7 +287,7 @@ class GenerationBody(RequestBody):
     @classmethod
     def _keep_some(cls, count: int | None) -> int | None:
         if count == 0:
-            raise ValueError("0 would leave no prompt: give at least 1, or -1 for as many tokens as fit")
+            raise ValueError("0 would leave an empty prompt: send at least 1, or -1 to keep as many as fit")
         return count
 
 
@@ -303,12 +303,12 @@ class ChatBody(GenerationBody):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
 
-    # Our own.
+    # Not in the OpenAI API.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
-    """False leaves the reasoning out of the answer."""
+    """False omits the reasoning from the response."""
 
 
 class CompletionBody(GenerationBody):
@@ -321,7 +321,7 @@ class CompletionBody(GenerationBody):
 
 
 class TokenizeBody(RequestBody):
-    """``POST /tokenize``: of a text, or of messages."""
+    """``POST /tokenize``: a text or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -347,7 +347,7 @@ class LoadAdapterBody(RequestBody):
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(min_length=1, max_length=4096)
     load_inplace: bool | None = None
-    """Whether the name may be in use already; false refuses that."""
+    """Whether a loaded adapter of that name is replaced; false refuses the request."""
 
 
 class UnloadAdapterBody(RequestBody):

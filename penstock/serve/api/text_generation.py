@@ -1,4 +1,4 @@
-"""What both routes of text do with a request around the words of its own."""
+"""The parts of request handling that chat and completions share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 class ResponseBuilder(Protocol):
-    """Makes the objects of an answer: `ChatResponse`, `CompletionResponse`."""
+    """Builds the JSON of a response: `ChatResponse` or `CompletionResponse`."""
 
     def whole(self, pieces: list[ChoiceDelta], usage: dict[str, Any]) -> Iterable[bytes]: ...
 
@@ -39,9 +39,9 @@ class ResponseBuilder(Protocol):
 
 
 def checked_body(services: Services, kind: type[Body], raw: Any) -> Body:
-    """Return a body whose every field is one that we know what to do with.
+    """Validate a body and check all of its fields.
 
-    An absent ``model`` is the one that is served.
+    If ``model`` is absent, it is set to the served model.
 
     Raises:
         RequestProblem: 400 that names the field.
@@ -56,7 +56,7 @@ def checked_body(services: Services, kind: type[Body], raw: Any) -> Body:
 
 
 def note(body: GenerationBody, record: RequestRecord, context: TextContext) -> None:
-    """Writes into the record what only the log is to know."""
+    """Write the fields that appear only in the log into the record."""
     record.model = body.model
     record.stream = bool(body.stream)
     record.user = body.user
@@ -69,7 +69,7 @@ def note(body: GenerationBody, record: RequestRecord, context: TextContext) -> N
 
 
 def envelope_of(services: Services, request_id: str, body: GenerationBody) -> Envelope:
-    """What all objects of an answer have in common."""
+    """Return the members that all objects of a response share."""
     return Envelope(
         id=request_id,
         created=int(time.time()),
@@ -79,17 +79,19 @@ def envelope_of(services: Services, request_id: str, body: GenerationBody) -> En
 
 
 async def answer_request(
-    request: Request, services: Services, body: GenerationBody, work: GenerationJob, answer: ResponseBuilder
+    request: Request, services: Services, body: GenerationBody, job: GenerationJob, response: ResponseBuilder
 ) -> Response:
-    """Runs a request's choices. The response's headers go out after all were admitted, so that whatever is
-    refused is refused by its status, and never in a stream that began with 200.
+    """Run the choices of a request and return the HTTP response.
+
+    The response headers are sent after all choices were admitted, so a refusal has its own status code
+    instead of an error inside a stream with status 200.
 
     Raises:
-        PenstockError: the worker refuses the request, or it failed.
-        ClientDisconnect: the client has left; its choices are cancelled.
+        PenstockError: the worker refused the request, or the request failed.
+        ClientDisconnect: the client disconnected; the choices are cancelled.
     """
     record = RequestRecord.of(request)
-    run = GenerationRun(services, record, work)
+    run = GenerationRun(services, record, job)
     if body.stream:
         try:
             await cancel_on_disconnect(request, run, run.admitted)
@@ -97,7 +99,7 @@ async def answer_request(
             run.finish()
             raise
         return EventStream(
-            _stream(run, answer, body, services.turns),
+            _stream(run, response, body, services.turns),
             on_error=lambda error: _note_error(services, record, error),
             on_disconnect=run.cancel,
         )
@@ -105,7 +107,7 @@ async def answer_request(
     async def whole() -> list[bytes]:
         await run.admitted()
         pieces = await run.whole()
-        return await gather(answer.whole(pieces, run.usage()), services.turns)
+        return await gather(response.whole(pieces, run.usage()), services.turns)
 
     async with run:
         parts = await cancel_on_disconnect(request, run, whole)
@@ -113,23 +115,23 @@ async def answer_request(
 
 
 async def _stream(
-    run: GenerationRun, answer: ResponseBuilder, body: GenerationBody, turns: Turns
+    run: GenerationRun, response: ResponseBuilder, body: GenerationBody, turns: Turns
 ) -> AsyncGenerator[bytes, None]:
-    tells_usage = body.tells_usage_so_far
+    has_usage = body.has_continuous_usage
     async with run, aclosing(run.deltas()) as deltas:
         async for item in deltas:
             if item is None:
                 yield PING
                 continue
             index, piece = item
-            events = answer.events(index, piece, run.usage() if tells_usage else None)
+            events = response.events(index, piece, run.usage() if has_usage else None)
             async for part in spread(events, turns):
                 yield part
-        yield (answer.usage(run.usage()) if body.includes_usage else b"") + DONE
+        yield (response.usage(run.usage()) if body.includes_usage else b"") + DONE
 
 
 def _note_error(services: Services, record: RequestRecord, error: BaseException) -> None:
     problem = problem_of(error)
     record.failed(problem.code, problem.status)
     if problem.status == 500:
-        services.log.error("a stream broke", exc_info=error, extra={"fields": {"id": record.request_id}})
+        services.log.error("a stream failed", exc_info=error, extra={"fields": {"id": record.request_id}})

@@ -1,4 +1,4 @@
-"""The JSON of tokens, encoded once for each token id and kept: most of an answer with log probabilities."""
+"""A cache of the JSON of tokens, per token id; most of a response with log probabilities is such JSON."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from penstock.text.tokenizer import TextTokenizer
 
 T = TypeVar("T")
 
-LEAST = -9999.0
-"""OpenAI's number for a token that cannot come; JSON has no infinity."""
+MIN_LOGPROB = -9999.0
+"""OpenAI's value for a token of probability 0; JSON has no infinity."""
 
 MAX_COST = 1024
-"""Cost of one part: a number costs 1, and a token that is encoded for the first time `COST_OF_TOKEN` more.
-About one millisecond."""
+"""Maximum cost of one part, about one millisecond. A number costs 1, and a token that is not cached yet costs
+`COST_OF_TOKEN` more."""
 COST_OF_TOKEN = 64
 
 Number: TypeAlias = tuple[bytes, bytes, bytes]
-"""What stands before a number, the place of the number, what stands behind it."""
+"""The JSON before a number, a placeholder for the number, the JSON after it."""
 
 
 class Fragments(dict[int, T]):
-    """What a function makes of each token id. The function is called once for each."""
+    """A cache of a function of token ids. The function is called once per id."""
 
     def __init__(self, make: Callable[[int], T]) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class TokenFragments:
     """Fragments of JSON for the tokens of a tokenizer.
 
     Args:
-        tokenizer: of the model.
-        as_ids: write ``token_id:17`` in place of a token's text.
+        tokenizer: the tokenizer of the model.
+        as_ids: write ``token_id:17`` instead of the text of a token.
     """
 
     def __init__(self, tokenizer: TextTokenizer, *, as_ids: bool = False) -> None:
@@ -55,14 +55,14 @@ class TokenFragments:
 
     @property
     def num_made(self) -> int:
-        """How many fragments have been encoded."""
+        """The number of cached fragments."""
         return len(self.entries) + len(self.keys) + len(self.decoded)
 
     def text(self, token_id: int) -> str:
         """Return the token's text for a completion.
 
-        Text that is not UTF-8 by itself is written ``bytes:\\xe2\\x80``, as OpenAI does, so that two such
-        tokens differ.
+        A token whose bytes are not valid UTF-8 is written as ``bytes:\\xe2\\x80``, as OpenAI does, so that
+        two such tokens differ.
         """
         if self._as_ids:
             return self._shown(token_id)
@@ -74,15 +74,15 @@ class TokenFragments:
 
     def _entry(self, token_id: int) -> Number:
         written = self._tokenizer.token_bytes(token_id)
-        behind = b',"bytes":%b}' % encode(list(written))
-        return b',{"token":%b,"logprob":' % encode(self._shown(token_id)), b"", behind
+        after = b',"bytes":%b}' % encode(list(written))
+        return b',{"token":%b,"logprob":' % encode(self._shown(token_id)), b"", after
 
     def _key(self, token_id: int) -> Number:
         return b",%b:" % encode(self.text(token_id)), b"", b""
 
     def _decoded(self, token_id: int) -> Number:
-        behind = b',"decoded_token":%b}' % encode(self._shown(token_id))
-        return b',"%d":{"logprob":' % token_id, b"", behind
+        after = b',"decoded_token":%b}' % encode(self._shown(token_id))
+        return b',"%d":{"logprob":' % token_id, b"", after
 
     def _shown(self, token_id: int) -> str:
         if self._as_ids:
@@ -91,10 +91,10 @@ class TokenFragments:
 
 
 class NumberWriter:
-    """Collects numbers with the JSON around them; the numbers of a part are encoded together.
+    """Collects numbers and the JSON around them. All numbers of a part are encoded together.
 
     Args:
-        fragments: the JSON of tokens. Those that are encoded meanwhile count as cost.
+        fragments: the JSON of tokens; tokens that are encoded for the first time count as cost.
     """
 
     def __init__(self, fragments: TokenFragments) -> None:
@@ -103,16 +103,14 @@ class NumberWriter:
         self._pieces: list[bytes] = []
         self._values: list[float] = []
 
-    def add_row(
-        self, before: bytes, places: Iterable[Number], values: Iterable[float], behind: bytes
-    ) -> None:
-        """Add numbers in a row, without the comma before the first of them.
+    def add_row(self, before: bytes, places: Iterable[Number], values: Iterable[float], after: bytes) -> None:
+        """Add a row of numbers; the comma before the first number is dropped.
 
         Args:
-            before: stands before the row.
-            places: the JSON around each number; begins with a comma.
+            before: JSON before the row.
+            places: the JSON around each number, beginning with a comma.
             values: the numbers.
-            behind: stands behind the row.
+            after: JSON after the row.
         """
         start = len(self._pieces)
         self._pieces += chain.from_iterable(places)
@@ -120,16 +118,16 @@ class NumberWriter:
         if start == len(self._pieces):
             raise ValueError("a row has no number")
         self._pieces[start] = before + self._pieces[start][1:]
-        self._pieces[-1] += behind
+        self._pieces[-1] += after
 
     @property
     def is_full(self) -> bool:
-        """Whether the part has cost as much as one may."""
+        """Whether the part has reached the maximum cost."""
         made = self._fragments.num_made - self._num_made
         return len(self._values) + COST_OF_TOKEN * made >= MAX_COST
 
     def part(self) -> bytes:
-        """Return what was added since the last call."""
+        """Return the JSON added since the last call."""
         self._pieces[1::3] = numbers(self._values)
         data = b"".join(self._pieces)
         self._pieces, self._values = [], []
@@ -138,12 +136,12 @@ class NumberWriter:
 
 
 def numbers(values: Sequence[float | None]) -> list[bytes]:
-    """Return the JSON of each log probability; none is below `LEAST`.
+    """Return the JSON of each log probability, clamped to `MIN_LOGPROB`.
 
     >>> numbers([-0.5, None, float("-inf")])
     [b'-0.5', b'null', b'-9999.0']
     """
     if not values:
         return []
-    least = [None if value is None else value if value > LEAST else LEAST for value in values]
-    return encode(least)[1:-1].split(b",")
+    clamped = [None if value is None else value if value > MIN_LOGPROB else MIN_LOGPROB for value in values]
+    return encode(clamped)[1:-1].split(b",")

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two shapes, and those of prompts; all as JSON in parts of bounded cost."""
+"""Encode log probabilities of chats, completions and prompts as JSON, in parts of bounded cost."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class ChatScores:
-    """``logprobs`` of chats: ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``.
+    """Encodes ``logprobs`` of chats: ``{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}``.
 
     Args:
         fragments: the JSON of tokens.
-        top: how many of the best tokens to show.
+        top: number of top tokens per position.
     """
 
     def __init__(self, fragments: TokenFragments, top: int) -> None:
@@ -27,14 +27,14 @@ class ChatScores:
         self._top = top
 
     def parts(self, scores: Sequence[Score]) -> Parts:
-        """Yield the object for some tokens."""
+        """Yield the JSON object of some tokens."""
         yield b'{"content":['
         writer, entries = NumberWriter(self._fragments), self._fragments.entries
         separator = b""
         for score in scores:
-            before, _, behind = entries[score.token_id]
+            before, _, after = entries[score.token_id]
             ids, values = best_of(score.top, self._top)
-            own = before, b"", behind[:-1] + b',"top_logprobs":['
+            own = before, b"", after[:-1] + b',"top_logprobs":['
             writer.add_row(separator, [own], [score.logprob], b"" if ids else b"]}")
             if ids:
                 writer.add_row(b"", map(entries.__getitem__, ids), values, b"]}")
@@ -46,14 +46,14 @@ class ChatScores:
 
 
 class CompletionScores:
-    """``logprobs`` of completions: lists in parallel, the best tokens keyed by their text.
+    """Encodes ``logprobs`` of completions: parallel lists; the top tokens are keyed by their text.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the tokenizer of the model.
         fragments: the JSON of tokens.
-        top: how many of the best tokens to show.
-        prompt: the tokens of the prompt, unless they are shown themselves.
-        skip_special_tokens: whether the text is without them.
+        top: number of top tokens per position.
+        prompt: the tokens of the prompt, unless the output includes the prompt.
+        skip_special_tokens: whether the text omits special tokens.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class CompletionScores:
         self._prompt = prompt
         self._is_first = True
         self._skip_special_tokens = skip_special_tokens
-        self._offset = 0  # in characters, of the next token in the answer's text
+        self._offset = 0  # of the next token in the text, in characters
 
     def parts(
         self, token_ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Top | None]
     ) -> Parts:
-        """Yield the object for the next tokens; None is the log probability of a text's first token."""
+        """Yield the JSON object of the next tokens. The log probability of a prompt's first token is None."""
         yield b'{"text_offset":['
         yield from _slices(self._offsets(some) for some in _runs(token_ids, COST_OF_TOKEN))
         yield b'],"token_logprobs":['
@@ -97,12 +97,12 @@ class CompletionScores:
         return offsets
 
     def _num_characters(self, token_id: int) -> int:
-        if self._is_first:  # of a text that begins with it, the tokenizer may drop its space
+        if self._is_first:  # at the beginning of a text the tokenizer may drop the leading space
             self._is_first = False
             return len(
                 text_after_prompt(self._tokenizer, self._prompt, [token_id], self._skip_special_tokens)
             )
-        # A character counts where its first byte is written.
+        # A character counts for the token that contains its first byte.
         return sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(token_id))
 
     def _rows(
@@ -120,7 +120,7 @@ class CompletionScores:
             if token_id not in ids:
                 ids, values = [*ids, token_id], [*values, logprob]
             row = dict(zip(map(keys.__getitem__, ids), values, strict=True))
-            if len(row) < len(ids):  # of two tokens with one text the more probable stays
+            if len(row) < len(ids):  # of two tokens with the same text, keep the more probable one
                 row = dict(zip(map(keys.__getitem__, reversed(ids)), reversed(values), strict=True))
             writer.add_row(separator + b"{", row, row.values(), b"}")
             separator = b","
@@ -136,17 +136,17 @@ def prompt_parts(
     top: int,
     num_best: int,
 ) -> Parts:
-    """Yield ``prompt_logprobs``: null for the first token, then for each an object with token ids as keys.
+    """Yield ``prompt_logprobs``: null for the first token, then an object per token with token ids as keys.
 
-    A value is ``{"logprob", "rank", "decoded_token"}``. The token that stands there is always among them; its
-    rank is null where it is not one of the best tokens that were computed.
+    A value is ``{"logprob", "rank", "decoded_token"}``. The prompt's own token is always included. Its rank
+    is null if it is not one of the top tokens that were computed.
 
     Args:
         fragments: the JSON of tokens.
         token_ids: the prompt.
-        scores: one for each of its tokens but the first.
-        top: how many of the best tokens to show.
-        num_best: how many were computed; a row may have the token that stands there behind them.
+        scores: one per prompt token except the first.
+        top: number of top tokens per position.
+        num_best: number of top tokens computed. A row may end with the prompt's own token in addition.
     """
     assert len(scores) == len(token_ids) - 1, "a row for each token of the prompt but the first"
     yield b"[null"
@@ -156,9 +156,9 @@ def prompt_parts(
         ranks = {one: rank for rank, one in enumerate(ids, 1)}
         shown = {token_id: logprob} | dict(zip(ids[:top], values[:top], strict=True))
         places = (
-            (before, b"", b',"rank":%b%b' % (encode(ranks.get(one)), behind))
+            (before, b"", b',"rank":%b%b' % (encode(ranks.get(one)), after))
             for one in shown
-            for before, _, behind in (decoded[one],)
+            for before, _, after in (decoded[one],)
         )
         writer.add_row(b",{", places, shown.values(), b"}")
         if writer.is_full:
@@ -168,7 +168,7 @@ def prompt_parts(
 
 
 def best_of(row: Top, count: int) -> tuple[list[int], list[float]]:
-    """Return the most probable tokens of a row and their log probabilities, the best first."""
+    """Return the top tokens of a row and their log probabilities, best first."""
     top = top_tokens(row)
     ids = sorted(top, key=top.__getitem__, reverse=True)[:count]
     return ids, [top[one] for one in ids]

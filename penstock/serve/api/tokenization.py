@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: what a text is to the model, and back."""
+"""``/tokenize`` and ``/detokenize``: text to tokens, and tokens to text."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class TokenizeResponse(BaseModel):
 
     count: int
     max_model_len: int
-    """Most tokens of a request, prompt and output together."""
+    """Maximum number of tokens of prompt and output together."""
     tokens: list[int]
     token_strs: list[str] | None = None
-    """Their texts, where they were asked for."""
+    """The text of each token, if requested."""
 
 
 class DetokenizeResponse(BaseModel):
@@ -45,13 +45,13 @@ class DetokenizeResponse(BaseModel):
 
 @router.post("/tokenize", openapi_extra=body_of(TokenizeBody), responses=responses(*BODY_ERRORS))
 async def tokenize(request: Request) -> TokenizeResponse:
-    """The tokens of a text, or of messages as the chat template puts them."""
+    """Return the tokens of a text, or of messages rendered by the chat template."""
     return await _in_pool(request, _tokenize)
 
 
 @router.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses(*BODY_ERRORS))
 async def detokenize(request: Request) -> DetokenizeResponse:
-    """The text of tokens, special ones too."""
+    """Return the text of tokens, including special tokens."""
     return await _in_pool(request, _detokenize)
 
 
@@ -66,7 +66,7 @@ def _tokenize(services: Services, raw: Any) -> TokenizeResponse:
     _check_model(services, body.model)
     tokenizer = services.tokenizer
     if (body.prompt is None) == (body.messages is None):
-        raise RequestProblem(400, "give either a prompt or messages", param="prompt")
+        raise RequestProblem(400, "send either prompt or messages", param="prompt")
     if body.prompt is not None:
         for_messages = {"tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
         if given := sorted(for_messages & {name for name, value in raw.items() if value is not None}):
@@ -76,7 +76,7 @@ def _tokenize(services: Services, raw: Any) -> TokenizeResponse:
         if body.add_special_tokens:
             raise RequestProblem(
                 400,
-                "add_special_tokens is for a prompt: a chat template writes them",
+                "add_special_tokens is only for prompt: the chat template adds special tokens",
                 param="add_special_tokens",
             )
         messages = template_messages(raw["messages"], tokenizer)
@@ -110,7 +110,9 @@ def _detokenize(services: Services, raw: Any) -> DetokenizeResponse:
     for index, one in enumerate(body.tokens):
         if one >= vocab_size:
             raise RequestProblem(
-                400, f"tokens[{index}] is {one}: token ids are below {vocab_size}", param=f"tokens[{index}]"
+                400,
+                f"tokens[{index}] is {one}: token ids must be below {vocab_size}",
+                param=f"tokens[{index}]",
             )
     return DetokenizeResponse(prompt=services.tokenizer.decode_ids(body.tokens, skip_special_tokens=False))
 

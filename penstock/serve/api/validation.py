@@ -1,4 +1,4 @@
-"""Validation of request bodies against `penstock.serve.api.schemas`, and the errors of invalid ones."""
+"""Validate request bodies against `penstock.serve.api.schemas` and report errors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 def validated(kind: type[Body], body: Any) -> Body:
-    """A body of one kind, its unknown fields not looked at yet.
+    """Validate a body; unknown fields are not checked here.
 
     Raises:
-        RequestProblem: 400 that names the first field that is wrong.
+        RequestProblem: 400 that names the first invalid field.
     """
     if not isinstance(body, dict):
         raise RequestProblem(400, f"the body must be a JSON object, not {_beginning(body)}")
-    if len(body) > _MAX_FIELDS:  # pydantic would look at all of them in one call, which holds the GIL
-        raise RequestProblem(400, f"the body has {len(body)} fields, there can be {_MAX_FIELDS}")
+    if len(body) > _MAX_FIELDS:  # pydantic validates all fields in one call that holds the GIL
+        raise RequestProblem(400, f"the body has {len(body)} fields; the maximum is {_MAX_FIELDS}")
     try:
         return kind.model_validate(_with_lists_validated(kind, body))
     except ValidationError as error:
@@ -32,9 +32,10 @@ def validated(kind: type[Body], body: Any) -> Body:
 
 
 def _with_lists_validated(kind: type[RequestBody], body: dict[str, Any]) -> dict[str, Any]:
-    """A body whose long lists of objects are validated one by one: a call of pydantic holds the GIL.
+    """Validate the elements of long lists one by one, because one call of pydantic holds the GIL.
 
-    Where an element is wrong the list ends with it, as it came, for the error of the whole to name it.
+    At an invalid element the list is cut behind that element, so that the validation of the whole body
+    reports it.
     """
     done = {}
     for name, element in _LISTS.items():
@@ -64,10 +65,10 @@ _LONG_LIST = 64
 
 
 def _problem_of(error: ValidationError, body: Mapping[str, Any]) -> RequestProblem:
-    """The first wrong field; where it may be of several types, what is wrong with each."""
+    """Return the error of the first invalid field; for a union of types, with the error of each type."""
     details = error.errors(include_url=False, include_context=False)
     places = [_place(one, body) for one in details]
-    # Of alternatives, the one that got furthest is the one that was meant.
+    # Of the alternatives of a union, report the one that matched furthest.
     first = max((place for place in places if place.startswith(places[0])), key=len)
     wrong = [one["msg"] for one, place in zip(details, places, strict=True) if place == first]
     text = " or ".join(dict.fromkeys(_sentence(message) for message in wrong))
@@ -78,8 +79,8 @@ def _problem_of(error: ValidationError, body: Mapping[str, Any]) -> RequestProbl
 
 
 def _place(error: ErrorDetails, body: Mapping[str, Any]) -> str:
-    """``messages[0].content``: the error's location without the names that pydantic gives to alternatives."""
-    place, value = "", _Found(body)
+    """Return the location, such as ``messages[0].content``, without pydantic's names of union members."""
+    place, value = "", _Value(body)
     absent = error["loc"][-1:] if error["type"] == "missing" else ()
     for part in error["loc"]:
         if isinstance(part, int) and value.has_index(part):
@@ -89,8 +90,8 @@ def _place(error: ErrorDetails, body: Mapping[str, Any]) -> str:
     return place
 
 
-class _Found:
-    """A value in the body, or none."""
+class _Value:
+    """A value in the body, or None."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -101,8 +102,8 @@ class _Found:
     def has_key(self, key: str) -> bool:
         return isinstance(self.value, dict) and key in self.value
 
-    def at(self, part: int | str) -> _Found:
-        return _Found(self.value[part]) if self.has_index(part) or self.has_key(part) else _Found(None)  # type: ignore[arg-type]
+    def at(self, part: int | str) -> _Value:
+        return _Value(self.value[part]) if self.has_index(part) or self.has_key(part) else _Value(None)  # type: ignore[arg-type]
 
 
 def _sentence(message: str) -> str:
@@ -111,7 +112,7 @@ def _sentence(message: str) -> str:
 
 
 def json_schema(kind: type[RequestBody]) -> dict[str, Any]:
-    """The JSON schema of a body for the OpenAPI document, whole: without references to other places."""
+    """Return the JSON schema of a body for the OpenAPI document, with all references inlined."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})
     inlined: dict[str, Any] = _inlined(schema, definitions)

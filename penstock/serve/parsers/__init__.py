@@ -1,6 +1,6 @@
-"""A model's text -> the answer's content, its reasoning and its calls of tools.
+"""Split the text of a model into content, reasoning and tool calls.
 
-`ParserFactory` is chosen once a model; its `new` makes an `OutputParser` a choice.
+A model has one `ParserFactory`. `ParserFactory.new` creates an `OutputParser` for each choice.
 """
 
 from __future__ import annotations

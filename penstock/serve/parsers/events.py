@@ -1,4 +1,4 @@
-"""What a parser makes of a model's text. Joined, the events are the answer."""
+"""The events that a parser extracts from the text of a model."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import msgspec
 
 
 class Content(msgspec.Struct, frozen=True, tag=True):
-    """The next piece of the answer's text."""
+    """The next piece of the content."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True, tag=True):
-    """The next piece of what the model thinks before it answers."""
+    """The next piece of the reasoning."""
 
     text: str
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, tag=True):
-    """A call of a tool that the request offers begins; ``index`` counts the answer's calls from 0."""
+    """The beginning of a tool call; ``index`` is the number of the call in the output, from 0."""
 
     index: int
     id: str
@@ -28,8 +28,8 @@ class ToolCallStart(msgspec.Struct, frozen=True, tag=True):
 class ToolCallArguments(msgspec.Struct, frozen=True, tag=True):
     """The next piece of the JSON text of a call's arguments.
 
-    Joined, the pieces of a call are one JSON object, or an unfinished beginning of one where the model's
-    text broke off or stopped being JSON; never an object with something left out.
+    The concatenated pieces of a call are one JSON object. If the text ends early or stops being JSON, they
+    are an unfinished prefix of an object, never an object with missing parts.
     """
 
     index: int
@@ -40,7 +40,7 @@ Event = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """The events with neighbouring pieces of the same thing made one.
+    """Merge adjacent events of the same type.
 
     >>> joined([Content("a"), Content("b"), ToolCallArguments(0, "{"), ToolCallArguments(0, "}")])
     [Content(text='ab'), ToolCallArguments(index=0, text='{}')]

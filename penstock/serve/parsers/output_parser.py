@@ -1,7 +1,7 @@
-"""The parser of one answer: plain text, reasoning and calls, told apart as the text comes.
+"""The incremental parser of one choice: content, reasoning and tool calls.
 
-White space belongs to the markup that it stands beside: it is dropped before a call, around reasoning (its
-line ends) and after both, and kept everywhere else.
+White space next to markup is dropped: before a call, around reasoning (line ends), and after both. All other
+white space is kept.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from penstock.serve.parsers.tools import Schema, Tools
 
 
 class OutputParser(Protocol):
-    """Makes events of the text of one choice."""
+    """Translates the text of one choice to events."""
 
     @property
     def done(self) -> bool:
-        """Whether the answer is complete, whatever text may follow: the only call that was allowed has ended.
+        """Whether the output is complete because the only allowed call has ended.
 
-        The rest of the text is dropped, as after a stop string, so generation may end here.
+        Later text is dropped, as after a stop string, so generation can stop here.
         """
         ...
 
     def push(self, text: str) -> list[Event]:
-        """The events that this text settles."""
+        """Process the next text and return the events that are now certain."""
         ...
 
     def finish(self) -> list[Event]:
-        """What was held back. Text that became no call comes out as the text that it is."""
+        """End the text and return the remaining events. An incomplete call becomes content."""
         ...
 
 
 class ToolCallReader(Protocol):
-    """How calls look in one format; see `penstock.serve.parsers.formats`."""
+    """The syntax of calls in one format; see `penstock.serve.parsers.formats`."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What begins calls, anywhere in the text."""
+        """Texts that begin calls, anywhere in the output."""
         ...
 
     @property
@@ -51,24 +51,24 @@ class ToolCallReader(Protocol):
 
     @property
     def bare_in_text(self) -> bool:
-        """Whether calls that no marker announces stand behind other text, too."""
+        """Whether calls without a marker may also follow other text."""
         ...
 
     def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
-        """Reads the calls behind a marker, taken already, or where a bare call may stand (marker "").
+        """Read calls after `marker`, which is already taken; the marker "" means a call without a marker.
 
         Raises:
-            NotAToolCallError: what follows is none. What was taken since the last call is plain text.
+            NotAToolCallError: the text is not a call. The text since the last call is plain text.
         """
         ...
 
 
 class _OutputDone(Exception):
-    """The one call that was allowed has ended."""
+    """The only allowed call has ended."""
 
 
 class PlainParser:
-    """The parser where nothing is markup."""
+    """The parser for text without markup."""
 
     done = False
 
@@ -80,7 +80,7 @@ class PlainParser:
 
 
 class ReasoningToolParser:
-    """An `OutputParser`, and what a `ToolCallReader` works on: the text's stream and where calls go."""
+    """The `OutputParser` for reasoning and calls, and the object that a `ToolCallReader` works on."""
 
     def __init__(
         self,
@@ -109,19 +109,18 @@ class ReasoningToolParser:
         self._markers = Markers(
             [*self._begins, *self._ends, *self._call_markers, *ignored, *self._bare_in_text]
         )
-        self._json: JsonScanner | None = (
-            None  # JSON in the text that is no call, up to here: nothing in it is
-        )
+        # Scans JSON in the text that is not a call: no call without a marker begins inside it.
+        self._json: JsonScanner | None = None
         self._events: list[Event] = []
         self._in_reasoning = in_reasoning
-        self._space: list[str] = []  # white space that is text only if text follows
+        self._space: list[str] = []  # white space that is emitted only if text follows
         self._after_markup = in_reasoning
         self._has_content = False
         self._num_calls = 0
         self._ids: set[str] = set()
         self._call_is_open = False
-        self._called = False  # a call began behind the marker at hand
-        self._refused = False  # a call of something that is no tool was taken since the last settled text
+        self._called = False  # a call has begun after the current marker
+        self._refused = False  # the text taken so far has a call of an unknown tool
         self._run = self._read()
         is_finished(self._run)
 
@@ -129,22 +128,22 @@ class ReasoningToolParser:
         if self.done or not text:
             return []
         self.stream.push(text)
-        return self._go_on()
+        return self._run_reader()
 
     def finish(self) -> list[Event]:
         if self.done or self.stream.ended:
             return []
         self.stream.ended = True
-        events = self._go_on()
+        events = self._run_reader()
         space = "".join(self._space)
         if space and not self._after_markup and not self.done:
             events.append(Reasoning(space) if self._in_reasoning else Content(space))
         return events
 
-    # What call readers use.
+    # The interface for call readers.
 
     def knows(self, name: str) -> bool:
-        """Whether the request offers this tool."""
+        """Return whether the request has this tool."""
         return name in self._tools
 
     def schema_types(self, name: str, argument: str) -> frozenset[str] | None:
@@ -154,11 +153,11 @@ class ReasoningToolParser:
         return self._tools.properties(name)
 
     def refuse(self) -> None:
-        """The call at hand names no tool of the request: all that belongs to it is text."""
+        """Mark the current call as a call of an unknown tool. All of its text becomes content."""
         self._refused = True
 
     def has_id(self, call_id: str) -> bool:
-        """Whether a call of this answer has this id."""
+        """Return whether a call of this output already has this id."""
         return call_id in self._ids
 
     @property
@@ -166,11 +165,11 @@ class ReasoningToolParser:
         return self._num_calls
 
     def start_call(self, name: str, call_id: str = "") -> None:
-        """A call begins; from here on it cannot be taken back.
+        """Begin a call. It cannot be undone.
 
         Args:
-            call_id: the id that the model wrote; without one, or with one that another call has, a new one
-                is made.
+            call_id: the id that the model wrote. If it is empty or another call has it, a new id is
+                generated.
         """
         if not call_id or call_id in self._ids:
             call_id = self._new_id()
@@ -189,22 +188,22 @@ class ReasoningToolParser:
             self._events.append(ToolCallArguments(self._num_calls - 1, text))
 
     def end_call(self) -> None:
-        """The arguments of the call are complete."""
+        """End a call whose arguments are complete."""
         self.stream.forget()
         self._call_is_open = False
         if not self._parallel:
             raise _OutputDone
 
     def commit(self) -> None:
-        """What was taken is the markup of a call, as it should be; of one that was refused, it is text."""
+        """Accept the text taken so far as markup of a call; the text of a refused call becomes content."""
         if self._refused:
-            self._give_back()
+            self._emit_taken()
         elif self._called:
             self.stream.forget()
 
-    # The answer's own reader.
+    # The main loop.
 
-    def _go_on(self) -> list[Event]:
+    def _run_reader(self) -> list[Event]:
         is_finished(self._run)
         events, self._events = self._events, []
         return events
@@ -218,7 +217,7 @@ class ReasoningToolParser:
                 yield from self._read_calls(marker)
                 continue
             if marker and marker in self._bare_in_text:
-                self._pass_over(marker)
+                self._scan_json(marker)
                 if not self._in_reasoning and self._json is None:
                     self.stream.put_back(len(marker))
                     yield from self._read_calls("")
@@ -228,7 +227,7 @@ class ReasoningToolParser:
                 continue
             self.stream.forget()
             if text:
-                self._pass_over(text)
+                self._scan_json(text)
                 self._text(text)
             elif not marker:
                 return
@@ -248,17 +247,17 @@ class ReasoningToolParser:
         if first and first in self._calls.bare_starts:
             yield from self._read_calls("")
         else:
-            self._give_back()
+            self._emit_taken()
 
     def _read_calls(self, marker: str) -> Steps[None]:
-        """Reads calls behind a marker, or with the marker "" bare ones."""
+        """Read calls after a marker; the marker "" means calls without a marker."""
         assert self._calls is not None
         self._json = None
         self._called = False
         try:
             yield from self._calls.read(self, marker)
         except NotAToolCallError:
-            # Of a call that the text's end cuts short, the last unfinished piece of markup is no text.
+            # If the text ends inside a call, its last unfinished markup is dropped.
             is_cut_short = self._call_is_open and self.stream.ended
             self._refused = not is_cut_short
             self._call_is_open = False
@@ -268,24 +267,24 @@ class ReasoningToolParser:
             self.done = True
         if self._refused or not self._called:
             self._look_for_json()
-            self._give_back()
+            self._emit_taken()
         self.stream.forget()
 
     def _look_for_json(self) -> None:
-        """Notes that what was taken for calls in JSON and is given back is the beginning of other JSON."""
+        """Start scanning JSON that is not a call, in the text that is about to become content."""
         text = self.stream.taken
         starts = [at for at in map(text.find, self._bare_in_text) if at >= 0]
         if starts and "{" in self._bare_in_text:
             self._json = JsonScanner()
-            self._pass_over(text[min(starts) :])
+            self._scan_json(text[min(starts) :])
 
-    def _pass_over(self, text: str) -> None:
+    def _scan_json(self, text: str) -> None:
         if self._json is not None:
             self._json.feed(text)
             if self._json.done or self._json.broken:
                 self._json = None
 
-    def _give_back(self) -> None:
+    def _emit_taken(self) -> None:
         text = self.stream.taken
         self.stream.forget()
         self._refused = self._called = False

@@ -1,4 +1,4 @@
-"""The parsers of a model: chosen once from its chat template or by flags, then one made a choice."""
+"""The formats of a model, chosen by its chat template or by flags: parsers and grammars."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _ALPHANUMERICS = string.ascii_letters + string.digits
 class ParserFactory:
     """How one model writes calls and reasoning.
 
-    `new` makes the parser of one choice; what it yields joined is the same however its text is cut.
+    `new` creates the parser of one choice. Its merged events do not depend on how the text is cut into
+    pieces.
     """
 
     tools: ToolFormat | None
@@ -88,9 +89,9 @@ class ParserFactory:
 
     @property
     def skip_special_tokens(self) -> bool:
-        """Whether decoding may leave special tokens out: not where markup is made of them.
+        """Whether decoding may omit special tokens. False if the markup consists of special tokens.
 
-        Then the parser drops those that are no markup of this request.
+        In that case the parser drops the special tokens that are not markup.
         """
         markup = [*(self.tools.markers if self.tools else ())]
         if self.reasoning:
@@ -98,11 +99,11 @@ class ParserFactory:
         return not any(token in marker for token in self.special_tokens for marker in markup)
 
     def prompt_opens_reasoning(self, prompt: str, prefill: str = "") -> bool:
-        """Whether the model goes on inside of a block of reasoning.
+        """Return whether the model continues inside a reasoning block.
 
         Args:
-            prompt: as rendered.
-            prefill: the beginning of the answer, at the prompt's end, where the request gives one.
+            prompt: the rendered prompt.
+            prefill: the beginning of the output, at the end of the prompt, if the request has one.
         """
         if self.reasoning is None:
             return False
@@ -121,19 +122,20 @@ class ParserFactory:
         bare_in_text: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> OutputParser:
-        """The parser of one choice.
+        """Create the parser of one choice.
 
-        Only calls of the request's tools are calls: without tools, with the choice "none", or for a name
-        that is not among them, what looks like one is the answer's text.
+        Only calls of the request's tools are calls. Without tools, with the choice "none", or for an unknown
+        name, the text of a call is content.
 
         Args:
-            in_reasoning: the prompt ends inside of a block of reasoning.
-            parallel: several calls may come out; else the answer ends with the first.
-            shows_special_tokens: special tokens that are no markup stay in the text.
-            bare_in_text: calls without a marker are read behind other text, too, where the format has them
-                there. Give False where a grammar holds calls to their schemas: it holds those at the
-                beginning only.
-            new_id: makes the ids of calls that bring none; random ones by default.
+            tools: the tools of the request.
+            tool_choice: the tool choice of the request.
+            in_reasoning: the prompt ends inside a reasoning block.
+            parallel: allow several calls; otherwise the output ends with the first call.
+            shows_special_tokens: keep special tokens that are not markup in the text.
+            bare_in_text: also read calls without a marker after other text, if the format allows them. Use
+                False with a grammar that enforces schemas: it enforces only calls at the beginning.
+            new_id: generates ids for calls without an id; random ids by default.
         """
         known = Tools.of(tools, tool_choice)
         calls = self.tools if known else None
@@ -162,18 +164,21 @@ class ParserFactory:
         reasoning: bool = False,
         in_reasoning: bool | None = None,
     ) -> Grammar | None:
-        """What forces calls of the tools by the choice "required" or by name; None for other choices.
+        """Return the grammar that forces calls; None unless the choice is "required" or a named tool.
 
         Args:
-            reasoning: the model may reason before, if it has a format for that.
-            in_reasoning: whether the prompt ends inside of a block of reasoning; None if nobody knows.
+            tools: the tools of the request.
+            tool_choice: the tool choice of the request.
+            parallel: allow several calls.
+            reasoning: allow reasoning before the calls, if the model has a reasoning format.
+            in_reasoning: whether the prompt ends inside a reasoning block; None if unknown.
 
         Raises:
-            UnsupportedFeatureError: there is no format of calls to force.
+            UnsupportedFeatureError: the model has no known tool-call format.
         """
         if tool_choice in (None, "auto", "none"):
             return None
-        # One named function is called once, as OpenAI has it.
+        # As in the OpenAI API, a named function is called once.
         parallel = parallel and tool_choice == "required"
         tag = self._called("tool_choice", Tools.of(tools, tool_choice), parallel)
         return grammar_of(self._after_reasoning(tag, in_reasoning) if reasoning else tag)
@@ -186,17 +191,20 @@ class ParserFactory:
         parallel: bool = True,
         in_reasoning: bool | None = None,
     ) -> Grammar:
-        """For the choice "auto": any text, in which calls are of the tools, of strict ones by their schemas.
+        """Return the grammar for the choice "auto": free text in which calls of strict tools match schemas.
 
-        Where calls need no marker, the text begins with none of the characters that a call does.
+        If calls need no marker, the text must not begin with a character that begins a call.
 
         Args:
-            strict: names of the strict tools; the arguments of others are any.
-            in_reasoning: whether the prompt ends inside of a block of reasoning; None if nobody knows.
+            tools: the tools of the request.
+            strict: names of the strict tools. Other tools accept any arguments.
+            parallel: allow several calls.
+            in_reasoning: whether the prompt ends inside a reasoning block; None if unknown.
 
         Raises:
-            UnsupportedFeatureError: there is no format of calls, or one of which this cannot be said.
-            UnsupportedSchemaError: a schema has a keyword that cannot be honoured.
+            UnsupportedFeatureError: the model has no known tool-call format, or its format cannot be enforced
+                inside free text.
+            UnsupportedSchemaError: a schema has a keyword that the grammar cannot enforce.
         """
         offered = Tools.of(tools, "auto").with_strict(strict)
         called = self._called("strict tools", offered, parallel)
@@ -222,51 +230,52 @@ class ParserFactory:
         parallel: bool = True,
         in_reasoning: bool | None = None,
     ) -> Grammar:
-        """For the choice "auto" beside a format of the text: calls alone, or text by the grammar alone.
+        """Return the grammar for the choice "auto" with an output format: calls, or text of the format.
 
-        Args and errors are those of `strict_grammar`.
+        The arguments and errors are those of `strict_grammar`.
         """
         called = self._called(
-            "a format of the text beside tools", Tools.of(tools, "auto").with_strict(strict), parallel
+            "an output format together with tools", Tools.of(tools, "auto").with_strict(strict), parallel
         )
         return grammar_of(self._after_reasoning(either([called, self._answer(grammar)]), in_reasoning))
 
     def after_reasoning(self, grammar: Grammar, *, in_reasoning: bool | None = None) -> Grammar:
-        """The grammar for what follows the reasoning; the same one where the model has no format for it.
+        """Return a grammar that applies after the reasoning; without a reasoning format, `grammar` itself.
 
         Args:
-            in_reasoning: whether the prompt ends inside of a block of reasoning; None if nobody knows.
+            grammar: the grammar of the content.
+            in_reasoning: whether the prompt ends inside a reasoning block; None if unknown.
         """
         if self.reasoning is None:
             return grammar
         return grammar_of(self._after_reasoning(self._answer(grammar), in_reasoning))
 
     def _called(self, what: str, tools: Tools, parallel: bool) -> Tag:
-        """Calls and nothing else."""
+        """Return the tag of calls without other text."""
         if self.tools is None:
             raise UnsupportedFeatureError(
                 what,
-                "the chat template shows no known format of tool calls; "
+                "the chat template has no known tool-call format; "
                 f"--tool-call-parser names one of {', '.join(TOOL_FORMATS)}",
             )
         return self._markup(self.tools.grammar(tools, parallel))
 
     def _answer(self, grammar: Grammar) -> Tag:
-        """The answer's text by a grammar, with the markup that it stands in."""
+        """Return the tag of content that matches a grammar, with the markup before it."""
         marker = self.reasoning.answer if self.reasoning else ""
         return sequence(self._markup(constant(marker)), tag_of(grammar))
 
     def _after_reasoning(self, tag: Tag, in_reasoning: bool | None, without: Sequence[str] = ()) -> Tag:
         if self.reasoning is None:
             return tag
-        whole, rest = self._thoughts(self.reasoning, without)
+        whole, rest = self._reasoning_tags(self.reasoning, without)
         between = constant("") if self.reasoning.between else spaces()
         if in_reasoning is None:
             return sequence(optional(either([whole, rest])), between, tag)
         return sequence(rest if in_reasoning else optional(whole), between, tag)
 
-    def _thoughts(self, reasoning: ReasoningFormat, without: Sequence[str] = ()) -> tuple[Tag, Tag]:
-        """A block of reasoning, and one whose beginning is in the prompt; both up to what follows."""
+    def _reasoning_tags(self, reasoning: ReasoningFormat, without: Sequence[str] = ()) -> tuple[Tag, Tag]:
+        """Return the tags of a whole reasoning block, and of one whose begin marker is in the prompt."""
         rest = sequence(
             either([text_until(end, without) for end in reasoning.ends]), constant(reasoning.between)
         )
@@ -274,8 +283,8 @@ class ParserFactory:
         return self._markup(whole), self._markup(rest)
 
     def _turn(self, reasoning: ReasoningFormat, called: Tag, in_reasoning: bool | None) -> Tag:
-        """A whole answer where each of its parts has a marker: reasoning and remarks, then text or a call."""
-        whole, rest = self._thoughts(reasoning)
+        """Return the tag of a marked output: reasoning and remarks, then content or a call."""
+        whole, rest = self._reasoning_tags(reasoning)
         remark = self._markup(
             sequence(constant(reasoning.remark), text_until(reasoning.ends[0]), constant(reasoning.between))
         )
@@ -298,5 +307,5 @@ def _chosen(field: str, name: str, formats: Mapping[str, Format], template: str)
     if name == "auto":
         return next((row for row in formats.values() if row.matches(template)), None)
     if name not in formats:
-        raise ConfigError(field, f"{name!r} is not known: auto, none, or one of {', '.join(formats)}")
+        raise ConfigError(field, f"{name!r} is unknown: use auto, none, or one of {', '.join(formats)}")
     return formats[name]

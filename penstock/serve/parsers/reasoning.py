@@ -1,4 +1,4 @@
-"""How models mark what they think before they answer: one row a format."""
+"""The table of reasoning formats: one row per format."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from dataclasses import dataclass
 class ReasoningFormat:
     """The markers around reasoning.
 
-    An end without a beginning is dropped; a call ends the reasoning before it, with or without an end marker.
+    An end marker without a begin marker is dropped. A call ends the reasoning, with or without an end marker.
     """
 
     name: str
     begins: tuple[str, ...]
     ends: tuple[str, ...]
     dropped: tuple[str, ...] = ()
-    """Markers around the answer itself."""
+    """Markers around the content. They are removed."""
     between: str = ""
-    """Stands between the end of the reasoning and what follows."""
+    """Text between the end marker and the output that follows."""
     answer: str = ""
-    """Stands before the text of the answer, behind reasoning or without it."""
+    """Marker before the content, with or without reasoning before it."""
     remark: str = ""
-    """Stands, where there is an ``answer``, before text that goes before it and ends like reasoning."""
+    """Marker before text that precedes the content and ends with the end marker. Requires ``answer``."""
     hints: tuple[str, ...] = ()
-    """A chat template that has all of these is of this format."""
+    """Texts that a chat template of this format contains; if empty, only the flag selects the format."""
 
     def matches(self, template: str) -> bool:
-        return all(hint in template for hint in self.hints)
+        return bool(self.hints) and all(hint in template for hint in self.hints)
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether a prompt ends inside of a block: with a marker that begins one, at most space after it."""
+        """Return whether a prompt ends with a begin marker, followed by white space at most."""
         return prompt.rstrip().endswith(tuple(marker.rstrip() for marker in self.begins))
 
 
-# In the order in which a template is asked; the most special first.
+# The first row whose hints are all in the chat template is used; specific formats stand first.
 REASONING_FORMATS = {
     row.name: row
     for row in (
@@ -86,7 +86,7 @@ REASONING_FORMATS = {
 
 
 def prompt_opens_reasoning(prompt: str) -> bool:
-    """Whether a rendered prompt leaves the model inside a block of reasoning, in any format that is known.
+    """Return whether a rendered prompt ends with the begin marker of any known reasoning format.
 
     >>> prompt_opens_reasoning("<|im_start|>assistant\\n<think>\\n")
     True

@@ -1,7 +1,7 @@
-"""Text that comes in pieces, read as if it were all there: a reader waits where its next step needs more.
+"""Incremental text: readers process pieces of text as if the whole text were present.
 
-Readers are generators that yield when they want more text. What they decide depends on the text alone and
-not on how it was cut: that is why any cutting gives the same events.
+A reader is a generator that yields when it needs more text. Its decisions depend only on the text and not on
+how the text is cut into pieces, so the events are the same for every chunking.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""A reader: yields whenever it needs more text, returns what it has read."""
+"""A reader: yields when it needs more text, and returns its result."""
 
 SPACE = " \t\r\n"
 _RUN_OF_SPACE = re.compile(r"[ \t\r\n]+")
 
 
 class NotAToolCallError(Exception):
-    """What was taken for a call is none. Its text, as far as nobody has seen it, is plain text."""
+    """The text is not a tool call. The part that was not emitted yet is plain text."""
 
 
 class Markers:
-    """Strings to look for in a text, longer ones first."""
+    """Searches a text for markers; longer markers win."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         ordered = sorted({marker for marker in markers if marker}, key=lambda marker: (-len(marker), marker))
@@ -32,11 +32,11 @@ class Markers:
         self._longest = max(map(len, ordered), default=0)
 
     def find(self, text: str, at: int, ended: bool, limit: int | None = None) -> tuple[int, int]:
-        """Where the first marker from `at` on stands; start == end where none does.
+        """Return the span (start, end) of the first marker from position `at`; start == end if there is none.
 
-        What lies before the start is certain to be no marker. The start is the text's end, or, unless
-        the text has ended, the place from which later text may complete a marker. With a `limit`, no more
-        than that many characters before the start are looked at.
+        The text before `start` certainly contains no marker. Without a marker, `start` is the end of the
+        text, or the position from which later text may complete a marker, unless the text has `ended`. With a
+        `limit`, at most that many characters are searched.
         """
         if limit is not None and len(text) - at >= limit + self._longest:
             last = at + limit
@@ -56,15 +56,15 @@ class Markers:
 
 
 class IncrementalText:
-    """The text of one answer, taken from the front.
+    """The text of one choice, consumed from the front.
 
-    ``taken`` has what was taken since the last `forget`: a reader that finds that it was wrong gives it back.
+    ``taken`` is the text consumed since the last `forget`. If a reader fails, this text becomes content.
     """
 
     def __init__(self) -> None:
         self.ended = False
         self.num_pushed = 0
-        self.num_looked_at = 0  # characters that readers have examined: the cost, which tests hold to linear
+        self.num_looked_at = 0  # characters that readers examined; tests check that it is linear in the text
         self._text = ""
         self._at = 0
         self._taken: list[str] = []
@@ -75,9 +75,9 @@ class IncrementalText:
         self._at = 0
 
     def take(self, count: int) -> str:
-        """The next `count` characters, which must be there."""
+        """Take the next `count` characters, which must be available."""
         text = self._text[self._at : self._at + count]
-        assert len(text) == count, "text taken that has not come yet"
+        assert len(text) == count, "the text is not available yet"
         self._at += count
         self._taken.append(text)
         return text
@@ -87,32 +87,32 @@ class IncrementalText:
         return "".join(self._taken)
 
     def put_back(self, count: int) -> None:
-        """Undoes the last `take`, which was of `count` characters."""
+        """Undo the last `take`, which took `count` characters."""
         assert len(self._taken[-1]) == count
         self._taken.pop()
         self._at -= count
 
     def take_rest(self) -> str:
-        """All that has come and was not taken."""
+        """Take all available text."""
         return self.take(len(self._text) - self._at)
 
     def forget(self) -> None:
         self._taken.clear()
 
     def available(self) -> Steps[tuple[str, int]]:
-        """The text there is and where the unread part begins; at its end only if the stream has ended."""
+        """Return the text and the position of its unread part, which is empty only after the end."""
         while self._at >= len(self._text) and not self.ended:
             yield
         return self._text, self._at
 
     def peek(self) -> Steps[str]:
-        """The next character, "" at the end."""
+        """Return the next character; "" at the end of the text."""
         text, at = yield from self.available()
         self.num_looked_at += 1
         return text[at : at + 1]
 
     def accept(self, *literals: str) -> Steps[str]:
-        """Takes the first of the literals that the text goes on with; "" if with none."""
+        """Take the first literal that the text continues with; return "" if there is none."""
         for literal in literals:
             while True:
                 there = self._text[self._at : self._at + len(literal)]
@@ -131,7 +131,7 @@ class IncrementalText:
         return found
 
     def skip_space(self) -> Steps[str]:
-        """Takes white space, as much as there is."""
+        """Take all white space."""
         pieces: list[str] = []
         while True:
             text, at = yield from self.available()
@@ -142,49 +142,49 @@ class IncrementalText:
             self.num_looked_at += match.end() - at
             pieces.append(self.take(match.end() - at))
 
-    def until(self, end: Markers, longest: int) -> Steps[str]:
-        """Takes a short text and the marker behind it; returns the text.
+    def until(self, end: Markers, max_length: int) -> Steps[str]:
+        """Take a text and the marker that ends it; return the text.
 
         Raises:
-            NotAToolCallError: it is longer than `longest`, or nothing ends it.
+            NotAToolCallError: the text is longer than `max_length`, or no marker ends it.
         """
         pieces: list[str] = []
         size = 0
         while True:
-            # No more than the length that decides, or what is taken would depend on how the text was cut.
-            text, marker = yield from self.piece(end, longest + 1 - size)
+            # Take no more than `max_length` + 1, or the taken text would depend on how the text is cut.
+            text, marker = yield from self.piece(end, max_length + 1 - size)
             pieces.append(text)
             size += len(text)
             if marker:
                 return "".join(pieces)
-            if not text or size > longest:
+            if not text or size > max_length:
                 raise NotAToolCallError
 
-    def run(self, pattern: re.Pattern[str], longest: int) -> Steps[str]:
-        """Takes the characters that all match `pattern` (one of a class, repeated).
+    def run(self, pattern: re.Pattern[str], max_length: int) -> Steps[str]:
+        """Take the longest run of characters that match `pattern`, a repeated character class.
 
         Raises:
-            NotAToolCallError: there are none, or more than `longest`.
+            NotAToolCallError: there are none, or more than `max_length`.
         """
         pieces: list[str] = []
         size = 0
         while True:
             text, at = yield from self.available()
-            match = pattern.match(text, at, at + longest + 1 - size)
+            match = pattern.match(text, at, at + max_length + 1 - size)
             count = 0 if match is None else match.end() - at
             self.num_looked_at += count + 1
             if count:
                 pieces.append(self.take(count))
                 size += count
-            if size > longest or (not size and at + count < len(text)) or at == len(text):
-                raise NotAToolCallError  # a run that the text's end cuts is not known to be whole
+            if size > max_length or (not size and at + count < len(text)) or at == len(text):
+                raise NotAToolCallError  # a run at the end of the text may be incomplete
             if at + count < len(text):
                 return "".join(pieces)
 
     def piece(self, markers: Markers, limit: int | None = None) -> Steps[tuple[str, str]]:
-        """Takes text up to the next marker, as much as has come, or the marker if it stands here.
+        """Take the available text before the next marker, or the marker if it is next.
 
-        With a `limit`, which is at least 1, it takes no more than that many characters of text.
+        With a `limit`, which is at least 1, take at most that many characters of text.
 
         Returns:
             (text, ""), or ("", marker), or ("", "") at the end.
@@ -204,7 +204,7 @@ class IncrementalText:
 
 
 def is_finished(steps: Steps[None]) -> bool:
-    """Lets a reader go on until it waits for text; whether it has returned."""
+    """Run a reader until it needs more text; return whether it has finished."""
     try:
         next(steps)
     except StopIteration:

@@ -1,7 +1,7 @@
-"""Pieces of xgrammar's structural tags, as plain JSON objects.
+"""Structural tags of xgrammar, as plain JSON objects.
 
-A structural tag says what a text must look like as a tree of formats: constant strings, free text, JSON by a
-schema, and sequences, alternatives and repetitions of these.
+A structural tag describes a text as a tree of formats: constant strings, free text, JSON of a schema, and
+sequences, alternatives and repetitions of formats.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def constant(text: str) -> Tag:
 
 
 def by_schema(schema: Schema | bool, escaped: str = "") -> Tag:
-    """JSON by a schema; characters in `escaped` are in its strings only as escapes."""
+    """Return JSON of a schema. Characters in `escaped` appear in its strings only as escapes."""
     return {"type": "json_schema", "json_schema": schema, **({"escaped": escaped} if escaped else {})}
 
 
 def sequence(*parts: Tag) -> Tag:
-    """One behind the other; empty constants are left out."""
+    """Return the concatenation of formats, without empty constants."""
     some = [part for part in parts if part != constant("")]
     if not some:
         return constant("")
@@ -45,49 +45,53 @@ def optional(part: Tag) -> Tag:
 
 
 def spaces(count: int = 3) -> Tag:
-    """A few line ends or spaces, as models set between parts. No more, or a model might never go on."""
+    """Return up to `count` line ends or spaces. The bound keeps a model from writing white space forever."""
     return pattern(f"[ \\n]{{0,{count}}}")
 
 
 def pattern(expression: str) -> Tag:
-    """A regular expression, matched as a whole."""
+    """Return a regular expression that must match completely."""
     return {"type": "regex", "pattern": expression}
 
 
 def any_number(part: Tag) -> Tag:
-    """None, one or several of `part`; bounded, as what has no bounds may stand in no content of free text."""
+    """Return zero or more of `part`, bounded because free text must not contain unbounded formats."""
     return {"type": "repeat", "min": 0, "max": _MANY, "content": part}
 
 
 def text_until(end: str, without: Sequence[str] = ()) -> Tag:
-    """Any text up to an end marker, and the marker; none of `without` in the text."""
+    """Return any text up to an end marker, and the marker; the text contains none of `without`."""
     content: Tag = {"type": "any_text", **({"excludes": list(without)} if without else {})}
     return {"type": "tag", "begin": "", "content": content, "end": end}
 
 
 def rest_of_text() -> Tag:
-    """Any text to the end."""
+    """Return any text up to the end of the output."""
     return {"type": "any_text"}
 
 
-def triggered(behind: Mapping[str, Tag], parallel: bool) -> Tag:
-    """Any text; but what follows one of these markers is given, and with it the text ends unless `parallel`.
+def triggered(after: Mapping[str, Tag], parallel: bool) -> Tag:
+    """Return free text in which each marker is followed by its format.
 
-    No marker begins like another one.
+    Unless `parallel`, the text ends after the first of these. No marker may be a prefix of another one.
+
+    Args:
+        after: the format of the text after each marker.
+        parallel: allow several markers.
     """
     tags = [
-        {"type": "tag", "begin": marker, "content": content, "end": ""} for marker, content in behind.items()
+        {"type": "tag", "begin": marker, "content": content, "end": ""} for marker, content in after.items()
     ]
     return {
         "type": "triggered_tags",
-        "triggers": list(behind),
+        "triggers": list(after),
         "tags": tags,
         "stop_after_first": not parallel,
     }
 
 
 def repeated(part: Tag, separator: str, parallel: bool) -> Tag:
-    """One of `part`, or with `parallel` also several."""
+    """Return one `part`, or with `parallel` one or several with a separator between."""
     return sequence(part, any_number(sequence(constant(separator), part))) if parallel else part
 
 
@@ -97,7 +101,7 @@ def grammar_of(tag: Tag) -> Grammar:
 
 
 def tag_of(grammar: Grammar) -> Tag:
-    """The same grammar as a part of a structural tag."""
+    """Return a grammar as a format of a structural tag."""
     match grammar.kind:
         case "json_schema":
             return by_schema(json.loads(grammar.text))
@@ -115,11 +119,11 @@ def tag_of(grammar: Grammar) -> Tag:
 
 
 def with_tokens(tag: Tag, special_tokens: Iterable[str]) -> Tag:
-    """The same markup where it is made of special tokens: these by name, as no text spells them.
+    """Replace special tokens in constant strings by token formats, because no text produces them.
 
     Raises:
-        UnsupportedFeatureError: markers that begin calls in free text are of both kinds, or a special token
-            is only a part of one.
+        UnsupportedFeatureError: only some of the markers that begin calls in free text are single special
+            tokens.
     """
     found = sorted(special_tokens, key=len, reverse=True)
     if not found:
@@ -168,7 +172,7 @@ def _with_trigger_tokens(part: Tag, special: re.Pattern[str]) -> Tag:
     if kinds != {"token"}:
         raise UnsupportedFeatureError(
             "strict tools with tool_choice 'auto'",
-            f"this model's calls begin with {' and '.join(part['triggers'])}, not each of them a token",
+            f"the markers of this model, {' and '.join(part['triggers'])}, are not all single tokens",
         )
     return {
         "type": "token_triggered_tags",

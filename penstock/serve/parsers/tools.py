@@ -1,4 +1,4 @@
-"""The tools of a request as parsers and grammars need them: names, and schemas of the arguments."""
+"""The tools of a request: names and argument schemas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 Schema = dict[str, Any]
 ToolChoice = str | Mapping[str, Any] | None
 
-_TYPES_OF_VALUES: dict[type, str] = {
+_JSON_TYPES: dict[type, str] = {
     str: "string",
     bool: "boolean",
     int: "integer",
@@ -22,14 +22,16 @@ _TYPES_OF_VALUES: dict[type, str] = {
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions that may be called, by name; ``schemas[name]`` is the JSON schema of the arguments."""
+    """The functions that may be called; ``schemas[name]`` is the JSON schema of the arguments."""
 
     schemas: dict[str, Schema]
 
     @classmethod
     def of(cls, tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice) -> Tools:
-        """Of the tools and the choice as OpenAI's requests have them, checked already: none for the choice
-        ``"none"``, the named one for a choice by name."""
+        """Return the callable tools, given validated ``tools`` and ``tool_choice`` of the OpenAI API.
+
+        The choice ``"none"`` allows no tool, a named choice only that tool.
+        """
         if tool_choice == "none":
             return cls({})
         functions = [tool["function"] for tool in tools]
@@ -40,7 +42,7 @@ class Tools:
         return cls(schemas)
 
     def with_strict(self, names: Container[str]) -> Tools:
-        """With any arguments for those that are not among the names."""
+        """Return the tools with unrestricted arguments for tools that are not in `names`."""
         return Tools(
             {name: one if name in names else {"type": "object"} for name, one in self.schemas.items()}
         )
@@ -52,22 +54,22 @@ class Tools:
         return bool(self.schemas)
 
     def properties(self, name: str) -> dict[str, Schema | bool]:
-        """The schemas of a tool's single arguments."""
+        """Return the schema of each argument of a tool."""
         properties = self.schemas[name].get("properties")
         return properties if isinstance(properties, dict) else {}
 
     def argument_types(self, name: str, argument: str) -> frozenset[str] | None:
-        """JSON's types that an argument may have; None where the schema does not say."""
+        """Return the JSON types that an argument may have; None if the schema does not restrict them."""
         return types_of(self.properties(name).get(argument), self.schemas[name])
 
 
 def types_of(schema: object, root: Schema) -> frozenset[str] | None:
-    """JSON's types that a schema allows, as part of another; None where it does not say."""
+    """Return the JSON types that a subschema of `root` allows; None if it does not restrict them."""
     return _types(schema, root, depth=0)
 
 
 def _of_object(parameters: Schema | None) -> Schema:
-    """The schema of a call's arguments; a function without parameters has none."""
+    """Return the schema of the arguments object; a function without parameters accepts no arguments."""
     schema = {"type": "object", **(parameters or {"properties": {}})}
     if schema.get("properties") == {} and not {"additionalProperties", "patternProperties"} & schema.keys():
         schema["additionalProperties"] = False
@@ -84,9 +86,9 @@ def _types(schema: object, root: Schema, depth: int) -> frozenset[str] | None:
     if isinstance(schema.get("$ref"), str):
         return _types(_referenced(schema["$ref"], root), root, depth + 1)
     if "const" in schema:
-        return frozenset({_TYPES_OF_VALUES[type(schema["const"])]})
+        return frozenset({_JSON_TYPES[type(schema["const"])]})
     if isinstance(schema.get("enum"), list):
-        return frozenset(_TYPES_OF_VALUES[type(value)] for value in schema["enum"])
+        return frozenset(_JSON_TYPES[type(value)] for value in schema["enum"])
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
             kinds = [_types(part, root, depth + 1) for part in schema[keyword]]
@@ -96,7 +98,7 @@ def _types(schema: object, root: Schema, depth: int) -> frozenset[str] | None:
 
 
 def _referenced(reference: str, root: Schema) -> object:
-    """What ``#/$defs/Name`` points to; None for any other place."""
+    """Resolve a reference such as ``#/$defs/Name``; return None for other references."""
     target: object = root
     steps = reference.removeprefix("#/").split("/") if reference.startswith("#/") else [""]
     for step in steps:

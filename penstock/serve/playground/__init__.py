@@ -1,18 +1,17 @@
-"""The page at ``/``: a chat with the model that is served, and a look at how the server does.
+"""The playground at ``/``: a chat with the served model, and live statistics of the server.
 
-Plain HTML, CSS and JavaScript modules, served as they lie in this folder: there is nothing to build, and
-nothing comes from anywhere else, which the page's Content-Security-Policy makes sure of. It talks to the same
-routes as every other client, and to one of its own, `routes.stats`.
+Plain HTML, CSS and JavaScript modules without a build step. The Content-Security-Policy of the page allows no
+content from other origins. The page uses the public API and one route of its own, `routes.stats`.
 
-    index.html    what is there                      settings.js   controls -> fields of a request
-    style.css     how it looks                       answer.js     a stream -> one answer, and its numbers
-    app.js        ties the rest together             messages.js   the conversation on the page
-    api.js        HTTP, the key, events, errors      tokens.js     log probabilities, token by token
-    dom.js        elements, from text only           panel.js      the live numbers
+    index.html    structure                          settings.js   controls -> request fields
+    style.css     layout and colours                 answer.js     event stream -> response and its figures
+    app.js        connects the modules               messages.js   the conversation
+    api.js        HTTP, API key, events, errors      tokens.js     log probabilities per token
+    dom.js        creates elements from text         panel.js      live statistics
     snippets.js   a request as curl or Python
 
-Nothing here writes HTML from text: elements are made one by one, and text stays text, whatever a model, a
-user or a file name says.
+No module creates HTML from text. Elements are created one by one and text is inserted as text, so output of
+the model, input of users and file names cannot inject markup.
 """
 
 from penstock.serve.playground.assets import PATHS as PATHS

@@ -1,4 +1,4 @@
-"""The files of the page, as they are sent."""
+"""The static files of the playground."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _path_of(name: str) -> str:
 
 
 PATHS = frozenset(_path_of(name) for name in _FILES)
-"""Where they are served."""
+"""The paths of all files."""
 
 
 @dataclass(frozen=True)
 class Asset:
-    """A file, its media type and the tag of its content."""
+    """The content of a file, its media type and its ETag."""
 
     content: bytes
     media_type: str
@@ -50,7 +50,7 @@ class Asset:
 
 @cache
 def assets() -> Mapping[str, Asset]:
-    """Path -> file; read once."""
+    """Return all files by path. They are read once."""
     folder = files(__package__)
     return {_path_of(name): _asset(name, folder.joinpath(name).read_bytes()) for name in _FILES}
 

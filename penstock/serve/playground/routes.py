@@ -1,4 +1,4 @@
-"""The routes of the page: its files, and the numbers of its live panel."""
+"""The routes of the playground: its files and its statistics."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # Whatever would make HTML of text throws instead.
+        # Code that would create HTML from text raises an error.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
 )
 
 _HEADERS = {
-    # Kept, and asked about each time: a new version of the server is a new page at once.
+    # Browsers revalidate the cached page on each load, so a new server version takes effect at once.
     "cache-control": "no-cache",
     "content-security-policy": _POLICY,
     "cross-origin-opener-policy": "same-origin",
@@ -42,13 +42,13 @@ _HEADERS = {
 
 
 class Stats(BaseModel):
-    """How the server stands; totals are of the worker's life, and begin again with it."""
+    """Statistics of the server. Totals count since the worker started."""
 
     state: str
-    """Of the worker: starting, ready, restarting, stopping, stopped."""
+    """State of the worker: starting, ready, restarting, stopping, stopped."""
     version: str
     seconds: float
-    """When this was, on a clock that never goes back."""
+    """Time of the statistics, from a monotonic clock."""
     running: int
     waiting: int
     kv_blocks: int
@@ -60,7 +60,7 @@ class Stats(BaseModel):
 
 @router.get("/playground/stats")
 async def stats(request: Request, response: Response) -> Stats:
-    """The numbers of the live panel. They are among those of ``/metrics``, and as open."""
+    """Return the live statistics. They are a subset of ``/metrics`` and have the same access rules."""
     services = Services.of(request)
     worker = services.worker
     now = worker.stats
@@ -80,7 +80,7 @@ async def stats(request: Request, response: Response) -> Stats:
 
 
 def _sender(asset: Asset) -> Callable[[Request], Awaitable[Response]]:
-    """The handler of one file."""
+    """Return the handler of one file."""
 
     async def send(request: Request) -> Response:
         headers = {**_HEADERS, "etag": asset.etag}
@@ -92,7 +92,7 @@ def _sender(asset: Asset) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _has(known: str, asset: Asset) -> bool:
-    """Whether a list of tags names the file's; a proxy that compressed it calls its tag weak."""
+    """Return whether a list of ETags contains the file's; a proxy that compresses makes the ETag weak."""
     return any(tag.strip().removeprefix("W/") in (asset.etag, "*") for tag in known.split(","))
 
 

@@ -10,7 +10,7 @@ from support.chatting import THINKING, Chatting, chatting, events_of, user
 
 from penstock.pipelines.core import TextContext, TokenGeneratorRequest
 from penstock.scheduler import Scheduler
-from penstock.serve.api.truncation import build_context
+from penstock.serve.api.request_context import build_context
 from penstock.testing import FakePipeline, FakeTokenizer
 from penstock.text.tokenizer import TextTokenizer
 from penstock.worker.messages import WorkerInfo

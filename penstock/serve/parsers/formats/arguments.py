@@ -1,7 +1,7 @@
-"""Grammars of a call's arguments for formats that do not write them as one JSON object.
+"""Grammars of arguments for formats that do not write them as one JSON object.
 
-The schema of the object is taken apart into one schema an argument. A keyword that speaks of the object in a
-way that this would lose is refused.
+The schema of the arguments object is split into one schema per argument. A keyword that cannot be enforced
+per argument is refused.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from penstock.serve.parsers.structural_tags import (
 )
 from penstock.serve.parsers.tools import Schema, types_of
 
-_REMARKS = frozenset(
+_ANNOTATIONS = frozenset(
     "title description default examples deprecated readOnly writeOnly $comment $schema $id".split()
 )
-_OF_OBJECTS = _REMARKS | frozenset("type properties required additionalProperties $defs definitions".split())
-_OF_STRINGS = _REMARKS | {"type"}
+_OBJECT_KEYWORDS = _ANNOTATIONS.union(
+    "type properties required additionalProperties $defs definitions".split()
+)
+    "type properties required additionalProperties $defs definitions".split()
+)
+_STRING_KEYWORDS = _ANNOTATIONS | {"type"}
 _ANY_NAME = pattern("[A-Za-z0-9_.\\-]{1,64}")
-_BEGINS = {
+_FIRST_CHARACTERS = {
     "object": "{",
     "array": "\\[",
     "boolean": "tfTF",
@@ -44,25 +48,25 @@ _BEGINS = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a schema says about single arguments."""
+    """The schemas of single arguments."""
 
     schemas: dict[str, Schema | bool]
-    """In the order in which they are written; each stands alone, with the definitions that it refers to."""
+    """One schema per argument, in the order of the output, including the definitions that it refers to."""
     required: frozenset[str]
-    any_others: bool
-    """Nothing is said about arguments: there may be any."""
+    is_unrestricted: bool
+    """Whether the schema allows any arguments."""
     root: Schema
 
     @classmethod
     def of(cls, schema: Schema) -> Arguments:
-        """Of the schema of a call's object.
+        """Split the schema of an arguments object.
 
         Raises:
-            UnsupportedSchemaError: it says something that is about no single argument.
+            UnsupportedSchemaError: a keyword concerns the object and not one argument.
         """
         for keyword in schema:
-            if keyword not in _OF_OBJECTS:
-                reason = "this model writes arguments one by one: only their own schemas can be honoured"
+            if keyword not in _OBJECT_KEYWORDS:
+                reason = "this model writes arguments one by one: only their own schemas can be enforced"
                 raise UnsupportedSchemaError(keyword, "#", reason)
         properties: dict[str, Any] = {**schema.get("properties", {})}
         required = frozenset(schema.get("required", ()))
@@ -70,39 +74,39 @@ class Arguments:
         for name in sorted(required - properties.keys()):
             properties[name] = others
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        alone = {
+        separate = {
             name: {**one, **definitions} if isinstance(one, dict) else one for name, one in properties.items()
         }
-        return cls(alone, required, not alone and others is True, schema)
+        return cls(separate, required, not separate and others is True, schema)
 
 
 @dataclass(frozen=True)
 class TaggedArguments:
-    """Each argument between a head with its name and an end marker; strings stand there as they are.
+    """Each argument between a head with its name and an end marker; strings are written without quotes.
 
     Args:
-        head: what stands before a value: of the argument's name, and whether the text is a string.
-        end: the marker behind it.
-        after: stands behind that, as templates write it.
-        line: stands on both sides of a value, and is not the value's.
-        says_strings: the head tells strings from JSON; else the reader asks the schema.
+        head: returns the text before a value, given the argument's name and whether the value is a string.
+        end: the marker after a value.
+        after: text after the end marker, as chat templates write it.
+        line: text on both sides of a value that is not part of the value.
+        has_type: whether the head states if the value is a string; otherwise the schema decides.
     """
 
     head: Callable[[Tag, bool], Tag]
     end: str
     after: str = "\n"
     line: str = ""
-    says_strings: bool = False
+    has_type: bool = False
 
     def grammar(self, schema: Schema) -> Tag:
-        """The arguments by a schema, in its order, optional ones present or not.
+        """Return the grammar of the arguments of a schema, in its order; optional arguments may be absent.
 
         Raises:
-            UnsupportedSchemaError: a keyword cannot be honoured in text that is not JSON.
+            UnsupportedSchemaError: a keyword cannot be enforced in text that is not JSON.
         """
         arguments = Arguments.of(schema)
-        if arguments.any_others:
-            texts = [self._text(_ANY_NAME), *([self._json(_ANY_NAME, True)] if self.says_strings else [])]
+        if arguments.is_unrestricted:
+            texts = [self._text(_ANY_NAME), *([self._json(_ANY_NAME, True)] if self.has_type else [])]
             return any_number(either(texts))
         parts = [
             part if name in arguments.required else optional(part)
@@ -118,7 +122,7 @@ class TaggedArguments:
         return sequence(self.head(name, is_string), constant(self.line), *value, constant(self.after))
 
     def _json(self, name: Tag, schema: Schema | bool) -> Tag:
-        value = by_schema(schema, escaped=self.end[0])  # an end marker in a string would be the value's
+        value = by_schema(schema, escaped=self.end[0])  # an end marker in a string would end the value
         return self._around(name, False, value, constant(self.line + self.end))
 
     def _argument(self, name: str, schema: Schema | bool, root: Schema) -> Tag:
@@ -138,12 +142,12 @@ class TaggedArguments:
     def _strings(
         self, key: Tag, schema: object, types: frozenset[str], root: Schema, where: str, depth: int = 0
     ) -> list[Tag]:
-        """The ways to write what of the schema is a string, as text that reads as the same string."""
+        """Return the formats of the strings that a schema allows, as text that is read back unchanged."""
         assert isinstance(schema, dict)
         schema = {one: value for one, value in schema.items() if one not in ("$defs", "definitions")}
-        said = [keyword for keyword in schema if keyword not in _OF_STRINGS]
-        if len(said) == 1 and depth < 8:
-            [keyword] = said
+        keywords = [keyword for keyword in schema if keyword not in _STRING_KEYWORDS]
+        if len(keywords) == 1 and depth < 8:
+            [keyword] = keywords
             value = schema[keyword]
             if keyword == "$ref":
                 target = _referenced(value, root)
@@ -159,32 +163,32 @@ class TaggedArguments:
             elif keyword in ("const", "enum"):
                 texts = [one for one in (value if keyword == "enum" else [value]) if isinstance(one, str)]
                 return [self._exactly(key, text, types, where) for text in texts]
-        if set(said) <= {"minLength", "maxLength"} and said:
-            least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        if set(keywords) <= {"minLength", "maxLength"} and keywords:
+            minimum, maximum = schema.get("minLength", 0), schema.get("maxLength", "")
             first = self.end[0]
-            text = pattern(f"[^{first}]{{{least},{most}}}")
-            if len(types) == 1 or self.says_strings:
+            text = pattern(f"[^{first}]{{{minimum},{maximum}}}")
+            if len(types) == 1 or self.has_type:
                 return [self._around(key, True, text, constant(self.line + self.end))]
-        elif not said:
+        elif not keywords:
             return [self._free(key, types)]
         raise UnsupportedSchemaError(
-            said[0], where, "this model writes strings as plain text: only enum, const and lengths are held"
+            keywords[0], where, "this model writes strings as plain text: only enum, const and lengths work"
         )
 
     def _free(self, key: Tag, types: frozenset[str]) -> Tag:
-        if len(types) == 1 or self.says_strings:
+        if len(types) == 1 or self.has_type:
             return self._text(key)
-        # What begins like a value of another type may be read as one.
-        begins = "".join(sorted({_BEGINS[one] for one in types if one != "string"}))
+        # A string must not begin like a value of another allowed type, or it would be read as that type.
+        begins = "".join(sorted({_FIRST_CHARACTERS[one] for one in types if one != "string"}))
         first = pattern(f'[^"\\s{begins}{self.end[0]}]')
         return self._around(key, True, first, text_until(self.end))
 
     def _exactly(self, key: Tag, text: str, types: frozenset[str], where: str) -> Tag:
-        is_text = len(types) == 1 or self.says_strings
+        is_text = len(types) == 1 or self.has_type
         if self.end in text or not (
             is_text or typed_json(text, types) == json.dumps(text, ensure_ascii=False)
         ):
-            raise UnsupportedSchemaError("enum", where, f"{text!r} cannot be told from other values as text")
+            raise UnsupportedSchemaError("enum", where, f"{text!r} as text is ambiguous")
         return self._around(key, True, constant(text + self.line + self.end))
 
 

@@ -67,4 +67,4 @@ def _head(name: Tag, is_string: bool) -> Tag:
     return sequence(constant(_PARAMETER), name, constant(f'" string="{"true" if is_string else "false"}">'))
 
 
-_ARGUMENTS = TaggedArguments(_head, f"</{_TOKEN}parameter>", says_strings=True)
+_ARGUMENTS = TaggedArguments(_head, f"</{_TOKEN}parameter>", has_type=True)

@@ -46,7 +46,7 @@ class JsonCalls(ToolFormat):
     def read(self, parser: ReasoningToolParser, marker: str) -> Steps[None]:
         yield from read_json_calls(parser)
         if self.end:
-            yield from parser.stream.accept("}")  # some models write one too many
+            yield from parser.stream.accept("}")  # some models write one brace too many
             yield from read_end(parser, self.end)
         else:
             end_of_calls(parser)
@@ -59,7 +59,7 @@ class JsonCalls(ToolFormat):
         return sequence(constant(self.padding), calls, constant(f"{self.padding}{self.end}"))
 
     def calls(self, tools: Tools) -> Tag:
-        """One object."""
+        """Return the grammar of one call object."""
         return either([self._call(name, schema) for name, schema in tools.schemas.items()])
 
     def _call(self, name: str, schema: dict[str, object]) -> Tag:
@@ -68,7 +68,7 @@ class JsonCalls(ToolFormat):
 
 
 def read_json_calls(parser: ReasoningToolParser, more: str = "{[") -> Steps[None]:
-    """Objects and lists of them, one or several; those after the first begin with one of `more`."""
+    """Read call objects and lists of them. Each one after the first begins with a character of `more`."""
     stream = parser.stream
     yield from stream.skip_space()
     while True:
@@ -81,7 +81,7 @@ def read_json_calls(parser: ReasoningToolParser, more: str = "{[") -> Steps[None
 
 
 def read_json_list(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[None]:
-    """Objects and the end of the list that has begun."""
+    """Read the objects of a list, whose "[" is already taken, and its end."""
     stream = parser.stream
     while True:
         yield from stream.skip_space()
@@ -94,9 +94,9 @@ def read_json_list(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[
 
 
 def another_follows(parser: ReasoningToolParser, firsts: str, *marker: str) -> Steps[bool]:
-    """Whether another call follows the one at hand, and begins with one of `firsts`.
+    """Return whether another call follows that begins with one of `firsts`.
 
-    Takes what stands between the two: white space, a comma or semicolon, and a marker, all of them optional.
+    Takes the optional text between two calls: white space, a comma or semicolon, and a marker.
     """
     stream = parser.stream
     yield from stream.skip_space()
@@ -109,20 +109,20 @@ def another_follows(parser: ReasoningToolParser, firsts: str, *marker: str) -> S
 
 
 def end_of_calls(parser: ReasoningToolParser) -> None:
-    """Ends calls that no marker ends: what was taken behind them is text.
+    """End calls that have no end marker. Text taken after them becomes content.
 
     Raises:
-        NotAToolCallError: something was taken.
+        NotAToolCallError: text was taken after the last call.
     """
     if parser.stream.taken:
         raise NotAToolCallError
 
 
 def read_end(parser: ReasoningToolParser, *ends: str, one_token: bool = False) -> Steps[None]:
-    """The end marker. It may be missing or cut short where the text ends; before more text it may not.
+    """Read an end marker. At the end of the text it may be missing or incomplete.
 
     Args:
-        one_token: the marker is one token, so that it is never cut short: its beginning is text.
+        one_token: the marker is one token and thus never incomplete: a prefix of it is content.
     """
     stream = parser.stream
     yield from stream.skip_space()
@@ -135,10 +135,10 @@ def read_end(parser: ReasoningToolParser, *ends: str, one_token: bool = False) -
 
 
 def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[None]:
-    """One object, its keys in any order; keys that are of no use are skipped.
+    """Read one call object with its keys in any order; other keys are skipped.
 
-    `bare` objects have no marker before them, so that they must look like nothing else: only known keys, both
-    name and arguments, and the name of a tool.
+    A `bare` object has no marker. It is a call only if it has no unknown key, has both a name and arguments,
+    and names a tool of the request.
     """
     stream = parser.stream
     name, held, is_called = "", "", False
@@ -179,10 +179,10 @@ def read_json_call(parser: ReasoningToolParser, *, bare: bool = False) -> Steps[
 
 
 def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
-    """The arguments of a call whose name is known, passed on as they come.
+    """Read the arguments of a call of a known tool and emit them incrementally.
 
-    The call begins when its object of arguments has begun well, with a key or its end. From there on it stays
-    a call: where its JSON breaks off, its arguments break off, and the rest is text.
+    The call starts when the arguments object has a first key or its end. After that the call is final: if its
+    JSON is invalid, the arguments stop there and the rest is content.
     """
     if (yield from parser.stream.peek()) != "{":
         _call_at_once(parser, name, (yield from _arguments(parser)), call_id)
@@ -205,7 +205,7 @@ def stream_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") 
 
 
 def read_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") -> Steps[None]:
-    """The arguments behind a name; those of an unknown tool become text, with what is around them."""
+    """Read the arguments after a name. The call of an unknown tool becomes content."""
     if parser.knows(name):
         yield from stream_arguments(parser, name, call_id)
     else:
@@ -214,7 +214,7 @@ def read_arguments(parser: ReasoningToolParser, name: str, call_id: str = "") ->
 
 
 def read_name(parser: ReasoningToolParser) -> Steps[str]:
-    """A name without quotes."""
+    """Read a name without quotes."""
     name = yield from parser.stream.run(_NAME, _MAX_NAME)
     return name
 
@@ -240,7 +240,7 @@ def _string(parser: ReasoningToolParser) -> Steps[str]:
 
 
 def _arguments(parser: ReasoningToolParser) -> Steps[str]:
-    """An object; the same in a string, as some models write it; null for none."""
+    """Read an arguments object, the JSON text of one in a string, or null, which means no arguments."""
     text = yield from json_value(parser.stream)
     if text.startswith('"'):
         text = json.loads(text).strip()

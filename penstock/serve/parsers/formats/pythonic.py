@@ -82,7 +82,7 @@ def _read_list(parser: ReasoningToolParser) -> Steps[None]:
 
 
 def read_keywords(parser: ReasoningToolParser, name: str) -> Steps[None]:
-    """``a=1, b="x")``: what follows a call's parenthesis, passed on as the JSON it stands for."""
+    """Read ``a=1, b="x")`` after the open parenthesis of a call and emit it as JSON."""
     stream = parser.stream
     before = "{"
     yield from stream.skip_space()
@@ -91,7 +91,7 @@ def read_keywords(parser: ReasoningToolParser, name: str) -> Steps[None]:
         yield from stream.skip_space()
         yield from stream.expect("=")
         yield from stream.skip_space()
-        if before == "{":  # only now it is more than the word and parenthesis that any text may have
+        if before == "{":  # a name and a parenthesis alone also occur in plain text
             parser.start_call(name)
         parser.add_arguments(f"{before}{json.dumps(keyword, ensure_ascii=False)}: ")
         before = ", "
@@ -109,10 +109,10 @@ def read_keywords(parser: ReasoningToolParser, name: str) -> Steps[None]:
 
 
 def _call(name: str, schema: Schema) -> Tag:
-    """Keywords in the order of the schema, values as JSON, which `PythonScanner` reads as well."""
+    """Return the grammar of one call: keywords in schema order, with JSON values."""
     arguments = Arguments.of(schema)
     parts = [constant(f"{name}(")]
-    if arguments.any_others:
+    if arguments.is_unrestricted:
         anything = sequence(pattern("[A-Za-z_][A-Za-z0-9_]{0,63}"), constant("="), by_schema(True))
         more = any_number(sequence(constant(", "), anything))
         return sequence(*parts, optional(sequence(anything, more)), constant(")"))
@@ -120,7 +120,7 @@ def _call(name: str, schema: Schema) -> Tag:
     values = {
         key: sequence(constant(f"{key}="), by_schema(value)) for key, value in arguments.schemas.items()
     }
-    # Required ones first: then every optional one can bring the comma before it.
+    # Required arguments first, so that every optional argument can begin with a comma.
     for index, key in enumerate(required):
         parts.append(sequence(constant(", "), values[key]) if index else values[key])
     others = [key for key in arguments.schemas if key not in required]
@@ -132,7 +132,7 @@ def _call(name: str, schema: Schema) -> Tag:
 
 
 def _any_of_in_order(values: list[Tag]) -> Tag:
-    """At least one of the values, in order, commas between them."""
+    """Return one or more of the values, in order, separated by commas."""
     return either(
         [
             sequence(first, *(optional(sequence(constant(", "), value)) for value in values[index + 1 :]))

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand as plain text in tags of their own: only the schema has their types."""
+"""Calls whose arguments are plain text in tags. Their types come from the schema."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTEGER = re.compile(r"-?[0-9]+(?:\.0+)?")
 class ArgumentWriter:
     """Writes the arguments of one call as a JSON object, argument by argument.
 
-    The call begins with its first argument or its end. Of an unknown tool nothing is written.
+    The call starts with its first argument or its end. Calls of an unknown tool are not written.
     """
 
     def __init__(self, parser: ReasoningToolParser, name: str) -> None:
@@ -30,11 +30,13 @@ class ArgumentWriter:
             parser.refuse()
 
     def argument(self, key: str, end: Markers, *, padded: bool, is_string: bool | None = None) -> Steps[None]:
-        """The value of an argument up to its end marker, which is taken too.
+        """Read the value of an argument and its end marker.
 
         Args:
-            padded: the format sets the value between two line ends, which are not the value's.
-            is_string: what the text says about the type; None leaves it to the schema.
+            key: the name of the argument.
+            end: the end marker.
+            padded: the value is between two line ends, which are not part of the value.
+            is_string: whether the text declares the value a string; None means that the schema decides.
         """
         types = self._parser.schema_types(self._name, key) if self._known else None
         if is_string is not None:
@@ -64,7 +66,7 @@ class ArgumentWriter:
             self._parser.add_arguments(text)
 
     def _string(self, end: Markers, padded: bool) -> Steps[None]:
-        """Passes the text on as it comes, but for a line end that may be the last."""
+        """Emit the text incrementally, except for a line end that may be the padding."""
         stream = self._parser.stream
         self._add('"')
         held, is_first, marker = "", padded, ""
@@ -86,7 +88,7 @@ class ArgumentWriter:
             text, marker = yield from stream.piece(end)
             pieces.append(text)
             if not text and not marker:
-                # An open string: whatever stands in it, nobody can take it for a complete value.
+                # Emit an unterminated string, so that the value is visibly incomplete.
                 self._add(f'"{_escaped("".join(pieces))}')
                 raise NotAToolCallError
         value = "".join(pieces)
@@ -100,7 +102,7 @@ def _escaped(text: str) -> str:
 
 
 def typed_json(text: str, types: frozenset[str] | None) -> str:
-    """JSON of an argument's text: what it says as JSON if the schema allows that type, else a string."""
+    """Return an argument as JSON: the JSON value of the text if the schema allows its type, else a string."""
     stripped = text.strip()
     stripped = _PYTHON_NAMES.get(stripped, stripped)
     value = JsonScanner()
@@ -111,5 +113,5 @@ def typed_json(text: str, types: frozenset[str] | None) -> str:
         return checked
     number = {"number", "integer"} if _INTEGER.fullmatch(stripped) else {"number"}
     is_allowed = not types.isdisjoint(_KINDS.get(stripped[0], number))
-    # A string stands there as it is: quotes around it are its own.
+    # Strings are written without quotes, so quotes are part of the string.
     return checked if is_allowed and stripped[0] != '"' else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,119 @@
+"""The contexts of a text generation request: prompt, truncation, sampling parameters, choices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from penstock.pipelines.core import TextContext, TokenGeneratorRequest
+from penstock.pipelines.core.choices import choice_contexts
+from penstock.serve.api.logprob_limit import num_best, without_echo
+from penstock.serve.api.models import adapter_named
+from penstock.serve.api.parameters import map_input_errors, sampling_params
+from penstock.serve.api.schemas import GenerationBody
+from penstock.serve.services import Services
+from penstock.text.tokenizer import TextTokenizer
+
+
+def request_context(
+    services: Services,
+    body: GenerationBody,
+    request_id: str,
+    *,
+    index: int = 0,
+    param: str,
+    top: int | None,
+    echo: bool,
+    default_limit: int | None = None,
+    **prompt: Any,
+) -> TextContext:
+    """Return the context of one prompt of a request.
+
+    Without a seed in the request, each call draws another seed.
+
+    Args:
+        services: the objects that routes use.
+        body: the request.
+        request_id: the id of the context.
+        index: the index of the prompt in the request.
+        param: the field that errors of the prompt name.
+        top: number of top tokens per generated token; None if the response has no log probabilities of these.
+        echo: whether the prompt is scored too.
+        default_limit: the output limit of a request without one; None is the limit of the model.
+        prompt: ``prompt``, or ``messages``, ``tools`` and ``chat_template_options``.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+        UnknownModelError: the server has no model or adapter of that name.
+    """
+    tokenizer = services.tokenizer
+    request = TokenGeneratorRequest(
+        request_id,
+        index,
+        body.model,
+        logprobs=num_best(body, top),
+        echo=echo,
+        sampling_params=sampling_params(
+            body, services.pipeline_config, tokenizer=tokenizer, default_limit=default_limit
+        ),
+        adapter=adapter_named(services, body.model),
+        cache_salt=body.cache_salt,
+        priority=body.priority or 0,
+        **prompt,
+    )
+    with map_input_errors(param):
+        return build_context(tokenizer, request, body.truncate_prompt_tokens)
+
+
+def contexts_of_choices(context: TextContext, body: GenerationBody, *, scored: bool) -> list[TextContext]:
+    """Return the contexts of the ``n`` choices of one prompt.
+
+    In a response that is not streamed, the first choice scores the prompt for all choices.
+
+    Args:
+        context: the context of the prompt.
+        body: the request.
+        scored: whether generated tokens have log probabilities.
+    """
+    first, *others = choice_contexts(context, body.n or 1)
+    if not body.stream:
+        others = [without_echo(one, scored=scored) for one in others]
+    return [first, *others]
+
+
+def build_context(tokenizer: TextTokenizer, request: TokenGeneratorRequest, limit: int | None) -> TextContext:
+    """Return the context of a request whose prompt is truncated to its last `limit` tokens.
+
+    A BOS token stays at the beginning. Stop strings are matched in the text, not as tokens.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        request: a request with a prompt or messages.
+        limit: number of prompt tokens to keep; None keeps all, -1 keeps as many as leave room for the output.
+
+    Raises:
+        InputError: as `TextTokenizer.build_context`.
+    """
+    if limit is None:
+        return tokenizer.build_context(request, stops_as_tokens=False)
+    text, encoded = tokenizer.prompt_of(request)
+    tokens: list[int] = encoded.tolist()
+    if limit == -1:
+        max_new_tokens = request.sampling_params.max_new_tokens
+        max_length = len(tokens) if tokenizer.max_length is None else tokenizer.max_length
+        limit = max(1, max_length - (1 if max_new_tokens is None else max_new_tokens))
+    if len(tokens) > limit:
+        keeps_bos = limit > 1 and tokens[0] == _bos(tokenizer)
+        tokens = [tokens[0], *tokens[1 - limit :]] if keeps_bos else tokens[len(tokens) - limit :]
+        is_chat = request.messages is not None
+        text = tokenizer.decode_ids(tokens, skip_special_tokens=False) if is_chat else None
+    as_tokens = replace(request, prompt=tokens, messages=None, tools=None, chat_template_options=None)
+    context = tokenizer.build_context(as_tokens, stops_as_tokens=False)
+    return context if text is None else msgspec.structs.replace(context, prompt=text)
+
+
+def _bos(tokenizer: TextTokenizer) -> int | None:
+    text = tokenizer.special_tokens.get("bos_token")
+    return None if text is None else tokenizer.backend.token_to_id(text)
