@@ -1,4 +1,4 @@
-// A message of the conversation, how a stream's chunks make one, and what it took.
+// A message of the conversation, and the receiver that builds it from the chunks of a stream.
 
 import { TokenGroups } from "./tokens.js";
 
@@ -8,7 +8,7 @@ export class Message {
     this.text = text;
     this.reasoning = "";
     this.calls = []; // {id, name, arguments}
-    this.callId = null; // of a tool's message: the call it answers
+    this.callId = null; // for the message of a tool: the id of its call
     this.tokens = new TokenGroups();
     this.numbers = null;
     this.error = null;
@@ -16,12 +16,12 @@ export class Message {
     Object.assign(this, more);
   }
 
-  /** Whether there is nothing in it that a model could read. */
+  /** Whether the message has no text, reasoning or calls. */
   get isEmpty() {
     return this.role === "assistant" && !this.text && !this.reasoning && !this.calls.length;
   }
 
-  /** Replaces the text; what was known of the old one's tokens goes with it. */
+  /** Replaces the text and clears the token probabilities, figures and error of the old text. */
   edit(text) {
     this.text = text;
     this.tokens = new TokenGroups();
@@ -29,7 +29,7 @@ export class Message {
     this.error = null;
   }
 
-  /** The message as requests have it. */
+  /** Returns the message in the format of requests. */
   toRequest() {
     if (this.role === "tool") return { role: "tool", content: this.text, tool_call_id: this.callId };
     const message = { role: this.role, content: this.text };
@@ -45,12 +45,12 @@ export class Message {
   }
 }
 
-/** Takes the chunks of one answer into a message, and counts. */
+/** Adds the chunks of one response to a message and measures times and token counts. */
 export class Receiver {
   constructor(message, clock = () => performance.now()) {
     this._message = message;
     this._clock = clock;
-    this._asked = clock();
+    this._sentAt = clock();
     this._first = null;
     this._firstCount = 0;
     this._last = null;
@@ -72,8 +72,8 @@ export class Receiver {
       if (logprobs?.content) message.tokens.push(logprobs.content);
       this._finish = choice.finish_reason ?? this._finish;
       const isText = delta.content || delta.reasoning_content || delta.reasoning;
-      const isNews = isText || delta.tool_calls || logprobs?.content?.length;
-      if (isNews) {
+      const hasOutput = isText || delta.tool_calls || logprobs?.content?.length;
+      if (hasOutput) {
         this._last = this._clock();
         if (this._first === null) {
           this._first = this._last;
@@ -84,7 +84,7 @@ export class Receiver {
     this._message.numbers = this._numbers();
   }
 
-  /** Ends the message, with what ended it where that was not the model: "stopped", "error". */
+  /** Ends the message; `reason` is "stopped" or "error" if the model did not end it. */
   end(reason = null) {
     this._finish = reason ?? this._finish;
     this._message.tokens.end();
@@ -103,7 +103,7 @@ export class Receiver {
     const seconds = this._first === null ? 0 : (this._last - this._first) / 1000;
     const later = (usage?.completion_tokens ?? 0) - this._firstCount;
     return {
-      firstToken: this._first === null ? null : (this._first - this._asked) / 1000,
+      firstToken: this._first === null ? null : (this._first - this._sentAt) / 1000,
       perSecond: seconds > 0 && later > 0 ? later / seconds : null,
       prompt: usage?.prompt_tokens ?? null,
       cached: usage?.prompt_tokens_details?.cached_tokens ?? 0,

@@ -1,8 +1,8 @@
-// HTTP as the server speaks it: the key, OpenAI's errors, server-sent events.
+// HTTP requests: API key, OpenAI errors, server-sent events.
 
 const KEY = "penstock.api-key";
 
-/** What the server, or the way to it, said no with. */
+/** An error response of the server, or a network error. */
 export class ApiError extends Error {
   constructor(message, { status = 0, code = null, param = null, retryAfter = null, requestId = null } = {}) {
     super(message);
@@ -10,23 +10,23 @@ export class ApiError extends Error {
   }
 }
 
-/** The key of this tab. It lies in the session's storage, and goes with the tab. */
+/** The API key of this tab. It is stored in sessionStorage, which ends with the tab. */
 export const key = {
   get: () => sessionStorage.getItem(KEY),
   set: (value) => sessionStorage.setItem(KEY, value),
   forget: () => sessionStorage.removeItem(KEY),
 };
 
-/** Where a route is, also behind a proxy that serves the page under a path of its own. */
+/** Returns the URL of a route, relative to the page, so that a proxy may serve the page under a path prefix. */
 export const urlOf = (path) => new URL(path, document.baseURI).href;
 
-/** The decoded answer to a GET. */
+/** Sends a GET request and returns the decoded response. */
 export async function getJson(path) {
   const response = await send(path, {});
   return await decoded(response);
 }
 
-/** The data of each event that answers a POST; returns after `[DONE]`. */
+/** Sends a POST request and yields the data of each event; returns after `[DONE]`. */
 export async function* postStream(path, body, signal) {
   const response = await send(path, {
     method: "POST",
@@ -40,7 +40,7 @@ export async function* postStream(path, body, signal) {
     if (value.error) throw errorOf(value, response);
     yield value;
   }
-  throw new ApiError("The stream broke off before its end.");
+  throw new ApiError("The stream ended before it was complete.");
 }
 
 async function send(path, options) {
@@ -62,7 +62,7 @@ async function decoded(response) {
     return await response.json();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(`The answer (status ${response.status}) is not JSON.`, { status: response.status });
+    throw new ApiError(`The response (status ${response.status}) is not JSON.`, { status: response.status });
   }
 }
 
@@ -77,7 +77,7 @@ function errorOf(value, response) {
   });
 }
 
-/** The data of each event of a stream of bytes, however they are cut. */
+/** Yields the data of each event of a byte stream, for any chunking. */
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -94,7 +94,7 @@ async function* events(stream) {
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    if (error instanceof TypeError) throw new ApiError("The connection broke off.");
+    if (error instanceof TypeError) throw new ApiError("The connection was lost.");
     throw error;
   } finally {
     reader.cancel().catch(() => {});

@@ -1,4 +1,4 @@
-// The page: a conversation, one answer at a time, and what is around it.
+// Connects the modules: the conversation, one running response at a time, the settings and the panel.
 
 import { Message, Receiver } from "./answer.js";
 import { ApiError, getJson, key, postStream, urlOf } from "./api.js";
@@ -11,7 +11,7 @@ import { hideAlternatives } from "./tokens.js";
 
 const EXAMPLES = ["What is a penstock?", "Tell me a story about a river.", "Write a JSON object that describes a cat."];
 const SNIPPETS = { curl, python };
-const NEAR_END = 80; // pixels: who is that near the end of the conversation follows it
+const NEAR_END = 80; // pixels; closer to its end, the conversation scrolls with new text
 
 const log = byId("log");
 const draft = byId("draft");
@@ -19,16 +19,16 @@ const draft = byId("draft");
 class App {
   constructor() {
     this._views = [];
-    this._running = null; // an AbortController while an answer comes
+    this._running = null; // the AbortController of a running response
     this._language = "curl";
     this._settings = new Settings({ onshade: (shades) => this._shade(shades) });
     this._listen();
-    this._panel = new Panel({ onstate: (state) => this._follow(state) });
+    this._panel = new Panel({ onstate: (state) => this._onState(state) });
   }
 
-  // What can be done.
+  // Actions of the user.
 
-  /** Sends the draft, if there is one, and has it answered. */
+  /** Sends the draft, if any, and requests a response. */
   send() {
     if (this._running) return;
     const text = draft.value;
@@ -55,14 +55,14 @@ class App {
       this._cut(this._views.indexOf(this._view(message)) + 1);
       this._answer();
     }
-    this.settle();
+    this.updateButtons();
   }
 
   remove(message) {
     const view = this._view(message);
     this._views = this._views.filter((one) => one !== view);
     view.element.remove();
-    this.settle();
+    this.updateButtons();
     draft.focus();
   }
 
@@ -85,17 +85,17 @@ class App {
   clear() {
     this.stop();
     this._cut(0);
-    this.settle();
+    this.updateButtons();
     draft.focus();
   }
 
-  // An answer.
+  // A response.
 
   async _answer() {
     const body = {
       ...this._request(),
       stream: true,
-      // Told with each chunk, so that an answer that is stopped has its numbers too.
+      // With usage in each chunk, a stopped response has token counts too.
       stream_options: { include_usage: true, continuous_usage_stats: true },
     };
     const message = new Message("assistant", "", { isLive: true });
@@ -103,12 +103,12 @@ class App {
     const receiver = new Receiver(message);
     const controller = new AbortController();
     this._running = controller;
-    this.settle();
-    this._announce("The model answers.");
+    this.updateButtons();
+    this._announce("The model is responding.");
     try {
       for await (const chunk of postStream("v1/chat/completions", body, controller.signal)) {
         receiver.take(chunk);
-        this._soon(view);
+        this._scheduleSync(view);
       }
       receiver.end();
     } catch (error) {
@@ -116,8 +116,8 @@ class App {
       else this._fail(message, receiver, error);
     }
     this._running = null;
-    this._keepingUp(() => view.shade(this._settings.shades));
-    this.settle();
+    this._keepScrolled(() => view.shade(this._settings.shades));
+    this.updateButtons();
     this._announceEnd(message);
   }
 
@@ -130,23 +130,23 @@ class App {
   }
 
   _announceEnd({ error, numbers }) {
-    if (error) this._announce(`The answer failed: ${error.message}`);
-    else this._announce(`The answer is there, ${numbers?.completion ?? 0} tokens.`);
+    if (error) this._announce(`The response failed: ${error.message}`);
+    else this._announce(`The response is complete, ${numbers?.completion ?? 0} tokens.`);
   }
 
-  /** Shows a message's news with the next frame. */
-  _soon(view) {
+  /** Updates a message in the next frame. */
+  _scheduleSync(view) {
     if (view.isDue) return;
     view.isDue = true;
     requestAnimationFrame(() => {
       view.isDue = false;
-      if (view.message.isLive) this._keepingUp(() => view.sync());
+      if (view.message.isLive) this._keepScrolled(() => view.sync());
     });
   }
 
   // The conversation.
 
-  /** The request for the next answer; a draft is part of what code is shown. */
+  /** Returns the next request; with `withDraft` it includes the draft, for the code view. */
   _request(withDraft = false) {
     const messages = this._views.map((view) => view.message).filter((message) => !message.isEmpty);
     const sent = messages.map((message) => message.toRequest());
@@ -154,7 +154,7 @@ class App {
     return this._settings.request(sent);
   }
 
-  /** Whether the settings make a request; otherwise the page has said what is wrong. */
+  /** Returns whether the settings are valid; otherwise the page shows the error. */
   _checked() {
     try {
       this._request();
@@ -170,7 +170,7 @@ class App {
     this._views.push(view);
     log.append(view.element);
     log.scrollTop = log.scrollHeight;
-    this.settle();
+    this.updateButtons();
     return view;
   }
 
@@ -184,12 +184,12 @@ class App {
 
   _shade(shades) {
     hideAlternatives();
-    this._keepingUp(() => this._views.forEach((view) => view.shade(shades)));
-    this.settle();
+    this._keepScrolled(() => this._views.forEach((view) => view.shade(shades)));
+    this.updateButtons();
   }
 
-  /** Brings the buttons in line with what can be done now. */
-  settle() {
+  /** Shows and enables the buttons of the current state. */
+  updateButtons() {
     const isBusy = this._running !== null;
     byId("empty").hidden = this._views.length > 0;
     byId("send").hidden = isBusy;
@@ -198,7 +198,7 @@ class App {
     this._views.forEach((view, i) => view.place({ isLast: i === this._views.length - 1, isBusy }));
   }
 
-  _keepingUp(change) {
+  _keepScrolled(change) {
     const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END;
     change();
     if (isAtEnd) log.scrollTop = log.scrollHeight;
@@ -206,9 +206,9 @@ class App {
 
   // The server.
 
-  _follow(state) {
+  _onState(state) {
     if (state === "ready") this._loadModels();
-    else if (state === "starting") this._notice("The model is being loaded; this page notices when it is there.");
+    else if (state === "starting") this._notice("The model is loading. This page updates when it is ready.");
   }
 
   async _loadModels() {
@@ -218,7 +218,7 @@ class App {
       const chosen = select.value;
       select.replaceChildren(...data.map(({ id }) => new Option(id, id)));
       if (data.some(({ id }) => id === chosen)) select.value = chosen;
-      select.title = `at most ${data[0].max_model_len} tokens, prompt and answer together`;
+      select.title = `at most ${data[0].max_model_len} tokens, prompt and output together`;
       select.disabled = false;
       byId("key-form").hidden = true;
       byId("forget-key").hidden = !key.get();
@@ -245,7 +245,7 @@ class App {
     byId("announce").textContent = text;
   }
 
-  // What happens on the page.
+  // Event listeners.
 
   _listen() {
     byId("composer").addEventListener("submit", (event) => (event.preventDefault(), this.send()));

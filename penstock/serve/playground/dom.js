@@ -1,11 +1,11 @@
-// Elements, made from text only: nothing here or elsewhere turns a string into HTML.
+// Creates elements from text only. No module of the page parses a string as HTML.
 
-/** The element of the page with an id. */
+/** Returns the element with an id. */
 export const byId = (id) => document.getElementById(id);
 
 /**
- * A new element. Properties are set as such, `class`, `data-*`, `aria-*` and `role` as attributes, `on*` as
- * listeners; children are elements or text.
+ * Creates an element. `class`, `data-*`, `aria-*` and `role` become attributes, `on*` listeners, all other entries
+ * properties. Children are elements or text.
  */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
@@ -18,18 +18,18 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** A button that does one thing. */
+/** Creates a button. */
 export function button(label, onclick, properties = {}) {
   return make("button", { type: "button", textContent: label, onclick, ...properties });
 }
 
-/** Makes a field as high as its text, between its rows and a bound. */
-export function fitHeight(field, most = 240) {
+/** Sets the height of a field to that of its text, up to `maxHeight` pixels. */
+export function fitHeight(field, maxHeight = 240) {
   field.style.height = "auto";
-  field.style.height = `${Math.min(most, field.scrollHeight + 2)}px`;
+  field.style.height = `${Math.min(maxHeight, field.scrollHeight + 2)}px`;
 }
 
-/** Puts text on the clipboard; false where the browser does not let the page. */
+/** Copies text to the clipboard; returns false if the browser does not permit it. */
 export async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);

@@ -1,4 +1,4 @@
-// The conversation on the page: one article a message, brought up to date with it.
+// The conversation on the page: one article per message.
 
 import { button, copyText, fitHeight, make } from "./dom.js";
 import { ShadedText } from "./tokens.js";
@@ -6,14 +6,14 @@ import { ShadedText } from "./tokens.js";
 const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
 
 const FINISHES = {
-  stop: "ended by itself",
-  length: "cut at its limit",
-  tool_calls: "calls tools",
+  stop: "complete",
+  length: "token limit reached",
+  tool_calls: "tool calls",
   stopped: "stopped by you",
-  error: "broke off",
+  error: "stopped by an error",
 };
 
-/** Where a text grows at its end, without what stands there being touched. */
+/** An element whose text is extended at its end without replacing the existing text. */
 class GrowingText {
   constructor(properties) {
     this._text = document.createTextNode("");
@@ -28,10 +28,10 @@ class GrowingText {
 }
 
 /**
- * A message's article.
+ * The article of a message.
  *
- * `actions`: what its buttons do, each given the message: edit(message, text, andAnswer), remove, regenerate,
- * retry, sendResults(message, results).
+ * `actions` are the functions of its buttons: edit(message, text, andAnswer), remove(message),
+ * regenerate(message), retry(message), sendResults(message, results).
  */
 export class MessageView {
   constructor(message, { actions, shades }) {
@@ -42,13 +42,13 @@ export class MessageView {
     this._build();
   }
 
-  /** Shades the tokens, or does not. */
+  /** Switches the shading of tokens on or off. */
   shade(shades) {
     this._shades = shades;
     this._build();
   }
 
-  /** Shows what is new in the message. */
+  /** Updates the article from the message. */
   sync() {
     const { message } = this;
     const isShaded = this._shades && message.tokens.groups.length > 0;
@@ -65,7 +65,7 @@ export class MessageView {
     this._numbers.replaceChildren(...numbersOf(message.numbers));
   }
 
-  /** Whether it is the last, whose tool calls can be answered, and whether nothing else is going on. */
+  /** Enables the buttons, and shows the tool result fields if the message is the last one and nothing is running. */
   place({ isLast, isBusy }) {
     for (const one of this._acts.querySelectorAll("button")) one.disabled = isBusy;
     if (this._error.firstChild) this._retry.hidden = !isLast || isBusy;
@@ -104,7 +104,7 @@ export class MessageView {
     this._showError();
   }
 
-  /** Says what went wrong, in the place of the answer. */
+  /** Shows the error of the message. */
   _showError() {
     const { error } = this.message;
     this._error.replaceChildren();
@@ -140,7 +140,7 @@ export class MessageView {
     const { message, _actions: actions } = this;
     const field = make("textarea", { value: message.text, "aria-label": `Text of ${NAMES[message.role]}` });
     const save = (andAnswer) => actions.edit(message, field.value, andAnswer);
-    const cancel = () => (this._build(), actions.settle());
+    const cancel = () => (this._build(), actions.updateButtons());
     field.addEventListener("input", () => fitHeight(field, 400));
     field.addEventListener("keydown", (event) => {
       if (event.key === "Escape") cancel();
@@ -149,7 +149,7 @@ export class MessageView {
       event.preventDefault();
       event.stopPropagation();
     });
-    const answers = button("Save and answer", () => save(true), { class: "primary" });
+    const answers = button("Save and send", () => save(true), { class: "primary" });
     const row = make("p", { class: "row" }, button("Save", () => save(false)), button("Cancel", cancel));
     if (message.role !== "assistant") row.prepend(answers);
     this._body.replaceChildren(field, row);
@@ -170,12 +170,12 @@ export class MessageView {
     });
   }
 
-  /** Fields for what the called tools say. */
+  /** Shows input fields for the results of the tool calls. */
   _showResults(isOpen) {
     const { calls } = this.message;
     this._results.hidden = !isOpen || !calls.length;
     if (this._results.hidden || this._results.firstChild) return;
-    const fields = calls.map((call) => make("input", { "aria-label": `Result of ${call.name}`, placeholder: `what ${call.name} returns` }));
+    const fields = calls.map((call) => make("input", { "aria-label": `Result of ${call.name}`, placeholder: `return value of ${call.name}` }));
     const submit = make("button", { type: "submit", textContent: calls.length > 1 ? "Send results" : "Send result" });
     this._results.append(...fields, submit);
     this._results.onsubmit = (event) => {
@@ -185,14 +185,14 @@ export class MessageView {
   }
 }
 
-/** What an answer took, as a line of facts. */
+/** Returns the figures of a response as a line of text. */
 function numbersOf(numbers) {
   if (!numbers) return [];
   const { firstToken, perSecond, prompt, cached, completion, finish } = numbers;
   const facts = [];
   const add = (value, label, title) => facts.push(make("span", { title }, make("b", { textContent: value }), ` ${label}`));
-  if (firstToken !== null) add(seconds(firstToken), "to first token", "From sending to the first token");
-  if (perSecond !== null) add(perSecond.toFixed(perSecond < 10 ? 1 : 0), "tokens/s", "After the first token, as they came here");
+  if (firstToken !== null) add(seconds(firstToken), "to first token", "Time from sending the request to the first token");
+  if (perSecond !== null) add(perSecond.toFixed(perSecond < 10 ? 1 : 0), "tokens/s", "Rate of the tokens after the first, as received by this page");
   if (prompt !== null) add(String(prompt), cached ? `prompt (${cached} cached)` : "prompt", "Tokens of the prompt");
   if (completion !== null) add(String(completion), "completion", "Generated tokens");
   if (finish) facts.push(make("span", { class: "finish", title: `finish_reason: ${finish}`, textContent: FINISHES[finish] ?? finish }));

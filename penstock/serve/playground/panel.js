@@ -1,11 +1,11 @@
-// The live numbers: asked for once a second, and only while somebody can see them.
+// The live statistics, requested once per second while the page is visible.
 
 import { getJson } from "./api.js";
 import { byId } from "./dom.js";
 
 const PERIOD = 1000; // milliseconds
-const HISTORY = 60; // points of the line
-const LOW = 10; // tokens/s: the line's scale ends here at least
+const HISTORY = 60; // points of the graph
+const MIN_SCALE = 10; // tokens/s: minimum upper end of the graph's scale
 
 const STATES = {
   ready: "ready",
@@ -13,11 +13,11 @@ const STATES = {
   restarting: "restarting",
   stopping: "shutting down",
   stopped: "stopped",
-  unknown: "out of reach",
+  unknown: "cannot be reached",
 };
 
 export class Panel {
-  /** `onstate(state)` is told when the worker's state changes. */
+  /** `onstate(state)` is called when the state of the worker changes. */
   constructor({ onstate }) {
     this._onstate = onstate;
     this._state = null;
@@ -25,15 +25,15 @@ export class Panel {
     this._rates = [];
     this._timer = null;
     this._isAsking = false;
-    document.addEventListener("visibilitychange", () => this._follow());
-    this._follow();
+    document.addEventListener("visibilitychange", () => this._onVisibility());
+    this._onVisibility();
   }
 
-  _follow() {
+  _onVisibility() {
     clearTimeout(this._timer);
     this._timer = null;
     if (document.visibilityState === "visible") this._ask();
-    else this._before = null; // the next rate would be one over the time away
+    else this._before = null; // no rate over the time that the page was hidden
   }
 
   async _ask() {
@@ -79,9 +79,9 @@ export class Panel {
   }
 
   _draw() {
-    const most = Math.max(LOW, ...this._rates);
+    const scale = Math.max(MIN_SCALE, ...this._rates);
     const first = HISTORY - this._rates.length;
-    const points = this._rates.map((rate, i) => `${first + i},${(23.5 - (22.5 * rate) / most).toFixed(2)}`);
+    const points = this._rates.map((rate, i) => `${first + i},${(23.5 - (22.5 * rate) / scale).toFixed(2)}`);
     const [polygon, polyline] = byId("spark").children;
     polyline.setAttribute("points", points.join(" "));
     polygon.setAttribute("points", points.length ? `${first},24 ${points.join(" ")} ${HISTORY - 1},24` : "");

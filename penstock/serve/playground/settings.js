@@ -1,4 +1,4 @@
-// The controls, and the fields of a request that they stand for. A control left empty says nothing.
+// The controls and their request fields. An empty control adds no field.
 
 import { byId } from "./dom.js";
 
@@ -13,7 +13,7 @@ const EXAMPLE = [
   },
 ];
 
-/** A control whose value no request can have. */
+/** The value of a control is invalid. */
 export class WrongSetting extends Error {}
 
 export class Settings {
@@ -35,13 +35,13 @@ export class Settings {
     return byId("logprobs").checked;
   }
 
-  /** On a narrow page: opens or closes the controls. */
+  /** Opens or closes the controls on a narrow page. */
   show(open) {
     this._form.classList.toggle("open", open);
     byId("show-settings").setAttribute("aria-expanded", String(open));
   }
 
-  /** The request for an answer to some messages; throws `WrongSetting`, the control in focus. */
+  /** Returns the request for some messages; on an invalid setting focuses its control and throws `WrongSetting`. */
   request(messages) {
     const system = byId("system").value;
     const body = {
@@ -73,19 +73,19 @@ export class Settings {
     throw new WrongSetting(field.validationMessage);
   }
 
-  /** The tools, empty where there are none; undefined, and said so, where they cannot be read. */
+  /** Returns the tools, [] if there are none; on invalid JSON shows the error and returns undefined. */
   _checkTools() {
     const text = byId("tools").value.trim();
     let tools;
-    let fault = "";
+    let problem = "";
     try {
       tools = text ? JSON.parse(text) : [];
-      if (!Array.isArray(tools)) fault = "This must be an array.";
+      if (!Array.isArray(tools)) problem = "This must be an array.";
     } catch (error) {
-      fault = error.message;
+      problem = error.message;
     }
-    byId("tools-error").textContent = fault;
-    byId("tools").setAttribute("aria-invalid", String(fault !== ""));
-    return fault ? undefined : tools;
+    byId("tools-error").textContent = problem;
+    byId("tools").setAttribute("aria-invalid", String(problem !== ""));
+    return problem ? undefined : tools;
   }
 }

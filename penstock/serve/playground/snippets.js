@@ -1,4 +1,4 @@
-// A request as a command or a program. The key is never part of it.
+// A request as a shell command or a Python program. It never contains the API key.
 
 const STANDARD = new Set([
   "model",
@@ -15,7 +15,7 @@ const STANDARD = new Set([
   "tools",
 ]);
 
-/** A shell command that sends the request and prints the stream. */
+/** Returns a shell command that sends the request and prints the stream. */
 export function curl(body, base) {
   const json = JSON.stringify({ ...body, stream: true }, null, 2);
   return [
@@ -26,12 +26,12 @@ export function curl(body, base) {
   ].join("\n");
 }
 
-/** A program that does the same with OpenAI's package. */
+/** Returns a program that does the same with the openai package. */
 export function python(body, base) {
   const known = Object.entries(body).filter(([name]) => STANDARD.has(name));
-  const ours = Object.entries(body).filter(([name]) => !STANDARD.has(name));
+  const extra = Object.entries(body).filter(([name]) => !STANDARD.has(name));
   const fields = known.map(([name, value]) => `    ${name}=${literal(value, 1)},`);
-  if (ours.length) fields.push(`    extra_body=${literal(Object.fromEntries(ours), 1)},`);
+  if (extra.length) fields.push(`    extra_body=${literal(Object.fromEntries(extra), 1)},`);
   return `import os
 
 from openai import OpenAI
@@ -50,12 +50,12 @@ for chunk in stream:
 print()`;
 }
 
-/** A word of a shell. */
+/** Quotes a text for the shell. */
 function quoted(text) {
   return `'${text.replaceAll("'", `'\\''`)}'`;
 }
 
-/** A value as Python writes it. */
+/** Returns a value as a Python literal. */
 function literal(value, depth = 0) {
   if (value === null) return "None";
   if (value === true) return "True";

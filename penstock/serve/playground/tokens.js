@@ -1,8 +1,8 @@
-// Log probabilities: tokens as spans, the less probable the stronger their shade, alternatives on demand.
+// Log probabilities: tokens as spans, shaded more strongly if less probable, with alternatives on demand.
 
 import { byId, make } from "./dom.js";
 
-const FULL_SHADE = Math.log(100); // of a token with 1 %
+const FULL_SHADE = Math.log(100); // a token with 1 % has the full shade
 
 /** Entries of `logprobs.content`, grouped so that each group has whole characters. */
 export class TokenGroups {
@@ -22,7 +22,7 @@ export class TokenGroups {
     }
   }
 
-  /** No more come: what is no whole character is shown as such. */
+  /** Ends the tokens; the bytes of an incomplete character become a replacement character. */
   end() {
     const text = this._decoder.decode();
     if (this._pending.length) this._close(text);
@@ -35,7 +35,7 @@ export class TokenGroups {
   }
 }
 
-/** The element that shows groups; `sync` adds those that are new. */
+/** The element that shows token groups; `sync` adds new groups. */
 export class ShadedText {
   constructor(tokens) {
     this._tokens = tokens;
@@ -44,10 +44,10 @@ export class ShadedText {
     this.element = make("div", {
       class: "text tokens",
       role: "group",
-      "aria-label": "Tokens, shaded by probability; arrow keys go from one to the next",
-      onfocusin: (event) => this._tell(event.target),
+      "aria-label": "Tokens, shaded by probability; arrow keys move between tokens",
+      onfocusin: (event) => this._showFor(event.target),
       onfocusout: hideAlternatives,
-      onmouseover: (event) => this._tell(event.target),
+      onmouseover: (event) => this._showFor(event.target),
       onmouseout: hideAlternatives,
       onkeydown: (event) => this._move(event),
     });
@@ -68,7 +68,7 @@ export class ShadedText {
     }
   }
 
-  _tell(span) {
+  _showFor(span) {
     const group = this._groupOf.get(span);
     if (group?.entries.length) showAlternatives(span, group.entries);
   }
@@ -85,19 +85,19 @@ export class ShadedText {
   }
 }
 
-/** A probability as people read it. */
+/** Returns a log probability as a percentage. */
 export function percent(logprob) {
   const value = 100 * Math.exp(logprob);
   if (value >= 99.95) return "100 %";
   return value >= 0.1 ? `${value.toFixed(1)} %` : value >= 0.001 ? `${value.toFixed(3)} %` : "< 0.001 %";
 }
 
-/** A token so that its blanks, and bytes that are no characters, can be seen. */
+/** Returns a token with visible white space; incomplete characters are shown as bytes. */
 export function visible({ token, bytes }) {
   if (token.includes("\uFFFD") && bytes) {
     return bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("");
   }
-  return token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll("\r", "␍").replaceAll(" ", "␣") || "(nothing)";
+  return token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll("\r", "␍").replaceAll(" ", "␣") || "(empty)";
 }
 
 function showAlternatives(span, entries) {
@@ -119,7 +119,7 @@ export function hideAlternatives(event) {
   event?.target.removeAttribute?.("aria-describedby");
 }
 
-/** The chosen token among the most probable ones. */
+/** Returns a table of the top tokens with the chosen token marked. */
 function tableOf(entry) {
   const best = entry.top_logprobs;
   const isChosen = (one) => one.token === entry.token && String(one.bytes) === String(entry.bytes);

@@ -32,8 +32,6 @@ _ANNOTATIONS = frozenset(
 _OBJECT_KEYWORDS = _ANNOTATIONS.union(
     "type properties required additionalProperties $defs definitions".split()
 )
-    "type properties required additionalProperties $defs definitions".split()
-)
 _STRING_KEYWORDS = _ANNOTATIONS | {"type"}
 _ANY_NAME = pattern("[A-Za-z0-9_.\\-]{1,64}")
 _FIRST_CHARACTERS = {
