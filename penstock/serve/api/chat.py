@@ -23,6 +23,7 @@ from penstock.serve.api.choice_decoder import ChoiceDecoder
 from penstock.serve.api.generation import GenerationJob, check_choices, in_pool
 from penstock.serve.api.json_parts import Parts
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logprobs, with_bounded_output
+from penstock.serve.api.models import adapter_named
 from penstock.serve.api.output_format import check_enabled, check_tools, checked_grammar, output_grammar
 from penstock.serve.api.parameters import map_input_errors, output_limit
 from penstock.serve.api.request_context import contexts_of_choices, request_context
@@ -121,6 +122,7 @@ class _Chat:
             body,
             f"chatcmpl-{uuid4().hex}",
             param="messages",
+            adapter=adapter_named(services, body.model),
             top=top,
             echo=body.prompt_logprobs is not None,
             messages=messages,

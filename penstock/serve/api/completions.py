@@ -14,6 +14,7 @@ from penstock.serve.api.choice_decoder import ChoiceDecoder
 from penstock.serve.api.completion_response import CompletionResponse, Echo, PromptScores
 from penstock.serve.api.generation import GenerationJob, check_choices, in_pool
 from penstock.serve.api.logprob_limit import check_num_logprobs, num_best, num_prompt_logprobs
+from penstock.serve.api.models import adapter_named
 from penstock.serve.api.output_format import check_enabled, output_grammar
 from penstock.serve.api.request_context import contexts_of_choices, request_context
 from penstock.serve.api.schemas import CompletionBody
@@ -89,6 +90,7 @@ class _Completion:
         """
         body = checked_body(services, CompletionBody, raw)
 
+        adapter = adapter_named(services, body.model)
         asked = output_grammar(services, body)
         if asked is not None:
             check_enabled(services, body, asked[1])
@@ -104,6 +106,7 @@ class _Completion:
                 name if is_only else f"{name}-{index}",
                 index=index,
                 param="prompt" if is_only else f"prompt[{index}]",
+                adapter=adapter,
                 top=body.logprobs,
                 echo=(bool(body.echo) and body.logprobs is not None) or body.prompt_logprobs is not None,
                 default_limit=services.config.default_max_tokens_completions,

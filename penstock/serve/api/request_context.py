@@ -10,7 +10,6 @@ import msgspec
 from penstock.pipelines.core import TextContext, TokenGeneratorRequest
 from penstock.pipelines.core.choices import choice_contexts
 from penstock.serve.api.logprob_limit import num_best, without_echo
-from penstock.serve.api.models import adapter_named
 from penstock.serve.api.parameters import map_input_errors, sampling_params
 from penstock.serve.api.schemas import GenerationBody
 from penstock.serve.services import Services
@@ -24,6 +23,7 @@ def request_context(
     *,
     index: int = 0,
     param: str,
+    adapter: str | None,
     top: int | None,
     echo: bool,
     default_limit: int | None = None,
@@ -39,6 +39,7 @@ def request_context(
         request_id: the id of the context.
         index: the index of the prompt in the request.
         param: the field that errors of the prompt name.
+        adapter: the name of the adapter; None for the model itself.
         top: number of top tokens per generated token; None if the response has no log probabilities of these.
         echo: whether the prompt is scored too.
         default_limit: the output limit of a request without one; None is the limit of the model.
@@ -46,7 +47,6 @@ def request_context(
 
     Raises:
         RequestProblem: 400 that names the field.
-        UnknownModelError: the server has no model or adapter of that name.
     """
     tokenizer = services.tokenizer
     request = TokenGeneratorRequest(
@@ -58,7 +58,7 @@ def request_context(
         sampling_params=sampling_params(
             body, services.pipeline_config, tokenizer=tokenizer, default_limit=default_limit
         ),
-        adapter=adapter_named(services, body.model),
+        adapter=adapter,
         cache_salt=body.cache_salt,
         priority=body.priority or 0,
         **prompt,

@@ -370,5 +370,5 @@ def test_many_messages_are_what_they_are_together() -> None:
 
 
 def test_fields_are_few() -> None:
-    with pytest.raises(RequestProblem, match="the body has 2001 fields, there can be 1000"):
+    with pytest.raises(RequestProblem, match="the body has 2001 fields; the maximum is 1000"):
         validated(ChatBody, {"model": "demo", **{str(number): 1 for number in range(2000)}})

@@ -290,13 +290,13 @@ async def test_limits_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(max_grammar_size=1500, grammar_compile_timeout=0.05) as server:
         long = {"structured_outputs": {"choice": ["a" * 3000]}}
         error = await server.refusal(CHAT, messages=PARIS, **long)
-        assert "1500 are the most" in error["message"]
+        assert "the maximum is 1500" in error["message"]
         assert error["param"] == "structured_outputs.choice"
         wide = {"type": "object", "properties": {"x": {"enum": ["the " * 400]}}}
         function = {"name": "f", "parameters": wide, "strict": True}
         error = await server.refusal(CHAT, messages=PARIS, tools=[{"type": "function", "function": function}])
         assert error["param"] == "tools[0].function.parameters", "before it is read"
-        assert "1500 are the most" in error["message"]
+        assert "the maximum is 1500" in error["message"]
         tools = [{**STRICT, "function": {**STRICT["function"], "name": f"f{index}"}} for index in range(6)]
         error = await server.refusal(CHAT, messages=PARIS, tools=tools, tool_choice="required")
         assert error["param"] == "tools"

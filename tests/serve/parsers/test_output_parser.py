@@ -270,7 +270,7 @@ def test_flags() -> None:
     assert ParserFactory.choose("<tool_call> arguments </think>", "none", "auto").reasoning_format == "think"
     assert ParserFactory.choose(None).tool_format is None
     with pytest.raises(
-        ConfigError, match=r"tool_call_parser: 'hermse' is not known: auto, none, or one of .*hermes"
+        ConfigError, match=r"tool_call_parser: 'hermse' is unknown: use auto, none, or one of .*hermes"
     ):
         ParserFactory.choose(None, "hermse")
     with pytest.raises(ConfigError, match=r"reasoning_parser: .*think"):
