@@ -1,0 +1,159 @@
+"""Attention over the paged cache: rotary embeddings, writing keys and values, and attention itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.experts import CpuExperts
+from penstock.kernels.cpu.linear import LONG, TYPES
+from penstock.kernels.inputs import LayerKV
+
+_CACHE_TYPES = {**TYPES, torch.int8: 2}
+_MAX_HEAD = 1024
+"""Sums of more products of integers could overflow 32 bits (csrc/attention_tile.inl)."""
+
+
+class CpuAttention(CpuExperts):
+    """Attention with C++ kernels, for float32 and bfloat16 activations."""
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        kind, q_strides, k_strides = TYPES.get(q.dtype), q.stride(), k.stride()
+        tables = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
+        if kind is None or q_strides[2] != 1 or k_strides[2] != 1 or k.dtype != q.dtype or not tables:
+            self._fall_back(
+                "rotary",
+                {
+                    f"{q.dtype} activations": kind is not None,
+                    "strided heads": q_strides[2] == k_strides[2] == 1,
+                    f"{k.dtype} keys": k.dtype == q.dtype,
+                    "tables that are not contiguous float32": tables,
+                },
+            )
+            return super().rotary(q, k, cos, sin)
+        q_out, k_out = self._empty(q.shape, q.dtype), self._empty(k.shape, k.dtype)
+        rows, heads, dim = q.shape
+        self._kernels.rotary(
+            kind,
+            q.data_ptr(),
+            k.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            q_out.data_ptr(),
+            k_out.data_ptr(),
+            rows,
+            heads,
+            k.shape[1],
+            dim,
+            cos.shape[1],
+            q_strides[0],
+            q_strides[1],
+            k_strides[0],
+            k_strides[1],
+        )
+        return q_out, k_out
+
+    def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
+        kind, k_strides, v_strides = TYPES.get(k.dtype), k.stride(), v.stride()
+        cache, slots = kv.cache, kv.slots
+        cache_kind = _CACHE_TYPES.get(cache.dtype)
+        rows_fit = k_strides[2] == v_strides[2] == 1 and k.dtype == v.dtype
+        if kind is None or cache_kind is None or not rows_fit or not cache.is_contiguous():
+            self._fall_back(
+                "store_kv",
+                {
+                    f"{k.dtype} keys": kind is not None,
+                    f"a {cache.dtype} cache": cache_kind is not None,
+                    "this memory layout": rows_fit and cache.is_contiguous(),
+                },
+            )
+            super().store_kv(k, v, kv)
+            return
+        assert slots.dtype == torch.int64
+        assert slots.is_contiguous()
+        self._kernels.store_kv(
+            kind,
+            cache_kind,
+            k.data_ptr(),
+            v.data_ptr(),
+            cache.data_ptr(),
+            _scales_of(kv),
+            slots.data_ptr(),
+            k.shape[0],
+            *cache.shape[1:],
+            k_strides[0],
+            k_strides[1],
+            v_strides[0],
+            v_strides[1],
+        )
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        row_offsets: Tensor,
+        lengths: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        cache, tables, strides = kv.cache, kv.block_tables, q.stride()
+        kind, cache_kind = TYPES.get(q.dtype), _CACHE_TYPES.get(cache.dtype)
+        _, num_blocks, kv_heads, block_size, dim = cache.shape
+        blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
+        rows_fit = dim % 8 == 0 and dim <= _MAX_HEAD and strides[2] == 1 and tables.stride(1) == 1
+        if kind is None or cache_kind is None or not (blocks_fit and rows_fit):
+            self._fall_back(
+                "attention",
+                {
+                    f"{q.dtype} queries": kind is not None,
+                    f"a {cache.dtype} cache": cache_kind is not None,
+                    f"cache blocks of {block_size} tokens (a power of two, at least 16)": blocks_fit,
+                    f"a head size of {dim} (a multiple of 8, at most {_MAX_HEAD})": dim % 8 == 0
+                    and dim <= _MAX_HEAD,
+                    "strided queries or block tables": strides[2] == tables.stride(1) == 1,
+                },
+            )
+            return super().attention(q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
+        if sinks is not None:
+            sinks = self._kept(sinks.float().contiguous())
+        out = self._empty(q.shape, q.dtype)
+        rows, heads, _ = q.shape
+        long = rows * tables.shape[1] * block_size * heads * dim > LONG
+        (self._kernels.long_attention if long else self._kernels.attention)(
+            kind,
+            cache_kind,
+            q.data_ptr(),
+            cache.data_ptr(),
+            _scales_of(kv),
+            out.data_ptr(),
+            tables.data_ptr(),
+            row_offsets.data_ptr(),
+            lengths.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            lengths.shape[0],
+            heads,
+            num_blocks,
+            kv_heads,
+            block_size,
+            dim,
+            strides[0],
+            strides[1],
+            tables.stride(0),
+            kv.window or 0,
+            scale,
+            soft_cap or 0.0,
+        )
+        return out
+
+
+def _scales_of(kv: LayerKV) -> int:
+    """Return the address of the scales of an int8 cache; 0 for other caches."""
+    if kv.scales is None:
+        assert kv.cache.dtype != torch.int8
+        return 0
+    assert kv.scales.dtype == torch.float32
+    assert kv.scales.is_contiguous()
+    return kv.scales.data_ptr()

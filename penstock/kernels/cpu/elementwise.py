@@ -1,0 +1,207 @@
+"""Norms, activations, and operations on each number of a row."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from penstock.kernels.cpu.attention import CpuAttention
+from penstock.kernels.cpu.experts import ACTIVATIONS
+from penstock.kernels.cpu.linear import TYPES
+from penstock.kernels.experts import ClampedSwiGLU
+from penstock.kernels.ops import Activation
+
+_SCALE, _SOFT_CAP = 4, 5
+"""Functions of the kernel ``change`` besides the activations."""
+
+
+class CpuElementwise(CpuAttention):
+    """Norms and elementwise operations with C++ kernels, for float32 and bfloat16 activations."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        kind, weight_kind, strides = TYPES.get(x.dtype), TYPES.get(weight.dtype), x.stride()
+        if kind is None or weight_kind is None or len(strides) not in (2, 3) or strides[-1] != 1:
+            self._fall_back(
+                "rms_norm",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    f"{weight.dtype} weights": weight_kind is not None,
+                    "this memory layout": len(strides) in (2, 3) and strides[-1] == 1,
+                },
+            )
+            return super().rms_norm(x, weight, eps)
+        out = self._empty(x.shape, x.dtype)
+        *outer, inner, width = x.shape
+        self._kernels.rms_norm(
+            kind,
+            weight_kind,
+            x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            outer[0] if outer else 1,
+            inner,
+            strides[0],
+            strides[-2],
+            width,
+            eps,
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        kind, weight_kind = TYPES.get(x.dtype), TYPES.get(weight.dtype)
+        strides, residual_strides = x.stride(), residual.stride()
+        fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
+        if kind is None or weight_kind is None or not fits:
+            self._fall_back(
+                "add_rms_norm",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    f"{weight.dtype} weights": weight_kind is not None,
+                    "this memory layout or mixed types": fits,
+                },
+            )
+            return super().add_rms_norm(x, residual, weight, eps)
+        normed, total = self._empty(x.shape, x.dtype), self._empty(x.shape, x.dtype)
+        rows, width = x.shape
+        self._kernels.add_rms_norm(
+            kind,
+            weight_kind,
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            normed.data_ptr(),
+            total.data_ptr(),
+            rows,
+            strides[0],
+            residual_strides[0],
+            width,
+            eps,
+        )
+        return normed, total
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        kind, weight_kind, strides = TYPES.get(x.dtype), TYPES.get(weight.dtype), x.stride()
+        weights_fit = weight_kind is not None and bias.dtype == weight.dtype
+        weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
+        if kind is None or not weights_fit or len(strides) not in (2, 3) or strides[-1] != 1:
+            self._fall_back(
+                "layer_norm",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    f"{weight.dtype} or strided weights": weights_fit,
+                    "this memory layout": len(strides) in (2, 3) and strides[-1] == 1,
+                },
+            )
+            return super().layer_norm(x, weight, bias, eps)
+        out = self._empty(x.shape, x.dtype)
+        *outer, inner, width = x.shape
+        self._kernels.layer_norm(
+            kind,
+            weight_kind,
+            x.data_ptr(),
+            weight.data_ptr(),
+            bias.data_ptr(),
+            out.data_ptr(),
+            outer[0] if outer else 1,
+            inner,
+            strides[0],
+            strides[-2],
+            width,
+            eps,
+        )
+        return out
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        kind, x_strides, y_strides = TYPES.get(x.dtype), x.stride(), y.stride()
+        rows_fit = len(x_strides) == 2 and x_strides[1] == 1 and y_strides[-1] == 1
+        if kind is None or not rows_fit or x.dtype != y.dtype or x.shape != y.shape:
+            self._fall_back(
+                "add",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    "this memory layout": rows_fit,
+                    "operands of different types or shapes": x.dtype == y.dtype and x.shape == y.shape,
+                },
+            )
+            return super().add(x, y)
+        out = self._empty(x.shape, x.dtype)
+        pointers = (x.data_ptr(), y.data_ptr(), out.data_ptr())
+        self._kernels.add(kind, *pointers, *x.shape, x_strides[0], y_strides[0])
+        return out
+
+    def activation(self, x: Tensor, activation: Activation) -> Tensor:
+        out = self._change(x, ACTIVATIONS[activation], 0.0)
+        if out is None:
+            self._fall_back("activation", _elementwise_conditions(x))
+            return super().activation(x, activation)
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        out = self._change(x, _SCALE, factor)
+        if out is None:
+            self._fall_back("scale", _elementwise_conditions(x))
+            return super().scale(x, factor)
+        return out
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        out = self._change(x, _SOFT_CAP, cap)
+        if out is None:
+            self._fall_back("soft_cap", _elementwise_conditions(x))
+            return super().soft_cap(x, cap)
+        return out
+
+    def _change(self, x: Tensor, function: int, factor: float) -> Tensor | None:
+        """Apply a function to each number of ``x [T, F]``; None if no kernel takes its type or layout."""
+        kind, strides = TYPES.get(x.dtype), x.stride()
+        if kind is None or len(strides) != 2 or strides[1] != 1:
+            return None
+        out = self._empty(x.shape, x.dtype)
+        self._kernels.change(kind, function, x.data_ptr(), out.data_ptr(), *x.shape, strides[0], factor)
+        return out
+
+    def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
+        kind, strides = TYPES.get(x.dtype), x.stride()
+        if kind is None or len(strides) != 2 or strides[1] != 1:
+            self._fall_back(
+                "gated_activation",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    "this memory layout": len(strides) == 2 and strides[1] == 1,
+                },
+            )
+            return super().gated_activation(x, activation)
+        rows, width = x.shape
+        out = self._empty((rows, width // 2), x.dtype)
+        self._kernels.gated_activation(
+            kind,
+            ACTIVATIONS[activation],
+            x.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width // 2,
+            strides[0],
+        )
+        return out
+
+    def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
+        kind, strides = TYPES.get(x.dtype), x.stride()
+        if kind is None or len(strides) != 2 or strides[1] != 1:
+            self._fall_back(
+                "clamped_swiglu",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    "this memory layout": len(strides) == 2 and strides[1] == 1,
+                },
+            )
+            return super().clamped_swiglu(x, gate)
+        rows, width = x.shape[0], x.shape[1] // 2
+        out = self._empty((rows, width), x.dtype)
+        pointers = (x.data_ptr(), out.data_ptr())
+        self._kernels.clamped_swiglu(kind, *pointers, rows, width, strides[0], gate.alpha, gate.limit)
+        return out
+
+
+def _elementwise_conditions(x: Tensor) -> dict[str, bool]:
+    return {
+        f"{x.dtype} activations": x.dtype in TYPES,
+        "this memory layout": x.dim() == 2 and x.stride(1) == 1,
+    }
