@@ -126,7 +126,7 @@ class InferenceSession:
         plans = self.plans
         if plans is None:
             return "none"
-        others = [name for name, owner in self.ops.chosen().items() if owner != self.ops.name]
+        others = [name for name, owner in self.ops.implementations().items() if owner != self.ops.name]
         without = f" without {', '.join(others)}" if others else ""
         return f"of up to {plans.max_rows} rows{without}"
 

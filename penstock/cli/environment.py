@@ -90,7 +90,7 @@ def describe_environment() -> Environment:
     devices = []
     for device in found:
         session = InferenceSession([device])
-        kernels, planned = session.ops.chosen(), session.planned_steps
+        kernels, planned = session.ops.implementations(), session.planned_steps
         devices.append(DeviceMemory(str(device), **device.stats, kernels=kernels, planned_steps=planned))
     return Environment(
         versions=_versions(),

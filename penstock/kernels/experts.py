@@ -1,4 +1,4 @@
-"""Experts: feed-forward layers of one shape, of which each row of a batch visits a few."""
+"""Experts: feed-forward layers of one shape; each row of a batch is routed to a few of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.kernels.linear import PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """The gate ``g * sigmoid(alpha * g) * (up + 1)``, g at most ``limit``, up within ``limit`` of zero."""
+    """The gate ``g * sigmoid(alpha * g) * (up + 1)``, with g and abs(up) at most ``limit``."""
 
     alpha: float
     limit: float
@@ -21,32 +21,34 @@ class ClampedSwiGLU:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PackedExperts:
-    """The weights of N experts, ready for `Ops.experts`: each linear is packed as any other.
+    """The packed weights of N experts, for `Ops.experts`.
 
-    Known by identity: a back end may keep beside them what it found out about them.
+    Compared by identity, so that a back end can cache data about them.
     """
 
     gate_up: tuple[PackedLinear, ...]  # N of [E] -> [2F]: gates, then ups
     down: tuple[PackedLinear, ...]  # N of [F] -> [E]
 
     def slice_names(self) -> Iterator[str]:
-        """The names that their linears have in the checkpoint."""
+        """Return the names of their linears in the checkpoint."""
         return (part.name for linear in (*self.gate_up, *self.down) for part in linear.slices)
 
 
-def grouped_by_expert(chosen: Tensor, experts: int, at_most: int) -> Iterator[tuple[Tensor, dict[int, int]]]:
-    """The places of ``chosen [T, k]``, counted row by row, those that name one expert together.
+def grouped_by_expert(
+    topk_ids: Tensor, experts: int, at_most: int
+) -> Iterator[tuple[Tensor, dict[int, int]]]:
+    """Yield the slots of ``topk_ids [T, k]``, counted row by row, in the order of their experts.
 
     Args:
-        chosen: numbers from 0 to ``experts`` - 1, in each row different ones.
-        experts: how many there are.
-        at_most: how many places to give at once.
+        topk_ids: ids below ``experts``, distinct in each row.
+        experts: number of experts.
+        at_most: slots per group.
 
     Yields:
-        Places ``[P]``, place p of row ``p // k``; and of how many of them each expert is named, in order. An
-        expert's places ascend, and so do the experts, over all that is given.
+        Slots ``[P]``, where slot p belongs to row ``p // k``; and expert id -> its number of slots in this
+        group. Ids ascend over all groups, and the slots of an expert ascend.
     """
-    flat = chosen.flatten()
+    flat = topk_ids.flatten()
     order = flat.argsort(stable=True)
     sizes: dict[int, int] = {}
     start = stop = 0

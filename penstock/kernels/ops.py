@@ -1,8 +1,10 @@
-"""The operations a model is made of. A back end is a subclass of `Ops`; a session owns one instance.
+"""The operations that models consist of. A back end is a subclass of `Ops`; a session owns one instance.
 
-Models call nothing else on activations but these operations and views (slicing, reshaping), so that a
-step can be recorded and replayed (`kernels.recording`). `kernels.reference.ReferenceOps` defines what
-is correct; other back ends inherit from it and override what they do faster.
+Models apply only these operations and views (slicing, reshaping) to activations, so that a step can be
+recorded and replayed (`kernels.recording`). `kernels.reference.ReferenceOps` defines the correct results.
+Other back ends inherit from it and override the operations that they compute faster.
+
+Each method marked with `operation` is a row of the table of operations, see `kernels.operations`.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ def _no_adapters(arguments: Arguments) -> Arguments:
 
 
 class Ops(ABC):
-    """One back end's kernels. Instances hold no state of a step and may serve several models."""
+    """The operations of a back end. An instance holds no state of a step and can serve several models."""
 
     name: str
-    """What ``penstock env`` calls the back end."""
+    """Name of the back end, as ``penstock env`` prints it."""
 
     layout: Layout = "rows"
     """Memory layout of the weights that it packs."""
@@ -72,13 +74,13 @@ class Ops(ABC):
 
     def pack_linear(
         self,
-        weight: Tensor | Sequence[Tensor],  # [out, in], or its parts one behind the other
+        weight: Tensor | Sequence[Tensor],  # [out, in], or its parts in order
         encoding: str,
         *,
         bias: Tensor | None = None,  # [out]
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        """Packs a weight for `linear`, in the encoding named and the layout that this back end reads fastest.
+        """Pack a weight for `linear`, in the given encoding and the layout that this back end reads fastest.
 
         Raises:
             ConfigError: the encoding is unknown.
@@ -87,15 +89,16 @@ class Ops(ABC):
 
     def pack_lazily(
         self,
-        weight: Sequence[Tensor],  # [out, in], parts one behind the other
+        weight: Sequence[Tensor],  # [out, in], its parts in order
         encoding: str,
         *,
         bias: Tensor | None = None,  # [out]
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        """As `pack_linear`, of parts that stay in memory by themselves, as those of a mapped file do: where
-        the back end can do without packing for a while, the tensors are `LazyWeight`, and `linear` multiplies
-        by the floats that there are.
+        """Pack a weight whose parts stay in memory anyway, such as those of a mapped file; may defer packing.
+
+        If the back end can compute without packing, the tensors are a `LazyWeight`, and `linear` multiplies
+        by the floats of the parts until they are packed.
 
         Raises:
             ConfigError: the encoding is unknown.
@@ -110,8 +113,7 @@ class Ops(ABC):
         bias: Tensor | None = None,  # [out]
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        """Packs for `linear` a weight that is in the form of its encoding already: ``weight [out, in]`` and
-        what goes with it.
+        """Pack a quantised weight: ``weight [out, in]`` and the other tensors of its encoding.
 
         Raises:
             ConfigError: the encoding is unknown.
@@ -121,7 +123,7 @@ class Ops(ABC):
     @operation(weights=["table"])
     @abstractmethod
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """Looks up ``tokens [T]`` in ``table [V, E]``: ``[T, E]``."""
+        """Return the rows ``[T, E]`` of ``table [V, E]`` for ``tokens [T]``."""
 
     @operation(
         weights=["packed"],
@@ -139,30 +141,30 @@ class Ops(ABC):
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:  # [T, out]
-        """``x @ weight.T + bias``, plus ``(x @ A.T) @ B.T`` of each row's adapter on the slices it has.
+        """Return ``x @ weight.T + bias``, plus ``(x @ A.T) @ B.T`` of each row's adapter on its slices.
 
-        Rows without an adapter are, to the bit, what they are without ``lora``.
+        Rows without an adapter have the same bits as without ``lora``.
         """
 
     @operation(weights=["weight"], functions={"rms_norm": CFunction("2q 3P 5q d")})
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Divides each row of ``x [..., E]`` by its root mean square and scales by ``weight [E]``.
+        """Divide each row of ``x [..., E]`` by its root mean square and multiply it by ``weight [E]``.
 
         Computed in float32, returned in x's type (Zhang and Sennrich 2019, arXiv:1910.07467). A weight of x's
-        type scales what is rounded to it already, as most checkpoints were trained; a float32 weight beside a
-        narrower x is applied before the one rounding, as Gemma's were.
+        type multiplies the row after it is rounded to that type, as in the training of most checkpoints. A
+        float32 weight with a narrower x multiplies before the only rounding, as in Gemma.
         """
 
     @operation(weights=["weight"], functions={"add_rms_norm": CFunction("2q 5P 4q d")})
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """``(rms_norm(x + residual), x + residual)``, both ``[T, E]``: the seam between two layers."""
+        """Return ``(rms_norm(x + residual), x + residual)``, both ``[T, E]``."""
 
     @operation(weights=["weight", "bias"], functions={"layer_norm": CFunction("2q 4P 5q d")})
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Gives each row of ``x [..., E]`` mean 0 and variance 1, then ``* weight [E] + bias [E]``.
+        """Normalise each row of ``x [..., E]`` to mean 0 and variance 1, then ``* weight [E] + bias [E]``.
 
         Computed in float32, returned in x's type (Ba et al. 2016, arXiv:1607.06450).
         """
@@ -170,17 +172,17 @@ class Ops(ABC):
     @operation(functions={"add": CFunction("q 3P 4q")})
     @abstractmethod
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """``x + y`` of one shape."""
+        """Return ``x + y``; both have one shape."""
 
     @operation()
     @abstractmethod
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """``x * factor``, rounded to x's type once."""
+        """Return ``x * factor``, rounded once to x's type."""
 
     @operation()
     @abstractmethod
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """``cap * tanh(x / cap)``: bounds x smoothly. Computed in float32, returned in x's type."""
+        """Return ``cap * tanh(x / cap)``, computed in float32, in x's type."""
 
     @operation(weights=["cos", "sin"])
     @abstractmethod
@@ -190,7 +192,7 @@ class Ops(ABC):
         cos: Tensor,  # [P, R / 2] float32
         sin: Tensor,  # [P, R / 2] float32
     ) -> tuple[Tensor, Tensor]:  # [T, R / 2], [T, R / 2]
-        """The rows of the rotary tables that this step's positions need, once for all layers."""
+        """Return the rows of the rotary tables for the positions of a step, once for all layers."""
 
     @operation(functions={"rotary": CFunction("q 6P 9q")})
     @abstractmethod
@@ -201,16 +203,16 @@ class Ops(ABC):
         cos: Tensor,  # [T, R / 2] float32, R <= D
         sin: Tensor,  # [T, R / 2] float32
     ) -> tuple[Tensor, Tensor]:  # [T, H, D], [T, K, D]
-        """Rotates the first R dims of queries and keys by their positions' angles.
+        """Rotate the first R dimensions of queries and keys by the angles of their positions.
 
-        Pairs are (i, i + R / 2), the layout of Hugging Face checkpoints; the remaining D - R dims pass
-        unchanged (Su et al. 2021, arXiv:2104.09864). Computed in float32, returned in q's type.
+        Pairs are (i, i + R / 2), the layout of Hugging Face checkpoints. The other D - R dimensions
+        stay unchanged (Su et al. 2021, arXiv:2104.09864). Computed in float32, returned in q's type.
         """
 
     @operation(functions={"store_kv": CFunction("2q 5P 9q")})
     @abstractmethod
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
-        """Writes ``k, v [T, K, D]`` into ``kv.cache`` at ``kv.slots``; quantises to an int8 cache."""
+        """Write ``k, v [T, K, D]`` into ``kv.cache`` at ``kv.slots``; quantises for an int8 cache."""
 
     @operation(weights=["sinks"], functions={"attention": CFunction("2q 8P 10q 2d", can_be_long=True)})
     @abstractmethod
@@ -225,28 +227,28 @@ class Ops(ABC):
         soft_cap: float | None = None,
         sinks: Tensor | None = None,  # [H] float32
     ) -> Tensor:  # [T, H, D]
-        """Causal attention of a ragged batch over the paged cache, whose new rows are stored already.
+        """Return causal attention of a ragged batch over the paged cache, which already holds the new rows.
 
-        The rows of sequence b are its last positions: row j of n is at ``lengths[b] - n + j`` and sees
-        the keys at or before it, at most ``kv.window`` of them. Query head h reads kv head
-        ``h // (H / K)``. ``soft_cap`` bounds the scores to ``cap * tanh(score / cap)``; a sink is one
-        more score in the softmax that has no value. Softmax in float32.
+        The rows of sequence b are its last positions: row j of n is at ``lengths[b] - n + j``. It attends to
+        the keys at or before its position, at most ``kv.window`` of them. Query head h reads kv head
+        ``h // (H / K)``. ``soft_cap`` bounds the scores to ``cap * tanh(score / cap)``. A sink is a further
+        score in the softmax without a value. The softmax is computed in float32.
         """
 
     @operation(functions={"gated_activation": CFunction("2q 2P 3q")})
     @abstractmethod
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
-        """``activation(x[:, :F]) * x[:, F:]`` for ``x [T, 2F]``: ``[T, F]``."""
+        """Return ``activation(x[:, :F]) * x[:, F:]``, ``[T, F]``, for ``x [T, 2F]``."""
 
     @operation(functions={"change": CFunction("2q 2P 3q d")})
     @abstractmethod
     def activation(self, x: Tensor, activation: Activation) -> Tensor:
-        """``activation(x)`` of every number of ``x [T, F]``, in float32, returned in x's type."""
+        """Return ``activation(x)`` for each number of ``x [T, F]``, computed in float32, in x's type."""
 
     @operation(functions={"clamped_swiglu": CFunction("q 2P 3q 2d")})
     @abstractmethod
     def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
-        """`ClampedSwiGLU` of the gates ``x[:, :F]`` and ups ``x[:, F:]`` of ``x [T, 2F]``: ``[T, F]``.
+        """Return `ClampedSwiGLU` of the gates ``x[:, :F]`` and ups ``x[:, F:]`` of ``x [T, 2F]``: ``[T, F]``.
 
         Computed in float32, returned in x's type.
         """
@@ -254,10 +256,11 @@ class Ops(ABC):
     @operation(functions={"route": CFunction("2q 3P 4q")})
     @abstractmethod
     def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Shares and numbers of the ``top`` experts with the largest logits of each row of ``logits [T, N]``.
+        """Return weights and ids of the ``top`` experts with the largest logits of each row of ``[T, N]``.
 
-        Shares ``[T, top]`` float32 are a softmax over all N, as it is (``all``) or divided by the sum of the
-        chosen (``all_normed``), or a softmax over the chosen (``chosen``). Numbers are ``[T, top]`` int64.
+        The weights ``[T, top]`` float32 are a softmax over all N logits (``all``), the same divided by the
+        sum of the selected weights (``all_normed``), or a softmax over the selected logits (``chosen``). The
+        ids are ``[T, top]`` int64.
         """
 
     @operation(
@@ -270,27 +273,27 @@ class Ops(ABC):
         self,
         x: Tensor,  # [T, E]
         packed: PackedExperts,
-        shares: Tensor,  # [T, k] float32
-        chosen: Tensor,  # [T, k] int64, in each row different ones
+        topk_weights: Tensor,  # [T, k] float32
+        topk_ids: Tensor,  # [T, k] int64, distinct in each row
         gating: Gating,
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:  # [T, E]
-        """The sum of each row's chosen experts, ``down(gating(gate_up(x)))``, each times its share.
+        """Return the weighted sum of each row's top-k experts; an expert is ``down(gating(gate_up(x)))``.
 
-        The rows of an expert are multiplied together. Shares are applied and summed in float32, in the
-        order of the experts' numbers.
+        The rows of an expert are multiplied together. Outputs are weighted and summed in float32, in the
+        order of the experts' ids.
         """
 
     @operation(functions={"take_rows": CFunction("3P 4q")})
     @abstractmethod
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """``x[rows]``: ``[R, E]`` of ``x [T, E]`` and ``rows [R]`` int64."""
+        """Return ``x[rows]``, ``[R, E]``, for ``x [T, E]`` and ``rows [R]`` int64."""
 
     @operation(functions={"put_rows": CFunction("4P 5q")})
     @abstractmethod
     def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-        """``x [T, E]`` with ``values [P, E]`` in place of its rows ``rows [P]``: given embeddings."""
+        """Return ``x [T, E]`` with its rows ``rows [P]`` replaced by ``values [P, E]``."""
 
     @operation(functions={"sample": CFunction("q P 3q 6P q P", can_be_long=True)})
     @abstractmethod
@@ -300,19 +303,19 @@ class Ops(ABC):
         sampling: SamplingInputs,
         bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32, bit 1 = allowed
     ) -> Tensor:  # [R] int64
-        """Draws one token a row.
+        """Sample one token per row.
 
-        Tokens that ``bitmask`` forbids are left out; then top_k, top_p and min_p each narrow the softmax
-        of ``logits / temperature``, in this order, each measured on the distribution that the one before
-        left. The token is the inverse CDF at ``uniforms`` over the kept tokens in token-id order, summed
-        in float64. Temperature 0 or top_k 1 takes the largest logit, the smallest id on a tie.
+        First the tokens that ``bitmask`` forbids are removed. Then top_k, top_p and min_p restrict the
+        softmax of ``logits / temperature``, in this order; each applies to the distribution that the previous
+        one returned. The token is the inverse CDF at ``uniforms`` over the kept tokens in token-id order,
+        summed in float64. Temperature 0 or top_k 1 takes the largest logit, and the smallest id on a tie.
 
-        -1 stands for a row that is no distribution: some logit is NaN or +inf, allowed or not, or no allowed
-        one is above -inf.
+        Returns -1 for a row with non-finite logits: a logit is NaN or +inf, allowed or not, or no allowed
+        logit is above -inf.
         """
 
-    def chosen(self) -> dict[str, str]:
-        """Operation -> name of the back end that implements it here."""
+    def implementations(self) -> dict[str, str]:
+        """Return operation -> name of the back end that implements it."""
         return {name: self._owner(name) for name in operations_of(type(self))}
 
     def _owner(self, operation: str) -> str:

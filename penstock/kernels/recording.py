@@ -39,15 +39,15 @@ class TensorRef:
     index: int  # which weight, input or buffer of the arena
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int  # elements from the beginning of its home
+    offset: int  # elements from the start of its home
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One operation: its arguments with every tensor replaced by a `TensorRef`, and where results go.
+    """One operation: its arguments, each tensor replaced by a `TensorRef`, and the locations of its results.
 
-    `PackedExperts` stay as they are.
+    `PackedExperts` are kept as they are.
     """
 
     operation: str
@@ -55,7 +55,7 @@ class Record:
     results: tuple[TensorRef, ...]
 
     def resolved(self, resolve: Callable[[TensorRef], Tensor]) -> dict[str, Any]:
-        """The arguments with tensors in place of the references."""
+        """Return the arguments with tensors in place of the references."""
         return {name: _map(value, TensorRef, resolve) for name, value in self.arguments.items()}
 
 
@@ -71,14 +71,14 @@ class Plan:
     results: tuple[TensorRef, ...]
 
     def replay(self, ops: Ops, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Runs the records on a back end, one by one.
+        """Run the records on a back end, one by one.
 
         Args:
             ops: the back end.
-            inputs: the tensors of this step under the names they were recorded with.
+            inputs: the tensors of this step, by their names in the recording.
 
         Returns:
-            The tensors that `record` was told are the results.
+            The results of the step.
         """
         arena = torch.empty(self.arena_bytes, dtype=torch.uint8)
         resolve = self.resolver(arena, [inputs[name] for name in self.inputs])
@@ -90,7 +90,7 @@ class Plan:
         return tuple(resolve(ref).clone() for ref in self.results)
 
     def resolver(self, arena: Tensor, inputs: Sequence[Tensor]) -> Callable[[TensorRef], Tensor]:
-        """What gives the tensor that a reference stands for.
+        """Return the function that maps a reference to its tensor.
 
         Args:
             arena: at least ``arena_bytes`` bytes, aligned to `ALIGNMENT`.
@@ -100,7 +100,7 @@ class Plan:
         def resolve(ref: TensorRef) -> Tensor:
             if ref.home == "arena":
                 home, offset = arena, self.arena_offsets[ref.index] // ref.dtype.itemsize + ref.offset
-            else:  # whose memory may hold tensors of several types
+            else:  # its storage may hold tensors of several types
                 home, offset = (self.weights if ref.home == "weight" else inputs)[ref.index], ref.offset
             empty = torch.empty(0, dtype=ref.dtype, device=home.device)
             return empty.set_(home.untyped_storage(), offset, ref.shape, ref.strides)
@@ -109,15 +109,15 @@ class Plan:
 
 
 def record(ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterable[Tensor]]) -> Plan:
-    """Runs ``step`` once and returns its plan.
+    """Run ``step`` once and return its plan.
 
     Args:
         ops: the back end to run it on.
         inputs: the tensors that change from step to step, by name.
-        step: runs the step on the operations it is given, and returns its results.
+        step: runs the step on the given operations and returns its results.
 
     Raises:
-        UnrecordableStepError: an operation was given, or the step returned, a tensor of unknown origin.
+        UnrecordableStepError: an argument of an operation or a result of the step has no known origin.
     """
     recorder = _Recorder(inputs)
     results = tuple(recorder.activation(tensor) for tensor in step(recording_ops(ops, recorder)))
@@ -133,12 +133,12 @@ def record(ops: Ops, inputs: Mapping[str, Tensor], step: Callable[[Ops], Iterabl
 
 
 class _Recorder:
-    """Knows where every tensor of a step lives."""
+    """Holds the records of a step and the location of each tensor."""
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
         self.records: list[Record] = []
         self.weights: list[Tensor] = []
-        self.buffers: list[Tensor] = []  # kept alive, so that no storage is used twice while recording
+        self.buffers: list[Tensor] = []  # kept alive, so that no storage is reused while recording
         self._homes = {
             tensor.untyped_storage().data_ptr(): ("input", index)
             for index, tensor in enumerate(inputs.values())
@@ -146,12 +146,12 @@ class _Recorder:
         assert len(self._homes) == len(inputs), "two inputs share their memory"
 
     def add(self, operation: str, arguments: dict[str, Any], results: Any) -> None:
-        """Appends a record; its results become known."""
+        """Append a record and remember the locations of its results."""
         refs = tuple(self._result(tensor) for tensor in tensors_of(results))
         self.records.append(Record(operation, arguments, refs))
 
     def activation(self, tensor: Tensor) -> TensorRef:
-        """A tensor that must be an input, or come from an operation."""
+        """Return the reference of a tensor that must be an input or the result of an operation."""
         home = self._homes.get(tensor.untyped_storage().data_ptr())
         if home is None:
             raise UnrecordableStepError(
@@ -160,7 +160,7 @@ class _Recorder:
         return _ref(home, tensor)
 
     def weight(self, tensor: Tensor) -> TensorRef:
-        """A tensor that stays from step to step."""
+        """Return the reference of a tensor that stays the same from step to step."""
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in self._homes:
             self._homes[pointer] = ("weight", len(self.weights))
@@ -226,7 +226,7 @@ def _recorded(row: Operation, inner: Ops, recorder: _Recorder) -> Callable[..., 
 def _place(
     buffers: list[Tensor], records: list[Record], results: tuple[TensorRef, ...]
 ) -> tuple[list[int], int]:
-    """Offsets of the buffers in the arena: first fit among those alive at the same time; and its size."""
+    """Return the offsets of the buffers in the arena, first fit among those alive together; and its size."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for time, one in enumerate(records):
@@ -264,17 +264,17 @@ def _refs_of(value: Any) -> list[TensorRef]:
 
 
 def tensors_of(results: Any) -> tuple[Tensor, ...]:
-    """What an operation returned, as a tuple."""
+    """Return the results of an operation as a tuple."""
     if results is None:
         return ()
     return results if isinstance(results, tuple) else (results,)
 
 
 def _map(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """``value`` with ``function`` applied to every ``kind`` in it, through dataclasses, mappings, tuples."""
+    """Apply ``function`` to each ``kind`` in a value, inside dataclasses, mappings and tuples too."""
     if isinstance(value, kind):
         return function(value)
-    if isinstance(value, PackedExperts):  # thousands of weights in a model, none of which changes
+    if isinstance(value, PackedExperts):  # thousands of weights, none of which changes
         return value
     if isinstance(value, Mapping):
         return {name: _map(one, kind, function) for name, one in value.items()}

@@ -44,7 +44,7 @@ def num_experts_per_token(config: ConfigValues, experts: int, default: int) -> i
     top = config.integer("num_experts_per_tok", default=default)
     if top > experts:
         raise ConfigError(
-            "num_experts_per_tok", f"{top} experts for each token cannot be chosen of {experts}"
+            "num_experts_per_tok", f"{top} experts for each token cannot be topk_ids of {experts}"
         )
     for key in ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"):
         if config.get(key):

@@ -1,18 +1,23 @@
-"""The walk of docs/adding-a-back-end.md, followed: its files written, its check run, its mistakes seen."""
+"""docs/adding-a-back-end.md: its files are written, its check runs, and mistakes in them are detected."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.documents import ROOT
 
-from penstock.kernels.ops import OPERATIONS
+from penstock.kernels import BACKENDS, OPERATIONS, Backend, BackendRegistry
+from penstock.kernels.operations import CFunction, operation
+from penstock.kernels.recording import record
 from penstock.kernels.reference import ReferenceOps
 
 PAGE = (ROOT / "docs" / "adding-a-back-end.md").read_text()
@@ -26,6 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(BACKENDS, "_registered", {})
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("numpy_cpu")]:
         del sys.modules[name]
@@ -35,20 +41,20 @@ def run_check(folder: Path) -> None:
     exec(compile((folder / "check.py").read_text(), "check.py", "exec"), {"__name__": "__main__"})
 
 
-def test_every_block_is_a_file_of_the_walk() -> None:
+def test_the_files_of_the_page() -> None:
     assert sorted(FILES) == ["check.py", "numpy_cpu/__init__.py", "numpy_cpu/ops.py"]
-    assert PAGE.count("```") == 2 * len(FILES)
+    assert PAGE.count("```python") == len(FILES)
 
 
-def test_the_walk(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_check(folder)
-    assert capsys.readouterr().out == "{'gated_activation': 'numpy', 'take_rows': 'numpy'}\n"
+    assert capsys.readouterr().out == "4 ['gated_activation', 'take_rows']\n"
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"), [("* up", "+ up"), ("-gate", "gate"), ("[rows.numpy()]", "[: len(rows)]")]
 )
-def test_a_wrong_turn_is_seen(folder: Path, right: str, wrong: str) -> None:
+def test_the_check_detects_a_mistake(folder: Path, right: str, wrong: str) -> None:
     file = folder / "numpy_cpu" / "ops.py"
     assert right in file.read_text()
     file.write_text(file.read_text().replace(right, wrong))
@@ -57,9 +63,9 @@ def test_a_wrong_turn_is_seen(folder: Path, right: str, wrong: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_its_operations_are_the_references(folder: Path, dtype: torch.dtype) -> None:
+def test_its_operations_agree_with_the_reference(folder: Path, dtype: torch.dtype) -> None:
     reference = ReferenceOps()
-    for ops in import_module("numpy_cpu").variants():
+    for ops in import_module("numpy_cpu").BACKEND.variants():
         x = (100 * torch.randn(33, 64)).to(dtype)
         for activation in ("silu", "gelu"):
             expected = reference.gated_activation(x, activation)
@@ -68,10 +74,30 @@ def test_its_operations_are_the_references(folder: Path, dtype: torch.dtype) -> 
         assert torch.equal(ops.take_rows(x, rows), x[rows])
 
 
-def test_what_the_page_names_exists() -> None:
+def test_a_folder_of_the_registry_is_found(folder: Path) -> None:
+    registry = BackendRegistry([folder])
+    assert [one.name for one in registry.backends] == ["cpu", "numpy_cpu", "reference"]
+    assert registry.open("cpu", "numpy_cpu")[1].name == "numpy_cpu"
+
+
+def test_the_row_of_the_page_is_all_that_recording_needs() -> None:
+    (row,) = re.findall(r"^```\n(@operation.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+    body = row.replace("@abstractmethod\n", "") + "    return weight * x / (1 + x.abs())\n"
+    namespace = {"operation": operation, "CFunction": CFunction, "Tensor": torch.Tensor}
+    exec(compile(body, "row.py", "exec"), namespace)
+    ops: Any = type("MoreOps", (ReferenceOps,), {"softsign": namespace["softsign"]})()
+    x, other, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    plan = record(ops, {"x": x}, lambda recording: [vars(type(recording))["softsign"](recording, x, weight)])
+    assert torch.equal(plan.replay(ops, {"x": other})[0], ops.softsign(other, weight))
+
+
+def test_the_page_names_what_exists() -> None:
     paths = re.findall(r"`((?:penstock|tests|kernels|benchmarks)/[\w/]+\.py)`", PAGE)
     assert len(paths) >= 5
     for path in paths:
         assert (ROOT / path).is_file() or (ROOT / "penstock" / path).is_file(), path
-    for operation in re.findall(r"`(linear|attention|take_rows|gated_activation)`", PAGE):
-        assert operation in OPERATIONS
+    for operation_name in re.findall(r"`(linear|attention|take_rows|gated_activation)`", PAGE):
+        assert operation_name in OPERATIONS
+    fields = re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.MULTILINE)
+    known = {one.name for one in dataclasses.fields(Backend)}
+    assert set(fields) == known | set(inspect.signature(operation).parameters)

@@ -121,7 +121,7 @@ def test_a_fake_back_end_runs_a_model(
     assert seen["replays"] >= 8
     assert pipeline.session.plan_status == "planned: a fake replay"
     assert pipeline.session.planned_steps == "of up to 4 rows without " + ", ".join(
-        name for name, owner in pipeline.session.ops.chosen().items() if owner != "fake"
+        name for name, owner in pipeline.session.ops.implementations().items() if owner != "fake"
     )
     pipeline.session.use_plans = False
     assert generate(pipeline, [context_of(prompt, 12)]) == expected

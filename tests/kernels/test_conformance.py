@@ -169,20 +169,20 @@ def test_clamped_swish(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> N
 def test_route(ops: Ops, dtype: torch.dtype, routing: Routing, rows: int, experts: int, top: int) -> None:
     spread = torch.stack([torch.randperm(experts) for _ in range(rows)]) / 8  # no two alike, in bfloat16 too
     logits = torch.cat([spread, torch.full((rows, 3), 99.0)], dim=1).to(dtype)[:, :experts]
-    (shares, chosen), (expected, numbers) = (o.route(logits, top, routing) for o in (ops, REFERENCE))
-    assert torch.equal(chosen, numbers)
-    assert agree(shares, expected)
+    (topk_weights, topk_ids), (expected, numbers) = (o.route(logits, top, routing) for o in (ops, REFERENCE))
+    assert torch.equal(topk_ids, numbers)
+    assert agree(topk_weights, expected)
     same(lambda o: o.route(100 * logits, top, routing)[0], ops)
 
 
 def test_route_of_equal_and_of_no_numbers(ops: Ops) -> None:
-    _, chosen = ops.route(torch.zeros(2, 40), 3, "chosen")
-    assert chosen.tolist() == [[0, 1, 2]] * 2
+    _, topk_ids = ops.route(torch.zeros(2, 40), 3, "chosen")
+    assert topk_ids.tolist() == [[0, 1, 2]] * 2
     logits = torch.full((1, 9), torch.nan)
     logits[0, 1], logits[0, 5] = 1, -torch.inf
-    _, chosen = ops.route(logits, 4, "all_normed")
-    assert chosen[0, 0] == 1
-    assert len(set(chosen[0].tolist())) == 4
+    _, topk_ids = ops.route(logits, 4, "all_normed")
+    assert topk_ids[0, 0] == 1
+    assert len(set(topk_ids[0].tolist())) == 4
 
 
 def test_gated_activation_far_out(ops: Ops) -> None:

@@ -171,8 +171,8 @@ def experts(dtype: torch.dtype) -> Run:
 
     def run(ops: Ops, rows: Tensor) -> tuple[Tensor, ...]:
         packed = PackedExperts(tuple(pack(ops) for pack in gate_ups), tuple(pack(ops) for pack in downs))
-        shares, chosen = ops.route(logits[rows], 2, "all_normed")
-        return shares, chosen, ops.experts(x[rows], packed, shares, chosen, "silu")
+        topk_weights, topk_ids = ops.route(logits[rows], 2, "all_normed")
+        return topk_weights, topk_ids, ops.experts(x[rows], packed, topk_weights, topk_ids, "silu")
 
     return run
 

@@ -112,15 +112,15 @@ def naive_gate(x: np.ndarray, gating: Gating) -> np.ndarray:
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routes_are_what_numpy_chooses(routing: Routing) -> None:
     logits = torch.randn(9, EXPERTS) * 3
-    shares, chosen = ReferenceOps().route(logits, 3, routing)
+    topk_weights, topk_ids = ReferenceOps().route(logits, 3, routing)
     for row in range(9):
         scores = logits[row].double().numpy()
         order = np.argsort(-scores)[:3]
-        assert chosen[row].tolist() == order.tolist()
+        assert topk_ids[row].tolist() == order.tolist()
         powers = np.exp(scores - scores.max())
         among = powers.sum() if routing == "all" else powers[order].sum()
-        np.testing.assert_allclose(shares[row].numpy(), powers[order] / among, rtol=1e-5)
-    assert shares.dtype == torch.float32
+        np.testing.assert_allclose(topk_weights[row].numpy(), powers[order] / among, rtol=1e-5)
+    assert topk_weights.dtype == torch.float32
 
 
 @pytest.mark.parametrize("gating", ["silu", "relu", CLAMPED], ids=["silu", "relu", "clamped"])
@@ -128,11 +128,13 @@ def test_routes_are_what_numpy_chooses(routing: Routing) -> None:
 @pytest.mark.parametrize(("rows", "top"), [(1, 2), (7, 1), (33, 4), (5, EXPERTS)])
 def test_experts_are_the_sum_of_each_rows_own(rows: int, top: int, bias: bool, gating: Gating) -> None:
     given, x = weights(bias=bias), torch.randn(rows, HIDDEN)
-    shares, chosen = routed(rows, top)
-    got = ReferenceOps().experts(x, packed(ReferenceOps(), given, torch.float32), shares, chosen, gating)
+    topk_weights, topk_ids = routed(rows, top)
+    got = ReferenceOps().experts(
+        x, packed(ReferenceOps(), given, torch.float32), topk_weights, topk_ids, gating
+    )
     for row in range(rows):
         expected = np.zeros(HIDDEN)
-        for share, expert in zip(shares[row].tolist(), chosen[row].tolist(), strict=True):
+        for share, expert in zip(topk_weights[row].tolist(), topk_ids[row].tolist(), strict=True):
             gate_up, gate_up_bias, down, down_bias = (
                 0.0 if tensor is None else tensor.double().numpy() for tensor in given[expert]
             )
@@ -143,15 +145,15 @@ def test_experts_are_the_sum_of_each_rows_own(rows: int, top: int, bias: bool, g
 
 @given(st.lists(st.permutations(range(5)), max_size=30), st.integers(1, 5), st.integers(1, 9))
 def test_places_are_grouped_by_expert(rows: list[list[int]], top: int, at_most: int) -> None:
-    chosen = torch.tensor([row[:top] for row in rows], dtype=torch.int64).view(len(rows), top)
+    topk_ids = torch.tensor([row[:top] for row in rows], dtype=torch.int64).view(len(rows), top)
     seen: list[tuple[int, int]] = []
-    for places, sizes in grouped_by_expert(chosen, 5, at_most):
+    for places, sizes in grouped_by_expert(topk_ids, 5, at_most):
         assert 1 <= len(places) == sum(sizes.values()) <= at_most
         named = [expert for expert, size in sizes.items() for _ in range(size)]
-        assert chosen.flatten()[places].tolist() == named
+        assert topk_ids.flatten()[places].tolist() == named
         seen += zip(named, places.tolist(), strict=True)
     assert seen == sorted(seen)
-    assert sorted(place for _, place in seen) == list(range(chosen.numel()))
+    assert sorted(place for _, place in seen) == list(range(topk_ids.numel()))
 
 
 # ---- every back end ----
@@ -162,9 +164,9 @@ def test_places_are_grouped_by_expert(rows: list[list[int]], top: int, at_most: 
 @pytest.mark.parametrize(("rows", "top"), [(1, 2), (1, EXPERTS), (3, 3), (40, 2), (300, 1)])
 def test_back_ends_agree(ops: Ops, dtype: torch.dtype, rows: int, top: int, gating: Gating) -> None:
     x, experts = torch.randn(rows, 2 * HIDDEN).to(dtype)[:, :HIDDEN], packed(ops, weights(bias=True), dtype)
-    shares, chosen = routed(rows, top)
-    expected = ReferenceOps().experts(x, experts, shares, chosen, gating)
-    got = ops.experts(x, experts, shares, chosen, gating)
+    topk_weights, topk_ids = routed(rows, top)
+    expected = ReferenceOps().experts(x, experts, topk_weights, topk_ids, gating)
+    got = ops.experts(x, experts, topk_weights, topk_ids, gating)
     assert got.dtype == dtype
     assert off(got, expected) <= 1
 
@@ -186,10 +188,10 @@ FAULTS: dict[str, Callable[[PackedExperts, Tensor, Tensor], tuple[PackedExperts,
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_sees_a_fault(ops: Ops, dtype: torch.dtype, fault: str) -> None:
     x, experts = torch.randn(40, HIDDEN).to(dtype), packed(ops, weights(bias=True), dtype)
-    shares, chosen = routed(40, 3)
-    expected = ReferenceOps().experts(x, experts, shares, chosen, "silu")
-    broken, other_shares, other_chosen = FAULTS[fault](experts, shares, chosen)
-    assert off(ops.experts(x, broken, other_shares, other_chosen, "silu"), expected) > 4
+    topk_weights, topk_ids = routed(40, 3)
+    expected = ReferenceOps().experts(x, experts, topk_weights, topk_ids, "silu")
+    broken, other_weights, other_ids = FAULTS[fault](experts, topk_weights, topk_ids)
+    assert off(ops.experts(x, broken, other_weights, other_ids, "silu"), expected) > 4
 
 
 def off(got: Tensor, expected: Tensor) -> float:
@@ -203,10 +205,10 @@ def off(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routes_agree(ops: Ops, dtype: torch.dtype, routing: Routing) -> None:
     logits = torch.randn(50, 40).to(dtype)
-    expected_shares, expected = ReferenceOps().route(logits, 4, routing)
-    shares, chosen = ops.route(logits, 4, routing)
-    assert torch.equal(chosen, expected)
-    torch.testing.assert_close(shares, expected_shares)
+    expected_weights, expected = ReferenceOps().route(logits, 4, routing)
+    topk_weights, topk_ids = ops.route(logits, 4, routing)
+    assert torch.equal(topk_ids, expected)
+    torch.testing.assert_close(topk_weights, expected_weights)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -222,31 +224,33 @@ def test_a_clamped_swish_far_out(ops: Ops, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_rows_bits_are_its_own(ops: Ops, dtype: torch.dtype) -> None:
     x, experts = torch.randn(90, HIDDEN).to(dtype), packed(ops, weights(bias=True), dtype)
-    shares, chosen = ops.route(torch.randn(90, EXPERTS), 3, "all_normed")
-    whole = ops.experts(x, experts, shares, chosen, CLAMPED)
+    topk_weights, topk_ids = ops.route(torch.randn(90, EXPERTS), 3, "all_normed")
+    whole = ops.experts(x, experts, topk_weights, topk_ids, CLAMPED)
     for some in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(90)):
-        assert torch.equal(ops.experts(x[some], experts, shares[some], chosen[some], CLAMPED), whole[some])
+        assert torch.equal(
+            ops.experts(x[some], experts, topk_weights[some], topk_ids[some], CLAMPED), whole[some]
+        )
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("experts", [6, 30, 128])
 def test_a_rows_route_is_its_own(ops: Ops, routing: Routing, experts: int) -> None:
     logits = torch.randn(700, experts).bfloat16()  # with ties
-    shares, chosen = ops.route(logits, 4, routing)
+    topk_weights, topk_ids = ops.route(logits, 4, routing)
     for some in (torch.tensor([7]), torch.arange(5, 18), torch.randperm(700)):
-        own_shares, own = ops.route(logits[some], 4, routing)
-        assert torch.equal(own, chosen[some])
-        assert torch.equal(own_shares, shares[some])
+        own_weights, own = ops.route(logits[some], 4, routing)
+        assert torch.equal(own, topk_ids[some])
+        assert torch.equal(own_weights, topk_weights[some])
 
 
 def test_an_expert_that_all_rows_visit(ops: Ops) -> None:
     """More rows than it is given at once."""
     rows = 2 * ROWS_OF_EXPERTS + 5
     x, experts = torch.randn(rows, HIDDEN), packed(ops, weights(bias=False), torch.float32)
-    shares, chosen = torch.ones(rows, 1), torch.full((rows, 1), 4)
-    whole = ops.experts(x, experts, shares, chosen, "silu")
+    topk_weights, topk_ids = torch.ones(rows, 1), torch.full((rows, 1), 4)
+    whole = ops.experts(x, experts, topk_weights, topk_ids, "silu")
     parts = [
-        ops.experts(x[a:b], experts, shares[a:b], chosen[a:b], "silu")
+        ops.experts(x[a:b], experts, topk_weights[a:b], topk_ids[a:b], "silu")
         for a, b in pairwise([0, 1000, 1030, rows])
     ]
     assert torch.equal(torch.cat(parts), whole)
@@ -266,10 +270,10 @@ def adapters(rows: Tensor, names: list[str]) -> LoRAInputs:
 
 def test_adapters_on_some_experts_are_merged_weights(ops: Ops) -> None:
     given, x = weights(bias=True), torch.randn(30, HIDDEN)
-    shares, chosen = routed(30, 3)
+    topk_weights, topk_ids = routed(30, 3)
     rows = torch.randint(-1, 2, (30,))
     lora = adapters(rows, ["1.up", "4.gate", "4.down"])
-    got = ops.experts(x, packed(ops, given, torch.float32), shares, chosen, "silu", lora=lora)
+    got = ops.experts(x, packed(ops, given, torch.float32), topk_weights, topk_ids, "silu", lora=lora)
     for adapter in (-1, 0, 1):
         merged = [tuple(None if one is None else one.clone() for one in expert) for expert in given]
         if adapter >= 0:
@@ -279,9 +283,9 @@ def test_adapters_on_some_experts_are_merged_weights(ops: Ops) -> None:
                 assert matrix is not None
                 target = {"gate": matrix[:INNER], "up": matrix[INNER:], "down": matrix}[part]
                 target += up[adapter] @ down[adapter]
-        expected = ops.experts(x, packed(ops, merged, torch.float32), shares, chosen, "silu")  # type: ignore[arg-type]
+        expected = ops.experts(x, packed(ops, merged, torch.float32), topk_weights, topk_ids, "silu")  # type: ignore[arg-type]
         torch.testing.assert_close(got[rows == adapter], expected[rows == adapter], atol=1e-5, rtol=1e-4)
-    plain = ops.experts(x, packed(ops, given, torch.float32), shares, chosen, "silu")
+    plain = ops.experts(x, packed(ops, given, torch.float32), topk_weights, topk_ids, "silu")
     assert torch.equal(got[rows < 0], plain[rows < 0]), "to the bit"
     assert not torch.allclose(got[rows >= 0], plain[rows >= 0], atol=1e-3)
 
@@ -295,19 +299,19 @@ def test_a_recorded_layer_routes_anew() -> None:
     gate = pack_linear(router, "float32")
 
     def layer(ops: Ops, x: Tensor) -> Tensor:
-        shares, chosen = ops.route(ops.linear(x, gate), 2, "chosen")
-        return ops.experts(x, experts, shares, chosen, CLAMPED)
+        topk_weights, topk_ids = ops.route(ops.linear(x, gate), 2, "chosen")
+        return ops.experts(x, experts, topk_weights, topk_ids, CLAMPED)
 
     plan = record(ReferenceOps(), {"x": x}, lambda ops: [layer(ops, x)])
     other = torch.randn(4, HIDDEN)
     (replayed,) = plan.replay(ReferenceOps(), {"x": other})
     assert torch.equal(replayed, layer(ReferenceOps(), other))
     lora = adapters(torch.zeros(4, dtype=torch.int64), ["0.up"])
-    shares, chosen = routed(4, 2)
-    inputs = {"x": x, "shares": shares, "chosen": chosen}
+    topk_weights, topk_ids = routed(4, 2)
+    inputs = {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids}
     with pytest.raises(UnrecordableStepError, match="adapters"):
         record(
             ReferenceOps(),
             inputs,
-            lambda ops: [ops.experts(x, experts, shares, chosen, CLAMPED, lora=lora)],
+            lambda ops: [ops.experts(x, experts, topk_weights, topk_ids, CLAMPED, lora=lora)],
         )

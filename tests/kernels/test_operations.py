@@ -58,10 +58,10 @@ def test_the_registry_follows() -> None:
     assert list(row.signature.parameters) == ["x", "weight", "factor"]
     assert row.functions["blend"].can_be_long
     assert "blend" not in OPERATIONS
-    assert MoreOps().chosen()["blend"] == "more"
-    assert MoreOps().chosen()["rms_norm"] == "reference"
-    assert FasterOps().chosen()["blend"] == "faster"
-    assert FasterOps().chosen()["shuffle"] == "more"
+    assert MoreOps().implementations()["blend"] == "more"
+    assert MoreOps().implementations()["rms_norm"] == "reference"
+    assert FasterOps().implementations()["blend"] == "faster"
+    assert FasterOps().implementations()["shuffle"] == "more"
 
 
 @pytest.mark.parametrize("ops", [MoreOps(), FasterOps()], ids=lambda ops: ops.name)

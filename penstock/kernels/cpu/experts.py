@@ -48,15 +48,15 @@ class CpuExperts(CpuLinear):
         self,
         x: Tensor,
         packed: PackedExperts,
-        shares: Tensor,
-        chosen: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
         gating: Gating,
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:
         table, kind, (row_stride, stride) = self._table_of(packed), TYPES.get(x.dtype), x.stride()
-        types_fit = shares.dtype == torch.float32 and chosen.dtype == torch.int64
-        rows_fit = stride == shares.stride(1) == chosen.stride(1) == 1 and chosen.shape[1] > 0
+        types_fit = topk_weights.dtype == torch.float32 and topk_ids.dtype == torch.int64
+        rows_fit = stride == topk_weights.stride(1) == topk_ids.stride(1) == 1 and topk_ids.shape[1] > 0
         adapted = lora is not None and table is not None and not table.names.isdisjoint(lora.matrices)
         if table is None or kind is None or adapted or not (types_fit and rows_fit):
             self._fall_back(
@@ -68,14 +68,14 @@ class CpuExperts(CpuLinear):
                     "this routing type or memory layout": types_fit and rows_fit,
                 },
             )
-            return super().experts(x, packed, shares, chosen, gating, lora=lora)
+            return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
         gate_up, down = table.gate_up, table.down
         if not (_fits(gate_up, x.dtype) and _fits(down, x.dtype)):
             self._fall_back("experts", {f"{gate_up.encoding} weights with {x.dtype} activations": False})
-            return super().experts(x, packed, shares, chosen, gating, lora=lora)
-        (rows, hidden), top, inner = x.shape, chosen.shape[1], down.in_features
+            return super().experts(x, packed, topk_weights, topk_ids, gating, lora=lora)
+        (rows, hidden), top, inner = x.shape, topk_ids.shape[1], down.in_features
         assert hidden == gate_up.in_features, "experts of another width"
-        assert len(shares) == len(chosen) == rows
+        assert len(topk_weights) == len(topk_ids) == rows
         if isinstance(gating, ClampedSwiGLU):
             gate, alpha, limit = _CLAMPED, gating.alpha, gating.limit
         else:
@@ -87,10 +87,10 @@ class CpuExperts(CpuLinear):
             gate,
             x.data_ptr(),
             row_stride,
-            chosen.data_ptr(),
-            chosen.stride(0),
-            shares.data_ptr(),
-            shares.stride(0),
+            topk_ids.data_ptr(),
+            topk_ids.stride(0),
+            topk_weights.data_ptr(),
+            topk_weights.stride(0),
             self._kept(table.addresses).data_ptr(),
             out.data_ptr(),
             rows,
@@ -104,7 +104,7 @@ class CpuExperts(CpuLinear):
             limit,
         )
         if bad != -1:
-            raise IndexError(f"expert {int(chosen.flatten()[bad])} of {len(packed.down)}")
+            raise IndexError(f"expert {int(topk_ids.flatten()[bad])} of {len(packed.down)}")
         return out
 
     def _table_of(self, packed: PackedExperts) -> _Table | None:

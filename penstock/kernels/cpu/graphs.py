@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.library import Neighbours
+from penstock.kernels.cpu.library import CoreContention
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.plan import CompiledPlan
 from penstock.kernels.graph import GraphCompiler, Step
@@ -27,7 +27,7 @@ class CpuGraphCompiler(GraphCompiler):
     def __init__(self, ops: CpuOps) -> None:
         self.ops = ops
         self._arena = torch.empty(0, dtype=torch.uint8)
-        self._neighbours = Neighbours()
+        self._contention = CoreContention()
 
     def capture(self, step: Step, inputs: Mapping[str, Tensor]) -> tuple[CompiledPlan, tuple[Tensor, ...]]:
         results: list[Tensor] = []
@@ -39,7 +39,7 @@ class CpuGraphCompiler(GraphCompiler):
         plan = record(self.ops, inputs, run)
         if plan.arena_bytes > len(self._arena):  # earlier graphs keep the smaller arena
             self._arena = torch.empty(2 * plan.arena_bytes, dtype=torch.uint8)
-        return CompiledPlan(plan, self.ops, inputs, self._arena, self._neighbours), tuple(results)
+        return CompiledPlan(plan, self.ops, inputs, self._arena, self._contention), tuple(results)
 
 
 def graphs_of(ops: Ops) -> CpuGraphCompiler | None:

@@ -1,4 +1,4 @@
-"""The shared library of kernels: finding it, and choosing the instruction set."""
+"""The shared library of C++ kernels: locating it, choosing the instruction set, and calling it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch  # noqa: F401  # first: the library shares the copy of libgomp.so.1 that torch brings
+import torch  # noqa: F401  # first: the library uses torch's copy of libgomp.so.1
 
 from penstock.errors import ConfigError
 from penstock.host import heartbeat
@@ -22,12 +22,12 @@ from penstock.kernels.ops import OPERATIONS
 _LOG = logging.getLogger(__name__)
 
 ISAS = ("generic", "avx2", "avx512_vnni", "avx512")
-"""The instruction sets there are kernels for, ascending."""
+"""The instruction sets that the library has kernels for, ascending."""
 
 PATH = Path(__file__).with_name("libpenstock_cpu.so")
 
 ABI = 10
-"""The layout of the kernels' arguments; ``penstock_abi`` in csrc/host.cpp says which one a library has."""
+"""Version of the argument structs; ``penstock_abi`` in csrc/host.cpp returns that of a library."""
 
 Kernel = Callable[..., int]
 """Returns -1, or the index of a bad argument."""
@@ -61,7 +61,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A call of a kernel that was not made."""
+    """A captured kernel call, to be made later."""
 
     name: str
     arguments: bytes
@@ -69,7 +69,7 @@ class Capture:
 
 @cache
 def open_kernels(isa: str) -> Kernels:
-    """The kernels compiled for ``isa``; the library must be there."""
+    """Return the kernels compiled for ``isa``; the library must exist."""
     held, released = ctypes.PyDLL(str(PATH)), ctypes.CDLL(str(PATH))
     functions = {name: _function(held, name, isa) for name in FUNCTIONS}
     for name, function in FUNCTIONS.items():
@@ -80,7 +80,7 @@ def open_kernels(isa: str) -> Kernels:
 
 
 def capturing_kernels(isa: str, captured: list[Capture]) -> Kernels:
-    """Kernels that compute nothing: they append what they were called with."""
+    """Return kernels that compute nothing and append their calls to ``captured``."""
 
     def capture(name: str) -> Kernel:
         pack = struct.Struct(FUNCTIONS[name].arguments).pack
@@ -96,80 +96,82 @@ def capturing_kernels(isa: str, captured: list[Capture]) -> Kernels:
     return Kernels(isa, functions | long)
 
 
-class Neighbours(ctypes.Structure):
-    """What steps have seen of other processes that use the cores: ``Neighbours`` in csrc/plan.inl."""
+class CoreContention(ctypes.Structure):
+    """How much other processes used the cores during recent steps: ``CoreContention`` in csrc/plan.inl."""
 
     _fields_ = (("alone_until", ctypes.c_int64), ("pause", ctypes.c_int64))
 
 
 class CompiledSteps:
-    """Captured calls that run in their order as one call: one parallel region of the threads.
+    """Captured calls that run in order as one call, in one parallel region.
 
     Args:
         isa: the instruction set of the kernels.
-        captured: the calls; what their pointers point to must outlive this.
-        long: release the GIL while they run.
-        neighbours: of the session, see csrc/plan.inl.
+        captured: the calls; the memory they point to must outlive this object.
+        long: whether to release the GIL while they run.
+        contention: shared by all compiled steps of a session, see csrc/plan.inl.
     """
 
-    def __init__(self, isa: str, captured: Sequence[Capture], *, long: bool, neighbours: Neighbours) -> None:
-        self._laid = _CallTable(isa, captured)
+    def __init__(
+        self, isa: str, captured: Sequence[Capture], *, long: bool, contention: CoreContention
+    ) -> None:
+        self._table = _CallTable(isa, captured)
         library = (ctypes.CDLL if long else ctypes.PyDLL)(str(PATH))
         self._function = library[f"penstock_run_plan_{isa}"]
         self._function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._function.restype = ctypes.c_int64
-        self._neighbours = neighbours
-        self._where = (self._laid.address, len(captured), ctypes.addressof(neighbours))
+        self._contention = contention
+        self._location = (self._table.address, len(captured), ctypes.addressof(contention))
 
     def __len__(self) -> int:
-        return len(self._laid.names)
+        return len(self._table.names)
 
     def __call__(self) -> str | None:
-        """Runs them all; the name of the first kernel with a bad argument, None where all was well."""
-        failed = self._function(*self._where)
-        return None if failed < 0 else self._laid.names[failed]
+        """Run all calls. Return the name of the first kernel with a bad argument, or None."""
+        failed = self._function(*self._location)
+        return None if failed < 0 else self._table.names[failed]
 
 
 class CompiledLoop:
-    """Captured calls that run several times in a row as one call, which releases the GIL.
+    """Captured calls that run several times as one call, which releases the GIL.
 
-    The last of them samples a token for each row, to where the first read them in the next round.
+    The last captured call samples one token per row and writes it to where the first call reads tokens.
 
     Args:
         isa: the instruction set of the kernels.
-        captured: the calls; what their pointers point to must outlive this.
-        tokens: where the last puts its tokens, ``rows`` int64.
-        rows: how many tokens that are.
-        neighbours: of the session, see csrc/plan.inl.
+        captured: the calls; the memory they point to must outlive this object.
+        tokens: address of the sampled tokens, ``rows`` int64.
+        rows: number of rows.
+        contention: shared by all compiled steps of a session, see csrc/plan.inl.
     """
 
     def __init__(
-        self, isa: str, captured: Sequence[Capture], *, tokens: int, rows: int, neighbours: Neighbours
+        self, isa: str, captured: Sequence[Capture], *, tokens: int, rows: int, contention: CoreContention
     ) -> None:
-        self._laid = _CallTable(isa, captured)
+        self._table = _CallTable(isa, captured)
         self._function = ctypes.CDLL(str(PATH))[f"penstock_run_loop_{isa}"]
         self._function.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._function.restype = ctypes.c_int64
-        self._neighbours = neighbours
-        self._rounds = _LoopArguments(steps=self._laid.address, count=len(captured), rows=rows, tokens=tokens)
+        self._contention = contention
+        self._loop = _LoopArguments(steps=self._table.address, count=len(captured), rows=rows, tokens=tokens)
 
     def __call__(
-        self, varied: Sequence[tuple[int, int, int]], ends: tuple[int, int], sampled: int, rounds: int
+        self, varied: Sequence[tuple[int, int, int]], ends: tuple[int, int], sampled: int, num_steps: int
     ) -> tuple[int, str | None]:
-        """How many rounds were run, and the first kernel with a bad argument, None where all was well.
+        """Return the number of steps that ran, and the first kernel with a bad argument or None.
 
         Args:
-            varied: what differs from round to round: where to, where from, and bytes of a round.
-            ends: ``[rows, n]`` int64: tokens after which a row needs no other, and n.
-            sampled: ``[rounds, rows]`` int64, to be written.
-            rounds: how many to run; fewer where each row has sampled an end of its own.
+            varied: inputs that differ from step to step: destination, source, and bytes per step.
+            ends: address of ``[rows, n]`` int64, the tokens that end each row; and n.
+            sampled: address of ``[num_steps, rows]`` int64 for the sampled tokens.
+            num_steps: steps to run; fewer run if every row has ended.
         """
-        given = self._rounds
+        given = self._loop
         table = (_VaryingArgument * len(varied))(*(_VaryingArgument(*one) for one in varied))
-        given.varied, given.num_varied, given.rounds = ctypes.addressof(table), len(varied), rounds
+        given.varied, given.num_varied, given.num_steps = ctypes.addressof(table), len(varied), num_steps
         (given.ends, given.num_ends), given.sampled = ends, sampled
-        failed = self._function(ctypes.addressof(given), ctypes.addressof(self._neighbours))
-        return given.done, None if failed < 0 else self._laid.names[failed]
+        failed = self._function(ctypes.addressof(given), ctypes.addressof(self._contention))
+        return given.done, None if failed < 0 else self._table.names[failed]
 
 
 class _VaryingArgument(ctypes.Structure):
@@ -186,7 +188,7 @@ class _LoopArguments(ctypes.Structure):
         ("count", ctypes.c_int64),
         ("varied", ctypes.c_void_p),
         ("num_varied", ctypes.c_int64),
-        ("rounds", ctypes.c_int64),
+        ("num_steps", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("tokens", ctypes.c_void_p),
         ("ends", ctypes.c_void_p),
@@ -197,35 +199,37 @@ class _LoopArguments(ctypes.Structure):
 
 
 class _CallTable:
-    """Captured calls in memory, as the library reads them: ``Step`` in csrc/plan.inl."""
+    """Captured calls in the memory layout that the library reads: ``Step`` in csrc/plan.inl."""
 
     def __init__(self, isa: str, captured: Sequence[Capture]) -> None:
         library = ctypes.PyDLL(str(PATH))
         self.names = [one.name for one in captured]
         packed = b"".join(one.arguments for one in captured)
         self._arguments = ctypes.create_string_buffer(packed, len(packed))
-        places, place = [], ctypes.addressof(self._arguments)
+        addresses, address = [], ctypes.addressof(self._arguments)
         for one in captured:
-            places.append(place)
-            place += len(one.arguments)
+            addresses.append(address)
+            address += len(one.arguments)
         operations = {
             name: ctypes.addressof(ctypes.c_char.in_dll(library, f"penstock_{name}_operation_{isa}"))
             for name in set(self.names)
         }
         steps = [
-            number for name, at in zip(self.names, places, strict=True) for number in (operations[name], at)
+            number
+            for name, at in zip(self.names, addresses, strict=True)
+            for number in (operations[name], at)
         ]
         self._steps = (ctypes.c_void_p * len(steps))(*steps)
         self.address = ctypes.addressof(self._steps)
 
 
 def _count_progress(library: ctypes.CDLL) -> None:
-    """Has the kernels count the pieces of their work as the progress of this process."""
+    """Make the kernels count their work as progress of this process, for the liveness check."""
     try:
         function = library.penstock_count_progress_in
     except AttributeError:
         _LOG.warning(
-            "%s is older than this package: build it again, or long kernels may be taken for a hang",
+            "%s is older than this package: rebuild it, or a long kernel may be mistaken for a hang",
             PATH.name,
         )
         return
@@ -234,17 +238,17 @@ def _count_progress(library: ctypes.CDLL) -> None:
 
 
 def is_usable() -> bool:
-    """Whether the library is there, and of the ABI that this module speaks."""
+    """Return whether the library exists and has the ABI of this module."""
     if not PATH.exists():
         return False
     try:
         return bool(ctypes.PyDLL(str(PATH)).penstock_abi() == ABI)
-    except (OSError, AttributeError):  # built for another machine, or before there was a number
+    except (OSError, AttributeError):  # built for another machine, or too old to have an ABI number
         return False
 
 
 def available_isas() -> tuple[str, ...]:
-    """The instruction sets that this CPU runs, ascending; empty where there is no usable library."""
+    """Return the instruction sets that this CPU runs, ascending; empty without a usable library."""
     if not is_usable():
         return ()
     best: int = ctypes.PyDLL(str(PATH)).penstock_best_isa()
@@ -252,7 +256,7 @@ def available_isas() -> tuple[str, ...]:
 
 
 def chosen_isa() -> str | None:
-    """The best that this CPU runs, or what ``PENSTOCK_ISA`` caps it to; None without a usable library.
+    """Return the best instruction set of this CPU, capped by ``PENSTOCK_ISA``; None without a usable library.
 
     Raises:
         ConfigError: ``PENSTOCK_ISA`` names no instruction set.
@@ -265,7 +269,7 @@ def chosen_isa() -> str | None:
 
 
 def cpu_features() -> list[str]:
-    """What this CPU has of the features that the kernels can use."""
+    """Return the features of this CPU that the kernels can use."""
     if not is_usable():
         return []
     describe = ctypes.PyDLL(str(PATH)).penstock_cpu_features
@@ -276,7 +280,7 @@ def cpu_features() -> list[str]:
 
 def _function(library: ctypes.CDLL, name: str, isa: str) -> Kernel:
     function = library[f"penstock_{name}_{isa}"]
-    # One argument, packed here: ctypes takes 1.1 us to convert eleven, this 0.25 us.
+    # Packed into one argument: ctypes takes 1.1 us to convert eleven arguments, packing takes 0.25 us.
     function.argtypes = [ctypes.c_char_p]
     function.restype = ctypes.c_int64
     pack = struct.Struct(FUNCTIONS[name].arguments).pack

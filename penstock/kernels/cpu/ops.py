@@ -49,10 +49,13 @@ class CpuOps(CpuElementwise):
                 },
             )
             return super().route(logits, top, routing)
-        shares, chosen = self._empty((rows, top), torch.float32), self._empty((rows, top), torch.int64)
-        pointers = (logits.data_ptr(), shares.data_ptr(), chosen.data_ptr())
+        topk_weights, topk_ids = (
+            self._empty((rows, top), torch.float32),
+            self._empty((rows, top), torch.int64),
+        )
+        pointers = (logits.data_ptr(), topk_weights.data_ptr(), topk_ids.data_ptr())
         self._kernels.route(kind, _ROUTINGS[routing], *pointers, rows, experts, top, strides[0])
-        return shares, chosen
+        return topk_weights, topk_ids
 
     def rope_rows(self, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return self.take_rows(cos, positions), self.take_rows(sin, positions)

@@ -1,8 +1,8 @@
-"""A recorded step, compiled: one call of the library, one parallel region for all of its operations.
+"""A compiled step: one call of the library, one parallel region for all operations of a recorded step.
 
-The arguments of the kernels are packed by the same methods of `CpuOps` that call them in an eager step, given
-the plan's tensors at their final places and kernels that keep their arguments instead of running. What one of
-these methods would leave to the reference cannot be compiled.
+The methods of `CpuOps` that run an eager step also pack the arguments here: they receive the plan's tensors
+at their final addresses, and kernels that store their arguments instead of running. A step with an operation
+that would run on the reference kernels cannot be compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.kernels.cpu.library import (
     Capture,
     CompiledLoop,
     CompiledSteps,
-    Neighbours,
+    CoreContention,
     capturing_kernels,
 )
 from penstock.kernels.cpu.ops import CpuOps
@@ -30,28 +30,27 @@ from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.recording import Plan, tensors_of
 
 _LONG = 1 << 25
-"""Multiplications of a step from which the GIL is released: a millisecond or more."""
+"""Multiplications of a step, a millisecond or more of work, above which the GIL is released."""
 
 
 class CompiledPlan(Graph):
-    """A `Plan` that runs at once.
+    """A `Plan` compiled into one call.
 
-    A replay copies the step's inputs to where the kernels read them, and its results to new tensors. Inputs
-    of two dimensions may have fewer columns than where they are copied to; no kernel may read those beyond.
+    A replay copies the inputs to where the kernels read them, and the results to new tensors.
 
     Args:
-        plan: what was recorded.
+        plan: the recorded step.
         ops: the back end whose kernels run it.
-        inputs: the tensors it was recorded with, by name: contiguous, and the plan's own from now on.
-        arena: memory of at least ``plan.arena_bytes`` bytes; plans that never run at once may share it.
-        neighbours: what plans of this process learn about others; all share one.
+        inputs: the recorded inputs by name; contiguous, and owned by this object from now on.
+        arena: memory of at least ``plan.arena_bytes`` bytes, shared with plans that never run concurrently.
+        contention: shared by all compiled steps of a session.
 
     Raises:
-        UnrecordableStepError: an operation has no kernel for what it was given.
+        UnrecordableStepError: an operation has no kernel for its arguments.
     """
 
     def __init__(
-        self, plan: Plan, ops: CpuOps, inputs: Mapping[str, Tensor], arena: Tensor, neighbours: Neighbours
+        self, plan: Plan, ops: CpuOps, inputs: Mapping[str, Tensor], arena: Tensor, contention: CoreContention
     ) -> None:
         assert arena.nbytes >= plan.arena_bytes
         resolve = plan.resolver(arena, [inputs[name] for name in plan.inputs])
@@ -65,12 +64,12 @@ class CompiledPlan(Graph):
                 work += len(arguments["x"]) * _multiplications(packed)
             if isinstance(packed, PackedExperts):
                 one = _multiplications(packed.gate_up[0]) + _multiplications(packed.down[0])
-                work += arguments["chosen"].numel() * one
-        self._steps = CompiledSteps(ops.isa, lowering.captured, long=work > _LONG, neighbours=neighbours)
-        self._held = (plan, arena)  # their memory is known to the steps by address alone
+                work += arguments["topk_ids"].numel() * one
+        self._steps = CompiledSteps(ops.isa, lowering.captured, long=work > _LONG, contention=contention)
+        self._held = (plan, arena)  # the calls hold only addresses of their memory
         self._lowering = lowering
-        self._neighbours = neighbours
-        self._rounds: _SamplingLoop | None = None
+        self._contention = contention
+        self._loop: _SamplingLoop | None = None
         self._results = [resolve(ref) for ref in plan.results]
         assert all(result.is_contiguous() for result in self._results)
         self._own = {name: inputs[name] for name in plan.inputs}
@@ -97,12 +96,12 @@ class CompiledPlan(Graph):
         ends: Tensor,
     ) -> Tensor:
         self._take(inputs)
-        if self._rounds is None:
-            self._rounds = _SamplingLoop(
-                self._lowering, self._results[0], self._own["tokens"], self._neighbours
+        if self._loop is None:
+            self._loop = _SamplingLoop(
+                self._lowering, self._results[0], self._own["tokens"], self._contention
             )
-        moved = [(self._own[name].data_ptr(), rows) for name, rows in varied.items()]
-        return self._rounds.run(moved, sampling, uniforms, ends)
+        copied = [(self._own[name].data_ptr(), values) for name, values in varied.items()]
+        return self._loop.run(copied, sampling, uniforms, ends)
 
     def run(self) -> None:
         _check(self._steps())
@@ -120,17 +119,17 @@ class CompiledPlan(Graph):
 
 
 class _SamplingLoop:
-    """A plan's kernels with one behind them that samples, to run several times in a row.
+    """The kernels of a plan followed by a sampling kernel, to run several steps in one call.
 
     Args:
-        lowering: what the plan was lowered by.
-        logits: where the plan puts them, ``[R, V]``.
-        tokens: where the plan reads them, ``[R]``.
-        neighbours: as of the plan.
+        lowering: has captured the kernels of the plan.
+        logits: result of the plan, ``[R, V]``.
+        tokens: input of the plan, ``[R]``.
+        contention: as for the plan.
     """
 
     def __init__(
-        self, lowering: _CapturingOps, logits: Tensor, tokens: Tensor, neighbours: Neighbours
+        self, lowering: _CapturingOps, logits: Tensor, tokens: Tensor, contention: CoreContention
     ) -> None:
         rows = len(logits)
         self._own = SamplingInputs(
@@ -143,80 +142,80 @@ class _SamplingLoop:
         lowering.lower("sample", {"logits": logits, "sampling": self._own}, [tokens])
         self._rows = rows
         self._run = CompiledLoop(
-            lowering.isa, lowering.captured, tokens=tokens.data_ptr(), rows=rows, neighbours=neighbours
+            lowering.isa, lowering.captured, tokens=tokens.data_ptr(), rows=rows, contention=contention
         )
 
     def run(
         self,
-        moved: Sequence[tuple[int, Tensor]],
+        varied: Sequence[tuple[int, Tensor]],
         sampling: SamplingInputs,
         uniforms: Tensor,  # [n, R]
         ends: Tensor,  # [R, E]
     ) -> Tensor:  # [m, R]
-        """See `Graph.replay_steps`; ``moved``: where each differing input goes, and its rows."""
+        """See `Graph.replay_steps`; ``varied``: the address of each varied input, and its values."""
         own = self._own
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(own, name).copy_(getattr(sampling, name))
         count = len(uniforms)
-        varied = [(to, rows.data_ptr(), rows.nbytes // count) for to, rows in moved]
-        varied.append((own.uniforms.data_ptr(), uniforms.data_ptr(), uniforms.nbytes // count))
+        copies = [(to, values.data_ptr(), values.nbytes // count) for to, values in varied]
+        copies.append((own.uniforms.data_ptr(), uniforms.data_ptr(), uniforms.nbytes // count))
         sampled = torch.empty(count, self._rows, dtype=torch.int64)
-        done, failed = self._run(varied, (ends.data_ptr(), ends.shape[1]), sampled.data_ptr(), count)
+        done, failed = self._run(copies, (ends.data_ptr(), ends.shape[1]), sampled.data_ptr(), count)
         _check(failed)
         return sampled[:done]
 
 
 def _check(failed: str | None) -> None:
-    """Refuses what a kernel was given, where one failed.
+    """Raise if a kernel has failed.
 
     Raises:
-        IndexError: names it.
+        IndexError: names the kernel.
     """
     if failed is not None:
-        raise IndexError(f"{failed} of a recorded step was given a row that its table has not")
+        raise IndexError(f"{failed} of a recorded step got a row number outside its table")
 
 
 def _copied(result: Tensor) -> Tensor:
-    """A contiguous tensor's copy: `Tensor.clone` takes several times as long for the logits of a row."""
+    """Return a copy of a contiguous tensor; several times as fast as `Tensor.clone` for a row of logits."""
     copy = torch.empty_like(result)
     ctypes.memmove(copy.data_ptr(), result.data_ptr(), result.nbytes)
     return copy
 
 
 def _multiplications(packed: PackedLinear) -> int:
-    """Of one row."""
+    """Return the multiplications of one row."""
     return packed.in_features * packed.out_features
 
 
 class _CapturingOps(CpuOps):
-    """Writes results to given tensors and records the kernel calls instead of running them."""
+    """Operations that write results to given tensors and capture the kernel calls instead of running them."""
 
     def __init__(self, ops: CpuOps) -> None:
         self.captured: list[Capture] = []
         self.kept: list[Tensor] = []
-        self._places: list[Tensor] = []
+        self._destinations: list[Tensor] = []
         super().__init__(capturing_kernels(ops.isa, self.captured))
-        self._tables = ops._tables  # of the same experts: one table for all plans
+        self._tables = ops._tables  # one table of experts for all plans
 
-    def lower(self, operation: str, arguments: Mapping[str, Any], places: Sequence[Tensor]) -> None:
-        """Captures the kernels of one operation, whose results go to ``places``."""
+    def lower(self, operation: str, arguments: Mapping[str, Any], results: Sequence[Tensor]) -> None:
+        """Capture the kernels of one operation, which write to ``results``."""
         before = len(self.captured)
-        self._places = list(places)
-        results = tensors_of(getattr(self, operation)(**arguments))
-        written = [result.data_ptr() for result in results] == [place.data_ptr() for place in places]
-        if self._places or not written or len(self.captured) == before:
-            raise UnrecordableStepError(f"{operation} does not run as kernels alone")
+        self._destinations = list(results)
+        returned = tensors_of(getattr(self, operation)(**arguments))
+        are_written = [one.data_ptr() for one in returned] == [one.data_ptr() for one in results]
+        if self._destinations or not are_written or len(self.captured) == before:
+            raise UnrecordableStepError(f"{operation} needs more than C++ kernels")
 
     def _fall_back(self, operation: str, conditions: Mapping[str, bool]) -> NoReturn:
         """Refuse what only the reference kernels can run: it cannot be compiled."""
         raise UnrecordableStepError(f"{operation} has no kernel for its arguments")
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        place = self._places.pop(0) if self._places else None
-        if place is None or tuple(place.shape) != tuple(shape) or place.dtype != dtype:
+        result = self._destinations.pop(0) if self._destinations else None
+        if result is None or tuple(result.shape) != tuple(shape) or result.dtype != dtype:
             raise UnrecordableStepError("an operation needs memory besides its results")
-        assert place.is_contiguous()
-        return place
+        assert result.is_contiguous()
+        return result
 
     def _kept(self, tensor: Tensor) -> Tensor:
         self.kept.append(tensor)

@@ -145,27 +145,30 @@ class ReferenceOps(Ops):
 
     def route(self, logits: Tensor, top: int, routing: Routing) -> tuple[Tensor, Tensor]:
         scores = logits.float()
-        # By logits, since shares may be equal where these are not; and stable, since topk leaves ties open.
+        # Sorted by logits, because different logits may have equal weights. Sorted stably, because the order
+        # of ties in topk is undefined.
         ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-        chosen = order[:, :top]
+        topk_ids = order[:, :top]
         if routing == "chosen":
-            return ranked[:, :top].softmax(-1), chosen
-        shares = scores.softmax(-1).gather(-1, chosen)
-        return (shares / shares.sum(-1, keepdim=True) if routing == "all_normed" else shares), chosen
+            return ranked[:, :top].softmax(-1), topk_ids
+        topk_weights = scores.softmax(-1).gather(-1, topk_ids)
+        if routing == "all_normed":
+            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+        return topk_weights, topk_ids
 
     def experts(
         self,
         x: Tensor,
         packed: PackedExperts,
-        shares: Tensor,
-        chosen: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
         gating: Gating,
         *,
         lora: LoRAInputs | None = None,
     ) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for places, sizes in grouped_by_expert(chosen, len(packed.down), at_most=ROWS_OF_EXPERTS):
-            rows, counts = places // chosen.shape[1], list(sizes.values())
+        for slots, sizes in grouped_by_expert(topk_ids, len(packed.down), at_most=ROWS_OF_EXPERTS):
+            rows, counts = slots // topk_ids.shape[1], list(sizes.values())
             gate_ups, downs = [packed.gate_up[i] for i in sizes], [packed.down[i] for i in sizes]
             y = self._each(gate_ups, self.take_rows(x, rows), rows, counts, lora)
             if isinstance(gating, ClampedSwiGLU):
@@ -173,7 +176,7 @@ class ReferenceOps(Ops):
             else:
                 y = self.gated_activation(y, gating)
             y = self._each(downs, y, rows, counts, lora)
-            total.index_add_(0, rows, y.float() * shares.flatten()[places, None])  # one after the other
+            total.index_add_(0, rows, y.float() * topk_weights.flatten()[slots, None])  # in order
         return total.to(x.dtype)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:

@@ -60,10 +60,10 @@ def routed(rows: int, experts: int, top: int) -> tuple[Tensor, Tensor]:
 
 
 def one_by_one(
-    ops: CpuOps, x: Tensor, experts: PackedExperts, shares: Tensor, chosen: Tensor, gating: Gating
+    ops: CpuOps, x: Tensor, experts: PackedExperts, topk_weights: Tensor, topk_ids: Tensor, gating: Gating
 ) -> Tensor:
     """The definition on the kernels of linear layers and gates."""
-    return ReferenceOps.experts(ops, x, experts, shares, chosen, gating)
+    return ReferenceOps.experts(ops, x, experts, topk_weights, topk_ids, gating)
 
 
 def activations(rows: int, width: int, encoding: str) -> Tensor:
@@ -78,9 +78,16 @@ def test_any_number_of_rows(ops: CpuOps, encoding: str, bias: bool, monkeypatch:
     cases = []
     for rows in (*range(1, 41), 0, 300, 800):
         x, gating = activations(rows, 72, encoding), GATINGS[rows % 5]
-        shares, chosen = routed(rows, 7, 1 + rows % 7)
+        topk_weights, topk_ids = routed(rows, 7, 1 + rows % 7)
         cases.append(
-            (x, experts, shares, chosen, gating, one_by_one(ops, x, experts, shares, chosen, gating))
+            (
+                x,
+                experts,
+                topk_weights,
+                topk_ids,
+                gating,
+                one_by_one(ops, x, experts, topk_weights, topk_ids, gating),
+            )
         )
     monkeypatch.delattr(ReferenceOps, "experts")  # nothing is left to it
     for *given, expected in cases:
@@ -93,9 +100,9 @@ def test_any_number_of_rows(ops: CpuOps, encoding: str, bias: bool, monkeypatch:
 @pytest.mark.parametrize("gating", GATINGS, ids=[*GATINGS[:-1], "clamped"])  # type: ignore[list-item]
 def test_every_gate(ops: CpuOps, encoding: str, gating: Gating) -> None:
     experts, x = packed(ops, 3, 64, 64, encoding), activations(5, 64, encoding)
-    shares, chosen = routed(5, 3, 2)
-    got = ops.experts(x, experts, shares, chosen, gating)
-    assert torch.equal(got, one_by_one(ops, x, experts, shares, chosen, gating))
+    topk_weights, topk_ids = routed(5, 3, 2)
+    got = ops.experts(x, experts, topk_weights, topk_ids, gating)
+    assert torch.equal(got, one_by_one(ops, x, experts, topk_weights, topk_ids, gating))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,9 +115,9 @@ def test_layers_in_different_encodings(
     """In either type of activations."""
     experts = packed(ops, 4, 130, 40, encoding, down_encoding, bias=False)
     x = torch.randn(9, 130).to(dtype)
-    shares, chosen = routed(9, 4, 2)
-    got = ops.experts(x, experts, shares, chosen, "silu")
-    assert torch.equal(got, one_by_one(ops, x, experts, shares, chosen, "silu"))
+    topk_weights, topk_ids = routed(9, 4, 2)
+    got = ops.experts(x, experts, topk_weights, topk_ids, "silu")
+    assert torch.equal(got, one_by_one(ops, x, experts, topk_weights, topk_ids, "silu"))
 
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
@@ -119,54 +126,57 @@ def test_wide_ones_on_any_number_of_threads(ops: CpuOps, encoding: str) -> None:
     """More panels than are handed out at once, more inputs than a block has."""
     experts = packed(ops, 3, 1100, 700, encoding)
     for rows in (1, 2, 30):
-        x, (shares, chosen) = activations(rows, 1100, encoding), routed(rows, 3, 2)
-        expected = one_by_one(ops, x, experts, shares, chosen, "silu")
+        x, (topk_weights, topk_ids) = activations(rows, 1100, encoding), routed(rows, 3, 2)
+        expected = one_by_one(ops, x, experts, topk_weights, topk_ids, "silu")
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            assert torch.equal(ops.experts(x, experts, shares, chosen, "silu"), expected)
+            assert torch.equal(ops.experts(x, experts, topk_weights, topk_ids, "silu"), expected)
 
 
 @pytest.mark.parametrize("encoding", ["float32", "int4"])
 @pytest.mark.usefixtures("_threads")
 def test_more_places_than_there_is_room_for_at_once(ops: CpuOps, encoding: str) -> None:
     rows, experts = 3100, packed(ops, 6, 128, 256, encoding)
-    x, (shares, chosen) = activations(rows, 128, encoding), routed(rows, 6, 4)
-    chosen[:, 0], chosen[:1000, 1:] = 5, torch.tensor([0, 1, 3])  # each row's in no order; one that all visit
-    chosen[1000:, 1:] = torch.tensor([3, 1, 4])
-    expected = one_by_one(ops, x, experts, shares, chosen, "silu")
+    x, (topk_weights, topk_ids) = activations(rows, 128, encoding), routed(rows, 6, 4)
+    topk_ids[:, 0], topk_ids[:1000, 1:] = (
+        5,
+        torch.tensor([0, 1, 3]),
+    )  # unsorted; all rows visit expert 5
+    topk_ids[1000:, 1:] = torch.tensor([3, 1, 4])
+    expected = one_by_one(ops, x, experts, topk_weights, topk_ids, "silu")
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(ops.experts(x, experts, shares, chosen, "silu"), expected)
+        assert torch.equal(ops.experts(x, experts, topk_weights, topk_ids, "silu"), expected)
 
 
 def test_all_rows_to_one_and_none_to_others(ops: CpuOps) -> None:
     experts = packed(ops, 128, 64, 32, "bfloat16")
     for rows in (1, 6, 7, 240, 241, 500):
-        x, chosen = activations(rows, 64, "bfloat16"), torch.full((rows, 1), 77)
-        shares = torch.rand(rows, 1)
-        got = ops.experts(x, experts, shares, chosen, "silu")
-        assert torch.equal(got, one_by_one(ops, x, experts, shares, chosen, "silu"))
+        x, topk_ids = activations(rows, 64, "bfloat16"), torch.full((rows, 1), 77)
+        topk_weights = torch.rand(rows, 1)
+        got = ops.experts(x, experts, topk_weights, topk_ids, "silu")
+        assert torch.equal(got, one_by_one(ops, x, experts, topk_weights, topk_ids, "silu"))
 
 
 def test_shares_and_choices_whose_rows_are_apart(ops: CpuOps) -> None:
     experts, x = packed(ops, 6, 64, 64, "float32"), activations(20, 64, "float32")
-    shares, chosen = (tensor[:, 1:3] for tensor in routed(20, 6, 4))
-    got = ops.experts(x, experts, shares, chosen, "silu")
-    assert torch.equal(got, one_by_one(ops, x, experts, shares.clone(), chosen.clone(), "silu"))
+    topk_weights, topk_ids = (tensor[:, 1:3] for tensor in routed(20, 6, 4))
+    got = ops.experts(x, experts, topk_weights, topk_ids, "silu")
+    assert torch.equal(got, one_by_one(ops, x, experts, topk_weights.clone(), topk_ids.clone(), "silu"))
 
 
 @pytest.mark.parametrize("bad", [-1, 6, 1 << 40])
 @pytest.mark.parametrize("rows", [2, 60])
 def test_an_expert_that_there_is_not(ops: CpuOps, bad: int, rows: int) -> None:
     experts, x = packed(ops, 6, 64, 64, "float32"), activations(rows, 64, "float32")
-    shares, chosen = routed(rows, 6, 3)
-    chosen[1, 2] = bad
+    topk_weights, topk_ids = routed(rows, 6, 3)
+    topk_ids[1, 2] = bad
     with pytest.raises(IndexError, match=f"expert {bad} of 6"):
-        ops.experts(x, experts, shares, chosen, "silu")
+        ops.experts(x, experts, topk_weights, topk_ids, "silu")
 
 
 def test_what_the_kernel_does_not_take_is_computed_all_the_same(ops: CpuOps) -> None:
-    x, (shares, chosen) = activations(9, 64, "float32"), routed(9, 4, 2)
+    x, (topk_weights, topk_ids) = activations(9, 64, "float32"), routed(9, 4, 2)
     plain = packed(ops, 4, 64, 64, "float32")
     reference = PackedExperts(
         tuple(
@@ -182,21 +192,21 @@ def test_what_the_kernel_does_not_take_is_computed_all_the_same(ops: CpuOps) -> 
         tuple(replace(one, bias=None) for one in plain.gate_up[:1]) + plain.gate_up[1:], plain.down
     )
     for experts in (reference, mixed, biased):
-        got = ops.experts(x, experts, shares, chosen, "silu")
-        assert torch.equal(got, one_by_one(ops, x, experts, shares, chosen, "silu"))
+        got = ops.experts(x, experts, topk_weights, topk_ids, "silu")
+        assert torch.equal(got, one_by_one(ops, x, experts, topk_weights, topk_ids, "silu"))
     nobody = LoRAInputs(torch.full((9,), -1), {})
-    with_adapters = ops.experts(x, plain, shares, chosen, "silu", lora=nobody)
-    assert torch.equal(with_adapters, ops.experts(x, plain, shares, chosen, "silu"))
+    with_adapters = ops.experts(x, plain, topk_weights, topk_ids, "silu", lora=nobody)
+    assert torch.equal(with_adapters, ops.experts(x, plain, topk_weights, topk_ids, "silu"))
 
 
 def test_a_table_is_kept_as_long_as_its_experts(ops: CpuOps) -> None:
-    x, (shares, chosen) = activations(2, 64, "float32"), routed(2, 4, 2)
+    x, (topk_weights, topk_ids) = activations(2, 64, "float32"), routed(2, 4, 2)
     gc.collect()
     before = len(ops._tables)
     for _ in range(3):
         experts = packed(ops, 4, 64, 64, "float32")
         for _ in range(2):
-            ops.experts(x, experts, shares, chosen, "silu")
+            ops.experts(x, experts, topk_weights, topk_ids, "silu")
         assert len(ops._tables) == before + 1
         del experts
         gc.collect()

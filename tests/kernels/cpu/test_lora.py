@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import LinearSlice, LoRAInputs, Ops, PackedLinear, cpu
-from penstock.kernels.cpu.library import Neighbours
+from penstock.kernels.cpu.library import CoreContention
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.plan import CompiledPlan
 from penstock.kernels.operations import UnrecordableStepError
@@ -101,7 +101,7 @@ def compiled(
 ) -> CompiledPlan:
     own = {"x": x.clone(), "rows": rows.clone(), "last": last.clone()}
     plan = record(ops, own, lambda recording: step(recording, packed, lora, own))
-    return CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), Neighbours())
+    return CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), CoreContention())
 
 
 def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, given: Mapping[str, Tensor]) -> list[Tensor]:

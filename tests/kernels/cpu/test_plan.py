@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.kernels import ClampedSwiGLU, LayerKV, Ops, PackedExperts, SamplingInputs, cpu, encoding_named
 from penstock.kernels.cpu.graphs import CpuGraphCompiler
-from penstock.kernels.cpu.library import Neighbours
+from penstock.kernels.cpu.library import CoreContention
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.plan import CompiledPlan
 from penstock.kernels.graph import GraphCache
@@ -34,7 +34,9 @@ def compiled(ops: CpuOps, inputs: Mapping[str, Tensor], step: Step) -> tuple[Com
     """On copies of the inputs, which become the plan's."""
     own = {name: tensor.clone() for name, tensor in inputs.items()}
     plan = record(ops, own, lambda recording: step(recording, own))
-    return CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), Neighbours()), plan
+    return CompiledPlan(
+        plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), CoreContention()
+    ), plan
 
 
 def everything(ops: CpuOps, encoding: str, width: int) -> Step:
@@ -63,8 +65,8 @@ def everything(ops: CpuOps, encoding: str, width: int) -> Step:
         gated = ops.gated_activation(gates, "silu")
         clamped = ops.clamped_swiglu(gates, ClampedSwiGLU(1.7, 7.0))
         y = ops.linear(ops.add(gated, clamped), back)
-        shares, chosen = ops.route(ops.soft_cap(ops.activation(y, "gelu"), 5.0)[:, :6], 3, "chosen")
-        return [y, out, ops.experts(x, experts, shares, chosen, "silu"), shares, chosen, k]
+        topk_weights, topk_ids = ops.route(ops.soft_cap(ops.activation(y, "gelu"), 5.0)[:, :6], 3, "chosen")
+        return [y, out, ops.experts(x, experts, topk_weights, topk_ids, "silu"), topk_weights, topk_ids, k]
 
     return step
 
@@ -137,7 +139,7 @@ def test_the_reference_is_not_run_while_compiling(ops: CpuOps) -> None:
     plan = record(ops, own, step)
     cache.zero_()
     with pytest.raises(UnrecordableStepError, match=r"^store_kv"):
-        CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), Neighbours())
+        CompiledPlan(plan, ops, own, torch.empty(plan.arena_bytes, dtype=torch.uint8), CoreContention())
     assert not cache.any()
 
 

@@ -306,11 +306,11 @@ static int64_t work(const ClampedSwiGLU& a) { return 8 * ELEMENT * a.n * a.F; }
 static void run(const ClampedSwiGLU& a, const Team& team) { WITH_TYPE(a.type, T, clamped_swiglu<T>(a, team)); }
 KERNEL(clamped_swiglu, ClampedSwiGLU)
 
-struct Route {  // logits [n, N], rows strided; shares, chosen [n, top]
+struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
   int64_t type, rule;  // 0 all, 1 all_normed, 2 chosen: over whom the softmax is
   const void* logits;
-  float* shares;
-  int64_t* chosen;
+  float* topk_weights;
+  int64_t* topk_ids;
   int64_t n, N, top, stride;
 };
 
@@ -345,14 +345,14 @@ template <class T> static void route(const Route& a, const Team& team) {
         float most = nothing;
         for (int64_t i = 0; i < a.N; i++)
           if (left[i] > most) most = left[i], best = i;
-        if (best < 0) best = smallest_missing(a.chosen + row * a.top, k);
+        if (best < 0) best = smallest_missing(a.topk_ids + row * a.top, k);
         scores[k] = exp(all(most - top))[0];
         sum_of_chosen += scores[k];
         left[best] = nothing;
-        a.chosen[row * a.top + k] = best;
+        a.topk_ids[row * a.top + k] = best;
       }
       const float whole = a.rule == 0 ? sum(total) : sum_of_chosen;
-      for (int64_t k = 0; k < a.top; k++) a.shares[row * a.top + k] = scores[k] / whole;
+      for (int64_t k = 0; k < a.top; k++) a.topk_weights[row * a.top + k] = scores[k] / whole;
     }
   });
 }

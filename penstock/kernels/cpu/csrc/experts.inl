@@ -11,14 +11,14 @@ struct ExpertWeights {  // one row of the table: null for what an encoding, or a
   const void* bias;
 };
 
-struct Experts {  // rows of x, chosen and shares strided; out contiguous
+struct Experts {  // rows of x, topk_ids and topk_weights strided; out contiguous
   int64_t type, gating;  // gating 0 to 3: the activations; 4: clamped swish
   const void* x;
   int64_t x_stride;
-  const int64_t* chosen;  // [rows, top], 0..count - 1
-  int64_t chosen_stride;
-  const float* shares;  // [rows, top]
-  int64_t shares_stride;
+  const int64_t* topk_ids;  // [rows, top], 0..count - 1
+  int64_t topk_ids_stride;
+  const float* topk_weights;  // [rows, top]
+  int64_t topk_weights_stride;
   const ExpertWeights* table;  // [count, 2]: gate_up [2F, E], down [E, F]
   void* out;
   int64_t rows, top, count, gate_up_encoding, down_encoding, E, F;
@@ -83,7 +83,7 @@ static void sort_places(const Experts& a, const ExpertsMemory& memory, const Tea
   const int64_t places = a.rows * a.top;
   int64_t* ends = memory.ends;
   auto expert_of = [&](int64_t place) __attribute__((always_inline)) {
-    const int64_t expert = a.chosen[place / a.top * a.chosen_stride + place % a.top];
+    const int64_t expert = a.topk_ids[place / a.top * a.topk_ids_stride + place % a.top];
     if (expert >= 0 && expert < a.count) return expert;
     team.fail(place);
     return (int64_t)0;
@@ -181,12 +181,12 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
       int64_t from = 0, to = 0;
       while (from < a.top && own[from] < first) from++;
       for (to = from; to < a.top && own[to] < first + places;) to++;
-      const float* shares = a.shares + row * a.shares_stride;
+      const float* topk_weights = a.topk_weights + row * a.topk_weights_stride;
       for_vectors(a.E, EACH_VECTOR {
         vf total = first ? load(memory.totals + row * a.E + i, lanes) : vf{};
         for (int64_t j = from; j < to; j++)
           total += load((const T*)memory.y + (own[j] - first) * a.E + i, lanes) *
-                   shares[memory.order[own[j]] - row * a.top];
+                   topk_weights[memory.order[own[j]] - row * a.top];
         if (last) store((T*)a.out + row * a.E + i, total, lanes);
         else store(memory.totals + row * a.E + i, total, lanes);
       });
