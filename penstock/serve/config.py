@@ -1,4 +1,4 @@
-"""How the server listens, whom it lets in, and what it bounds."""
+"""Configuration of the server: address, access, limits, parsers, log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.config.sources import collect_values
 
 _SECONDS = Rule("a number of seconds above 0", lambda value: isfinite(value) and value > 0)
 _GRACE = Rule("a number of seconds, 0 or more", lambda value: isfinite(value) and value >= 0)
-_PORT = Rule("a port number, 0 for any that is free", lambda value: 0 <= value <= 65535)
+_PORT = Rule("a port number, or 0 for any free port", lambda value: 0 <= value <= 65535)
 _WORDS = Rule(
     "texts without spaces",
     lambda value: (
@@ -39,111 +39,124 @@ def _split(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """How the server listens, whom it lets in, and what it bounds.
+    """Configuration of the server: address, access, limits, parsers, log.
 
     >>> ServeConfig.from_flat({"port": 0, "api_key": ["one", "two"]}).api_key
     ('one', 'two')
 
     Raises:
-        ConfigError: a field has an impossible value.
+        ConfigError: a field has an invalid value.
     """
 
-    host: str = setting("127.0.0.1", TEXT, "Address to listen at; 0.0.0.0 is every one of this machine.")
-    port: int = setting(8000, _PORT, "Port to listen at; 0 takes a free one and prints it.")
+    host: str = setting(
+        "127.0.0.1", TEXT, "Address to listen at; 0.0.0.0 means all addresses of the machine."
+    )
+    port: int = setting(8000, _PORT, "Port to listen at; 0 chooses a free port and prints it.")
     api_key: tuple[str, ...] = setting(
         (),
         _WORDS,
-        "A key that clients must send; may be given several times, in a variable with commas between.",
+        "API key that clients must send; may be given several times, in an environment variable with commas.",
         parse=_split,
         secret=True,
     )
     cors_origins: tuple[str, ...] = setting(
         (),
         _WORDS,
-        "An origin whose pages may call the server, * any; may be given several times. By default none may.",
+        "Origin whose pages may call the server, * for any; may be given several times. Default: none.",
         parse=_split,
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
         _WORDS,
-        "A name that requests may give as their Host besides localhost and the address, as example.org or "
-        "*.example.org, * any; may be given several times. By default any, but for a server at a loopback "
-        "address without a key.",
+        "Host name that requests may use besides localhost and the address, such as example.org or "
+        "*.example.org, * for any; may be given several times. Default: any, except at a loopback address "
+        "without an API key.",
         parse=_split,
     )
-    max_body_size: int = setting(8 * 2**20, NUM_BYTES, "Longest body of a request, in bytes.")
+    max_body_size: int = setting(8 * 2**20, NUM_BYTES, "Maximum size of a request body, in bytes.")
     max_json_values: int = setting(
         50_000,
         COUNT,
-        "Most objects, arrays and keys in the body of a request; of numbers and texts as many, or four "
-        "prompts of token ids if those are more.",
+        "Maximum number of objects, arrays and keys in a request body. The limit of numbers and texts is the "
+        "same, or four prompts of token ids if that is more.",
     )
-    body_timeout: float = setting(60.0, _SECONDS, "Seconds in which the body of a request must arrive.")
+    body_timeout: float = setting(60.0, _SECONDS, "Seconds within which the body of a request must arrive.")
     max_queue_size: int | None = setting(
-        None, COUNT, "Most requests that wait for a place in the batch; by default 4 batches, at least 64."
+        None, COUNT, "Maximum number of waiting requests. Default: 4 batches, at least 64."
     )
     max_choices_per_request: int | None = setting(
-        None, COUNT, "Most choices of a request, n for each prompt; by default what the queue takes."
+        None,
+        COUNT,
+        "Maximum number of choices of a request, n for each prompt. Default: the size of the queue.",
     )
     request_timeout: float | None = setting(
-        None, _SECONDS, "Seconds in which a request must be answered to its end; by default any time."
+        None, _SECONDS, "Seconds within which a request must be answered completely. Default: no limit."
     )
     stream_timeout: float = setting(
-        300.0, _SECONDS, "Seconds without a new token after which the answer to a request is given up."
+        300.0, _SECONDS, "Seconds without a new token after which a request is aborted."
     )
     stream_ping: float = setting(
-        15.0, _SECONDS, "Seconds without a new token after which a stream sends a comment, to stay open."
+        15.0,
+        _SECONDS,
+        "Seconds without a new token after which a stream sends a comment to keep the connection open.",
     )
-    keep_alive: float = setting(120.0, _SECONDS, "Seconds that an idle connection is kept.")
+    keep_alive: float = setting(120.0, _SECONDS, "Seconds after which an idle connection is closed.")
     shutdown_grace: float = setting(
-        30.0, _GRACE, "Seconds that running requests are given to finish when the server is stopped."
+        30.0, _GRACE, "Seconds that running requests have to finish when the server stops."
     )
     unknown_fields: str = setting(
-        "error", one_of("error", "warn"), "What happens to fields of a request that nobody knows."
+        "error", one_of("error", "warn"), "Treatment of unknown fields in a request."
     )
     tool_call_parser: str = setting(
-        "auto", TEXT, "Format of the model's tool calls; auto looks at its chat template, none parses none."
+        "auto",
+        TEXT,
+        "Format of the model's tool calls; auto detects it from the chat template, none disables parsing.",
     )
     reasoning_parser: str = setting(
-        "auto", TEXT, "Format of the model's reasoning; auto looks at its chat template, none parses none."
+        "auto",
+        TEXT,
+        "Format of the model's reasoning; auto detects it from the chat template, none disables parsing.",
     )
     reasoning_field: str = setting(
         "both",
         one_of("both", "reasoning", "reasoning_content"),
-        "Field of messages and deltas that has the model's reasoning; clients look for one or the other.",
+        "Name of the field with the model's reasoning in messages and deltas; clients read one or the other.",
     )
     max_logprobs_per_request: int = setting(
         1_000_000,
         COUNT,
-        "Most log probabilities of an answer: choices x tokens x (top_logprobs + 1), and its prompt's.",
+        "Maximum number of log probabilities in a response: choices x tokens x (top_logprobs + 1), plus "
+        "those of the prompt.",
     )
     default_max_tokens_completions: int = setting(
-        16, COUNT, "Most new tokens of a request to /v1/completions that does not say."
+        16, COUNT, "Maximum number of new tokens of a request to /v1/completions without max_tokens."
     )
-    playground: bool = setting(True, FLAG, "Serve a page at / to try the model on.")
-    access_log: bool = setting(True, FLAG, "Write a line to the log at each request's end.")
-    log_format: str = setting("logfmt", one_of("logfmt", "json"), "Form of the log's lines.")
+    playground: bool = setting(True, FLAG, "Serve a page at / to try the model.")
+    access_log: bool = setting(True, FLAG, "Log a line at the end of each request.")
+    log_format: str = setting("logfmt", one_of("logfmt", "json"), "Format of the log lines.")
     log_level: str = setting(
-        "info", one_of("debug", "info", "warning", "error"), "Least important lines that the log shows."
+        "info", one_of("debug", "info", "warning", "error"), "Minimum level of log lines."
     )
     watchdog_timeout: float = setting(
-        30.0, _SECONDS, "Seconds without a finished step, while there is work, that the log reports."
+        30.0,
+        _SECONDS,
+        "Seconds without a finished step, while requests are outstanding, after which the log reports it.",
     )
     worker_timeout: float = setting(
         20.0,
         _SECONDS,
-        "Seconds without progress after which the worker is ended and started again; long steps make it.",
+        "Seconds without progress after which the worker is restarted. A long step counts as progress.",
     )
     worker_memory_limit: int | None = setting(
         None,
         NUM_BYTES,
-        "Most private memory of the worker, mapped files aside; beyond it the worker is started again.",
+        "Limit of the worker's private memory, without mapped files. At the limit the worker is restarted.",
     )
     otlp_endpoint: str | None = setting(
-        None, TEXT, "Where to send OpenTelemetry spans, by OTLP over HTTP; by default there are none."
+        None, TEXT, "URL to send OpenTelemetry spans to, by OTLP over HTTP. Default: no spans."
     )
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Flat name -> where its value was given, of those that were."""
+    """Flat name to the source of its value, for fields that were set."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -156,22 +169,22 @@ class ServeConfig:
         *,
         environment: Mapping[str, str] | None = None,
     ) -> ServeConfig:
-        """Builds the configuration from flat names, by the rules of `PipelineConfig.from_flat`.
+        """Build the configuration from flat names, with the rules of `PipelineConfig.from_flat`.
 
         Raises:
-            ConfigError: unknown name, wrong type, or impossible value.
+            ConfigError: unknown name, wrong type, or invalid value.
         """
         return cls.from_given(collect_values(serve_fields(), values, source, environment or {}))
 
     @classmethod
     def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> ServeConfig:
-        """Builds it from flat name -> (converted value, where it was given); other names are left out."""
+        """Build it from a mapping of flat name to (converted value, source). Other names are ignored."""
         own = {one.name: given[one.name] for one in serve_fields() if one.name in given}
         values = {name: value for name, (value, _) in own.items()}
         return cls(sources={name: where for name, (_, where) in own.items()}, **values)
 
     def describe(self) -> list[tuple[str, Any, str]]:
-        """Flat name, value and source of every field, for ``--print-config``; keys are not shown."""
+        """Return name, value and source of every field, for ``--print-config``. API keys are hidden."""
         rows = []
         for one in serve_fields():
             value = getattr(self, one.attribute)
@@ -183,5 +196,5 @@ class ServeConfig:
 
 @cache
 def serve_fields() -> tuple[ConfigField, ...]:
-    """Every setting of `ServeConfig`; no name is one of `PipelineConfig`'s."""
+    """Return all settings of `ServeConfig`. Their names differ from those of `PipelineConfig`."""
     return fields_of(ServeConfig)
