@@ -1,4 +1,4 @@
-"""Stand-ins for a tokenizer and a model, to test code on top of Penstock without weights and without files.
+"""A fake tokenizer and a fake pipeline, to test code that uses Penstock without weights and files.
 
     >>> from penstock.pipelines.core import TokenGeneratorRequest
     >>> tokenizer, pipeline = FakeTokenizer(), FakePipeline.saying("Hello!")
@@ -39,18 +39,18 @@ _LETTERS = (string.ascii_lowercase + " ").encode()
 
 
 class FakeTokenizer(TextTokenizer):
-    """A `TextTokenizer` whose tokens are the bytes of UTF-8: ASCII characters are their own ids.
+    """A `TextTokenizer` whose token ids are the bytes of UTF-8: ASCII characters are their own ids.
 
-    Everything else is real: limits, stops, chat template, threads. ``max_length=None`` sets no limit.
+    Limits, stops, chat template and threads are those of `TextTokenizer`.
 
     Args:
-        max_length: the most tokens of prompt and output together.
-        template: the Jinja text of its chat template; None has none.
+        max_length: the maximum number of tokens of prompt and output together; None sets no limit.
+        template: the Jinja text of the chat template; None for a tokenizer without one.
         special_tokens_in_content: as of `TextTokenizer`.
     """
 
     EOS: ClassVar[int] = 256
-    """The one token that is no byte, ``<|end|>``."""
+    """The end-of-sequence token ``<|end|>``, the only id that is not a byte."""
     TEMPLATE: ClassVar[str] = (
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -76,16 +76,17 @@ class FakeTokenizer(TextTokenizer):
 
 
 class FakePipeline:
-    """A pipeline whose next token is a function of the context: no model, no tensors, the same every time.
+    """A deterministic pipeline without a model: the next token is a function of the context.
 
-    It implements `penstock.pipelines.core.Pipeline` and works with a scheduler and with any KV cache: prompts
-    in chunks, several steps a call, preemption and release go as they do in `TextGenerationPipeline`.
-    ``min_new_tokens`` is kept; log probabilities are all 0; of the other sampling parameters none matters.
+    It implements `penstock.pipelines.core.Pipeline` and works with a scheduler and any KV cache. Prompt
+    chunks, several steps per call, preemption and release work as in `TextGenerationPipeline`. It honours
+    ``min_new_tokens`` and ignores the other sampling parameters; log probabilities are all 0.
 
     Args:
-        choose: the next token of a context whose tokens are all computed. By default lower-case letters that
-            depend on all tokens so far, and `FakeTokenizer.EOS` after 16 of them on average.
-        kv: the cache; by default one that holds nothing.
+        choose: returns the next token of a context whose tokens are all computed. The default returns
+            lower-case letters that depend on all tokens so far, and `FakeTokenizer.EOS` with probability
+            1/16.
+        kv: the KV cache; the default stores nothing.
     """
 
     def __init__(
@@ -93,20 +94,20 @@ class FakePipeline:
     ) -> None:
         self.kv: KVCache = NullKVCache() if kv is None else kv
         self.batches: list[dict[str, int]] = []
-        """One entry a forward: how many tokens of which request it would have computed."""
+        """One entry for each forward: request id -> number of computed tokens."""
         self.failures: dict[str, PenstockError] = {}
-        """As `penstock.pipelines.core.Pipeline` says; nothing fails here by itself."""
+        """As in `penstock.pipelines.core.Pipeline`; this class never adds an entry."""
         self._choose = choose if choose is not None else _letter_after
 
     @classmethod
     def saying(cls, text: str, *, kv: KVCache | None = None) -> FakePipeline:
-        """One that answers every request with the same text, in the tokens of a `FakeTokenizer`."""
+        """Return a pipeline that generates the same text for each request, in tokens of a `FakeTokenizer`."""
         answer = [*text.encode(), FakeTokenizer.EOS]
         return cls(lambda context: answer[min(len(context.generated_tokens), len(answer) - 1)], kv=kv)
 
     @classmethod
     def answering(cls, answer: Callable[[str], str], *, kv: KVCache | None = None) -> FakePipeline:
-        """One that answers each request as a function of its prompt says, in the tokens of a `FakeTokenizer`.
+        """Return a pipeline whose output is a function of the prompt, in tokens of a `FakeTokenizer`.
 
         >>> pipeline = FakePipeline.answering(lambda prompt: f"You said {prompt}.")
         """
@@ -121,7 +122,7 @@ class FakePipeline:
     def execute(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> dict[str, TextGenerationResponse]:
-        """Runs up to ``num_steps`` steps, one where a context is a chunk or reports log probabilities."""
+        """Run up to ``num_steps`` steps; one if a context is a chunk or reports log probabilities."""
         if num_steps < 1:
             raise InputError(f"num_steps must be at least 1, was {num_steps}")
         for request_id, context in batch.items():
@@ -131,8 +132,8 @@ class FakePipeline:
             context.active_idx < context.end_idx or context.log_probabilities for context in batch.values()
         ):
             num_steps = 1
-        room = min((context.max_length - context.current_length for context in batch.values()), default=1)
-        num_steps = max(1, min(num_steps, room))
+        num_left = min((context.max_length - context.current_length for context in batch.values()), default=1)
+        num_steps = max(1, min(num_steps, num_left))
         for context in batch.values():
             self.kv.claim(context)
             self.kv.reserve(context, num_steps - 1)
@@ -143,7 +144,7 @@ class FakePipeline:
         return {request_id: context.outstanding_response() for request_id, context in batch.items()}
 
     def release(self, context: TextContext) -> None:
-        """Gives back the context's cache slot and blocks; twice is once."""
+        """Free the context's cache slot and blocks. Does nothing if they are freed."""
         self.kv.release(context)
 
     def _step(self, batch: Mapping[str, TextContext]) -> None:
@@ -158,7 +159,7 @@ class FakePipeline:
 
     def _next_token(self, context: TextContext) -> int:
         if context.active_idx < context.end_idx:
-            return int(context.all_tokens[context.active_idx])  # the prompt's own; update() drops it
+            return int(context.all_tokens[context.active_idx])  # a prompt token; update() drops it
         token = self._choose(context)
         if token in context.eos_token_ids and len(context.generated_tokens) < context.min_tokens:
             return next(letter for letter in _LETTERS if letter not in context.eos_token_ids)
@@ -171,14 +172,14 @@ def _letter_after(context: TextContext) -> int:
 
 
 def _certain(context: TextContext, token: int) -> LogProbabilities:
-    """Log probability 0 for the new token; with echo for each of the step's tokens but the very first."""
+    """Return log probability 0 for the new token; with echo also for the step's prompt tokens."""
     echoed = context.all_tokens[context.start_idx + 1 : context.active_idx].tolist()
     tokens = [*(echoed if context.log_probabilities_echo else ()), token]
     return LogProbabilities([0.0] * len(tokens), [{token: 0.0} for token in tokens])
 
 
 def _byte_tokenizer(*special_tokens: str) -> Tokenizer:
-    """A tokenizer that knows the 256 bytes, by their value, and the special tokens after them."""
+    """Return a tokenizer of the 256 bytes, whose ids are their values, followed by special tokens."""
     tokenizer = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -187,7 +188,7 @@ def _byte_tokenizer(*special_tokens: str) -> Tokenizer:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Bytes as byte-level tokenizers write them: printable ones as they are, others from U+0100 on."""
+    """Return the byte-level vocabulary: printable bytes stand for themselves, others are U+0100 and above."""
     shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte) if byte in shown else chr(256 + hidden.index(byte)): byte for byte in range(256)}

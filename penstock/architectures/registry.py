@@ -1,4 +1,4 @@
-"""Which architectures there are: found by folder, loaded when one is asked for.
+"""The registry of architectures: discovered by folder, imported on first use.
 
 >>> [architecture.name for architecture in PIPELINE_REGISTRY.architectures][:1]  # doctest: +SKIP
 ['llama']
@@ -43,11 +43,11 @@ class SupportedArchitecture:
     pipeline_model: str | type
     """The `PipelineModel`."""
     supported_encodings: tuple[str, ...] = ENCODINGS
-    """All of them, where the network's layers come from a `penstock.nn.Loader`."""
+    """By default all encodings, which a network built by a `penstock.nn.Loader` supports."""
     supported_quantizations: tuple[str, ...] = ()
     """The ``quant_method`` of checkpoints that it reads, besides those of plain floats."""
     example_repo_ids: tuple[str, ...] = ()
-    """Hub ids of models known to work."""
+    """Hub ids of models that work."""
     tokenizer: str | type | None = None
     """The `PipelineTokenizer`, in an absolute module; None takes the one of the task in
     `penstock.pipelines.tasks`.
@@ -64,10 +64,10 @@ class SupportedArchitecture:
         return load_class(self.pipeline_model, self.package)
 
     def check_encoding(self, encoding: str) -> None:
-        """Refuses an encoding that this architecture cannot run.
+        """Refuse an encoding that this architecture does not support.
 
         Raises:
-            ConfigError: lists those it can.
+            ConfigError: lists the supported encodings.
         """
         if encoding not in self.supported_encodings:
             raise ConfigError(
@@ -175,7 +175,7 @@ class PipelineRegistry:
 
     @cached_property
     def _folders(self) -> Mapping[str, str]:
-        """Folder -> the package it is in. Only directories are listed: nothing is imported."""
+        """Folder -> its parent package. Lists directories without importing them."""
         packages = [_BUILT_IN, *map(_as_package, self._more_folders)]
         return {
             module.name: package
@@ -212,7 +212,7 @@ class PipelineRegistry:
 
 
 PIPELINE_REGISTRY = PipelineRegistry()
-"""The registry of this process."""
+"""The registry of Penstock's own architectures."""
 
 
 def _key(architecture: SupportedArchitecture) -> tuple[str, PipelineTask]:
@@ -224,8 +224,8 @@ def _folder_of(name: str) -> str:
 
 
 def _as_package(folder: Path) -> str:
-    """A package whose modules are the folder's, under a name of its own."""
-    folder = folder.resolve()  # the import system keeps where a relative one pointed to at first
+    """Register a folder as a package with a unique name, and return the name."""
+    folder = folder.resolve()  # the import system would keep the first target of a relative path
     digest = blake2b(str(folder).encode(), digest_size=6).hexdigest()
     name = f"penstock_architectures_{digest}"
     if name not in sys.modules:

@@ -1,6 +1,6 @@
-"""What measures a server: load in, latencies and throughput out. `penstock bench serve` is its face.
+"""Benchmarks of a model in this process, and of a server under load (`penstock bench`).
 
     prompts -> load (open or closed loop) -> outcomes -> summary -> table, JSON, plot
 
-It knows OpenAI's HTTP interface and nothing of the server behind it, so it measures any.
+The load generator uses only OpenAI's HTTP interface, so it measures any compatible server.
 """

@@ -1,7 +1,8 @@
-"""A fresh process from its start to the first token: ``python -m penstock.bench.cold_start``.
+"""Measures the time from process start to the first token: ``python -m penstock.bench.cold_start``.
 
-Reads a pickled configuration from standard input, which `works.cold_start` writes, and prints when it was
-where. The clock is the machine's own, so that the parent's readings and these are of one.
+Reads a pickled configuration from standard input, which `workloads.cold_start` writes, and prints timestamps
+as JSON. The clock is monotonic and shared by all processes of the machine, so the parent can subtract its own
+timestamps.
 """
 
 from time import perf_counter
@@ -22,7 +23,7 @@ with LLM.from_config(config) as llm:
         [[0] * 8], SamplingParams(max_new_tokens=1, ignore_eos=True, detokenize=False), use_tqdm=False
     )
     ended = perf_counter()
-    llm.pipeline.pack_all_pending()  # the most memory that it takes comes after the first token
+    llm.pipeline.pack_all_pending()  # packing after the first token reaches the peak of the memory
 print(
     json.dumps(
         {

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client for load: it knows when each piece of an answer came, and costs little.
+"""A small HTTP/1.1 client for load tests: it records when each piece of a response arrives, at little cost.
 
-The machine that measures is often the one that serves, so whatever the client takes is missing there. A
-general client spends more on a token of a stream than a fast server does.
+The client often runs on the machine of the server and takes its processor time. A general client spends more
+time on a streamed token than a fast server does.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ _MAX_HEAD = 65536
 
 
 class IncompleteResponseError(Exception):
-    """The connection ended before the answer did, or what came is no HTTP."""
+    """The connection ended before the response did, or the response is not HTTP."""
 
 
 @dataclass(slots=True)
 class HttpResponse:
-    """An answer, and when its parts came, on the clock of ``time.perf_counter``."""
+    """A response, with arrival times on the clock of ``time.perf_counter``."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     """Names in lower case."""
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
-    """The body as it came."""
+    """The pieces of the body with their arrival times."""
 
     @property
     def body(self) -> bytes:
-        """All of the body."""
+        """The whole body."""
         return b"".join(piece for _, piece in self.pieces)
 
 
 class HttpClient:
-    """Requests to one server, over connections that are kept and used again.
+    """Sends requests to one server over reused connections.
 
     Args:
-        url: its address, with a path in front of all paths or without.
-        headers: sent with every request.
+        url: the server's address; its path is a prefix of all paths.
+        headers: sent with each request.
 
     Raises:
-        ConfigError: this is no address.
+        ConfigError: the address is invalid.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
@@ -57,9 +57,9 @@ class HttpClient:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ConfigError("url", f"{url!r} is no address: {error}") from None
+            raise ConfigError("url", f"{url!r} is not an address: {error}") from None
         if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise ConfigError("url", f"{url!r} is no address: write http://host:port")
+            raise ConfigError("url", f"{url!r} is not an address: write http://host:port")
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._host = parts.hostname
         self._port = port or (443 if self._ssl else 80)
@@ -69,17 +69,17 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> HttpResponse:
-        """Asks for a path."""
+        """Send a GET request and return the response."""
         return await self._request(f"GET {self._path}{path} HTTP/1.1\r\n{self._lines}\r\n".encode())
 
     async def post(self, path: str, body: Any) -> HttpResponse:
-        """Sends an object as JSON.
+        """Send an object as JSON and return the response.
 
-        Cancelling it closes the connection, by which the server knows that nobody wants the rest.
+        Cancelling the call closes the connection, so that the server cancels the request.
 
         Raises:
-            OSError: there is no connection to the server.
-            IncompleteResponseError: it ended too early.
+            OSError: the server cannot be reached.
+            IncompleteResponseError: the response is incomplete.
         """
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         head = (
@@ -89,7 +89,7 @@ class HttpClient:
         return await self._request(head.encode() + data)
 
     def close(self) -> None:
-        """Closes the connections that are kept."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -100,7 +100,7 @@ class HttpClient:
                 try:
                     return await self._exchange(kept, data)
                 except _NoResponseError:
-                    pass  # closed by the server in the moment when it was used again
+                    pass  # the server closed it just before it was reused
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._ssl)
         try:
@@ -120,7 +120,7 @@ class HttpClient:
 
 
 class _NoResponseError(Exception):
-    """The connection was closed before anything came."""
+    """The connection was closed before a response arrived."""
 
 
 class _Connection(asyncio.Protocol):
@@ -134,10 +134,10 @@ class _Connection(asyncio.Protocol):
         self._done: asyncio.Future[HttpResponse] | None = None
         self._has_head = False
         self._is_chunked = False
-        self._left: int | None = None  # bytes of the body or of the chunk; None: to the connection's end
+        self._left: int | None = None  # bytes left of the body; None: the body ends with the connection
 
     def exchange(self, data: bytes) -> asyncio.Future[HttpResponse]:
-        """Sends a request; its answer."""
+        """Send a request and return a future of the response."""
         assert self._transport is not None
         self._answer, self._has_head = HttpResponse(), False
         self._done = asyncio.get_running_loop().create_future()
@@ -145,12 +145,12 @@ class _Connection(asyncio.Protocol):
         return self._done
 
     def close(self) -> None:
-        """At once."""
+        """Close the connection at once."""
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
 
-    # -- What asyncio calls ------------------------------------------------------------------------------
+    # -- Called by asyncio -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -166,7 +166,7 @@ class _Connection(asyncio.Protocol):
             if self._has_head:
                 self._read_body(now)
         except (ValueError, IndexError) as error:
-            self._fail(IncompleteResponseError(f"this is no HTTP: {error}"))
+            self._fail(IncompleteResponseError(f"the response is not HTTP: {error}"))
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -174,9 +174,9 @@ class _Connection(asyncio.Protocol):
         if self._has_head and not self._is_chunked and self._left is None:
             self._end()
         elif self._has_head or self._buffer:
-            self._fail(IncompleteResponseError("the connection ended in the middle of the answer"))
+            self._fail(IncompleteResponseError("the connection ended in the middle of the response"))
         else:
-            self._fail(_NoResponseError("the connection was closed without an answer"))
+            self._fail(_NoResponseError("the connection was closed without a response"))
 
     # -- HTTP --------------------------------------------------------------------------------------------
 
@@ -184,13 +184,13 @@ class _Connection(asyncio.Protocol):
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
             if len(self._buffer) > _MAX_HEAD:
-                raise ValueError("a head without an end")
+                raise ValueError("the response head is too long")
             return
         first, *lines = self._buffer[:end].decode("latin-1").split("\r\n")
         del self._buffer[: end + 4]
         status = int(first.split(" ", 2)[1])
         if status < 200:
-            return self._read_head()  # it says only that more is to come
+            return self._read_head()  # an interim response; the final one follows
         headers = {}
         for line in lines:
             name, _, value = line.partition(":")
@@ -219,7 +219,7 @@ class _Connection(asyncio.Protocol):
             if len(buffer) < line_end + size + 4:
                 return
             if size == 0:
-                del buffer[: line_end + 4]  # nobody sends trailers
+                del buffer[: line_end + 4]  # trailers are not supported
                 self._end()
                 return
             pieces.append((now, bytes(buffer[line_end + 2 : line_end + 2 + size])))

@@ -1,4 +1,4 @@
-"""Sending the requests: so many at a time (a closed loop), or at a rate whatever comes back (an open one)."""
+"""Sends requests with a fixed concurrency (closed loop) or at a fixed rate (open loop)."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from penstock.bench.http_client import HttpClient, IncompleteResponseError
 from penstock.bench.outcome import Outcome, read_response
 
 INTERRUPTED = "interrupted"
-"""The kind of error of a request that the measurement did not wait for."""
+"""The error kind of requests that were running when the measurement was stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How requests follow each other."""
+    """Concurrency or rate of the requests."""
 
     concurrency: int | None = None
-    """Requests at a time: the next is sent when one ends. In an open loop most at a time; by default any."""
+    """Concurrent requests: the next is sent when one ends. In an open loop the upper limit; None has no
+    limit."""
     rate: float | None = None
-    """Requests a second, on average, at times that are independent of each other: an open loop."""
+    """Mean requests per second of a Poisson process; makes the load an open loop."""
     timeout: float = 600.0
-    """Seconds until a request is given up."""
+    """Seconds after which a request counts as failed."""
     seed: int = 0
 
 
 @dataclass
 class Measurement:
-    """What came of a run, also of one that was ended before its time."""
+    """The outcomes of a run, complete or interrupted."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    """Of every request that was sent, or whose time had come."""
+    """One for each request that was sent or due."""
     started: float = 0.0
     ended: float = 0.0
     is_interrupted: bool = False
     round_trips: list[float] = field(default_factory=list)
-    """Seconds of small requests, one after another on one connection, before the load."""
+    """Seconds of sequential small requests on one connection, before the load."""
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last answer."""
+        """Seconds from the first request to the last response."""
         return self.ended - self.started
 
 
@@ -57,14 +58,14 @@ async def measure(
     stop: asyncio.Event | None = None,
     on_end: Callable[[Outcome], None] = lambda _: None,
 ) -> Measurement:
-    """Sends all requests, and returns when all have ended or ``stop`` is set.
+    """Send all requests and return when all have ended or ``stop`` is set.
 
-    In an open loop, latencies count from the moment when a request was due. A server that falls behind, or
-    this client, makes later requests wait, and that waiting is part of what a user would see.
+    In an open loop, latencies count from the time when a request was due, so they include the delay that a
+    slow server or client causes for later requests.
 
     Args:
-        stop: ends the measurement; requests that run are left, and counted as ``interrupted``.
-        on_end: told of each request that ended.
+        stop: ends the measurement; running requests are cancelled and counted as ``interrupted``.
+        on_end: called with each request that has ended.
     """
     run = _Run(client, path, load, on_end)
     sending = asyncio.ensure_future(run.open(bodies) if load.rate else run.closed(bodies))
@@ -84,10 +85,10 @@ async def measure(
 
 
 async def round_trips(client: HttpClient, path: str, count: int) -> list[float]:
-    """Returns the seconds of requests that compute nothing, one after another on one connection.
+    """Return the seconds of sequential requests without computation on one connection.
 
-    They show what the server and the network add to each request. The first one, which may open the
-    connection, does not count. A server that does not answer has fewer; the load will say why.
+    They measure the overhead of server and network. The first request may open the connection and does not
+    count. The list is shorter if the server does not respond; the load then reports the error.
     """
     seconds: list[float] = []
     with suppress(OSError, IncompleteResponseError):
@@ -108,7 +109,7 @@ class _Run:
         self.measurement = Measurement(started=time.perf_counter())
 
     async def closed(self, bodies: Sequence[Mapping[str, Any]]) -> None:
-        """The next is sent when one ends."""
+        """Send the next request when one ends."""
         waiting = iter(enumerate(bodies))
 
         async def user() -> None:
@@ -120,7 +121,7 @@ class _Run:
         await asyncio.gather(*self._tasks)
 
     async def open(self, bodies: Sequence[Mapping[str, Any]]) -> None:
-        """Each is sent when its time has come."""
+        """Send each request when it is due."""
         assert self._load.rate is not None
         room = asyncio.Semaphore(self._load.concurrency or max(1, len(bodies)))
 
@@ -134,14 +135,14 @@ class _Run:
         await asyncio.gather(*self._tasks)
 
     async def leave(self) -> None:
-        """Ends what still runs."""
+        """Cancel the running requests."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     def _arrivals(self) -> Iterator[float]:
-        """Seconds from the start, of a Poisson process."""
+        """Yield the due times of a Poisson process, in seconds from the start."""
         draw, when = random.Random(self._load.seed), 0.0
         assert self._load.rate is not None
         while True:
@@ -160,7 +161,7 @@ class _Run:
             outcome.ended = answer.pieces[-1][0] if answer.pieces else time.perf_counter()
             read_response(outcome, answer)
         except TimeoutError:
-            outcome.failed("timeout", f"no end after {self._load.timeout:g} s")
+            outcome.failed("timeout", f"no complete response after {self._load.timeout:g} s")
         except IncompleteResponseError as error:
             outcome.failed("broken connection", str(error))
         except OSError as error:

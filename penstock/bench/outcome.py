@@ -1,4 +1,4 @@
-"""What became of one request: when its tokens came, how many there were, or what went wrong."""
+"""The outcome of one request: times and number of its tokens, or its error."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from penstock.bench.http_client import HttpResponse
 
 @dataclass(slots=True)
 class Outcome:
-    """One request. Times are those of ``time.perf_counter``."""
+    """The outcome of one request. Times are those of ``time.perf_counter``."""
 
     index: int
     scheduled: float
-    """When it was to be sent. Latencies count from here: a client that falls behind hides nothing."""
+    """When the request was due. Latencies count from here and include delays of this client."""
     sent: float = 0.0
     ended: float = 0.0
     text_times: list[float] = field(default_factory=list)
-    """When each event that has text came, in a stream; an event may have several tokens."""
+    """Arrival times of the stream events with text; an event may hold several tokens."""
     prompt_tokens: int = 0
-    """This and the next two as the server's ``usage`` counts them."""
+    """From the server's ``usage``, as the next two fields."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
-    """The kind of what went wrong, the same words for the same kind."""
+    """The kind of error; equal errors have equal text."""
     detail: str = ""
-    """What the server said about it."""
+    """The server's error message."""
 
     @property
     def seconds(self) -> float:
-        """From its time to its end."""
+        """Seconds from the due time to the end."""
         return self.ended - self.scheduled
 
     @property
     def first_token_seconds(self) -> float | None:
-        """From its time to its first text; None where it did not stream."""
+        """Seconds from the due time to the first text; None without streaming."""
         return self.text_times[0] - self.scheduled if self.text_times else None
 
     @property
     def token_seconds(self) -> float | None:
-        """The mean time of a token after the first; None where there is none, or it did not stream."""
+        """Mean seconds of a token after the first; None for one token, or without streaming."""
         if self.completion_tokens < 2 or not self.text_times:
             return None
         return (self.text_times[-1] - self.text_times[0]) / (self.completion_tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Between two events that have text."""
+        """Seconds between consecutive events with text."""
         return [after - before for before, after in pairwise(self.text_times)]
 
     def failed(self, kind: str, detail: str = "") -> None:
-        """Notes what went wrong first."""
+        """Record an error, if none is recorded yet."""
         if self.error is None:
             self.error, self.detail = kind, detail[:500]
 
 
-# What is read of the answers of servers, whoever made them. -----------------------------------------------
+# The parts of server responses that are read. -------------------------------------------------------------
 
 
 class _CachedTokens(msgspec.Struct):
@@ -102,7 +102,7 @@ _decode = msgspec.json.Decoder(_Object).decode
 
 
 def read_response(outcome: Outcome, answer: HttpResponse) -> None:
-    """Notes in an outcome what an answer says, also where that is an error."""
+    """Read a response, or its error, into an outcome."""
     if answer.status != 200:
         said = _error_of(answer.body)
         outcome.failed(f"HTTP {answer.status}{_in_brackets(said)}", _message_of(said))
@@ -113,14 +113,14 @@ def read_response(outcome: Outcome, answer: HttpResponse) -> None:
         else:
             _read_object(outcome, _decode(answer.body))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        outcome.failed("an answer that cannot be read", str(error))
+        outcome.failed("unreadable response", str(error))
         return
     if outcome.error is None and not outcome.prompt_tokens:
-        outcome.failed("no usage", "the answer does not say how many tokens it has")
+        outcome.failed("no usage", "the response has no token counts")
 
 
 def events_of(pieces: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
-    """The data of a stream's events, each with the time when it was complete.
+    """Return the data of a stream's events, each with the time when it was complete.
 
     >>> events_of([(1.0, b"data: a\\n"), (2.0, b"\\ndata: b\\r\\n\\r\\n: ping\\n\\n")])
     [(2.0, b'a'), (2.0, b'b')]
@@ -146,12 +146,12 @@ def _read_stream(outcome: Outcome, answer: HttpResponse) -> None:
             outcome.text_times.append(when)
         _read_object(outcome, one)
     if not is_complete:
-        outcome.failed("a stream without [DONE]")
+        outcome.failed("stream without [DONE]")
 
 
 def _read_object(outcome: Outcome, one: _Object) -> None:
     if one.error is not None:
-        outcome.failed(f"error in the answer{_in_brackets(one.error)}", _message_of(one.error))
+        outcome.failed(f"error in the response{_in_brackets(one.error)}", _message_of(one.error))
     if one.usage is not None:
         details = one.usage.prompt_tokens_details
         outcome.prompt_tokens = one.usage.prompt_tokens

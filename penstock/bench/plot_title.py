@@ -1,4 +1,4 @@
-"""Titles of plots, wrapped to the width of the picture."""
+"""Titles of plots, wrapped to the width of the figure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def wrap_title(figure: Figure, title: str) -> None:
-    """Writes a title over a figure, on as many lines as its width needs."""
+    """Set the title of a figure, wrapped to its width."""
     text = figure.suptitle(title)
     room = 0.96 * figure.bbox.width
     for width in range(len(title), 7, -1):

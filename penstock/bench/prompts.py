@@ -1,4 +1,4 @@
-"""What is asked: prompts of random tokens, or those of a file, as bodies of requests."""
+"""Prompts of random tokens or from a file, and the request bodies made from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WORDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RequestTemplate:
-    """How the bodies of requests are made from prompts."""
+    """Builds request bodies from prompts."""
 
     endpoint: Endpoint
     model: str
@@ -38,27 +38,27 @@ class RequestTemplate:
     temperature: float | None = 0.0
     seed: int = 0
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields, as they are."""
+    """Further fields, sent unchanged."""
 
     @property
     def path(self) -> str:
-        """Where the requests go."""
+        """The path of the endpoint."""
         return PATHS[self.endpoint]
 
     def body(self, index: int, prompt: Prompt) -> dict[str, Any]:
-        """The body of a request; each has a seed of its own.
+        """Return the body of a request; its seed is ``seed + index``.
 
         Raises:
-            InputError: the endpoint takes no such prompt.
+            InputError: the endpoint does not take this type of prompt.
         """
         body: dict[str, Any] = {"model": self.model, "max_tokens": self.output_length}
         if self.endpoint == "completions":
             if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-                raise InputError(f"prompt {index + 1} is a list of messages: measure the endpoint chat")
+                raise InputError(f"prompt {index + 1} is a list of messages: use --endpoint chat")
             body["prompt"] = prompt
         else:
             if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-                raise InputError(f"prompt {index + 1} is token ids: measure the endpoint completions")
+                raise InputError(f"prompt {index + 1} is token ids: use --endpoint completions")
             body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.temperature is not None:
             body["temperature"] = self.temperature
@@ -72,20 +72,20 @@ class RequestTemplate:
 async def random_prompts(
     client: HttpClient, model: str, endpoint: Endpoint, count: int, length: int, seed: int
 ) -> list[Prompt]:
-    """Prompts of random words that share no beginning: a prefix cache finds nothing.
+    """Return prompts of random words without common prefixes, so that a prefix cache has no hits.
 
-    For completions each has exactly ``length`` tokens. For chats its text has about so many, and the chat
-    template adds its own; ``usage`` tells.
+    For completions each prompt has exactly ``length`` tokens. For chats the text has about this many, and the
+    chat template adds more; ``usage`` has the exact number.
 
     Raises:
-        InputError: the server does not tell the tokens of a text.
+        InputError: the server has no route that tokenizes text.
     """
     if length < 1:
         raise InputError(f"prompts have at least 1 token, not {length}")
     draw = random.Random(seed)
     text = " ".join(draw.choices(_WORDS, k=2000))
     tokens: list[int] = (await _ask(client, "/tokenize", {"model": model, "prompt": text}))["tokens"]
-    tokens = tokens[len(tokens) // 10 :]  # no mark of the beginning among them
+    tokens = tokens[len(tokens) // 10 :]  # drops a beginning-of-sequence token
     rows = [draw.choices(tokens, k=length) for _ in range(count)]
     if endpoint == "completions":
         return list(rows)
@@ -96,10 +96,10 @@ async def random_prompts(
 
 
 def prompts_of_file(path: Path) -> list[Prompt]:
-    """The prompts of a file: a line each, as it is, or of ``.jsonl`` the ``prompt`` or ``messages`` of each.
+    """Return the prompts of a file: its lines, or the ``prompt`` or ``messages`` of each line of ``.jsonl``.
 
     Raises:
-        InputError: there is none, or a line is none.
+        InputError: the file has no prompts, or a line is not a prompt.
     """
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
@@ -110,27 +110,27 @@ def prompts_of_file(path: Path) -> list[Prompt]:
 
 
 def chosen(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """So many of them, from the beginning again where there are fewer."""
+    """Return ``count`` prompts, repeating them from the beginning if there are fewer."""
     return [prompts[index % len(prompts)] for index in range(count)]
 
 
 async def served_model(client: HttpClient) -> str:
-    """The first model that the server names.
+    """Return the first model that the server lists.
 
     Raises:
-        InputError: it names none.
+        InputError: the server lists no model.
     """
     answer = await _ask(client, "/v1/models")
     models = answer.get("data") if isinstance(answer, dict) else None
     if not models:
-        raise InputError("the server names no model at /v1/models: say which with --model")
+        raise InputError("the server lists no model at /v1/models: name one with --model")
     return str(models[0]["id"])
 
 
 async def _ask(client: HttpClient, path: str, body: Any = None) -> Any:
     answer = await (client.get(path) if body is None else client.post(path, body))
     if answer.status == 404 and path in ("/tokenize", "/detokenize"):
-        raise InputError(f"the server has no {path}, which random prompts need: give prompts with --prompts")
+        raise InputError(f"the server has no {path}, which random prompts need: pass a file with --prompts")
     if answer.status != 200:
         said = answer.body.decode(errors="replace")[:500]
         raise InputError(f"{path} was answered with {answer.status}: {said}")
@@ -149,10 +149,10 @@ def _prompt_of_line(path: Path, number: int, line: str) -> Prompt:
 
 
 def fields_of(text: str) -> dict[str, Any]:
-    """Further fields of requests, from a JSON object.
+    """Return the request fields of a JSON object.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a JSON object.
     """
     try:
         fields = msgspec.json.decode(text, type=dict[str, Any])

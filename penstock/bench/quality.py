@@ -1,10 +1,10 @@
-"""How far a model in one encoding is from the same model in another: perplexity, divergence, agreement.
+"""Compares a model in one encoding with the same model in another: perplexity, divergence, agreement.
 
     LLM in float32 -> sampled texts -> scores of each encoding, text by text -> Quality
 
-The texts are sampled from the model itself, so that no set of texts decides: their perplexity is least for
-the model as it was trained, and whatever an encoding does to it shows. What a model knows is seen better on
-texts that it was not trained on.
+The texts are sampled from the model itself, so the result does not depend on a choice of texts. The
+unquantised model has the lowest perplexity on them, and every error of an encoding raises it. Texts from
+another source show better what a model knows.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from penstock.weights.safetensors import SINGLE_FILE
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """One encoding against another, over all next tokens of some texts."""
+    """One encoding compared with another, over all next tokens of some texts."""
 
     perplexity: float
     divergence: float
-    """Mean Kullback-Leibler divergence from the other's distributions, in nats."""
+    """Mean Kullback-Leibler divergence from the reference distributions, in nats."""
     agreement: float
-    """The share of positions whose most probable token is the other's."""
+    """Share of positions with the same most probable token as the reference."""
     num_tokens: int
 
 
 def sample_texts(llm: LLM, start: int, *, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """``count`` texts of ``length`` tokens, sampled from the model as it is: temperature 1, nothing cut off.
+    """Sample ``count`` texts of ``length`` tokens at temperature 1 from all tokens.
 
     Args:
-        llm: the model, in the encoding that others are to be held against.
+        llm: the model, in the reference encoding.
         start: the token that each text begins with.
-        count: how many.
-        length: tokens in each, the first included.
-        seed: of the first; that of each other follows.
+        count: the number of texts.
+        length: tokens in each text, including the first.
+        seed: the seed of the first text; each next one has the next seed.
     """
     params = [
         SamplingParams(
@@ -66,7 +66,7 @@ def sample_texts(llm: LLM, start: int, *, count: int, length: int, seed: int = 0
 
 
 def scores(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """The model's log probabilities ``[T, V]`` of what follows each token of a text, text by text."""
+    """Yield for each text the log probabilities ``[T, V]`` of the token after each of its tokens."""
     pipeline = llm.pipeline
     for text in texts:
         context = TextContext(
@@ -75,23 +75,25 @@ def scores(llm: LLM, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         pipeline.kv.claim(context)
         pipeline.kv.reserve(context)
         logits = pipeline.runner.forward([context], [context.active_length])
-        assert len(logits) == len(text), "what the prefix cache has is not computed again: leave it off"
+        assert len(logits) == len(text), (
+            "open the model with enable_prefix_caching=False: cached tokens have no logits"
+        )
         yield logits.float().log_softmax(-1).cpu()
         pipeline.release(context)
 
 
 def compare(expected: LLM, found: LLM, texts: Sequence[Sequence[int]]) -> Quality:
-    """What ``found`` makes of ``texts``, and how far that is from what ``expected`` does."""
+    """Compare ``found`` with ``expected`` on ``texts``."""
     return compare_all({"expected": expected, "found": found}, texts, ["expected"])["found"]["expected"]
 
 
 def compare_all(
     models: Mapping[str, LLM], texts: Sequence[Sequence[int]], references: Sequence[str]
 ) -> dict[str, dict[str, Quality]]:
-    """Each of some models against each of those that are named as references, every text scored once a model.
+    """Compare each model with each reference; each model scores each text once.
 
     Returns:
-        Name -> name of a reference -> what the model makes of the texts, and how far that is from it.
+        Model name -> reference name -> the comparison.
     """
     pairs = {(name, reference): _QualityCounts() for name in models for reference in references}
     for text, *found in zip(texts, *(scores(llm, texts) for llm in models.values()), strict=True):
@@ -106,7 +108,7 @@ def compare_all(
 
 @dataclass(slots=True)
 class _QualityCounts:
-    """Sums over next tokens."""
+    """Sums over the next tokens of all texts."""
 
     loss: float = 0.0
     divergence: float = 0.0
@@ -125,11 +127,10 @@ class _QualityCounts:
 
 
 def write_rounded(checkpoint: Path, folder: Path) -> None:
-    """Writes a folder with safetensors again, with the weights of its linear layers ``[out, in]`` rounded to
-    4 bits plainly: in groups of 32 inputs, to steps of a seventh of the largest magnitude.
+    """Write a copy of a checkpoint whose linear weights ``[out, in]`` are rounded to 4 bits, as a baseline.
 
-    Head, embedding and routers keep their digits, as does whatever is computed with the weights: this is what
-    any encoding of 4 bits has to be held against.
+    Each group of 32 inputs is rounded to multiples of a seventh of its largest magnitude. Head, embedding,
+    routers and activations are not rounded. A 4-bit encoding should be better than this baseline.
     """
     weights = Weights.open(checkpoint)
     tensors = {}

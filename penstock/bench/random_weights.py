@@ -1,4 +1,4 @@
-"""A checkpoint of random weights, of any architecture and shape: speed does not depend on the values."""
+"""Checkpoints with random weights of any architecture and shape, to measure speed."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _DEFAULT_DTYPE = "bfloat16"
 _REPEATED_AFTER = 4_194_301
-"""Numbers that are drawn; a billion of them would take longer than what is measured. A prime, so that no two
-rows are alike, and no two matrices: an engine that keeps equal ones once would read less than it has to of a
-real model."""
+"""The number of values that are drawn; they repeat after that. Drawing a billion would take longer than the
+measurement. It is a prime, so that no two rows or matrices are equal: an engine that stores equal ones once
+would read less memory than for a real model."""
 _DEPTHS = ("num_hidden_layers", "n_layer", "layer_types", "num_kv_shared_layers", "no_rope_layers")
 _LENGTHS = ("max_position_embeddings", "n_positions")
 
 
 def config_of_shape(shape: str) -> dict[str, Any]:
-    """The ``config.json`` that a shape stands for: one of `SHAPES`, or the path of such a file.
+    """Return the ``config.json`` of a shape: a name in `SHAPES`, or the path of such a file.
 
     Raises:
-        InputError: it is neither.
-        CheckpointError: the file is no JSON object.
+        InputError: the shape is neither.
+        CheckpointError: the file is not a JSON object.
     """
     if shape in SHAPES:
         return dict(SHAPES[shape])
@@ -75,11 +75,11 @@ def config_of_shape(shape: str) -> dict[str, Any]:
 
 
 def narrow_config(config: Mapping[str, Any], *, max_length: int) -> dict[str, Any]:
-    """A model of the same layers with next to nothing to compute in them: what its step costs is Python.
+    """Return the configuration of a narrow model with the same layers: its step time is Python time.
 
     Args:
         config: a ``config.json`` of a known architecture.
-        max_length: the longest text that it must take, in tokens.
+        max_length: the required maximum length, in tokens.
 
     Raises:
         UnknownArchitectureError: its ``model_type`` is not known.
@@ -97,18 +97,19 @@ def narrow_config(config: Mapping[str, Any], *, max_length: int) -> dict[str, An
 
 
 def write_random_checkpoint(folder: Path, config: Mapping[str, Any], *, seed: int = 0) -> Path:
-    """Writes a checkpoint that can be loaded: vectors of ones, matrices of small random numbers, and a
-    tokenizer whose words are ``t0``, ``t1`` and so on.
+    """Write a loadable checkpoint with random weights and a tokenizer of the words ``t0``, ``t1`` and so on.
+
+    Vectors are ones; matrices are small random numbers.
 
     Args:
-        folder: where to; it must exist.
+        folder: an existing folder.
         config: a ``config.json`` of a known architecture; its dtype is that of the weights.
-        seed: of the numbers.
+        seed: the seed of the random numbers.
 
     Raises:
         UnknownArchitectureError: its ``model_type`` is not known.
-        CheckpointError: a value of it is missing or impossible.
-        InputError: its dtype is none that can be written.
+        CheckpointError: a value in it is missing or impossible.
+        InputError: its dtype is not a float type that can be written.
     """
     values = {**config, "dtype": config.get("dtype", config.get("torch_dtype", _DEFAULT_DTYPE))}
     values.pop("quantization_config", None)
@@ -122,23 +123,23 @@ def write_random_checkpoint(folder: Path, config: Mapping[str, Any], *, seed: in
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors that an architecture reads of a checkpoint with this ``config.json``.
+    """Return the names and shapes of all tensors that an architecture reads with this ``config.json``.
 
     Raises:
         UnknownArchitectureError: its ``model_type`` is not known.
-        CheckpointError: a value of it is missing or impossible.
+        CheckpointError: a value in it is missing or impossible.
     """
     huggingface_config = HuggingFaceConfig(config)
     architecture = PIPELINE_REGISTRY.retrieve_architecture(huggingface_config, "config.json")
-    wishes = _ShapeOptions()
-    loader = Loader(wishes, _DEFAULT_DTYPE, torch.device("meta"))
+    recorder = _ShapeRecorder()
+    loader = Loader(recorder, _DEFAULT_DTYPE, torch.device("meta"))
     with torch.no_grad():
         architecture.load_pipeline_model().build(loader, huggingface_config, 1)
-    return wishes.shapes
+    return recorder.shapes
 
 
-class _ShapeOptions:
-    """A source of tensors that have a shape and no numbers, and that notes what it is asked for."""
+class _ShapeRecorder:
+    """A source of tensors without values; records the names and shapes that are requested."""
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -157,7 +158,7 @@ class _ShapeOptions:
     def quantized_rows(
         self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
     ) -> None:
-        """All are floats."""
+        """Return None: all weights are floats."""
 
     def is_quantized(self, name: str, encoding: str) -> bool:
         return False
@@ -166,7 +167,7 @@ class _ShapeOptions:
         return False
 
     def release(self, name: str) -> None:
-        """There is no memory to let go of."""
+        """Do nothing: the tensors use no memory."""
 
 
 def _write_tensors(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, seed: int) -> None:
@@ -179,7 +180,7 @@ def _write_tensors(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str
     generator = torch.Generator().manual_seed(seed)
     numbers = (0.02 * torch.randn(_REPEATED_AFTER, generator=generator)).to(DType(dtype).to_torch())
     ones = torch.ones_like(numbers)
-    with file.open("wb") as stream:  # a tensor at a time: the whole may be larger than the memory
+    with file.open("wb") as stream:  # one tensor at a time: the file may be larger than the memory
         stream.write(len(text).to_bytes(8, "little") + text)
         place = 0
         for shape in shapes.values():

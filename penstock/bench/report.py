@@ -1,4 +1,4 @@
-"""A measurement for people to look at: a table in the terminal, a picture."""
+"""Reports of a load test: a table for the terminal, and a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.errors import MissingDependencyError
 
 
 def print_summary(summary: Summary, console: Console) -> None:
-    """Prints throughput, latencies and errors."""
+    """Print throughput, latencies and errors."""
     state = "interrupted: " if summary.is_interrupted else ""
     console.print(
         f"{state}{summary.completed} of {summary.requests} requests in {summary.seconds:.2f} s, "
@@ -43,10 +43,10 @@ def print_summary(summary: Summary, console: Console) -> None:
 
 
 def plot(measurement: Measurement, title: str, path: Path) -> None:
-    """Draws latencies over time and their distributions into a PNG file.
+    """Plot latencies over time and their distributions into a PNG file.
 
     Raises:
-        MissingDependencyError: there is no matplotlib.
+        MissingDependencyError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
     try:
@@ -57,7 +57,7 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
     good = [one for one in measurement.outcomes if one.error is None]
     bad = [one for one in measurement.outcomes if one.error is not None]
     figure = Figure(figsize=(11, 7), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a screen
+    FigureCanvasAgg(figure)  # renders without a display
     wrap_title(figure, title)
     over_time, out, latencies, gaps = figure.subplots(2, 2).flat
 
@@ -74,8 +74,8 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
         label="first token",
     )
     if bad:
-        places = [one.scheduled - start for one in bad], [one.seconds for one in bad]
-        over_time.scatter(*places, s=20, marker="x", color="red", label="failed")
+        points = [one.scheduled - start for one in bad], [one.seconds for one in bad]
+        over_time.scatter(*points, s=20, marker="x", color="red", label="failed")
     over_time.legend()
 
     ends = sorted((one.ended - start, one.completion_tokens) for one in good)
@@ -84,11 +84,11 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
         total += tokens
         steps.append((when, total))
     out.step([when for when, _ in steps], [count for _, count in steps], where="post")
-    out.set(title="tokens of answers that have ended", xlabel="s", ylabel="tokens")
+    out.set(title="tokens of completed responses", xlabel="s", ylabel="tokens")
 
     _draw_distribution(
         latencies,
-        "from due to ...",
+        "latency from the due time",
         {
             "first token": [one.text_times[0] - one.scheduled for one in streamed],
             "end": [one.seconds for one in good],
@@ -99,7 +99,7 @@ def plot(measurement: Measurement, title: str, path: Path) -> None:
 
 
 def _draw_distribution(axes: object, title: str, series: dict[str, list[float]]) -> None:
-    """Which share of the values is below x."""
+    """Plot the cumulative distribution of each series."""
     from matplotlib.axes import Axes
 
     assert isinstance(axes, Axes)

@@ -1,4 +1,4 @@
-"""What many requests come to: throughput, percentiles of latencies, errors by kind."""
+"""The summary of a load test: throughput, latency percentiles, errors by kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Seconds, in some numbers."""
+    """Statistics of durations, in seconds."""
 
     count: int
     mean: float
@@ -26,7 +26,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Distribution | None:
-        """That of some values; None where there are none."""
+        """Return the statistics of some values; None for an empty list."""
         if not seconds:
             return None
         values = np.asarray(seconds)
@@ -41,14 +41,14 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A measurement in numbers. Latencies are those of requests that succeeded, in seconds."""
+    """The figures of a measurement. Latencies are those of successful requests, in seconds."""
 
     requests: int
     completed: int
     errors: dict[str, int]
-    """Kind -> requests; together with ``completed`` all of them."""
+    """Kind -> number of requests."""
     error_details: dict[str, str]
-    """Kind -> what was said the first time."""
+    """Kind -> the message of the first such error."""
     is_interrupted: bool
     seconds: float
     requests_per_second: float
@@ -58,18 +58,18 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_per_second: float
     completion_tokens_per_second: float
     time_to_first_token: Distribution | None
-    """From the moment when the request was due to its first text; None where nothing streamed."""
+    """From the due time to the first text; None without streaming."""
     inter_token: Distribution | None
-    """Between two events that have text. A server may put several tokens into one."""
+    """Between consecutive events with text. A server may put several tokens into one event."""
     time_per_token: Distribution | None
-    """Of each request, the mean time of a token after the first."""
+    """For each request, the mean time of a token after the first."""
     end_to_end: Distribution | None
     round_trip: Distribution | None = None
-    """Of small requests on one connection that is kept, before the load."""
+    """Of small requests on one reused connection, before the load."""
 
     @classmethod
     def of(cls, measurement: Measurement) -> Summary:
-        """Of all that was measured."""
+        """Return the summary of a measurement."""
         good = [one for one in measurement.outcomes if one.error is None]
         bad = [one for one in measurement.outcomes if one.error is not None]
         seconds = max(measurement.seconds, 1e-9)
@@ -100,7 +100,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def latencies(self) -> dict[str, Distribution]:
-        """Name -> those that there are."""
+        """Return the available distributions, by name."""
         named = {
             "time to first token": self.time_to_first_token,
             "inter-token": self.inter_token,
@@ -112,7 +112,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report_of(measurement: Measurement, settings: dict[str, Any]) -> dict[str, Any]:
-    """All of a measurement, for a JSON file: how it was made, the summary, and each request."""
+    """Return a measurement as plain data for JSON: settings, summary, and each request."""
     start = measurement.started
     return {
         "settings": settings,

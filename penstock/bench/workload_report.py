@@ -1,4 +1,4 @@
-"""The figures of works for people to look at: a table in the terminal, a picture."""
+"""Reports of `penstock bench run`: a table for the terminal, and a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.errors import MissingDependencyError
 
 
 def print_figures(figures: Sequence[Figure], title: str, console: Console) -> None:
-    """Prints a row a figure, and what each work is."""
+    """Print one row for each figure, and the description of each workload."""
     table = Table("work", "of", title=title, title_justify="left")
     for name in ("median", "lowest", "highest", "unit"):
         table.add_column(name, justify="left" if name == "unit" else "right")
@@ -27,10 +27,10 @@ def print_figures(figures: Sequence[Figure], title: str, console: Console) -> No
 
 
 def plot_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
-    """Draws every run of every figure, and the medians, into a PNG file.
+    """Plot all runs and the medians into a PNG file.
 
     Raises:
-        MissingDependencyError: there is no matplotlib.
+        MissingDependencyError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
     try:
@@ -40,10 +40,10 @@ def plot_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
         raise MissingDependencyError("matplotlib", "bench", "--plot") from error
     works = list(dict.fromkeys(figure.work for figure in figures))
     picture = Picture(figsize=(3.2 * len(works) + 1, 4), layout="constrained")
-    FigureCanvasAgg(picture)  # draws without a screen
+    FigureCanvasAgg(picture)  # renders without a display
     wrap_title(picture, title)
-    for place, work in enumerate(works, 1):
-        axes = picture.add_subplot(1, len(works), place)
+    for column, work in enumerate(works, 1):
+        axes = picture.add_subplot(1, len(works), column)
         shown = [figure for figure in figures if figure.work == work]
         axes.bar([figure.of for figure in shown], [figure.median for figure in shown], alpha=0.5)
         for figure in shown:
@@ -54,5 +54,5 @@ def plot_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
 
 
 def _shown(value: float) -> str:
-    """Three digits that count, whole numbers from 100 on."""
+    """Return a value with three significant digits, or as a whole number from 100 on."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

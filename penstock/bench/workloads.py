@@ -1,7 +1,7 @@
-"""What a model does in this process, measured: decoding, prefill, batches, start-up, Python's share.
+"""Benchmarks of a model in this process: decoding, prefill, batches, start-up, Python's share of a step.
 
-Each figure is the median of several runs, after one that does not count, with prompts that no run before has
-had. The machine should be idle.
+Each figure is the median of several runs after one warm-up run. All runs have new prompts. The machine should
+be idle.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 WORKLOADS = {
-    "decode": "one prompt: tokens a second after the first",
-    "prefill": "one prompt: its tokens a second",
-    "batch": "several prompts at once: output tokens a second over the whole run",
-    "start": "a fresh process, its files read before: from its start to the first token",
-    "memory": "of such a process: the most that it held at once, pages of files not counted",
-    "step": "of decoding; Python's part is all but its kernels, timed again in one call; or, where a step has"
-    " no plan, that of a model of the same layers with next to nothing in them",
+    "decode": "one prompt: tokens per second after the first token",
+    "prefill": "one prompt: prompt tokens per second",
+    "batch": "several prompts at once: output tokens per second over the whole run",
+    "start": "a new process whose files are in the page cache: from its start to the first token",
+    "memory": "the peak memory of such a process, without pages of files",
+    "step": "one decode step; Python is the step's time minus its kernels' time in one call, or without a"
+    " compiled step the step time of a narrow model with the same layers",
 }
 """Name -> what is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is done in each work; tokens but for ``batch`` and ``repeats``."""
+    """The sizes of the workloads, in tokens; ``batch`` counts prompts and ``repeats`` runs."""
 
     prompt_length: int = 128
     prefill_length: int = 1024
@@ -58,22 +58,22 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What one work gave."""
+    """One figure of a workload."""
 
     work: str
     of: str
-    """Which part of it, where it has several."""
+    """What the figure measures, such as a phase."""
     unit: str
     runs: list[float]
-    """One value a run, in their order."""
+    """One value for each run, in order."""
 
     @property
     def median(self) -> float:
-        """The figure."""
+        """The median of the runs."""
         return statistics.median(self.runs)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figure for ``json``."""
+        """Return the figure as plain data for JSON."""
         spread = {"median": self.median, "lowest": min(self.runs), "highest": max(self.runs)}
         return {"work": self.work, "of": self.of, "unit": self.unit, **spread, "runs": self.runs}
 
@@ -114,14 +114,14 @@ class InstrumentedLLM(LLM):
 
 
 class Bench:
-    """One model, loaded once, and its works.
+    """Runs workloads with one loaded model.
 
     Args:
-        config: of the model; prompts are fresh in each run, so its prefix cache is switched off.
-        sizes: how much is done.
+        config: the configuration of the model; the benchmark disables its prefix cache.
+        sizes: the sizes of the workloads.
 
     Raises:
-        PenstockError: the model cannot be loaded, or the works do not fit its longest text.
+        PenstockError: the model cannot be loaded.
     """
 
     def __init__(self, config: PipelineConfig, sizes: Sizes) -> None:
@@ -140,19 +140,19 @@ class Bench:
 
     @property
     def kernels(self) -> str:
-        """What the model computes with."""
+        """The kernels of the model."""
         return str(self._llm.pipeline.session.kernels)
 
     @property
     def plan_status(self) -> str:
-        """Whether decoding ran as one call a step: ``planned``, or ``eager`` and why."""
+        """Whether decode steps ran compiled: ``planned``, or ``eager`` with the cause."""
         return self._plan_status
 
     def check(self, works: Sequence[str]) -> None:
-        """Refuses works that the model cannot do.
+        """Refuse workloads that exceed the model's maximum length.
 
         Raises:
-            ConfigError: names the length that is too long.
+            ConfigError: names the workload and both lengths.
         """
         sizes, most = self.sizes, self._llm.pipeline.memory_plan.max_length
         needed = {
@@ -164,11 +164,12 @@ class Bench:
         for work in works:
             if needed.get(work, 0) > most:
                 raise ConfigError(
-                    work, f"takes {needed[work]} tokens, but the longest text is {most}: ask for shorter ones"
+                    work,
+                    f"takes {needed[work]} tokens, but the maximum length is {most}: choose shorter lengths",
                 )
 
     def measure(self, work: str) -> list[Figure]:
-        """The figures of one of `WORKLOADS`."""
+        """Run one of `WORKLOADS` and return its figures."""
         figures: dict[str, Callable[[], list[Figure]]] = {
             "decode": self._decode,
             "prefill": self._prefill,
@@ -234,7 +235,7 @@ class Bench:
         return [run() for _ in range(self.sizes.repeats)]
 
     def _seconds_of_step(self, llm: InstrumentedLLM) -> float:
-        """Of one token of one context, after those that the first step brought."""
+        """Return the seconds of one decode step of one context, after the first step."""
         count, prompts = self.sizes.new_tokens, self._prompts(llm, 1, self.sizes.prompt_length)
         whole = _seconds(llm, prompts, count)
         later = perf_counter() - llm.first_time
@@ -242,7 +243,7 @@ class Bench:
             self._plan_status = llm.pipeline.session.plan_status
         if llm.num_first_tokens < count:
             return later / (count - llm.num_first_tokens)
-        return max(whole - _seconds(llm, prompts, 1), 1e-9) / (count - 1)  # all have come at once
+        return max(whole - _seconds(llm, prompts, 1), 1e-9) / (count - 1)  # all tokens arrived at once
 
     def _timed(self, llm: LLM, count: int, length: int, new_tokens: int) -> float:
         return _seconds(llm, self._prompts(llm, count, length), new_tokens)
@@ -254,20 +255,20 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class ColdStart:
-    """A fresh process from its start to its first token."""
+    """The start-up of a new process, until its first token."""
 
     seconds: dict[str, float]
-    """What they were for, and all of them."""
+    """Phase -> seconds; ``all`` is the total."""
     peak_memory: int
-    """The most bytes it held that are no file's, of those seen 50 times a second; 0 where the system does not
-    tell."""
+    """The largest anonymous memory of samples taken 50 times per second, in bytes; 0 if the system does not
+    report it."""
 
 
 def cold_start(config: PipelineConfig) -> ColdStart:
-    """Starts a fresh process that loads a model and generates a token.
+    """Start a new process that loads a model and generates a token, and return its timings.
 
     Raises:
-        PenstockError: the process failed; says with what.
+        PenstockError: the process failed; the message has its last line of output.
     """
     with TemporaryFile() as given, TemporaryFile() as said, TemporaryFile() as complaints:
         given.write(pickle.dumps(config))
@@ -280,8 +281,8 @@ def cold_start(config: PipelineConfig) -> ColdStart:
                 sleep(0.02)
         said.seek(0), complaints.seek(0)
         if child.returncode:
-            lines = complaints.read().decode(errors="replace").strip().splitlines() or ["nothing was said"]
-            raise PenstockError(f"a fresh process failed: {lines[-1]}")
+            lines = complaints.read().decode(errors="replace").strip().splitlines() or ["it wrote no message"]
+            raise PenstockError(f"a new process failed: {lines[-1]}")
         phases: dict[str, float] = json.loads(said.read())
     ended = phases.pop("ended")
     seconds = {
@@ -294,7 +295,7 @@ def cold_start(config: PipelineConfig) -> ColdStart:
 
 
 def _anonymous_memory(pid: int) -> int:
-    """Bytes of a process that are in memory and of no file."""
+    """Return the resident anonymous memory of a process, in bytes."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -303,9 +304,9 @@ def _anonymous_memory(pid: int) -> int:
 
 
 def seconds_of_kernels(graph: Graph, runs: int = 50) -> float:
-    """What the kernels of a step take when nothing comes between: the median of runs on its last inputs.
+    """Return the seconds of a compiled step's kernels: the median of runs with its last inputs.
 
-    They write once more to the KV cache what the step wrote there, so no other step may have run since.
+    Each run writes the same values to the KV cache as the step did, so it must be the last step that ran.
     """
     taken = []
     for _ in range(runs):

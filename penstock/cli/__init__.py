@@ -1,7 +1,7 @@
 """The command ``penstock``.
 
-A user's mistake is one line on standard error and exit status 2. Commands are loaded when they are run, and
-torch when there is something to compute, so that ``--help`` is quick.
+An error that the user can fix is one line on standard error and exit status 2. A command's module is imported
+when the command runs, and torch when a model is loaded, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from penstock.cli.formatting import unknown_command
 from penstock.errors import PenstockError
 
 _COMMANDS = {
-    "generate": "Generate text from a prompt, as it comes.",
-    "serve": "Serve a model to OpenAI's clients.",
-    "bench": "Measure a model, or a server.",
+    "generate": "Generate text from a prompt and stream it.",
+    "serve": "Serve a model through an OpenAI-compatible API.",
+    "bench": "Benchmark a model or a server.",
     "list": "List architectures, encodings, tasks and formats.",
-    "warm-cache": "Download a model and check it, ahead of its use.",
-    "env": "Show what Penstock runs on: versions, processor, devices, kernels.",
+    "warm-cache": "Download and check a model in advance.",
+    "env": "Show versions, processor, devices and kernels.",
 }
 """Name -> short help; the command is ``command`` in the module of that name, with ``_`` for ``-``."""
 
@@ -35,7 +35,7 @@ _MAX_MESSAGE = 2000
 
 
 class _Commands(click.Group):
-    """The group of all commands, which turns errors into one line."""
+    """The group of all commands; prints an error as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*_COMMANDS]  # not list(): once penstock.cli.list is imported, that is the module
@@ -60,7 +60,7 @@ class _Commands(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows what it can
+            sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks
         try:
             code = super().main(*args, **{**extra, "standalone_mode": False})
             _flush()
@@ -89,23 +89,23 @@ class _Commands(click.Group):
 @click.version_option(penstock.__version__, prog_name="penstock", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """LLM inference, from the prompt to the turbine and back.
+    """LLM inference.
 
-    Completion in a shell: put eval "$(_PENSTOCK_COMPLETE=bash_source penstock)" into ~/.bashrc; for other
-    shells write zsh_source or fish_source.
+    To enable completion in a shell, put eval "$(_PENSTOCK_COMPLETE=bash_source penstock)" into ~/.bashrc; for
+    other shells use zsh_source or fish_source.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
 def main() -> NoReturn:
-    """Runs the command line; does not return."""
-    atexit.register(gc.freeze)  # all goes with the process: a last look at it would take half a second
+    """Run the command line and exit the process."""
+    atexit.register(gc.freeze)  # skips the last garbage collection, which takes half a second
     cli.main(prog_name="penstock")
 
 
 def _fail(message: str) -> NoReturn:
-    """One line and status 2. Whatever the user's input put into the message, it is short and printable."""
+    """Print a message as one short printable line, and exit with status 2."""
     line = " ".join(message.split())
     if len(line) > _MAX_MESSAGE:
         line = f"{line[: _MAX_MESSAGE // 2]} ... {line[-_MAX_MESSAGE // 2 :]}"
@@ -118,11 +118,11 @@ def _explained(error: OSError) -> str:
     where = error.filename
     if where is None and error.errno == errno.ENOSPC:
         where = "standard output"
-        sys.stdout = None  # what it still holds cannot be written at exit either
+        sys.stdout = None  # its buffer cannot be flushed at exit either
     return f"{where}: {error.strerror}" if where is not None else str(error)
 
 
 def _flush() -> None:
-    """Brings what was printed out while its failing can still be reported."""
+    """Flush standard output while an error can still be reported."""
     if sys.stdout is not None:
         sys.stdout.flush()

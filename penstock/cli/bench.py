@@ -1,4 +1,4 @@
-"""``penstock bench``: measurements."""
+"""``penstock bench``: benchmarks of a model or a server."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 _ROUND_TRIPS = 50
-"""Small requests before the load."""
+"""Number of small requests that measure the round-trip time before the load."""
 
 
 @click.group("bench")
 def command() -> None:
-    """Measure a model in this process, or a server."""
+    """Benchmark a model in this process, or a server."""
 
 
 command.add_command(run)
@@ -35,19 +35,19 @@ command.add_command(run)
 
 @command.command("serve")
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server.")
-@click.option("--api-key", envvar="PENSTOCK_API_KEY", help="Key that is sent along.")
-@click.option("--model", help="Model to ask; by default the first that the server names.")
+@click.option("--api-key", envvar="PENSTOCK_API_KEY", help="The API key for the server.")
+@click.option("--model", help="The model to request; by default the first that the server lists.")
 @click.option("--endpoint", type=click.Choice(["chat", "completions"]), default="chat", show_default=True)
 @click.option(
     "--concurrency",
     type=click.IntRange(1),
-    help="Requests at a time: the next is sent when one ends. With --rate, most at a time.  [default: 8]",
+    help="Concurrent requests: the next is sent when one ends. With --rate, the upper limit.  [default: 8]",
 )
 @click.option(
     "--rate",
     type=click.FloatRange(0, min_open=True),
-    help="Requests a second, at random times, however long answers take; latencies count from when each "
-    "was due.",
+    help="Requests per second, at random times that do not depend on responses; latencies count from the "
+    "scheduled time.",
 )
 @click.option("--requests", "num_requests", type=click.IntRange(1), default=64, show_default=True)
 @click.option(
@@ -55,55 +55,65 @@ command.add_command(run)
     type=click.IntRange(1),
     default=128,
     show_default=True,
-    help="Tokens of a random prompt.",
+    help="Tokens in each random prompt.",
 )
 @click.option(
-    "--output-length", type=click.IntRange(1), default=64, show_default=True, help="Tokens of an answer."
+    "--output-length", type=click.IntRange(1), default=64, show_default=True, help="Tokens in each response."
 )
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File of prompts, instead of random ones: a line each, or .jsonl of prompt or messages.",
+    help="A file of prompts instead of random ones: one per line, or .jsonl with prompt or messages.",
 )
 @click.option("--stream/--no-stream", default=True, show_default=True)
 @click.option(
     "--ignore-eos/--no-ignore-eos",
     default=True,
     show_default=True,
-    help="Answers have exactly their length; not every server knows the field.",
+    help="Generate exactly --output-length tokens; not every server supports the field.",
 )
 @click.option("--temperature", type=float, default=0.0, show_default=True)
-@click.option("--extra-body", metavar="JSON", help="Object of further fields of every request.")
+@click.option("--extra-body", metavar="JSON", help="A JSON object of further fields for each request.")
 @click.option(
     "--warmup",
     type=click.IntRange(0),
     default=4,
     show_default=True,
-    help="Requests before, that do not count.",
+    help="Requests before the measurement that do not count.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of prompts, times and sampling.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="The seed of prompts, times and sampling."
+)
 @click.option(
     "--timeout",
     type=click.FloatRange(0, min_open=True),
     default=600.0,
     show_default=True,
-    help="Seconds until a request is given up.",
+    help="Seconds after which a request counts as failed.",
 )
 @click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures."
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write all figures to this file.",
 )
-@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="File for a PNG.")
+@click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a plot to this PNG file.",
+)
 def serve(**options: Any) -> int:
-    """Measure a server that speaks OpenAI's HTTP interface: throughput and latencies under load.
+    """Benchmark an OpenAI-compatible server: throughput and latencies under load.
 
-    Exit status 0 where every request succeeded, 1 where one failed, 130 where Ctrl-C ended it; the figures
-    of all that had been sent by then are printed and written all the same.
+    The exit status is 0 if all requests succeeded, 1 if one failed, and 130 after Ctrl-C. After Ctrl-C the
+    figures of all requests sent so far are printed and written.
     """
     if options["plot_path"] is not None:
         check_plot()
     for path in (options["json_path"], options["plot_path"]):
         if path is not None:
-            path.touch()  # better now than after the measurement
+            path.touch()  # fails before the measurement if it cannot be written
     return asyncio.run(_serve(options))
 
 
@@ -145,9 +155,7 @@ async def _measure(client: HttpClient, options: dict[str, Any]) -> int:
         first = await measure(client, asking.path, bodies[count:], Load(concurrency=8), stop=stop)
         failed = [one for one in first.outcomes if one.error is not None]
         if failed and len(failed) == len(first.outcomes) and not stop.is_set():
-            raise InputError(
-                f"every request before the measurement failed: {failed[0].error}: {failed[0].detail}"
-            )
+            raise InputError(f"every warm-up request failed: {failed[0].error}: {failed[0].detail}")
     idle = await round_trips(client, "/v1/models", _ROUND_TRIPS)
     load = Load(
         concurrency=concurrency, rate=options["rate"], timeout=options["timeout"], seed=options["seed"]
@@ -170,7 +178,7 @@ async def _measure(client: HttpClient, options: dict[str, Any]) -> int:
 
 
 async def _model_and_prompts(client: HttpClient, options: dict[str, Any]) -> tuple[str, list[Prompt]]:
-    """The model to ask, and a prompt for each request: first those that count."""
+    """Return the model, and a prompt for each request: first those of the measurement, then the warm-up."""
     from penstock.bench.http_client import IncompleteResponseError
     from penstock.bench.prompts import chosen, prompts_of_file, random_prompts, served_model
 

@@ -1,4 +1,4 @@
-"""``penstock bench run``: what a model does in this process, measured."""
+"""``penstock bench run``: benchmarks of a model in this process."""
 
 from __future__ import annotations
 
@@ -28,26 +28,46 @@ _WORKLOADS = ("decode", "prefill", "batch", "start", "memory", "step")
     "works",
     type=click.Choice(_WORKLOADS),
     multiple=True,
-    help="What to measure; may be given several times.  [default: all]",
+    help="What to measure; may be repeated.  [default: all]",
 )
 @click.option(
-    "--shape", help="Random weights of a shape, in place of --model: l110m, l1b or the path of a config.json."
+    "--shape", help="Use random weights instead of --model: l110m, l1b or the path of a config.json."
 )
 @click.option(
-    "--prompt-length", type=click.IntRange(1), default=128, show_default=True, help="Of decode, batch, step."
+    "--prompt-length",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Prompt tokens of decode, batch and step.",
 )
 @click.option("--prefill-length", type=click.IntRange(1), default=1024, show_default=True)
 @click.option(
-    "--new-tokens", type=click.IntRange(2), default=64, show_default=True, help="Of decode, batch and step."
+    "--new-tokens",
+    type=click.IntRange(2),
+    default=64,
+    show_default=True,
+    help="Output tokens of decode, batch and step.",
 )
-@click.option("--batch", type=click.IntRange(1), default=32, show_default=True, help="Prompts at once.")
+@click.option("--batch", type=click.IntRange(1), default=32, show_default=True, help="Prompts in the batch.")
 @click.option(
-    "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Runs that count; one is before."
+    "--repeats",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Measured runs, after one warm-up run.",
 )
 @click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for all runs."
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write all runs to this file.",
 )
-@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path), help="File for a PNG.")
+@click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a plot to this PNG file.",
+)
 @config_options
 def command(
     works: tuple[str, ...],
@@ -62,22 +82,22 @@ def command(
     print_config: bool,
     **flags: Any,
 ) -> None:
-    """Measure a model in this process: decode, prefill, batch, start, memory, step.
+    """Benchmark a model in this process: decode, prefill, batch, start, memory, step.
 
-    Figures are medians of runs with fresh prompts, after one that does not count; the table has the lowest
-    and highest too. The machine should be idle.
+    Figures are medians of several runs with new prompts, after one warm-up run; the table also shows the
+    lowest and the highest value. The machine should be idle.
     """
     config = config_from_flags(flags)
     if print_config:
         print_settings(config.describe())
         return
     if shape is not None and "model_path" in config.sources:
-        raise click.UsageError("--shape and --model exclude each other: a shape has weights of its own")
+        raise click.UsageError("--shape and --model exclude each other: --shape creates its own weights")
     if plot_path is not None:
         check_plot()
     for path in (json_path, plot_path):
         if path is not None:
-            path.touch()  # better now than after the measurement
+            path.touch()  # fails before the measurement if it cannot be written
     from penstock.bench.workloads import Sizes
 
     sizes = Sizes(prompt_length, prefill_length, new_tokens, batch, repeats)

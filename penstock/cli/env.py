@@ -1,4 +1,4 @@
-"""``penstock env``: what Penstock runs on here, for people and for bug reports."""
+"""``penstock env``: a report on this installation and machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @click.command("env")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> None:
-    """Show what Penstock runs on: versions, processor, devices, kernels, OpenMP, threads."""
+    """Show versions, processor, devices, kernels, OpenMP and threads."""
     from penstock.cli.environment import describe_environment  # loads torch
 
     found = describe_environment()

@@ -1,4 +1,4 @@
-"""What Penstock runs on here: versions, processor, devices, kernels and threads."""
+"""A report on this installation and machine: versions, processor, devices, kernels and threads."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ PACKAGES = (
     "jinja2",
     "transformers",
 )
-"""Whose versions matter besides Penstock's own; transformers is optional."""
+"""The packages whose versions are reported; transformers is optional."""
 
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """One device; sizes in bytes."""
+    """The memory and the kernels of one device; sizes in bytes."""
 
     device: str
     total_memory: int
     free_memory: int
     kernels: dict[str, str]
-    """Operation -> the back end that computes it there."""
+    """Operation -> the back end that computes it on this device."""
     planned_steps: str
-    """Which steps of a model run there as one call of compiled operations; ``none`` where none do."""
+    """Which steps of a model run as one compiled call on this device; ``none`` if none do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BackendInfo:
     name: str
     device_types: list[str]
     is_usable: bool
-    """Whether its kernels can be loaded here."""
+    """Whether its kernels can be loaded on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +61,26 @@ class Environment:
     system: str
     processor: str
     cores: int
-    """Processors that this process may use."""
+    """The number of processors that this process may use."""
     cpu_features: list[str]
-    """Those that the kernels can use; empty where the C++ kernels were not built."""
+    """The features that the kernels can use; empty if the C++ kernels are not built."""
     isa: str
-    """The instruction set of the C++ kernels; ``none`` where they were not built."""
+    """The instruction set of the C++ kernels; ``none`` if they are not built."""
     torch_cpu_capability: str
     backends: list[BackendInfo]
     """All kernel back ends, the preferred one first."""
     devices: list[DeviceMemory]
     threads: int
     openmp: list[str]
-    """OpenMP libraries in this process. More than one means teams of threads that get in each other's way."""
+    """OpenMP libraries in this process. With more than one, their threads compete for the cores."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for ``json``."""
+        """Return the report as plain data for JSON."""
         return asdict(self)
 
 
 def describe_environment() -> Environment:
-    """Looks around. Loads torch and the kernels, as a model would."""
+    """Return the report; loads torch and the kernels."""
     import torch
 
     from penstock.kernels import BACKENDS, cpu

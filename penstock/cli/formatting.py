@@ -13,7 +13,7 @@ UNGROUPED = "Options"
 
 
 class GroupedOption(click.Option):
-    """An option that ``--help`` lists under a heading of its own."""
+    """An option that ``--help`` lists under the heading of its group."""
 
     def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,7 +35,7 @@ class GroupedCommand(click.Command):
 
 
 def unknown_command(name: str, commands: Iterable[str], ctx: click.Context) -> click.UsageError:
-    """Return the error for a command that does not exist, with the nearest ones that do."""
+    """Return the error for a command that does not exist, with the names of similar commands."""
     known = [*commands]
     nearest = get_close_matches(name, known, n=2, cutoff=0.5)
     hint = (

@@ -1,4 +1,4 @@
-"""``penstock generate``: a prompt in, text out as it comes, and what it took on standard error."""
+"""``penstock generate``: streams text to standard output, and prints timings to standard error."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
 
 
 @click.command("generate", cls=GroupedCommand)
-@click.option("--prompt", metavar="TEXT", help="The text to go on from; standard input if not given.")
-@click.option("--chat", is_flag=True, help="The prompt is a user's message, for the model's chat template.")
-@click.option("--system", metavar="TEXT", help="A system message before it; needs --chat.")
+@click.option("--prompt", metavar="TEXT", help="The text to continue; by default standard input.")
+@click.option(
+    "--chat", is_flag=True, help="Format the prompt as a user message with the model's chat template."
+)
+@click.option("--system", metavar="TEXT", help="A system message before the prompt; needs --chat.")
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(min=1),
@@ -38,33 +40,42 @@ sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
     show_default=True,
     help="Generate at most this many tokens.",
 )
-@sampling_option("--temperature", type=float, help="Above 1 more varied, below 1 less; 0 is greedy.")
-@sampling_option("--top-k", type=int, help="Choose among the K most probable tokens; -1 is all, 1 greedy.")
-@sampling_option("--top-p", type=float, help="Keep the most probable tokens that reach this probability.")
-@sampling_option("--min-p", type=float, help="Keep tokens this probable, relative to the most probable one.")
-@sampling_option("--seed", type=int, help="Makes a random choice repeatable.")
+@sampling_option("--temperature", type=float, help="Randomness: values above 1 increase it, 0 is greedy.")
+@sampling_option("--top-k", type=int, help="Sample from the K most probable tokens; -1 is all, 1 is greedy.")
 @sampling_option(
-    "--stop", multiple=True, metavar="TEXT", help="End before this text; may be given several times."
+    "--top-p", type=float, help="Sample from the most probable tokens whose total probability reaches P."
 )
-@sampling_option("--ignore-eos", is_flag=True, help="Go on where the model would end the text.")
-@click.option("--n", type=click.IntRange(min=1), default=1, help="This many answers, printed at the end.")
+@sampling_option(
+    "--min-p", type=float, help="Sample from tokens with at least this share of the highest probability."
+)
+@sampling_option("--seed", type=int, help="The seed of sampling; the same seed gives the same text.")
+@sampling_option(
+    "--stop", multiple=True, metavar="TEXT", help="End the output before this text; may be repeated."
+)
+@sampling_option("--ignore-eos", is_flag=True, help="Continue after end-of-sequence tokens.")
+@click.option(
+    "--n",
+    type=click.IntRange(min=1),
+    default=1,
+    help="The number of outputs; they are printed when all are done.",
+)
 @click.option(
     "--num-beams",
     type=click.IntRange(min=1),
-    help="Search for the most probable text with this many beams, instead of sampling.",
+    help="Use beam search with this many beams instead of sampling.",
 )
 @click.option(
     "--json-schema",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The output is JSON, and valid by the schema in this file.",
+    help="A file with the JSON schema of the output.",
 )
 @click.option(
     "--logprobs",
     type=click.IntRange(min=0),
-    help="Report log probabilities, and those of this many top tokens; needs --json.",
+    help="Report log probabilities of the tokens and of this many top tokens; needs --json.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when all is done.")
-@click.option("--verbose", is_flag=True, help="Print how the memory was shared out, on standard error.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+@click.option("--verbose", is_flag=True, help="Print the memory plan on standard error.")
 @config_options
 def command(
     prompt: str | None,
@@ -87,10 +98,10 @@ def command(
     print_config: bool,
     **flags: Any,
 ) -> None:
-    """Generate text from a prompt, as it comes.
+    """Generate text from a prompt and stream it.
 
-    Sampling parameters that are not given come from the model's generation_config.json, else from OpenAI's
-    defaults: temperature 1, all tokens, a fresh seed.
+    Sampling parameters that are not given come from the model's generation_config.json, then from OpenAI's
+    defaults: temperature 1, all tokens, a new seed.
     """
     start = time.perf_counter()
     _check_model(flags["model"])
@@ -102,10 +113,10 @@ def command(
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
     if logprobs is not None and not as_json:
-        raise click.UsageError("--logprobs needs --json: beside text there is no place for them")
+        raise click.UsageError("--logprobs needs --json: text output cannot show them")
     sampling = (temperature, top_k, top_p, min_p, seed, stop or None, chat or None, json_schema, logprobs)
     if num_beams is not None and any(value is not None for value in sampling):
-        raise click.UsageError("--num-beams goes with --n, --max-new-tokens and --ignore-eos alone")
+        raise click.UsageError("--num-beams can only be combined with --n, --max-new-tokens and --ignore-eos")
     _check_utf8("--system", system or "")
     _check_utf8("--stop", "".join(stop))
     params = config.default_sampling_params(
@@ -129,7 +140,7 @@ def command(
             beams = partial(llm.beam_search, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
             search = partial(beams, [text], num_beams=num_beams, num_return_sequences=n)
             _print_several(*_timed(search), loaded, as_json=as_json)
-            return  # beams look at every token: nothing is drafted
+            return  # beam search uses no drafts, so there are no counts to print
         messages = _messages(text, system) if chat else None
         if n > 1:
             answers = partial(llm.chat, [messages]) if messages else partial(llm.generate, [text])
@@ -152,25 +163,25 @@ def command(
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """How long a generation took, in seconds."""
+    """The duration of a generation, in seconds."""
 
     load: float
-    """From the start of the command to a model that can run, with the import of torch."""
+    """From the start of the command until the model is loaded, including the import of torch."""
     first_token: float
-    """From there to the first text."""
+    """From the end of the load to the first text."""
     others: float
     """From the first text to the end."""
     num_first: int = 1
-    """Tokens that came with the first text."""
+    """The number of tokens in the first text."""
 
     def tokens_per_second(self, num_tokens: int) -> float:
-        """The speed after the first text; over all where nothing came after it."""
+        """Return the speed after the first text; if nothing followed, the speed including it."""
         if num_tokens > self.num_first and self.others > 0:
             return (num_tokens - self.num_first) / self.others
         return num_tokens / max(self.first_token, 1e-9)
 
     def summary(self, num_tokens: int) -> str:
-        """The line that ends ``penstock generate``."""
+        """Return the last line that ``penstock generate`` prints."""
         return (
             f"loaded in {self.load:.2f} s, first token after {self.first_token * 1000:.0f} ms, "
             f"{num_tokens} tokens at {self.tokens_per_second(num_tokens):.1f} tokens/s"
@@ -192,7 +203,7 @@ def _response_format(path: Path | None) -> dict[str, Any] | None:
 
 
 def _timed(generate: Callable[[], list[GenerationOutput]]) -> tuple[list[GenerationOutput], float]:
-    """The outputs, and the seconds that all of them took."""
+    """Return the outputs, and the seconds that they took together."""
     start = time.perf_counter()
     return generate(), time.perf_counter() - start
 
@@ -219,14 +230,14 @@ def _print_several(
     for output in outputs:
         click.echo(f"[{output.index}] {output.text}")
     click.echo(
-        f"penstock: loaded in {loaded:.2f} s, {len(outputs)} outputs of together {num_generated} tokens "
+        f"penstock: loaded in {loaded:.2f} s, {len(outputs)} outputs with {num_generated} tokens in total "
         f"at {speed:.1f} tokens/s",
         err=True,
     )
 
 
 def _run(stream: TextStream, loaded: float, *, silent: bool) -> Timings:
-    """Prints the text as it comes, unless ``silent``, and takes the time."""
+    """Print the text as it is generated, unless ``silent``, and return the timings."""
     start = time.perf_counter()
     first, num_first = None, 1
     for piece in stream:
@@ -270,7 +281,7 @@ def _output_as_json(output: GenerationOutput) -> dict[str, Any]:
 
 
 def _usage(outputs: list[GenerationOutput]) -> dict[str, int]:
-    """Tokens of one prompt, which counts once, and of all its outputs."""
+    """Return the token counts of one prompt and of all its outputs; the prompt counts once."""
     num_prompt = len(outputs[0].prompt_token_ids)
     num_generated = sum(output.num_generated_tokens for output in outputs)
     return {
@@ -281,13 +292,13 @@ def _usage(outputs: list[GenerationOutput]) -> dict[str, int]:
 
 
 def _check_model(name: str | None) -> None:
-    """Refuses a prompt in the place of the model."""
+    """Refuse a prompt that was given as the argument MODEL."""
     if name is not None and any(map(str.isspace, name)) and not Path(name).expanduser().exists():
         raise click.UsageError(f"the argument {name!r} names the model: give the prompt as --prompt TEXT")
 
 
 def _checked_prompt(given: str | None) -> str:
-    """The prompt of the flag, or of standard input without the line end that an editor or echo adds."""
+    """Return the prompt from the flag, or from standard input without its last line end."""
     text = _standard_input() if given is None else given
     _check_utf8("the prompt", text)
     if not text:
@@ -298,7 +309,7 @@ def _checked_prompt(given: str | None) -> str:
 def _check_utf8(name: str, text: str) -> None:
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:  # bytes of the command line that are no UTF-8 arrive as lone surrogates
+    except UnicodeEncodeError:  # Python decodes other bytes of the command line as lone surrogates
         raise InputError(f"{name} is not valid UTF-8") from None
 
 
@@ -321,10 +332,10 @@ def _print_memory_plan(llm: LLM) -> None:
 
 
 def _speculation(llm: LLM) -> dict[str, Any]:
-    """What drafts were good for, as a part of the JSON object; empty where nobody drafts."""
+    """Return the speculation counts for the JSON object; empty without speculation."""
     stats = llm.pipeline.speculation_stats
-    is_wanted = llm.config.speculative.method is not None or stats.num_forced > 0
-    return {"speculation": stats.summary()} if is_wanted else {}
+    is_used = llm.config.speculative.method is not None or stats.num_forced > 0
+    return {"speculation": stats.summary()} if is_used else {}
 
 
 def _print_speculation(llm: LLM) -> None:
@@ -332,7 +343,7 @@ def _print_speculation(llm: LLM) -> None:
     if _speculation(llm):
         click.echo(
             f"penstock: {stats.num_accepted} of {stats.num_proposed} drafted tokens accepted "
-            f"({stats.acceptance_rate:.0%}), {stats.mean_tokens:.2f} tokens a verified step, "
+            f"({stats.acceptance_rate:.0%}), {stats.mean_tokens:.2f} tokens per verified step, "
             f"{stats.num_forced} tokens forced by a grammar",
             err=True,
         )

@@ -1,4 +1,4 @@
-"""``penstock list``: what Penstock knows to run."""
+"""``penstock list``: supported architectures, tasks, encodings and formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 @click.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> None:
-    """List architectures with their tasks and encodings, formats of output, types of GGUF blocks."""
+    """List architectures with their tasks and encodings, output formats, and GGUF block types."""
     found = describe()
     if as_json:
         click.echo(json.dumps(found, ensure_ascii=False))
@@ -30,7 +30,7 @@ def command(as_json: bool) -> None:
 
 
 def describe() -> dict[str, Any]:
-    """What there is, found in the folders and tables that run it; loads no torch."""
+    """Return all that is supported, read from the registries; loads no torch."""
     from penstock.architectures.registry import PIPELINE_REGISTRY
     from penstock.serve.parsers.formats import TOOL_FORMATS
     from penstock.serve.parsers.reasoning import REASONING_FORMATS

@@ -17,7 +17,7 @@ from penstock.serve.config import ServeConfig, serve_fields
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 _SHORTER = {"model_path": "--model"}
-"""A field's flag where that is not its name."""
+"""Field -> an additional, shorter flag."""
 
 _GROUPS = {
     "model": "Model",
@@ -36,29 +36,28 @@ _SERVE_GROUPS = {
     "Access": ("api_key", "cors_origins", "allowed_hosts"),
     "Log and traces": ("access_log", "log_format", "log_level", "otlp_endpoint"),
 }
-"""Heading -> the flags of `ServeConfig` under it; limits and the fields of requests have headings too."""
+"""Heading -> its flags of `ServeConfig`; `_serve_group` assigns the other flags."""
 
 
 def config_options(function: Decorated) -> Decorated:
-    """Adds the argument MODEL, a flag for every field of `PipelineConfig`, ``--config-file`` and
-    ``--print-config``."""
+    """Add MODEL, ``--config-file``, ``--print-config`` and a flag for each field of `PipelineConfig`."""
     function = click.argument("model", required=False, metavar="[MODEL]")(function)
     function = click.option(
-        "--config-file", metavar="FILE", help="JSON or TOML file of these settings; flags come before it."
+        "--config-file", metavar="FILE", help="JSON or TOML file of these settings; flags override it."
     )(function)
     function = click.option(
-        "--print-config", is_flag=True, help="Print every setting and where it came from; do nothing."
+        "--print-config", is_flag=True, help="Print every setting and its source, then exit."
     )(function)
     return _with_options(function, config_fields(), lambda field: _GROUPS[field.section])
 
 
 def serve_options(function: Decorated) -> Decorated:
-    """Adds a flag for every field of `ServeConfig`."""
+    """Add a flag for each field of `ServeConfig`."""
     return _with_options(function, serve_fields(), _serve_group)
 
 
 def config_from_flags(flags: Mapping[str, Any]) -> PipelineConfig:
-    """The configuration that the flags of `config_options`, the environment and the file give.
+    """Return the configuration from the flags of `config_options`, the environment and the file.
 
     Raises:
         ConfigError: unknown name, wrong type or impossible value.
@@ -67,9 +66,9 @@ def config_from_flags(flags: Mapping[str, Any]) -> PipelineConfig:
 
 
 def configs_from_flags(flags: Mapping[str, Any]) -> tuple[PipelineConfig, ServeConfig]:
-    """Both configurations that flags, the environment and the file give.
+    """Return both configurations from flags, the environment and the file.
 
-    Every command reads one environment and one file, which may have what only another command uses.
+    All commands read the same environment and file, which may also contain settings of other commands.
 
     Raises:
         ConfigError: unknown name, wrong type or impossible value.
@@ -82,7 +81,7 @@ def configs_from_flags(flags: Mapping[str, Any]) -> tuple[PipelineConfig, ServeC
 
 
 def print_settings(rows: Iterable[tuple[str, Any, str]]) -> None:
-    """Prints the rows of ``describe()``: name, value, and where it was given."""
+    """Print the rows of ``describe()``: name, value and source."""
     shown = [(name, _plain(value), source) for name, value, source in rows]
     widths = [max(len(row[column]) for row in shown) for column in range(2)]
     for name, value, source in shown:
@@ -116,7 +115,7 @@ def _with_options(
 
 
 def _option(field: ConfigField, group: str) -> Callable[[Decorated], Decorated]:
-    # Values stay text, and absent ones None: `from_flat` converts and refuses, as for every other source.
+    # Values stay text and absent ones None; `from_flat` converts and checks them, as for other sources.
     name = field.name.replace("_", "-")
     has_default = field.default not in (None, False, ())
     help = f"{field.help}  [default: {_shown(field.default)}]" if has_default else field.help

@@ -1,4 +1,4 @@
-"""What the ``--plot`` options of ``penstock bench`` share."""
+"""The check for matplotlib of the ``--plot`` options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.errors import MissingDependencyError
 
 
 def check_plot() -> None:
-    """Raise before anything is measured if matplotlib is not installed.
+    """Check that matplotlib is installed, before the measurement.
 
     Raises:
         MissingDependencyError: matplotlib is missing.

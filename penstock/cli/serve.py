@@ -23,16 +23,17 @@ _PACKAGES = {
     "zmq": "pyzmq",
     "prometheus_client": "prometheus-client",
 }
-"""Module -> the package of the extra ``serve`` that has it."""
+"""Module -> its package in the extra ``serve``."""
 
 
 @click.command("serve", cls=GroupedCommand)
 @serve_options
 @config_options
 def command(print_config: bool, **flags: Any) -> int:
-    """Serve a model to OpenAI's clients, until a signal ends it.
+    """Serve a model through an OpenAI-compatible API until a signal arrives.
 
-    The first SIGTERM or Ctrl-C lets running requests finish, the second one ends at once.
+    After the first SIGTERM or Ctrl-C the server finishes the running requests; the second one stops it at
+    once.
     """
     pipeline_config, config = configs_from_flags(flags)
     if print_config:
@@ -59,7 +60,7 @@ def command(print_config: bool, **flags: Any) -> int:
 
 
 def load_served_work(pipeline_config: PipelineConfig, config: ServeConfig) -> WorkerRuntime:
-    """The worker's work, in the worker's process, where the log has the form of the server's."""
+    """Load what the worker runs, in the worker's process, with the log format of the server."""
     from penstock.assembly import load_work
     from penstock.serve.observability.logs import configure_logging
 

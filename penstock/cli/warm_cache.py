@@ -1,4 +1,4 @@
-"""``penstock warm-cache``: what a server or a batch will need, downloaded and checked ahead."""
+"""``penstock warm-cache``: download and check a model in advance."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ if TYPE_CHECKING:
 
 
 @click.command("warm-cache", cls=GroupedCommand)
-@click.option(
-    "--checksums", is_flag=True, help="Read every file of a model from the hub, and compare its checksum."
-)
+@click.option("--checksums", is_flag=True, help="Read each file of a hub model and compare its checksum.")
 @click.option(
     "--pack",
     is_flag=True,
-    help="Keep the weights packed for the CPU, as large as they are in memory: later starts map that file.",
+    help="Write the packed CPU weights to a file, which has their size in memory; later starts map it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @config_options
 def command(checksums: bool, pack: bool, as_json: bool, print_config: bool, **flags: Any) -> None:
-    """Download a model and check it, ahead of its use: with its draft model and adapters, if it has any.
+    """Download and check a model in advance, with its draft model and adapters.
 
-    Checked is that the architecture is known and can run in the encoding, that the files are whole and have
-    every tensor in its shape and no other, and that the tokenizer loads. The weights are loaded for --pack
-    alone, whose file is used as long as the checkpoint stays what it is.
+    Checks that the architecture is known and supports the encoding, that the files are complete and contain
+    exactly the expected tensors and shapes, and that the tokenizer loads. Only --pack loads the weights; its
+    file is used as long as the checkpoint does not change.
     """
     config = config_from_flags(flags)
     if print_config:
@@ -52,7 +50,7 @@ def command(checksums: bool, pack: bool, as_json: bool, print_config: bool, **fl
         template = "with" if model["has_chat_template"] else "without"
         click.echo(f"  tokenizer     {model['vocab_size']:,} tokens, {template} a chat template")
         if checksums:
-            click.echo(f"  checksums     {model['num_checksums']} files are as the hub has them")
+            click.echo(f"  checksums     {model['num_checksums']} files match the hub")
         if pack:
             size = model["num_packed_bytes"] / 2**20
             click.echo(f"  packed        {size:,.1f} MiB in {model['packed']}")

@@ -87,7 +87,7 @@ class BatchRunner:
         A scheduler call takes about ``seconds``, or one step if that takes longer.
 
         Raises:
-            PenstockError: a context failed; the others are cancelled.
+            PenstockError: a context failed; the remaining contexts are cancelled.
         """
         running = {builder.context.request_id: builder for builder in builders}
         try:

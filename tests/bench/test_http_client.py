@@ -165,5 +165,5 @@ async def test_a_request_that_is_cancelled_closes_its_connection() -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a:port", ""])
 def test_what_is_no_address(url: str) -> None:
-    with pytest.raises(ConfigError, match="is no address"):
+    with pytest.raises(ConfigError, match="is not an address"):
         HttpClient(url)

@@ -86,14 +86,14 @@ def test_events_are_the_same_however_they_are_cut(size: int, with_returns: bool)
         ),
         (HttpResponse(500, {}, [(1.0, b"<html>")]), "HTTP 500", "<html>"),
         (HttpResponse(400, {}, [(1.0, b'{"object": "error", "message": "no"}')]), "HTTP 400", "no"),
-        (HttpResponse(200, {}, [(1.0, b"{")]), "an answer that cannot be read", "truncated"),
-        (HttpResponse(200, {}, [(1.0, b'{"choices": []}')]), "no usage", "how many tokens"),
-        (HttpResponse(200, SSE, [(1.0, chunk("a"))]), "a stream without [DONE]", ""),
+        (HttpResponse(200, {}, [(1.0, b"{")]), "unreadable response", "truncated"),
+        (HttpResponse(200, {}, [(1.0, b'{"choices": []}')]), "no usage", "no token counts"),
+        (HttpResponse(200, SSE, [(1.0, chunk("a"))]), "stream without [DONE]", ""),
         (
             HttpResponse(
                 200, SSE, [(1.0, chunk("a") + b'data: {"error": {"message": "m", "type": "t"}}\n\n')]
             ),
-            "error in the answer (t)",
+            "error in the response (t)",
             "m",
         ),
     ],

@@ -77,7 +77,7 @@ def test_errors_are_told_and_make_the_exit_status(server: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "other"], "every request before the measurement failed: HTTP 404"),
+        (["--model", "other"], "every warm-up request failed: HTTP 404"),
         (["--extra-body", "[]"], "extra_body"),
         (["--prompts", "EMPTY"], "has no prompts"),
         (["--prompts", "WRONG.jsonl"], "line 1"),

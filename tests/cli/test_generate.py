@@ -81,7 +81,7 @@ def test_several_answers_are_printed_at_the_end(model: Path) -> None:
     assert result.stdout == "".join(f"[{one['index']}] {one['text']}\n" for one in told["outputs"])
     num_tokens = told["usage"]["completion_tokens"]
     assert told["usage"]["prompt_tokens"] == 5, "the prompt counts once"
-    assert re.search(rf"3 outputs of together {num_tokens} tokens at \d+\.\d tokens/s\n$", result.stderr)
+    assert re.search(rf"3 outputs with {num_tokens} tokens in total at \d+\.\d tokens/s\n$", result.stderr)
     for one in told["outputs"]:
         assert len(one["top_log_probabilities"]) == len(one["token_ids"])
     first = generate(model, *arguments[:-2], "--json", "--logprobs", "1")
@@ -108,8 +108,8 @@ def test_beams(model: Path) -> None:
     ("arguments", "words"),
     [
         (["--logprobs", "1"], "--logprobs needs --json"),
-        (["--num-beams", "2", "--temperature", "0"], "--num-beams goes with"),
-        (["--num-beams", "2", "--chat"], "--num-beams goes with"),
+        (["--num-beams", "2", "--temperature", "0"], "--num-beams can only be combined with"),
+        (["--num-beams", "2", "--chat"], "--num-beams can only be combined with"),
         (["--n", "0"], "'--n'"),
         (["--json-schema", "nowhere.json"], "'--json-schema'"),
     ],
