@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from penstock.architectures.decoder import DecoderModel, kv_dtype
+from penstock.architectures.decoder import DecoderModel, Network, kv_dtype
 from penstock.config import upper_bounded_default
 from penstock.kv_cache import KVCacheSpec, KVGroup
 from penstock.nn import Blueprint, DecoderNetwork, Loader, LoadFeedForward, TensorNames, gated_mlps
@@ -67,7 +67,7 @@ class TransformerModel(DecoderModel):
         )
 
     @classmethod
-    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> DecoderNetwork:
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> Network:
         blueprint = cls.blueprint(huggingface_config)
         feed_forward = cls.feed_forward(load, blueprint, huggingface_config)
         return DecoderNetwork.load(load, blueprint, max_length, feed_forward)

@@ -1,4 +1,4 @@
-"""The walk of docs/adding-a-model.md, followed: its files written, its check run, and its mistakes seen."""
+"""Follows docs/adding-a-model.md: writes its files, runs its checks, and makes mistakes on purpose."""
 
 from __future__ import annotations
 
@@ -10,41 +10,50 @@ import pytest
 import torch
 from support.checkpoints import oracle, oracle_logits, write_checkpoint
 from support.documents import ROOT
-from support.running import context_of, feed, random_tokens, step_logits
+from support.networks import held_bytes
+from support.running import context_of, feed, logits_of_tokens, random_tokens, step_logits
 
 from penstock.pipelines import PipelineConfig, TextGenerationPipeline
+from penstock.pipelines.core import TextContext
 from penstock.pipelines.registry import PIPELINE_REGISTRY, PipelineRegistry
 
 PAGE = (ROOT / "docs" / "adding-a-model.md").read_text()
 FILES = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE))
 MODEL = "architectures/exaone4/model.py"
+DUO_MODEL = "architectures/duo/model.py"
 
 
-def follow(folder: Path, changes: dict[str, str] | None = None) -> None:
-    """Writes the page's files, with changes made to its model."""
+def follow(folder: Path, changes: dict[str, str] | None = None, changed_file: str = MODEL) -> None:
+    """Write the files of the page, with changes to one of them."""
     for name, text in FILES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        for old, new in (changes or {}).items() if name == MODEL else ():
+        for old, new in (changes or {}).items() if name == changed_file else ():
             assert old in text
             text = text.replace(old, new)
         path.write_text(text)
 
 
-def check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str = "check.py") -> dict[str, Any]:
+    """Run a check of the page in ``folder`` and return its variables."""
     monkeypatch.chdir(folder)
-    exec(compile((folder / "check.py").read_text(), "check.py", "exec"), {"__name__": "__main__"})
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile((folder / script).read_text(), script, "exec"), variables)
+    return variables
 
 
-def test_every_block_is_a_file_of_the_walk() -> None:
-    assert sorted(FILES) == ["architectures/exaone4/__init__.py", MODEL, "check.py"]
+def test_every_block_is_a_file_of_the_page() -> None:
+    folders = ["architectures/duo", "architectures/exaone4"]
+    files = [f"{folder}/{name}" for folder in folders for name in ("__init__.py", "model.py")]
+    assert sorted(FILES) == [*files, "check.py", "check_duo.py"]
     assert PAGE.count("```") == 2 * len(FILES)
-    assert "exaone4" not in {architecture.name for architecture in PIPELINE_REGISTRY.architectures}
+    assert not {"exaone4", "duo"} & {architecture.name for architecture in PIPELINE_REGISTRY.architectures}
 
 
-def test_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("script", ["check.py", "check_duo.py"])
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     follow(tmp_path)
-    check(tmp_path, monkeypatch)
+    check(tmp_path, monkeypatch, script)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +66,67 @@ def test_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_turn_is_seen(
+def test_a_mistake_is_detected(
     tmp_path: Path, mistake: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follow(tmp_path, mistake)
     with pytest.raises(Exception, match=r"missing|unexpected|has sliding_attention|\["):
         check(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"self.mlp(normed, step))": "self.mlp(x, step))"},
+        {"return step.ops.add(x, both)": "return both"},
+        {'gate_up=("gate", "up")': 'gate_up=("up", "gate")'},
+    ],
+    ids=str,
+)
+def test_a_mistake_in_the_block_is_detected(
+    tmp_path: Path, mistake: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow(tmp_path, mistake, DUO_MODEL)
+    with pytest.raises(AssertionError, match=r"\["):
+        check(tmp_path, monkeypatch, "check_duo.py")
+
+
+@pytest.fixture
+def duo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The variables of the check of the family with its own block."""
+    follow(tmp_path)
+    return check(tmp_path, monkeypatch, "check_duo.py")
+
+
+def test_logits_of_a_block_of_its_own(duo: dict[str, Any]) -> None:
+    """Logits equal plain torch, and are bit-equal alone, in a batch and in chunks."""
+    config = PipelineConfig.from_flat(
+        {"model_path": "tiny-duo", "quantization_encoding": "float32", "deterministic": True}
+    )
+    pipeline = TextGenerationPipeline(config, duo["architecture"].load_pipeline_model(), -1)
+    tokens = random_tokens(70, 130, seed=1)
+    expected = duo["plain_logits"](duo["weights"], torch.tensor(tokens))
+    whole = logits_of_tokens(pipeline, echo(tokens), [70])
+    torch.testing.assert_close(whole, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
+    for chunks, others in (([70], [13, 1]), ([16, 1, 53], []), ([33, 37], [5])):
+        assert torch.equal(logits_of_tokens(pipeline, echo(tokens), chunks, others), whole)
+
+
+def echo(tokens: list[int]) -> TextContext:
+    """A context that computes the logits of all its tokens."""
+    return context_of(tokens, log_probabilities_echo=True)
+
+
+def test_memory_of_a_family_with_other_names(duo: dict[str, Any]) -> None:
+    model: Any = duo["pipeline"].model
+    held = held_bytes(duo["pipeline"])
+    assert 0.995 * held <= model.memory_plan.weights_size <= 1.3 * held
+    headers = model.pipeline_config.model.tensor_headers
+    names = model.tensor_names(model.huggingface_config)
+    roles = {name: names.role(name) for name in headers}
+    assert [name for name, role in roles.items() if role == "head"] == ["output.weight"]
+    assert [name for name, role in roles.items() if role == "table"] == ["decoder.words.weight"]
+    assert sum(role == "values" for role in roles.values()) == 3
 
 
 @pytest.mark.parametrize(
@@ -74,7 +138,7 @@ def test_a_wrong_turn_is_seen(
     ],
     ids=str,
 )
-def test_logits_of_the_walks_family(tmp_path: Path, variant: dict[str, Any]) -> None:
+def test_logits_of_a_family_from_a_blueprint(tmp_path: Path, variant: dict[str, Any]) -> None:
     follow(tmp_path)
     registry = PipelineRegistry([tmp_path / "architectures"])
     (architecture,) = (one for one in registry.architectures if one.name == "exaone4")
@@ -93,7 +157,7 @@ def test_logits_of_the_walks_family(tmp_path: Path, variant: dict[str, Any]) -> 
     torch.testing.assert_close(torch.cat(ours), expected, atol=tolerance, rtol=0)
 
 
-def test_the_names_that_the_page_points_at_exist() -> None:
+def test_paths_on_the_page_exist() -> None:
     paths = re.findall(r"`((?:penstock|tests|kernels|examples)/[\w/]+\.py)`", PAGE)
     assert len(paths) >= 5
     for path in paths:
