@@ -1,4 +1,4 @@
-"""The model loop without a socket: command for command, step for step, report for report."""
+"""The worker's loop without a socket: commands, steps and reports."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ END = TextGenerationStatus.END_OF_SEQUENCE
 
 
 class Worker:
-    """A loop whose reports are a list."""
+    """A loop that appends its reports to a list."""
 
     def __init__(self, work: WorkerRuntime) -> None:
         self.reports: list[WorkerMessage] = []
         self._socket: Any = None
         self.loop = _Loop(work, self._socket, self.reports.append)
 
-    def hear(self, *commands: Any) -> list[WorkerMessage]:
-        """Takes commands, makes a step, and gives what was said."""
+    def process(self, *commands: Any) -> list[WorkerMessage]:
+        """Handle commands, run a step, and return the reports."""
         self.reports.clear()
         for command in commands:
             self.loop._handle(command)
@@ -49,7 +49,7 @@ class Worker:
         return list(self.reports)
 
     def results(self, *commands: Any) -> StepResults:
-        (report,) = self.hear(*commands)
+        (report,) = self.process(*commands)
         assert isinstance(report, StepResults)
         return report
 
@@ -62,7 +62,7 @@ def worker(pipeline: GatedPipeline | None = None, **options: Any) -> Worker:
     return Worker(fake_work(pipeline or GatedPipeline(choose=letters(2), kv=kv_manager(60)), **options))
 
 
-def test_a_request_from_its_first_word_to_its_last() -> None:
+def test_the_reports_of_one_request() -> None:
     one = worker(max_batch_input_tokens=8)
     report = one.results(Submit(request("a", "0123456789")))
     assert report.admissions == [Admission("a", 0)]
@@ -72,11 +72,11 @@ def test_a_request_from_its_first_word_to_its_last() -> None:
     report = one.results()
     assert report.results == [TextResult("a", [], END)]
     assert (report.stats.num_steps, report.stats.num_generated_tokens) == (4, 3)
-    assert one.hear() == []
+    assert one.process() == []
     assert one.num_kept == 0
 
 
-def test_nothing_is_kept_of_who_is_cancelled_fails_or_is_refused() -> None:
+def test_ended_requests_are_forgotten() -> None:
     pipeline = GatedPipeline(choose=letters(9), kv=kv_manager(60))
     pipeline.culprits = {"b"}
     one = worker(pipeline)
@@ -90,10 +90,10 @@ def test_nothing_is_kept_of_who_is_cancelled_fails_or_is_refused() -> None:
     assert one.num_kept == 0
 
 
-def test_who_is_not_ready_brings_no_report() -> None:
+def test_a_context_that_is_not_ready_causes_no_report() -> None:
     ready: list[bool] = []
     one = worker(ready=lambda context: bool(ready))
-    assert one.hear(Submit(request("a"))) == []
+    assert one.process(Submit(request("a"))) == []
     ready.append(True)
     assert one.results().admissions == [Admission("a", 0)]
 
@@ -109,13 +109,13 @@ def test_a_ping_is_answered_with_counts() -> None:
             add_counts=add_draft_counts,
         )
     )
-    (report,) = one.hear(Ping())
+    (report,) = one.process(Ping())
     assert isinstance(report, Pong)
     stats = report.stats
     assert (stats.num_draft_tokens, stats.num_accepted_draft_tokens, stats.num_verified_steps) == (9, 4, 3)
 
 
-def test_an_adapter_that_breaks_is_reported_and_nothing_else_happens(
+def test_a_failed_adapter_load_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(FakeAdapters):
@@ -123,7 +123,7 @@ def test_an_adapter_that_breaks_is_reported_and_nothing_else_happens(
             raise ZeroDivisionError("a secret of ours") if path == "broken" else InputError("too large")
 
     one = Worker(fake_work(GatedPipeline(), Broken()))
-    (broken, large) = one.hear(LoadAdapter(1, "a", "broken"), LoadAdapter(2, "a", "large"))
+    (broken, large) = one.process(LoadAdapter(1, "a", "broken"), LoadAdapter(2, "a", "large"))
     assert isinstance(broken, CallResult)
     assert broken.error is not None
     assert broken.error.name == "RequestFailedError"
@@ -134,35 +134,35 @@ def test_an_adapter_that_breaks_is_reported_and_nothing_else_happens(
     assert (large.call_id, large.error.message) == (2, "too large")
 
 
-def test_it_stops_when_it_is_told_to() -> None:
+def test_stop_ends_the_loop() -> None:
     one = worker()
     one.loop._handle(Stop())
     one.loop.run()
 
 
 class Socket:
-    """Commands that come at a time of their own: after so many looks at it."""
+    """A socket whose commands arrive after a number of polls."""
 
     def __init__(self, *frames: tuple[int, bytes]) -> None:
         self.frames = list(frames)
-        self.num_looks = 0
+        self.num_polls = 0
         self.waits: list[int | None] = []
 
     def poll(self, timeout: int | None = None) -> int:
-        self.num_looks += 1
+        self.num_polls += 1
         if timeout != 0:
             self.waits.append(timeout)
-            self.num_looks = max(self.num_looks, self.frames[0][0])
-        return int(self.frames[0][0] <= self.num_looks)
+            self.num_polls = max(self.num_polls, self.frames[0][0])
+        return int(self.frames[0][0] <= self.num_polls)
 
     def recv(self, flags: int) -> bytes:
-        if not self.frames or self.frames[0][0] > self.num_looks:
+        if not self.frames or self.frames[0][0] > self.num_polls:
             raise zmq.Again
         return self.frames.pop(0)[1]
 
 
-@pytest.mark.parametrize(("num_looks", "num_settled"), [(1, 0), (3, 2), (9, 5)])
-def test_it_settles_while_nobody_asks_for_anything(num_looks: int, num_settled: int) -> None:
+@pytest.mark.parametrize(("num_polls", "num_packed"), [(1, 0), (3, 2), (9, 5)])
+def test_an_idle_worker_packs_pending_weights(num_polls: int, num_packed: int) -> None:
     left = list(range(5))
 
     def pack_pending() -> bool:
@@ -170,7 +170,7 @@ def test_it_settles_while_nobody_asks_for_anything(num_looks: int, num_settled: 
         return bool(left)
 
     work = replace(fake_work(GatedPipeline()), pack_pending=pack_pending)
-    socket: Any = Socket((num_looks, msgspec.msgpack.encode(Stop())))
+    socket: Any = Socket((num_polls, msgspec.msgpack.encode(Stop())))
     _Loop(work, socket, lambda report: None).run()
-    assert 5 - len(left) == num_settled
-    assert socket.waits == [None], "then it sleeps, or finds what has come"
+    assert 5 - len(left) == num_packed
+    assert socket.waits == [None], "then it blocks until a command arrives"

@@ -1,4 +1,4 @@
-"""The client and a worker in a thread: every request ends exactly once, whatever happens."""
+"""The client and a worker in a thread: every request ends exactly once."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_requests_are_answered() -> None:
         assert client.num_late_results == 0
 
 
-async def test_who_reads_late_gets_all_at_once() -> None:
+async def test_a_late_reader_gets_all_results_in_one_delta() -> None:
     gate = Gate()
     async with client_of(GatedPipeline(gate, choose=letters(5))) as client:
         generation = client.submit(request("a"))
@@ -89,13 +89,13 @@ async def test_who_reads_late_gets_all_at_once() -> None:
         assert delta.status is END
 
 
-async def test_several_tokens_a_step() -> None:
+async def test_several_tokens_per_step() -> None:
     async with client_of(lambda: fake_work(FakePipeline(letters(9)), num_steps=4)) as client:
         assert text(await read(client.submit(request("a")))) == "abcdefghi"
         assert client.stats.num_steps == 3
 
 
-async def test_log_probabilities_come_along() -> None:
+async def test_tokens_carry_log_probabilities() -> None:
     async with client_of(FakePipeline.saying("ab")) as client:
         deltas = await read(client.submit(request("a", log_probabilities=2, log_probabilities_echo=True)))
         logs = [log for delta in deltas for log in delta.log_probabilities]
@@ -104,7 +104,7 @@ async def test_log_probabilities_come_along() -> None:
         assert [len(delta.log_probabilities) for delta in deltas] == [0] * len(deltas)
 
 
-async def test_log_probabilities_of_a_prompt_that_nothing_follows() -> None:
+async def test_log_probabilities_of_a_prompt_without_output() -> None:
     async with client_of(FakePipeline.saying("")) as client:
         asked = {"log_probabilities": 1, "log_probabilities_echo": True}
         (delta,) = await read(client.submit(request("a", "Hello", **asked)))
@@ -149,7 +149,7 @@ async def test_counts_are_exact() -> None:
         assert stats.num_steps == 5 + 4 + 5
 
 
-async def test_counts_while_it_works() -> None:
+async def test_counts_of_running_requests() -> None:
     gate, ready = Gate(), threading.Event()
 
     def work() -> WorkerRuntime:
@@ -179,7 +179,7 @@ async def test_counts_while_it_works() -> None:
 # -- Requests that fail alone ----------------------------------------------------------------------------
 
 
-async def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+async def test_a_request_that_cannot_fit_is_refused_with_the_numbers() -> None:
     async with client_of(lambda: fake_work(FakePipeline(kv=kv_manager(4)))) as client:
         generation = client.submit(request("a", "x" * 30))
         with pytest.raises(InputError, match="do not fit the 4 blocks"):
@@ -190,7 +190,7 @@ async def test_what_can_never_run_is_refused_with_the_numbers() -> None:
         assert client.num_outstanding == 0
 
 
-async def test_who_makes_the_forward_fail_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_request_that_breaks_the_forward_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     pipeline = GatedPipeline(choose=letters(5))
     pipeline.culprits = {"b"}
     async with client_of(pipeline) as client:
@@ -203,7 +203,7 @@ async def test_who_makes_the_forward_fail_fails_alone(caplog: pytest.LogCaptureF
         assert client.num_restarts == 0
 
 
-async def test_who_cannot_become_ready_fails_alone() -> None:
+async def test_a_request_that_cannot_become_ready_fails_alone() -> None:
     def ready(context: TextContext) -> bool:
         if context.request_id == "a":
             raise InputError("the grammar does not compile")
@@ -328,7 +328,7 @@ async def test_an_id_in_use_is_refused() -> None:
         gate.open()
 
 
-async def test_by_default_four_batches_wait_at_least_64() -> None:
+async def test_the_default_queue_size() -> None:
     async with client_of(FakePipeline()) as client:
         assert client.max_outstanding == 4 + 64
     async with client_of(lambda: fake_work(FakePipeline(), max_batch_size=50)) as client:
@@ -339,7 +339,7 @@ async def test_by_default_four_batches_wait_at_least_64() -> None:
 
 
 class Death(BaseException):
-    """What no scheduler takes for the fault of a request."""
+    """An error that the scheduler does not attribute to a request."""
 
 
 class Mortal(GatedPipeline):
@@ -363,7 +363,7 @@ async def kill(client: WorkerClient) -> UnavailableError:
     return caught.value
 
 
-async def test_a_dead_worker_is_replaced_and_nobody_hangs() -> None:
+async def test_a_dead_worker_is_restarted_and_its_requests_end() -> None:
     gate = Gate()
     async with client_of(lambda: fake_work(Mortal(gate, choose=letters(9)))) as client:
         generations = [client.submit(request(name)) for name in "abcdefgh"]
@@ -388,7 +388,7 @@ async def test_a_dead_worker_is_replaced_and_nobody_hangs() -> None:
         assert text(await read(client.submit(request("b")))) == "abcdefghi"
 
 
-async def test_while_it_is_started_again_requests_are_refused() -> None:
+async def test_requests_are_refused_during_a_restart() -> None:
     let = threading.Event()
     let.set()
 
@@ -410,7 +410,7 @@ async def test_while_it_is_started_again_requests_are_refused() -> None:
         assert client.stats.num_steps == 0
 
 
-async def test_requests_that_fail_one_after_the_other_bring_a_new_worker(
+async def test_consecutive_failed_requests_restart_the_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def work() -> WorkerRuntime:
@@ -428,7 +428,7 @@ async def test_requests_that_fail_one_after_the_other_bring_a_new_worker(
         assert "a secret of ours" in caplog.text
 
 
-async def test_a_worker_that_hangs_is_given_up() -> None:
+async def test_a_hanging_worker_is_restarted() -> None:
     gates = [Gate(), Gate()]
     pipelines = iter([GatedPipeline(gates[0]), FakePipeline.saying("x")])
     async with client_of(lambda: fake_work(next(pipelines)), hang_limit=3.0) as client:
@@ -442,14 +442,14 @@ async def test_a_worker_that_hangs_is_given_up() -> None:
         gates[0].open()
 
 
-async def test_an_idle_worker_is_asked_and_answers() -> None:
+async def test_an_idle_worker_answers_pings() -> None:
     async with client_of(FakePipeline.saying("x"), hang_limit=3.0) as client:
         await asyncio.sleep(3.4)
         assert (client.is_alive, client.num_restarts) == (True, 0)
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_happens_each_request_ends_once(seed: int) -> None:
+async def test_each_request_ends_once_under_random_faults(seed: int) -> None:
     rng = random.Random(seed)
     ends: Counter[str] = Counter()
 
@@ -493,7 +493,7 @@ async def test_whatever_happens_each_request_ends_once(seed: int) -> None:
 
 
 async def _rest(generation: Generation) -> int:
-    """How much comes after the end."""
+    """Return the number of deltas after the end."""
     with suppress(PenstockError):
         return len(await read(generation))
     return 0
@@ -556,12 +556,12 @@ async def test_a_worker_that_cannot_be_launched_again_is_a_failed_start(
         assert client.stats == WorkerStats()
 
 
-async def test_any_other_error_of_a_start_is_told_too() -> None:
+async def test_any_other_error_of_a_start_is_reported() -> None:
     with pytest.raises(UnavailableError, match="could not start: ZeroDivisionError: division by zero"):
         await WorkerClient(lambda: 1 / 0, in_thread=True).start()  # type: ignore[arg-type, return-value]
 
 
-async def test_a_worker_that_cannot_be_started_again_stays_down(
+async def test_a_worker_is_not_restarted_after_five_failed_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTART_DELAY", 0.001)
@@ -611,7 +611,7 @@ async def test_a_worker_that_dies_before_it_answers_counts_as_a_failed_start(
 # -- Adapters --------------------------------------------------------------------------------------------
 
 
-async def test_adapters_come_and_go_and_are_there_again_after_a_restart() -> None:
+async def test_adapter_changes_are_repeated_after_a_restart() -> None:
     made: list[FakeAdapters] = []
 
     def work() -> WorkerRuntime:
@@ -633,7 +633,7 @@ async def test_adapters_come_and_go_and_are_there_again_after_a_restart() -> Non
         assert client.adapters == made[1].loaded == expected
 
 
-async def test_an_adapter_that_is_gone_after_a_restart_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_adapter_that_cannot_be_restored_is_removed(caplog: pytest.LogCaptureFixture) -> None:
     class Forgetful(FakeAdapters):
         def load(self, name: str, path: str) -> None:
             if len(made) > 1:
@@ -654,7 +654,7 @@ async def test_an_adapter_that_is_gone_after_a_restart_is_left_out(caplog: pytes
         assert "its file is gone" in caplog.text
 
 
-async def test_a_call_ends_when_the_worker_does() -> None:
+async def test_an_adapter_call_fails_when_the_worker_ends() -> None:
     gate = Gate()
 
     def work() -> WorkerRuntime:
@@ -671,7 +671,7 @@ async def test_a_call_ends_when_the_worker_does() -> None:
         await error
 
 
-async def test_without_adapters_none_is_loaded() -> None:
+async def test_loading_an_adapter_without_lora_is_refused() -> None:
     async with client_of(FakePipeline()) as client:
         assert client.adapters == {}
         with pytest.raises(UnsupportedFeatureError, match="LoRA adapters"):
@@ -681,7 +681,7 @@ async def test_without_adapters_none_is_loaded() -> None:
 # -- Stopping --------------------------------------------------------------------------------------------
 
 
-async def test_stopping_waits_for_those_who_run() -> None:
+async def test_stopping_waits_for_running_requests() -> None:
     gate = Gate()
     async with client_of(GatedPipeline(gate, choose=letters(5))) as client:
         generation = client.submit(request("a"))
@@ -698,7 +698,7 @@ async def test_stopping_waits_for_those_who_run() -> None:
             client.submit(request("b"))
 
 
-async def test_stopping_waits_no_longer_than_it_may() -> None:
+async def test_stopping_waits_at_most_the_grace_period() -> None:
     gate = Gate()
     async with client_of(GatedPipeline(gate, choose=letters(5))) as client:
         generation = client.submit(request("a"))
@@ -713,7 +713,7 @@ async def test_stopping_waits_no_longer_than_it_may() -> None:
         assert client.num_outstanding == 0
 
 
-async def test_nothing_is_left_behind() -> None:
+async def test_files_descriptors_and_threads_are_released() -> None:
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
         async with client_of(mortal) as client:
@@ -726,9 +726,7 @@ async def test_nothing_is_left_behind() -> None:
     assert threading.active_count() <= threads
 
 
-async def test_a_folder_of_temporary_files_with_a_long_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_temporary_folder_with_a_long_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
     monkeypatch.setattr(supervisor.tempfile, "tempdir", str(deep))

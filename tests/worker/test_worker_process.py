@@ -1,4 +1,4 @@
-"""Workers in real processes: killed, refused at the start, drained, and orphaned."""
+"""Workers in real processes: kills, failed starts, drains, and the end of the parent."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_a_process_that_ends_while_it_starts() -> None:
         await WorkerClient(workers.exiting_at_the_start).start()
 
 
-async def test_a_factory_that_the_worker_does_not_find(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_factory_that_cannot_be_unpickled(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UnavailableError, match="exit status 1"):
         await WorkerClient(_Unloadable()).start()  # type: ignore[arg-type]
     assert "no such factory" in capfd.readouterr().err
@@ -136,7 +136,7 @@ async def test_a_process_that_exits_in_a_forward() -> None:
         await client.stop(0)
 
 
-async def test_a_process_that_is_stopped_is_taken_for_hung() -> None:
+async def test_a_stopped_process_is_restarted() -> None:
     client = WorkerClient(workers.saying_hello, hang_limit=1.5)
     await client.start()
     try:
@@ -150,7 +150,7 @@ async def test_a_process_that_is_stopped_is_taken_for_hung() -> None:
 
 
 @pytest.mark.parametrize("factory", [workers.hanging_in_a_forward, workers.holding_the_interpreter])
-async def test_a_step_that_hangs_is_given_up(factory: Callable[[], WorkerRuntime]) -> None:
+async def test_a_hanging_step_restarts_the_worker(factory: Callable[[], WorkerRuntime]) -> None:
     client = WorkerClient(factory, hang_limit=2.0)
     await client.start()
     try:
@@ -167,7 +167,7 @@ async def test_a_step_that_hangs_is_given_up(factory: Callable[[], WorkerRuntime
         await client.stop(0)
 
 
-async def test_a_slow_step_that_makes_progress_is_waited_for() -> None:
+async def test_a_slow_step_with_progress_is_not_killed() -> None:
     client = WorkerClient(workers.slow_in_a_forward, hang_limit=2.0)
     await client.start()
     try:
@@ -180,20 +180,20 @@ async def test_a_slow_step_that_makes_progress_is_waited_for() -> None:
         await client.stop(0)
 
 
-async def test_a_slow_load_that_makes_progress_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_load_with_progress_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "MAX_LOAD_PAUSE", 8.0)  # imports make none
     client = WorkerClient(workers.slow_to_load, hang_limit=2.0)
     await client.start()
     await client.stop(0)
 
 
-async def test_a_load_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hanging_load_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "MAX_LOAD_PAUSE", 2.0)
     with pytest.raises(UnavailableError, match="ended while it started: no progress for"):
         await WorkerClient(workers.hanging_at_the_start, hang_limit=2.0).start()
 
 
-async def test_a_load_that_is_suspended_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_suspended_load_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.2)
     client = WorkerClient(workers.hanging_at_the_start)
     starting = asyncio.create_task(client.start())
@@ -203,7 +203,7 @@ async def test_a_load_that_is_suspended_is_given_up(monkeypatch: pytest.MonkeyPa
         await starting
 
 
-async def test_a_process_that_is_suspended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_suspended_process_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.2)
     client = WorkerClient(workers.saying_hello)  # one step may take ten minutes
     await client.start()
@@ -219,7 +219,7 @@ async def test_a_process_that_is_suspended_is_not_waited_for(monkeypatch: pytest
         await client.stop(1)
 
 
-async def test_a_process_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_resumed_process_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PING_INTERVAL", 0.5)
     client = WorkerClient(workers.saying_hello)
     await client.start()
@@ -234,7 +234,7 @@ async def test_a_process_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
-    """Even one that is busy for ever, and leaves no sockets."""
+    """A busy worker ends too, and its sockets are removed."""
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio\n"
@@ -275,7 +275,7 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize("name", ["hog", "torch", "grammar"])
-async def test_a_worker_that_reaches_its_memory_limit_is_started_again(
+async def test_a_worker_at_its_memory_limit_is_restarted(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     client = WorkerClient(workers.hogging, memory_limit=2 * GIB)
