@@ -130,9 +130,9 @@ def dictating(
         return replace(outputs, logits=logits, next_token_logits=logits if is_single else None)
 
     def run(way: str) -> tuple[float, SpeculationStats]:
-        widths = {"plain": None, "adaptive": AdaptiveDraftLength(8), "fixed": FixedDraftLength(8)}
+        policies = {"plain": None, "adaptive": AdaptiveDraftLength(8), "fixed": FixedDraftLength(8)}
         pipeline.proposer = None if way == "plain" else NGramProposer()
-        pipeline.widths = widths[way]
+        pipeline.draft_lengths = policies[way]
         pipeline.speculation_stats = SpeculationStats()
         outputs: list[Any] = []
         seconds = timed(lambda: outputs.extend(llm.generate([prompt] * batch, params, use_tqdm=False)))

@@ -25,7 +25,6 @@ from penstock.engine import InferenceSession
 from penstock.errors import (
     InputError,
     RequestFailedError,
-    UnsupportedFeatureError,
 )
 from penstock.grammar import GrammarCompiler, acceptable_drafts, forced_tokens
 from penstock.host.memory import PrefaultedMemory
@@ -37,6 +36,13 @@ from penstock.kv_cache import (
     tokens_left,
 )
 from penstock.memory import MAX_DRAFT_ROWS
+from penstock.pipelines.context_rules import (
+    append_tokens,
+    appends_forced_tokens,
+    check_context,
+    check_sampled_tokens,
+    generation_status,
+)
 from penstock.pipelines.core import (
     PipelineTask,
     TextAndVisionContext,
@@ -44,11 +50,10 @@ from penstock.pipelines.core import (
     TextGenerationResponse,
     TextGenerationStatus,
     TextResponse,
-    TTSContext,
 )
 from penstock.pipelines.runner import LaunchHandle, ModelRunner, SampledTokens
 from penstock.pipelines.sampling import check_logit_rules
-from penstock.pipelines.speculative import DraftLengthPolicy, DraftProposer, SpeculationStats
+from penstock.pipelines.speculative import DraftLengthPolicy, DraftProposer, SpeculationStats, known_tokens
 from penstock.pipelines.task_pipeline import TaskPipeline
 
 if TYPE_CHECKING:
@@ -64,7 +69,7 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 _MAX_FORCED_TOKENS = 64
-"""Most tokens that a grammar may force in one go."""
+"""Most forced tokens of one context in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +87,16 @@ class BatchHandle:
 
 
 class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
-    """Generates tokens with any `PipelineModel`.
+    """Generates tokens with a `PipelineModel`.
 
     Args:
         pipeline_config: the configuration.
-        pipeline_model: the class of the model; the pipeline makes the one instance.
-        eos_token_id: ends contexts that bring no end-of-sequence ids of their own (unless they ignore it);
-            None where the tokenizer names none.
+        pipeline_model: the class of the model; the pipeline creates the instance.
+        eos_token_id: end-of-sequence id of contexts without such ids, unless they ignore it; None if the
+            tokenizer has none.
         proposer: drafts tokens for the model to verify.
-        widths: how many it may draft; without it as many as it likes.
-        grammars: compiles the grammars of contexts, see `ready`; without it they come with a matcher.
+        draft_lengths: limits the number of drafts; None sets no limit.
+        grammars: compiles the grammars of contexts, see `ready`. Without it contexts must have a matcher.
         prefaulted: memory for packed weights.
     """
 
@@ -106,14 +111,14 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         eos_token_id: int | None,
         *,
         proposer: DraftProposer | None = None,
-        widths: DraftLengthPolicy | None = None,
+        draft_lengths: DraftLengthPolicy | None = None,
         grammars: GrammarCompiler | None = None,
         prefaulted: PrefaultedMemory | None = None,
     ) -> None:
         self.config = pipeline_config
         self.eos_token_id = eos_token_id
         self.proposer = proposer
-        self.widths = widths
+        self.draft_lengths = draft_lengths
         self.grammars = grammars
         self.speculation_stats = SpeculationStats()
         session = InferenceSession(
@@ -135,16 +140,18 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         self.runner = ModelRunner(self.model, self.session, self.kv)
 
     def ready(self, context: TextContext) -> bool:
-        """Whether a context may run: its grammar is compiled and its adapter can be loaded. Asking starts it.
+        """Return whether the context can be scheduled.
+
+        Starts compiling its grammar and loading its adapter if needed.
 
         Raises:
-            PenstockError: it never will.
+            PenstockError: it can never be scheduled.
         """
         self.session.check_process()
         self.check_context_types([context])
         if self.grammars is not None and not self.grammars.ready(context):
             return False
-        adapters = self.model.lora_manager  # asked last: where it says yes, it keeps room for the context
+        adapters = self.model.lora_manager  # last: it reserves a slot when it returns True
         return adapters is None or adapters.ready(context)
 
     def execute(
@@ -208,14 +215,14 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         batch, drafts, contexts = handle.batch, handle.drafts, list(handle.batch.values())
         sampled = self.runner.collect(handle.launched)
         is_timed = (
-            self.widths is not None
+            self.draft_lengths is not None
             and handle.launched.num_steps == 1
             and all(context.active_length == 1 for context in contexts)
         )
-        if self.widths is not None and is_timed:
+        if self.draft_lengths is not None and is_timed:
             num_rows, depth = len(contexts) + sum(map(len, drafts)), max(map(len, drafts))
             forward = perf_counter() - handle.launched_at
-            self.widths.timed(len(contexts), num_rows, depth, forward, handle.proposal_seconds)
+            self.draft_lengths.record_step(num_rows, depth, forward, handle.proposal_seconds)
         responses = self._update_contexts(batch, sampled)
         if self.proposer is not None or any(drafts):
             self._observe(contexts, drafts, handle.is_forced, sampled)
@@ -237,7 +244,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
 
     @property
     def lora_manager(self) -> LoRAManager | None:
-        """The manager of LoRA adapters; None where no adapters are enabled."""
+        """The manager of LoRA adapters; None if adapters are not enabled."""
         return self.model.lora_manager
 
     @property
@@ -251,17 +258,17 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             self.grammars.close()
 
     def pack_pending(self) -> bool:
-        """Does some of what the load has put off, see `PipelineModel.pack_pending`."""
+        """Pack the next lazily packed weight, see `PipelineModel.pack_pending`."""
         return self.model.pack_pending()
 
     def pack_all_pending(self) -> None:
-        """Does all that the load has put off: for whoever measures what comes after."""
+        """Pack all lazily packed weights, for example before a measurement."""
         self.model.pack_all_pending()
 
     def next_token(
         self, batch: Mapping[str, TextContext], num_steps: int = 1
     ) -> list[dict[str, TextResponse]]:
-        """`execute` as a list with one dict a step; a context that has ended is missing from later ones."""
+        """Return the tokens of `execute` as one dict per step, without contexts that have ended before."""
         responses = self.execute(batch, num_steps)
         longest = max((len(response.tokens) for response in responses.values()), default=0)
         return [
@@ -274,95 +281,81 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         ]
 
     def release(self, context: TextContext) -> None:
-        """Gives back the context's cache slot and blocks, and what others keep of it; twice is once."""
+        """Free the cache blocks, adapter and draft state of a context. Does nothing if they are freed."""
         self.kv.release(context)
-        for keeper in (self.proposer, self.widths, self.model.lora_manager):
-            if keeper is not None:
-                keeper.release(context)
+        for owner in (self.proposer, self.draft_lengths, self.model.lora_manager):
+            if owner is not None:
+                owner.release(context)
 
     def _check(self, contexts: Sequence[TextContext]) -> None:
-        """Refuses what cannot be served before anything has changed."""
+        """Check that all contexts can be served, before anything changes."""
         if len({context.request_id for context in contexts}) < len(contexts):
-            raise InputError("a request stands twice in the batch: give each context a request_id of its own")
+            raise InputError("a request is twice in the batch: give each context a unique request_id")
         self.check_context_types(contexts)
-        vocabulary, longest = self.runner.vocabulary, self.model.max_seq_len
+        vocabulary = self.runner.vocabulary
         for context in contexts:
-            status = _status(context)
-            if status is not TextGenerationStatus.ACTIVE:
-                raise InputError(f"request {context.request_id} has ended ({status.value})")
-            if context.adapter is not None and self.model.lora_manager is None:
-                raise UnsupportedFeatureError(
-                    f"adapter {context.adapter!r}", "no LoRA adapters are enabled for this model"
-                )
-            if context.grammar is not None and context.matcher is None:
-                raise UnsupportedFeatureError(
-                    f"a {context.grammar.kind} grammar",
-                    "no matcher was compiled for it: call set_matcher"
-                    if self.grammars is None
-                    else "its matcher is still being compiled: wait until the pipeline says ready(context)",
-                )
-            if context.current_length > longest:
-                raise InputError(
-                    f"request {context.request_id} has {context.current_length} tokens, "
-                    f"the model's maximum length is {longest}"
-                )
-            if vocabulary is not None:  # else sampling finds out
+            check_context(
+                context,
+                max_length=self.model.max_seq_len,
+                has_adapters=self.model.lora_manager is not None,
+                compiles_grammars=self.grammars is not None,
+            )
+            if vocabulary is not None:  # else sampling checks them
                 check_logit_rules(context, vocabulary)
         if self.model.lora_manager is not None:
             self.model.lora_manager.check(contexts)
 
     # -- Drafts -----------------------------------------------------------------------------------------
 
-    def _room(self, context: TextContext) -> int:
+    def _tokens_left(self, context: TextContext) -> int:
         """Return how many more tokens a context may get from one call, accepted drafts included."""
         left = tokens_left(self.kv, context)
         assert left is not None, "the pipeline limits the length of sequences"
         return left
 
     def _drafts(self, contexts: Sequence[TextContext]) -> tuple[list[list[int]], list[bool]]:
-        """Drafts for the contexts that can take them, and whether a grammar forces them.
+        """Return drafts for each context, and whether its grammar forces them.
 
-        No more than fit under a context's maximum length, and under the size that steps are planned for.
+        Drafts fit into the maximum length of their context and into the planned size of a step.
         """
         drafts: list[list[int]] = [[] for _ in contexts]
         if self.proposer is None and all(context.matcher is None for context in contexts):
             return drafts, [False] * len(contexts)
-        rooms = self._draft_limits(contexts)
+        limits = self._draft_limits(contexts)
         vocabulary = self.runner.vocabulary or 0  # unknown before the first forward
-        for place, (context, room) in enumerate(zip(contexts, rooms, strict=True)):
-            has_jumped = _appends_forced(context) and len(
-                context.generated_tokens
-            )  # then nothing is forced here
-            if context.matcher is not None and vocabulary and not has_jumped:
-                drafts[place] = forced_tokens(context, min(room, _MAX_FORCED_TOKENS), vocabulary)
+        for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
+            # If forced tokens are appended after each token, none are left to draft.
+            is_appended = appends_forced_tokens(context) and len(context.generated_tokens)
+            if context.matcher is not None and vocabulary and not is_appended:
+                drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary)
         is_forced = [bool(draft) for draft in drafts]
         if self.proposer is None:
             return drafts, is_forced
-        rooms = [0 if forced else room for room, forced in zip(rooms, is_forced, strict=True)]
-        widths = rooms if self.widths is None else self.widths.widths(contexts, rooms)
-        proposals = self.proposer.propose(contexts, widths)
-        for place, (context, draft) in enumerate(zip(contexts, proposals, strict=True)):
-            if not is_forced[place]:
-                known = _known_tokens(draft[: widths[place]], vocabulary)
-                drafts[place] = acceptable_drafts(context, known)
+        limits = [0 if forced else limit for limit, forced in zip(limits, is_forced, strict=True)]
+        lengths = limits if self.draft_lengths is None else self.draft_lengths.lengths(contexts, limits)
+        proposals = self.proposer.propose(contexts, lengths)
+        for index, (context, draft) in enumerate(zip(contexts, proposals, strict=True)):
+            if not is_forced[index]:
+                known = known_tokens(draft[: lengths[index]], vocabulary)
+                drafts[index] = acceptable_drafts(context, known)
         return drafts, is_forced
 
     def _draft_limits(self, contexts: Sequence[TextContext]) -> list[int]:
-        """The most drafts for each context: what the step can take is shared out evenly."""
+        """Return the most drafts for each context. The rows left in the step are divided evenly."""
         num_rows = sum(context.active_length for context in contexts)
         num_left = max(self.memory_plan.max_batch_input_tokens - num_rows, 0)
         share = min(num_left, MAX_DRAFT_ROWS) // len(contexts)
         return [
-            0 if context.active_idx < context.end_idx else max(min(self._room(context) - 1, share), 0)
+            0 if context.active_idx < context.end_idx else max(min(self._tokens_left(context) - 1, share), 0)
             for context in contexts
         ]
 
-    # -- After the forwards -----------------------------------------------------------------------------
+    # -- Results -----------------------------------------------------------------------------
 
     def _update_contexts(
         self, batch: Mapping[str, TextContext], sampled: Sequence[SampledTokens]
     ) -> dict[str, TextGenerationResponse]:
-        """Gives the contexts their tokens; what goes wrong with one ends that one."""
+        """Append the tokens to their contexts. An error in one context ends only that context."""
         responses = {}
         for (request_id, context), one in zip(batch.items(), sampled, strict=True):
             try:
@@ -370,8 +363,8 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                     raise FloatingPointError(one.fault)
                 matcher = context.matcher
                 if matcher is not None:
-                    _check_rules(context, one.tokens)
-                _advance(context, one)
+                    check_sampled_tokens(context, one.tokens)
+                append_tokens(context, one)
                 if matcher is not None:
                     self._append_forced(context)
                 self.kv.commit(context)
@@ -380,24 +373,24 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 context.update_status(TextGenerationStatus.CANCELLED)
                 self.failures[request_id] = error
             except Exception as fault:
-                _logger.exception("request %s ended because of a fault", request_id)
+                _logger.exception("request %s ended because of an internal error", request_id)
                 context.update_status(TextGenerationStatus.CANCELLED)
                 reason = f": {one.fault}" if one.fault is not None else f" ({type(fault).__name__})"
                 self.failures[request_id] = RequestFailedError(
-                    f"request {request_id} was ended by a fault of the server{reason}; its log says more"
+                    f"request {request_id} ended because of an internal error{reason}; the log shows details"
                 )
         return responses
 
     def _append_forced(self, context: TextContext) -> None:
-        """Appends the tokens that the grammar forces, to be computed together with the one before them."""
-        is_over = _status(context).is_done or context.active_idx < context.end_idx
-        if not _appends_forced(context) or is_over or not self.runner.vocabulary:
+        """Append the tokens that the grammar forces. They are computed in the next step."""
+        is_over = generation_status(context).is_done or context.active_idx < context.end_idx
+        if not appends_forced_tokens(context) or is_over or not self.runner.vocabulary:
             return
-        room = self._room(context) - 1  # the token that reaches the maximum length is sampled
-        for token in forced_tokens(context, min(room, _MAX_FORCED_TOKENS), self.runner.vocabulary):
+        limit = self._tokens_left(context) - 1  # the token that reaches the maximum length is sampled
+        for token in forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), self.runner.vocabulary):
             context.jump_ahead(token)
             self.speculation_stats.num_forced += 1
-            if _status(context).is_done:
+            if generation_status(context).is_done:
                 break
 
     def _observe(
@@ -407,7 +400,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         is_forced: Sequence[bool],
         sampled: Sequence[SampledTokens],
     ) -> None:
-        """Counts what became of the drafts, and tells those who made them."""
+        """Count accepted drafts and report them to proposer and length policy."""
         matching = [len(one.tokens) - 1 for one in sampled]
         self.speculation_stats.num_forced += sum(
             count for count, forced in zip(matching, is_forced, strict=True) if forced
@@ -415,60 +408,6 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         drafts = [[] if forced else draft for draft, forced in zip(drafts, is_forced, strict=True)]
         accepted = [count if draft else 0 for count, draft in zip(matching, drafts, strict=True)]
         self.speculation_stats.count(drafts, accepted)
-        for observer in (self.proposer, self.widths):
+        for observer in (self.proposer, self.draft_lengths):
             if observer is not None:
                 observer.observe(contexts, drafts, accepted)
-
-
-def _check_rules(context: TextContext, tokens: Sequence[int]) -> None:
-    """A grammar's masks come last, so what the grammar forces may be a token that the request forbids.
-
-    What ends the output is never forbidden here: it ends where its grammar does.
-
-    Raises:
-        InputError: it is one.
-    """
-    rules = context.logit_rules
-    if rules is None:
-        return
-    before = context.generated_tokens[max(0, len(context.generated_tokens) - rules.longest_prefix) :].tolist()
-    for token in tokens:
-        is_allowed = rules.allowed is None or token in rules.allowed
-        is_banned = token in rules.banned or token in rules.banned_behind(before)
-        before.append(token)
-        if (not is_allowed or is_banned) and token not in context.eos_token_ids:
-            raise InputError(
-                f"behind {len(context.generated_tokens)} tokens the grammar allows none of those that "
-                "allowed_token_ids, banned_token_ids and banned_sequences leave: change one or the other"
-            )
-
-
-def _advance(context: TextContext, sampled: SampledTokens) -> None:
-    """Hands the sampled tokens to the context until it ends; what was sampled beyond is dropped."""
-    for place, token in enumerate(sampled.tokens):
-        if place and _status(context).is_done:
-            break
-        context.update(token, sampled.log_probabilities[place] if sampled.log_probabilities else None)
-
-
-def _status(context: TextContext) -> TextGenerationStatus:
-    """How far the language model has come, which for speech is not how far the audio has."""
-    return context.speech_token_status if isinstance(context, TTSContext) else context.status
-
-
-def _appends_forced(context: TextContext) -> bool:
-    """Whether tokens that the grammar forces are appended at once.
-
-    Not where each token must be looked at (log probabilities, sequences that end the output, tokens that are
-    forbidden): there they are drafts, and never rejected.
-    """
-    params = context.sampling_params
-    is_banned = params.banned_token_ids or params.banned_sequences
-    is_looked_at = context.log_probabilities or context.eos_sequences or is_banned
-    return context.matcher is not None and not is_looked_at and params.allowed_token_ids is None
-
-
-def _known_tokens(draft: list[int], vocabulary: int) -> list[int]:
-    """A draft up to the first id that is no token of the model."""
-    unknown = (place for place, token in enumerate(draft) if not 0 <= token < vocabulary)
-    return draft[: next(unknown, len(draft))]

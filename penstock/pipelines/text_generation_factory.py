@@ -39,12 +39,12 @@ def _create_speculating(
     """Return a pipeline whose drafts come from a draft model or from the text itself."""
     config, prefaulted = required.config, required.prefaulted
     speculative = config.speculative
-    width = AdaptiveDraftLength if speculative.adaptive_speculation else FixedDraftLength
-    widths = width(speculative.num_speculative_tokens)
+    policy = AdaptiveDraftLength if speculative.adaptive_speculation else FixedDraftLength
+    draft_lengths = policy(speculative.num_speculative_tokens)
     if speculative.method == "ngram":
         proposer = NGramProposer(speculative.ngram_min, speculative.ngram_max)
         return TextGenerationPipeline(
-            config, model, eos, proposer=proposer, widths=widths, prefaulted=prefaulted
+            config, model, eos, proposer=proposer, draft_lengths=draft_lengths, prefaulted=prefaulted
         )
     draft_model = draft_config(config).model
     draft = required.registry.retrieve_architecture(
@@ -53,7 +53,7 @@ def _create_speculating(
     free_memory = prefaulted.num_idle  # read first: it grows at the expense of the free memory
     free_memory += sum(device.stats["free_memory"] for device in load_devices(config.model.devices))
     config, drafting = share_memory(config, model, draft, free_memory=free_memory)
-    pipeline = TextGenerationPipeline(config, model, eos, widths=widths, prefaulted=prefaulted)
+    pipeline = TextGenerationPipeline(config, model, eos, draft_lengths=draft_lengths, prefaulted=prefaulted)
     vocabulary = config.model.huggingface_config.vocabulary_size
     pipeline.proposer = DraftModelProposer(drafting, draft, pipeline.session, vocabulary)
     return pipeline

@@ -1,4 +1,4 @@
-"""Who runs in which step: contexts in, batches out. No HTTP, no tensors."""
+"""The scheduler: selects the contexts of each step. It knows no HTTP and no tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler keeps of a context, and the batch of a step while it is put together."""
+"""The scheduler's record of a context, and the batch of a step while it is being built."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class Entry(Generic[ContextT]):
 
     context: ContextT
     key: tuple[int, int]
-    """Negative priority, arrival: the smallest is served first, the largest preempted first."""
+    """Negative priority, arrival number. The smallest is served first, the largest preempted first."""
     is_decoding: bool = False
-    """Whether all that it had to begin with is computed: now it generates."""
+    """Whether the prompt is computed and the context generates tokens."""
     was_admitted: bool = False
 
     @property
     def request_id(self) -> str:
-        """The id of the context."""
+        """The request id of the context."""
         return self.context.request_id
 
     @property
     def client_id(self) -> str:
-        """The client of the context."""
+        """The client that sent the request."""
         return self.context.client_id
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that have yet to be computed."""
+        """Number of tokens that are not computed yet."""
         return self.context.end_idx - self.context.start_idx
 
 
@@ -42,20 +42,20 @@ class Batch(Generic[ContextT]):
     """The entries of a step, in the order in which they were added."""
 
     num_left: int
-    """Tokens that are left of the budget."""
+    """Unused tokens of the step's budget."""
     num_steps: int = 1
-    """Steps that all contexts added so far can run, with their blocks reserved."""
+    """Number of steps for which all contexts added so far have blocks."""
     entries: dict[str, Entry[ContextT]] = field(default_factory=dict)
     _rows: dict[str, int] = field(default_factory=dict)
 
     def add(self, entry: Entry[ContextT], rows: int) -> None:
-        """Adds an entry that computes ``rows`` tokens."""
+        """Add an entry that computes ``rows`` tokens."""
         self.entries[entry.request_id] = entry
         self._rows[entry.request_id] = rows
         self.num_left -= rows
 
     def drop(self, request_id: str) -> None:
-        """Takes an entry out again, if it is in the batch."""
+        """Remove an entry if it is in the batch."""
         if self.entries.pop(request_id, None) is not None:
             self.num_left += self._rows.pop(request_id)
 

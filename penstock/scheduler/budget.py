@@ -1,7 +1,7 @@
-"""How the tokens of a step are shared out, as pure functions.
+"""Distribution of a step's token budget, as pure functions.
 
 max_batch_input_tokens
-|<- decode rows, one each ->|<- prompts in order, the last one cut ->|<- unused: less than a chunk ->|
+|<- decode rows, one each ->|<- prompts in order, the last one cut ->|<- unused, less than a chunk ->|
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from penstock.pipelines.core import InputContext
 
 
 def decode_rows(num_remaining: int, num_left: int, num_behind: int) -> int:
-    """The rows of a context that generates: all it has to compute, which is one but after a jump ahead.
+    """Return the number of rows of a decoding context: one, or more after the grammar forced tokens.
 
     Args:
-        num_remaining: tokens that it has to compute.
-        num_left: tokens that are left of the budget.
-        num_behind: contexts which generate too and have yet to get their row, one at least for each.
+        num_remaining: tokens that the context must compute.
+        num_left: unused tokens of the budget.
+        num_behind: later decoding contexts. Each needs at least one row.
     """
     return min(num_remaining, num_left - num_behind)
 
 
 def prompt_rows(num_remaining: int, num_left: int, min_chunk_size: int, *, may_cut: bool) -> int:
-    """The rows of a prompt: all that is left of it, or a chunk not too small, or none in this step."""
+    """Return the number of rows of a prompt in this step: the whole rest, a chunk, or 0."""
     if num_remaining <= num_left:
         return num_remaining
     return num_left if may_cut and num_left >= min_chunk_size else 0
 
 
 def smallest_chunk(min_chunk_size: int, max_batch_input_tokens: int, max_batch_size: int) -> int:
-    """The smallest chunk that a prompt is cut to.
+    """Return the size of the smallest chunk of a prompt.
 
-    As asked for, but no more than is left when all others in a full batch generate: a prompt that is being
-    computed moves on in every step.
+    It is at most the budget that remains when all other contexts of a full batch decode. So a prompt that is
+    being computed advances in every step.
     """
     return min(min_chunk_size, max_batch_input_tokens - (max_batch_size - 1))
 
@@ -41,16 +41,16 @@ def smallest_chunk(min_chunk_size: int, max_batch_input_tokens: int, max_batch_s
 def refuse_what_never_fits(
     context: InputContext, kv: KVCache, *, max_tokens: int, chunk_size: int | None
 ) -> None:
-    """Checks that a context could run if it were the only one.
+    """Check that a context can run if it is the only one.
 
     Args:
         context: the context.
         kv: the cache.
-        max_tokens: tokens that a step computes at most.
-        chunk_size: the smallest chunk of a prompt; None where prompts are not cut.
+        max_tokens: most tokens of a step.
+        chunk_size: the smallest chunk of a prompt; None if prompts are not cut.
 
     Raises:
-        InputError: it could not.
+        InputError: the context can never run.
     """
     length = context.current_length
     if chunk_size is None and length > max_tokens:

@@ -1,6 +1,6 @@
-"""Who is to blame when a forward fails: the batch is run again by halves until the culprits stand alone.
+"""Fault isolation by bisection: a failed batch runs again in halves until the failing contexts are found.
 
-A batch of eight, c and f at fault; read from top to bottom::
+Example: a batch of eight contexts in which c and f fail, from top to bottom::
 
     a b c d e f g h   fails
     a b c d           fails
@@ -9,9 +9,9 @@ A batch of eight, c and f at fault; read from top to bottom::
     c                 fails: ends with an error
     d                 runs
     e f g h           fails
-    ...                          a, b, d, e, g and h have made their step as if nothing had happened
+    ...                          a, b, d, e, g and h have completed their step
 
-Where no part of a batch runs, however small, it is not the contexts' fault.
+If no part of a batch runs, the contexts are not the cause.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
 
 FAULT = "the request ended because of an internal error; the server's log shows it"
-"""What a user is told of a fault of ours."""
+"""Error message of a request that ended because of an internal error."""
 
 _MAX_FAULTS = 8
-"""Contexts that fail alone, before any part of their batch has run, until the search is given up."""
+"""Number of single contexts that may fail before any part of the batch has run. Then the search stops."""
 
 
 class Isolation(Generic[ContextT, OutputT]):
-    """Runs batches of a pipeline so that contexts which make it fail end alone.
+    """Runs batches of a pipeline and ends only the contexts that make a batch fail.
 
-    It relies on contexts being unchanged where ``pipeline.execute`` raises.
+    Requires that contexts are unchanged when ``pipeline.execute`` raises.
     """
 
     def __init__(self, pipeline: Pipeline[ContextT, OutputT]) -> None:
         self._pipeline = pipeline
-        self._num_faults = 0  # in a row: since something ran
+        self._num_faults = 0  # consecutive, since a part last ran
 
     def execute(
         self, batch: Mapping[str, ContextT], num_steps: int
     ) -> tuple[dict[str, OutputT], dict[str, PenstockError]]:
-        """One step of a batch.
+        """Run one step of a batch.
 
         Returns:
-            The outputs of those that ran, and why each of the others did not. A `PenstockError` is the
-            context's own; anything else becomes the cause of a `RequestFailedError`.
+            The outputs of the contexts that ran, and the errors of the others. A `PenstockError` is returned
+            as it is. Any other exception becomes the cause of a `RequestFailedError`.
 
         Raises:
-            Exception: no part of the batch runs, and two or more contexts have failed in a row, in this step
-                or since the last one that ran: the fault is not theirs. Or this process has reached its
-                limit of private memory. No context has changed.
+            Exception: no part of the batch runs, and two or more contexts have failed since a part last ran,
+                in this step or before. Or this process has reached its limit of private memory. No context
+                has changed.
         """
         outputs: dict[str, OutputT] = {}
         failures: dict[str, PenstockError] = {}
@@ -70,7 +70,7 @@ class Isolation(Generic[ContextT, OutputT]):
             except Exception as error:
                 self._pipeline.failures.clear()
                 if private_memory.is_exceeded(error):
-                    raise  # smaller parts might run, but little would be left for what comes after them
+                    raise  # smaller parts might run, but later steps would have too little memory
                 if len(part) > 1:
                     parts += _halves(part)[::-1]
                     continue
@@ -87,14 +87,14 @@ class Isolation(Generic[ContextT, OutputT]):
 
 
 def take_failures(pipeline: Pipeline[ContextT, OutputT]) -> dict[str, PenstockError]:
-    """What the last ``execute`` left in ``pipeline.failures``, which is empty then."""
+    """Return the failures of the last ``execute`` and clear ``pipeline.failures``."""
     failures = dict(pipeline.failures)
     pipeline.failures.clear()
     return failures
 
 
 def as_failure(error: Exception) -> PenstockError:
-    """What a request ends with because of an error."""
+    """Return the error that ends a request because of an exception."""
     if isinstance(error, PenstockError):
         return error
     failure = RequestFailedError(FAULT)

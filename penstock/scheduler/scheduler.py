@@ -1,4 +1,4 @@
-"""Which contexts run in the next step, and with how many tokens."""
+"""`Scheduler`: selects the contexts of the next step and the number of tokens of each."""
 
 from __future__ import annotations
 
@@ -22,43 +22,42 @@ from penstock.scheduler.waiting import WaitingQueue
 ContextT = TypeVar("ContextT", bound=InputContext)
 OutputT = TypeVar("OutputT", bound=PipelineOutput)
 
-_STEPS_KEPT_FREE = 64
-"""Steps for which a place stays free for others after they have come while one client held the rest."""
+_SLOT_FREE_STEPS = 64
+"""Steps for which one slot stays free for other clients after one client held all slots."""
 
 
 class Scheduler(Generic[ContextT, OutputT]):
-    """Batches contexts continuously: any may join or leave between two steps.
+    """Continuous batching: contexts join and leave the batch between two steps.
 
-    A context is waiting or running, and nothing else. Order is priority, then arrival. Contexts that generate
-    are in every step; prompts share the rest of the token budget, cut into chunks where they must be. When
-    blocks run out the context of lowest priority, of these the youngest, goes back to waiting, where it keeps
-    its arrival; what it generated is computed again as part of its prompt, so it goes on as if nothing had
-    happened.
+    A context is either waiting or running. The order is priority, then arrival. Each step contains all
+    contexts that decode. Prompts share the rest of the token budget, in chunks if necessary. If blocks run
+    out, the youngest context of the lowest priority is preempted: it returns to the queue and keeps its
+    arrival number. Its generated tokens are then computed again as part of its prompt.
 
     Contexts of several clients (``client_id``) share the batch. Within a priority, the client that holds the
-    fewest places is admitted first, and clients take turns at prompts; the contexts of one client stay in
-    order. Where places or blocks lack for a waiting context, the youngest context of the client that holds
-    the most places is preempted, if that client holds at least two more than the waiting one's. When one
-    client would hold all places again, one of them stays free for a while (``_STEPS_KEPT_FREE``).
+    fewest slots is admitted first, and clients take turns with prompts. The contexts of one client stay in
+    order. If slots or blocks lack for a waiting context, the youngest context of the client with the most
+    slots is preempted, if that client holds at least two slots more than the waiting context's client. If
+    one client would then hold all slots again, one slot stays free for `_SLOT_FREE_STEPS` steps.
 
-    Everything here is called by one thread, but `cancel`, which any may call. An exception that
-    ``pipeline.execute`` raises leaves the contexts as they were: the batch is run again by halves until the
-    culprits stand alone, and those end with the error (`Isolation`). Where no part of the batch runs it
-    passes through `step`, and the next step repeats the batch, without those cancelled meanwhile.
+    One thread calls all methods except `cancel`, which any thread may call. If ``pipeline.execute`` raises,
+    contexts are unchanged. The batch then runs again in halves until the failing contexts are found, and
+    those end with the error (`Isolation`). If no part of the batch runs, `step` raises the exception, and the
+    next step repeats the batch without contexts that were cancelled in between.
 
     Args:
-        pipeline: executes the batches; its ``kv`` says what fits.
-        max_batch_size: contexts that run at once; never more than ``max_batch_input_tokens``.
-        max_batch_input_tokens: tokens that one step computes at most.
-        min_chunk_size: prompts are not cut into smaller chunks, as far as the budget allows.
-        enable_chunked_prefill: whether prompts are cut at all. Without it a longer prompt than the budget is
-            refused; only one that outgrew the budget before it was preempted is cut.
+        pipeline: executes the batches; its ``kv`` decides what fits.
+        max_batch_size: most contexts that run at once; never more than ``max_batch_input_tokens``.
+        max_batch_input_tokens: most tokens of one step.
+        min_chunk_size: smallest chunk of a prompt, as far as the budget allows.
+        enable_chunked_prefill: whether prompts are cut into chunks. Without it a prompt that exceeds the
+            budget is refused. Only a context that outgrew the budget before it was preempted is cut.
         whole_prompts: never cut a prompt, because the pipeline cannot compute a part of one. A prompt that
-            exceeds the budget runs in a step of its own.
-        ready: whether a context may run yet (its grammar is compiled, its adapter loaded). Until then it
-            waits and those behind it pass. An exception that it raises ends the request.
-        isolates_faults: whether a batch that fails is run again by halves. Without it every exception of
-            ``pipeline.execute`` passes through `step`.
+            exceeds the budget runs in a separate step.
+        ready: returns whether a context can run (its grammar is compiled, its adapter is loaded). Contexts
+            that are not ready are overtaken. An exception that it raises ends the request.
+        isolates_faults: whether a failed batch runs again in halves. Without it `step` raises every exception
+            of ``pipeline.execute``.
     """
 
     def __init__(
@@ -97,70 +96,69 @@ class Scheduler(Generic[ContextT, OutputT]):
         )
         self._running: dict[str, Entry[ContextT]] = {}
         self._cancelled: deque[str] = deque()
-        self._steps_kept_free = 0  # steps left in which no client may hold all places
+        self._slot_free_steps = 0  # remaining steps in which no client may hold all slots
         self.num_preemptions = 0
-        """How often a context was sent back to waiting, since the beginning."""
+        """Number of preemptions since the start."""
         self.failures: dict[str, PenstockError] = {}
-        """Requests that ended without an output, and why. Look here after each step; whoever has answered a
-        request takes it out (``pop``)."""
+        """Errors of requests that ended without an output. The caller of `step` removes an entry (``pop``)
+        when it has answered the request."""
         self.admitted: list[ContextT] = []
-        """Contexts that the last step gave their first slot."""
+        """Contexts that received their first slot in the last step."""
         self.last_batch = (0, 0)
-        """How many contexts the last step ran, and how many tokens of theirs: of several forwards, in the
-        first. (0, 0) where there was nothing to run."""
+        """Numbers of contexts and of tokens in the first forward of the last step; (0, 0) if nothing ran."""
 
     @property
     def kv(self) -> KVCache:
-        """The cache that says what fits."""
+        """The KV cache of the pipeline."""
         return self._kv
 
     @property
     def num_running(self) -> int:
-        """Contexts that hold a slot."""
+        """Number of contexts that hold a slot."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Contexts that do not."""
+        """Number of contexts without a slot."""
         return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
-        """Whether there is reason to call `step`."""
+        """Whether `step` has anything to do."""
         return bool(self._running or self._waiting or self._cancelled)
 
     def submit(self, context: ContextT) -> None:
-        """Takes a context in.
+        """Add a context to the queue.
 
         Raises:
-            InputError: it could never run, even alone, or its ``request_id`` is in use.
+            InputError: the context can never run, even as the only one, or its ``request_id`` is in use.
         """
         chunk_size = self._min_chunk if self._may_chunk_prefill else None
         max_tokens = context.current_length if self._whole_prompts else self._max_tokens
         refuse_what_never_fits(context, self._kv, max_tokens=max_tokens, chunk_size=chunk_size)
         if context.request_id in self._running or context.request_id in self._waiting:
-            raise InputError(f"request {context.request_id} is here already: give each request its own id")
+            raise InputError(f"request {context.request_id} is already submitted: use unique ids")
         self._shares.enter(context.client_id)
         self._waiting.push(Entry(context, (-context.priority, next(self._arrivals))))
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request before the next step runs: there will be no output. A no-op where it has ended."""
+        """Cancel a request before the next step. Does nothing if it has already finished."""
         self._cancelled.append(request_id)
 
     def step(self, num_steps: int = 1) -> dict[str, OutputT]:
-        """Runs one batch, if there is one.
+        """Run one batch if any context can run.
 
         Args:
-            num_steps: tokens to generate for each context, where the batch allows for more than one.
+            num_steps: most tokens to generate for each context; `reserve_steps` decides how many.
 
         Returns:
-            The output of each context that ran, by request id. One that is done has left.
+            The output of each context that ran, by request id. Finished contexts are removed.
         """
-        self._take_cancels()
+        self._apply_cancels()
         self._requeue_stale()
         self.admitted.clear()
         self._shares.begin_step()
-        self._steps_kept_free = max(self._steps_kept_free - 1, 0)
+        self._slot_free_steps = max(self._slot_free_steps - 1, 0)
         batch: Batch[ContextT] = Batch(self._max_tokens, max(num_steps, 1))
         self._add_decoding(batch)
         self._add_prompts(batch)
@@ -205,7 +203,7 @@ class Scheduler(Generic[ContextT, OutputT]):
             return
         for entry, rows in zip(decoding, all_rows, strict=True):
             if entry.request_id not in self._running:
-                continue  # preempted by one before it
+                continue  # preempted for an earlier entry
             if self._reserve(entry, rows, rows, batch, may_preempt=True):
                 batch.add(entry, rows)
 
@@ -219,7 +217,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         return True
 
     def _add_prompts(self, batch: Batch[ContextT]) -> None:
-        """Prompts in order, running and waiting alike, as long as tokens, places and blocks last."""
+        """Add prompts in order, running and waiting ones, while tokens, slots and blocks suffice."""
         prompts = [entry for entry in self._running.values() if not entry.is_decoding]
         admits = self._has_slot() or self._shares.is_contended
         if admits:
@@ -242,36 +240,38 @@ class Scheduler(Generic[ContextT, OutputT]):
                 break
             rows = self._reserve_prompt(entry, batch)
             if not rows:
-                break  # what is left goes to nobody: those behind would overtake
+                break  # later prompts must not overtake this one
             batch.add(entry, rows)
             self._shares.serve(entry.client_id)
 
     def _admit(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> bool:
-        """Moves a waiting context to the running ones, if tokens, a place and blocks for all of its prompt
-        are there, or can be had of a client that holds more than its share."""
+        """Move a waiting context to the running ones; False if tokens, slots or blocks do not suffice.
+
+        May preempt contexts of a client that holds more than its share.
+        """
         context = entry.context
         if not self._prompt_rows(entry, context.end_idx, batch):
             return False
-        if not self._find_room(entry, batch):
+        if not self._make_room(entry, batch):
             return False
         self._waiting.remove(entry.request_id)
         self._running[entry.request_id] = entry
         self._shares.start(entry.client_id)
         if self._shares.is_contended and self._shares.max_running >= self._max_batch_size - 1 > 0:
-            self._steps_kept_free = _STEPS_KEPT_FREE
+            self._slot_free_steps = _SLOT_FREE_STEPS
         num_cached = context.num_cached_tokens
         self._kv.claim(context)
-        if entry.was_admitted:  # it may have found its own blocks: the first count is the user's
+        if entry.was_admitted:  # a preempted context may find its own blocks: report the first count
             context.num_cached_tokens = num_cached
         else:
             entry.was_admitted = True
             self.admitted.append(context)
         return True
 
-    def _find_room(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> bool:
-        """Whether there are a place and blocks for a waiting context, after up to two preemptions."""
+    def _make_room(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> bool:
+        """Return whether a waiting context has a slot and blocks, after up to two preemptions."""
         if (
-            self._steps_kept_free
+            self._slot_free_steps
             and self._shares.num_running(entry.client_id) == self._max_batch_size - 1 > 0
         ):
             return False
@@ -284,10 +284,10 @@ class Scheduler(Generic[ContextT, OutputT]):
         return self._has_blocks(entry)
 
     def _has_blocks(self, entry: Entry[ContextT]) -> bool:
-        """Whether there are blocks for all tokens of a waiting context.
+        """Return whether the cache has blocks for all tokens of a waiting context.
 
-        Besides those a block must be left for each that runs, or it would soon be preempted again. Where
-        nobody runs there is nothing to wait for: it is let in, and fails if it does not fit.
+        One more block must stay free for each running context, or the new one would soon be preempted. If
+        no context runs, the result is True: waiting would not free blocks.
         """
         chunk = self._min_chunk if self._may_chunk(entry) else None
         headroom = len(self._running)
@@ -307,7 +307,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         *,
         may_preempt: bool,
     ) -> int:
-        """Gets blocks for the next rows of a running context, or for fewer rows; 0 if not even for those."""
+        """Reserve blocks for rows of a running context. Return the number of rows, 0 if blocks lack."""
         context = entry.context
         while True:
             set_rows(context, rows)
@@ -330,7 +330,7 @@ class Scheduler(Generic[ContextT, OutputT]):
                     self._preempt(entry, batch)
                 return 0
 
-    # -- Coming and going -------------------------------------------------------------------------------
+    # -- Queue and slots --------------------------------------------------------------------------------
 
     def _has_slot(self) -> bool:
         return len(self._running) < self._max_batch_size
@@ -359,7 +359,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         self.num_preemptions += 1
 
     def _requeue_stale(self) -> None:
-        """Sends contexts that must be computed again back to waiting, where they keep their arrival."""
+        """Move contexts with stale keys back to the queue, with their arrival numbers."""
         for entry in list(self._running.values()):
             if self._kv.is_stale(entry.context):
                 self._requeue(entry)
@@ -372,21 +372,21 @@ class Scheduler(Generic[ContextT, OutputT]):
         self._waiting.push(entry)
 
     def _fail(self, entry: Entry[ContextT], error: PenstockError) -> None:
-        self._leave(entry.request_id)
+        self._remove(entry.request_id)
         self.failures[entry.request_id] = error
 
-    def _take_cancels(self) -> None:
+    def _apply_cancels(self) -> None:
         while self._cancelled:
-            self._leave(self._cancelled.popleft())
+            self._remove(self._cancelled.popleft())
 
     def _retire(self, outputs: dict[str, OutputT]) -> None:
         for request_id, output in outputs.items():
             if output.is_done:
-                self._leave(request_id)
+                self._remove(request_id)
         if not self._running and not self._waiting:
             self._kv.check_integrity()
 
-    def _leave(self, request_id: str) -> None:
+    def _remove(self, request_id: str) -> None:
         entry = self._running.pop(request_id, None)
         if entry is not None:
             self._shares.stop(entry.client_id)

@@ -1,4 +1,4 @@
-"""How much of the batch each client holds, and which client is served next."""
+"""The slots that each client holds, and the order in which clients are served."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ EntryT = TypeVar("EntryT", bound=Entry[Any])
 
 
 class Shares:
-    """Counts the contexts of each client. A client is an opaque id; it is forgotten with its last context.
+    """Counts the contexts of each client. A client is an opaque id, removed with its last context.
 
-    Clients take turns: a client that was served longer ago comes before one that was served later. A client
-    that arrives comes before all clients that the last step has served, and after those that have waited
-    since before that step, so that no client starves.
+    Clients take turns: the client that was served longest ago comes first. A new client comes before all
+    clients that the last step served, and after the clients that were already waiting then. So no client
+    starves.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Shares:
         self._num_running: dict[str, int] = {}
         self._turns: dict[str, int] = {}
         self._num_served = 0
-        self._num_served_before = 0  # the last step
+        self._num_served_before = 0  # at the start of this step
 
     @property
     def is_contended(self) -> bool:
@@ -35,35 +35,35 @@ class Shares:
         return self._num_running.get(client_id, 0)
 
     def rank(self, client_id: str) -> tuple[int, int]:
-        """Return the place of a client among those that wait. The smallest is admitted first."""
+        """Return the sort key of a client with waiting contexts. The smallest is admitted first."""
         return self.num_running(client_id), self._turns[client_id]
 
     def turn_of(self, entry: Entry[Any]) -> tuple[int, int, int]:
-        """Return the place of an entry among prompts. The smallest is computed first."""
+        """Return the sort key of a prompt. The smallest is computed first."""
         priority, arrival = entry.key
         return priority, self._turns[entry.client_id], arrival
 
     def expendability(self, entry: Entry[Any]) -> tuple[int, int, int]:
-        """Return the place of a running entry in the order of preemption. The largest goes first."""
+        """Return the sort key for preemption of a running entry. The largest is preempted first."""
         priority, arrival = entry.key
         return priority, self.num_running(entry.client_id), arrival
 
     def last_in_excess(self, waiting: Entry[Any], running: Iterable[EntryT]) -> EntryT | None:
-        """Return the running entry that gives way to a waiting one, None if there is none.
+        """Return the running entry to preempt in favour of a waiting one; None if there is none.
 
-        Its client holds at least two slots more than that of the waiting one, and its priority is no higher.
-        Then an exchange makes the shares more even, and no exchange is undone by another.
+        Its client holds at least two slots more than the waiting entry's client, and its priority is not
+        higher. Then the exchange makes the shares more even, and no later exchange reverts it.
         """
-        least = self.num_running(waiting.client_id) + 2
-        if self.max_running < least:
+        min_slots = self.num_running(waiting.client_id) + 2
+        if self.max_running < min_slots:
             return None
-        inferior = (one for one in running if one.key[0] >= waiting.key[0])
-        excess = (one for one in inferior if self.num_running(one.client_id) >= least)
+        candidates = (one for one in running if one.key[0] >= waiting.key[0])
+        excess = (one for one in candidates if self.num_running(one.client_id) >= min_slots)
         return max(excess, key=self.expendability, default=None)
 
     @property
     def max_running(self) -> int:
-        """The number of slots of the client that holds the most."""
+        """The largest number of slots that one client holds."""
         return max(self._num_running.values(), default=0)
 
     def begin_step(self) -> None:
@@ -76,22 +76,22 @@ class Shares:
         self._turns.setdefault(client_id, self._num_served_before)
 
     def leave(self, client_id: str) -> None:
-        """Count a context that has left. It holds no slot any more."""
+        """Remove a context from the count. It holds no slot any more."""
         self._num_present[client_id] -= 1
         if not self._num_present[client_id]:
             del self._num_present[client_id], self._turns[client_id]
 
     def start(self, client_id: str) -> None:
-        """Count a slot that a context was given."""
+        """Count a slot that a context received."""
         self._num_running[client_id] = self._num_running.get(client_id, 0) + 1
 
     def stop(self, client_id: str) -> None:
-        """Count a slot that a context gave back."""
+        """Count a slot that a context released."""
         self._num_running[client_id] -= 1
         if not self._num_running[client_id]:
             del self._num_running[client_id]
 
     def serve(self, client_id: str) -> None:
-        """Move a client to the end of the turns: a prompt of it is computed."""
+        """Move a client to the end of the order after one of its prompts was scheduled."""
         self._num_served += 1
         self._turns[client_id] = self._num_served

@@ -132,7 +132,7 @@ def test_speculated_text_is_plain_text(pipeline: TextGenerationPipeline) -> None
     sampling = SamplingParams(temperature=0.7, top_p=0.95, seed=3)
     prompts = [PROMPT[:7] * 6, PROMPT[:40], PROMPT[3:30] * 3]
     plain = [generate(pipeline, [context_of(p, 60, sampling_params=sampling)])[0] for p in prompts]
-    pipeline.proposer, pipeline.widths = NGramProposer(), FixedDraftLength(6)
+    pipeline.proposer, pipeline.draft_lengths = NGramProposer(), FixedDraftLength(6)
     assert generate(pipeline, [context_of(p, 60, sampling_params=sampling) for p in prompts]) == plain
     assert pipeline.speculation_stats.num_proposed > 0
 

@@ -74,7 +74,7 @@ def test_a_context_that_cannot_take_its_token(
         assert list(responses) == (["good", "bad", "as good"] if step < 2 else ["good", "as good"])
     failure = pipeline.failures.pop("bad")
     assert isinstance(failure, RequestFailedError)
-    assert "request bad was ended by a fault" in str(failure)
+    assert "request bad ended because of an internal error" in str(failure)
     assert "the grammar does not accept" in caplog.text, "the log has what the caller is not told"
     assert "the grammar does not accept" not in str(failure)
     with pytest.raises(InputError, match="request bad has ended"):

@@ -200,7 +200,7 @@ class Prophet:
     def __init__(self, texts: Mapping[str, list[int]], right: int, wrong: int) -> None:
         self.texts, self.right, self.wrong = texts, right, wrong
 
-    def propose(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[list[int]]:
+    def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         drafts = []
         for context in contexts:
             rest = self.texts[context.request_id][len(context.generated_tokens) :]

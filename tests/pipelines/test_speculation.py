@@ -74,7 +74,7 @@ def test_tokens_of_a_verified_step_come_with_log_probabilities_of_their_own(
 )
 def test_the_text_itself_as_proposer(pipeline: TextGenerationPipeline, least: int, widths: Any) -> None:
     plain = outcome(pipeline, mixed())
-    pipeline.proposer, pipeline.widths = NGramProposer(least, 3), widths
+    pipeline.proposer, pipeline.draft_lengths = NGramProposer(least, 3), widths
     assert outcome(pipeline, mixed()) == plain
     assert pipeline.speculation_stats.num_proposed > (0 if isinstance(widths, AdaptiveDraftLength) else 10)
 
@@ -195,9 +195,9 @@ def test_min_new_tokens_holds_off_drafted_ends(pipeline: TextGenerationPipeline)
 class Careless(Oracle):
     """Drafts ids that are no tokens, in the middle of right ones."""
 
-    def propose(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[list[int]]:
+    def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         return [[*draft[:2], bad, *draft[2:]] for draft, bad in zip(
-            super().propose(contexts, rooms), (-1, VOCABULARY, 10**12), strict=True)]  # fmt: skip
+            super().propose(contexts, limits), (-1, VOCABULARY, 10**12), strict=True)]  # fmt: skip
 
 
 def test_ids_that_are_no_tokens_are_dropped(pipeline: TextGenerationPipeline) -> None:

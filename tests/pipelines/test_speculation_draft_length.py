@@ -23,7 +23,7 @@ class Machine:
         self, rates: Sequence[float], cost: Cost, draft_cost: float = 0.0, noise: float = 0.0, most: int = 8
     ) -> None:
         self.rates, self.cost, self.draft_cost, self.noise = list(rates), cost, draft_cost, noise
-        self.widths = AdaptiveDraftLength(most)
+        self.policy = AdaptiveDraftLength(most)
         self.contexts: list[TextContext] = [context_of([1], request_id=str(i)) for i in range(len(rates))]
         self.random = Random(0)
         self.room = 100
@@ -31,14 +31,14 @@ class Machine:
 
     def step(self) -> tuple[list[int], int, float]:
         """Widths, tokens and seconds of a step."""
-        widths = self.widths.widths(self.contexts, [self.room] * len(self.contexts))
+        widths = self.policy.lengths(self.contexts, [self.room] * len(self.contexts))
         drafts = [[0] * width for width in widths]
         accepted = [self._accepted(rate, width) for rate, width in zip(self.rates, widths, strict=True)]
         rows = len(widths) + sum(widths)
         slowness = 1 + self.noise * self.random.random() ** 4 * 5
         forward, proposal = self.cost(rows) * slowness, max(widths) * self.draft_cost
-        self.widths.timed(len(widths), rows, max(widths), forward, proposal)
-        self.widths.observe(self.contexts, drafts, accepted)
+        self.policy.record_step(rows, max(widths), forward, proposal)
+        self.policy.observe(self.contexts, drafts, accepted)
         return widths, len(widths) + sum(accepted), forward + proposal
 
     def run(self, steps: int) -> tuple[list[float], float]:
@@ -157,12 +157,12 @@ def test_never_much_slower_than_the_best_fixed_width(rate: float, slope: float) 
 
 def test_no_room_is_respected_and_forgotten_contexts_are_gone() -> None:
     machine = Machine([1.0, 1.0], memory_bound)
-    assert machine.widths.widths(machine.contexts, [0, 3])[0] == 0
-    assert max(machine.widths.widths(machine.contexts, [3, 3])) <= 3
+    assert machine.policy.lengths(machine.contexts, [0, 3])[0] == 0
+    assert max(machine.policy.lengths(machine.contexts, [3, 3])) <= 3
     for context in machine.contexts:
-        machine.widths.release(context)
-    assert not machine.widths._of_context
-    assert FixedDraftLength(4).widths(machine.contexts, [9, 2]) == [4, 2]
+        machine.policy.release(context)
+    assert not machine.policy._of_context
+    assert FixedDraftLength(4).lengths(machine.contexts, [9, 2]) == [4, 2]
 
 
 def test_costs_between_and_beyond_what_was_seen() -> None:

@@ -212,12 +212,12 @@ def test_a_prefix_that_only_the_target_has(target: Path) -> None:
 
 def test_widths_of_none_leave_it_behind_until_it_catches_up(target: Path) -> None:
     pipeline, _ = opened(target, target)
-    widths = pipeline.widths
+    widths = pipeline.draft_lengths
     assert widths is not None
     context = context_of(PROMPT, 40, request_id="a")
     allowed = [True, False, False, False, True]
     for allows in allowed:
-        widths.most = 4 if allows else 0  # type: ignore[attr-defined]
+        widths.num_drafts = 4 if allows else 0  # type: ignore[attr-defined]
         before = context.current_length
         pipeline.execute({"a": context})
         assert context.current_length - before == (5 if allows else 1)

@@ -177,7 +177,7 @@ def test_a_draft_that_the_grammar_refuses_is_cut(
         def __init__(self) -> None:
             self.seen = []
 
-        def propose(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[list[int]]:
+        def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
             return [[EOS, EOS, 1, 2] for _ in contexts]
 
         def observe(self, contexts: Any, drafts: Sequence[list[int]], accepted: Sequence[int]) -> None:

@@ -536,7 +536,7 @@ def test_an_id_in_use_is_refused() -> None:
     run = Run()
     run.submit("a", 3, new=2)
     for _ in range(2):
-        with pytest.raises(InputError, match="request a is here already"):
+        with pytest.raises(InputError, match="request a is already submitted"):
             run.scheduler.submit(text_context([1], max_length=2, request_id="a"))
         run.step()  # waiting the first time, running the second
     assert not run.scheduler.has_work

@@ -24,7 +24,7 @@ class Oracle:
         self.released: list[str] = []
         self.seen: list[tuple[list[int], int]] = []
 
-    def propose(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[list[int]]:
+    def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         drafts = []
         for context in contexts:
             done = len(context.generated_tokens)

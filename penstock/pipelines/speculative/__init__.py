@@ -1,13 +1,19 @@
-"""Speculation: somebody drafts tokens, the model verifies them in one forward.
+"""Speculative decoding: a proposer drafts tokens, the model verifies them in one forward.
 
-The model samples each drafted position with that position's own draw and a draft is accepted when it is
-the very token sampled, so that the text is, greedy or not, token for token that of plain decoding
+The model samples each drafted position with the random number of that position. A draft is accepted when it
+equals the sampled token. So the output is identical to plain decoding, greedy or sampled
 (cf. Leviathan et al. 2023, arXiv:2211.17192).
 """
 
 from penstock.pipelines.speculative.draft_length import AdaptiveDraftLength
 from penstock.pipelines.speculative.ngram import NGramProposer
-from penstock.pipelines.speculative.proposer import DraftLengthPolicy, DraftProposer, FixedDraftLength, accept
+from penstock.pipelines.speculative.proposer import (
+    DraftLengthPolicy,
+    DraftProposer,
+    FixedDraftLength,
+    accept,
+    known_tokens,
+)
 from penstock.pipelines.speculative.stats import SpeculationStats
 
 __all__ = [
@@ -18,4 +24,5 @@ __all__ = [
     "NGramProposer",
     "SpeculationStats",
     "accept",
+    "known_tokens",
 ]

@@ -1,8 +1,7 @@
-"""How many tokens to draft: as many as pay.
+"""`AdaptiveDraftLength`: chooses draft lengths that maximise tokens per second.
 
-A draft that is accepted saves a step; one that is not has cost a row of the forward. What a row costs is
-measured while running, as is how often drafts are accepted. Widths change the speed and nothing else: the
-text is that of plain decoding at any width.
+An accepted draft saves a step. A rejected draft costs one row of the forward. The cost of a row and the
+acceptance rate are measured at run time. Draft lengths change the speed, never the output.
 """
 
 from __future__ import annotations
@@ -15,104 +14,102 @@ import numpy as np
 
 from penstock.pipelines.core import TextContext
 
-_OPTIMISM = 0.7
-"""How often drafts are thought to be accepted before any was verified."""
-_CERTAINTY = 0.98
-"""No context is thought to accept more often: it may stop at any token."""
-_WORTH_IT = 1.03
-"""Drafts must promise to be this much faster than none, or noise would switch them on and off."""
-_PROBE = 2
-"""Drafts of a context that is asked whether they would be accepted by now."""
+_INITIAL_RATE = 0.7
+"""Assumed acceptance rate before any draft was verified."""
+_MAX_RATE = 0.98
+"""Upper bound of the estimated acceptance rate: a context may end at any token."""
+_MIN_SPEEDUP = 1.03
+"""Smallest predicted speedup for which drafts are used. Prevents switching on and off by noise."""
+_PROBE_LENGTH = 2
+"""Number of drafts of a probe."""
 _MIN_PAUSE, _MAX_PAUSE = 16, 256
-"""Steps without drafts until it is asked; twice as many each time that it answers no."""
+"""Steps without drafts before a context is probed. The pause doubles after each rejected probe."""
 
 
 class AdaptiveDraftLength:
-    """Chooses the widths of a step that promise the most tokens a second.
+    """Chooses the draft lengths of a step with the highest predicted tokens per second.
 
-    Draft j of a context is reached and accepted with probability ``p ** j``, p being how often drafts of
-    this context were accepted lately; so drafts are handed out from the most probable on, over all
-    contexts, for as long as tokens a second grow. Where even the first does not pay there are none, until a
-    look now and then finds that it would.
+    Draft j of a context is accepted with probability ``p ** j``; p is the recent acceptance rate of the
+    context. Drafts of all contexts are sorted by probability. They are used from the most probable one on
+    while the predicted speed grows. If even the first draft does not pay, no context drafts, except for
+    occasional probes.
 
     Args:
-        most: the most drafts of a context.
+        max_drafts: the most drafts of a context.
     """
 
-    def __init__(self, most: int) -> None:
-        assert most >= 1, f"at least one draft, was {most}"
-        self._most = most
-        self._everyone = _Acceptance(_OPTIMISM * 4, 4.0)
+    def __init__(self, max_drafts: int) -> None:
+        assert max_drafts >= 1, f"at least one draft, was {max_drafts}"
+        self._max_drafts = max_drafts
+        self._overall = _Acceptance(_INITIAL_RATE * 4, 4.0)
         self._of_context: dict[str, _Acceptance] = {}
         self._costs = StepCosts()
 
-    def widths(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[int]:
+    def lengths(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[int]:
         rates = np.array([self._rate(context) for context in contexts])
-        places = np.arange(1, self._most + 1)
-        gains = rates[None, :] ** places[:, None]  # [most, B]: the first drafts of all, then the second ...
-        gains[places[:, None] > np.array(rooms)[None, :]] = -1
+        numbers = np.arange(1, self._max_drafts + 1)
+        gains = rates[None, :] ** numbers[:, None]  # [max_drafts, B]: first drafts, second drafts, ...
+        gains[numbers[:, None] > np.array(limits)[None, :]] = -1
         order = np.argsort(-gains, axis=None, kind="stable")[: int((gains > 0).sum())]
-        number = self._best_number(len(contexts), gains.ravel()[order], places[order // len(contexts)])
-        # The gains of a context fall from place to place, so that it is given its first drafts.
-        widths = np.bincount(order[:number] % len(contexts), minlength=len(contexts)).tolist()
-        return self._with_a_probe(contexts, rooms, widths)
+        number = self._best_number(len(contexts), gains.ravel()[order], numbers[order // len(contexts)])
+        # The gains of a context decrease, so the selected drafts are its first ones.
+        lengths = np.bincount(order[:number] % len(contexts), minlength=len(contexts)).tolist()
+        return self._with_probe(contexts, limits, lengths)
 
     def observe(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
     ) -> None:
         for context, draft, matching in zip(contexts, drafts, accepted, strict=True):
             if draft:
-                tries = min(
-                    matching + 1, len(draft)
-                )  # those behind the first mismatch were not put to a test
+                tries = min(matching + 1, len(draft))  # drafts after the first mismatch were not tested
                 own = self._acceptance(context)
-                self._everyone.add(matching, tries, memory=0.99)
+                self._overall.add(matching, tries, memory=0.99)
                 own.add(matching, tries, memory=0.95)
-                own.answer(matching == len(draft))
+                own.record_probe(matching == len(draft))
 
-    def timed(self, num_contexts: int, num_rows: int, depth: int, forward: float, proposal: float) -> None:
+    def record_step(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
         self._costs.add(num_rows, depth, forward, proposal)
 
     def release(self, context: TextContext) -> None:
         self._of_context.pop(context.request_id, None)
 
     def _rate(self, context: TextContext) -> float:
-        """How probably the next draft of a context is accepted; that of everyone where little is known."""
+        """Return the estimated acceptance rate of a context; near the overall rate while data is scarce."""
         own = self._acceptance(context)
-        return min((own.hits + 3 * self._everyone.rate) / (own.tries + 3), _CERTAINTY)
+        return min((own.hits + 3 * self._overall.rate) / (own.tries + 3), _MAX_RATE)
 
-    def _best_number(self, num_contexts: int, gains: np.ndarray, places: np.ndarray) -> int:
-        """How many of the drafts on offer, the most probable ones first, give the most tokens a second.
+    def _best_number(self, num_contexts: int, gains: np.ndarray, numbers: np.ndarray) -> int:
+        """Return the number of drafts with the highest predicted tokens per second.
 
         Args:
-            num_contexts: contexts of the step: each gains a token without drafts, too.
-            gains: ``[n]``, how probably each draft is accepted.
-            places: ``[n]``, which draft of its context it is.
+            num_contexts: contexts of the step; each gains one token without drafts.
+            gains: ``[n]``, acceptance probability of each draft, in descending order.
+            numbers: ``[n]``, position of each draft among the drafts of its context, from 1.
         """
         if not len(gains):
             return 0
         rows = num_contexts + np.arange(len(gains) + 1)
-        depths = np.concatenate([[0], np.maximum.accumulate(places)])
+        depths = np.concatenate([[0], np.maximum.accumulate(numbers)])
         tokens = num_contexts + np.concatenate([[0], gains.cumsum()])
         speeds = tokens / self._costs.seconds(rows, depths)
         best = int(speeds.argmax())
-        return best if speeds[best] > _WORTH_IT * speeds[0] else 0
+        return best if speeds[best] > _MIN_SPEEDUP * speeds[0] else 0
 
-    def _with_a_probe(
-        self, contexts: Sequence[TextContext], rooms: Sequence[int], widths: list[int]
+    def _with_probe(
+        self, contexts: Sequence[TextContext], limits: Sequence[int], lengths: list[int]
     ) -> list[int]:
-        """Asks one of those that have paused long enough: one a step, so that no step gets much slower."""
+        """Add a probe for one context that has paused long enough. At most one per step keeps steps fast."""
         has_probed = False
-        for index, (context, room) in enumerate(zip(contexts, rooms, strict=True)):
+        for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
             own = self._acceptance(context)
-            if widths[index]:
+            if lengths[index]:
                 own.idle, own.pause, own.is_probed = 0, _MIN_PAUSE, False
-            elif room:
+            elif limit:
                 own.idle += 1
                 if own.idle > own.pause and not has_probed:
                     has_probed = own.is_probed = True
-                    widths[index] = min(room, self._most, _PROBE)
-        return widths
+                    lengths[index] = min(limit, self._max_drafts, _PROBE_LENGTH)
+        return lengths
 
     def _acceptance(self, context: TextContext) -> _Acceptance:
         return self._of_context.setdefault(context.request_id, _Acceptance())
@@ -120,7 +117,7 @@ class AdaptiveDraftLength:
 
 @dataclass(slots=True)
 class _Acceptance:
-    """Drafts accepted of those put to the test, older ones counting less; and how long there were none."""
+    """Decaying counts of accepted and tested drafts, and the state of the pause without drafts."""
 
     hits: float = 0.0
     tries: float = 0.0
@@ -136,42 +133,42 @@ class _Acceptance:
         self.hits = memory * self.hits + hits
         self.tries = memory * self.tries + tries
 
-    def answer(self, is_yes: bool) -> None:
-        """What a probe has shown, if this was one: after a yes the next step asks again."""
-        if self.is_probed and not is_yes:
+    def record_probe(self, is_accepted: bool) -> None:
+        """Record the result of a probe. After an accepted one the next step drafts again."""
+        if self.is_probed and not is_accepted:
             self.idle, self.pause = 0, min(2 * self.pause, _MAX_PAUSE)
         self.is_probed = False
 
 
 class StepCosts:
-    """Seconds of a step as a function of its rows, learned from those that were run.
+    """Estimates the duration of a step from its number of rows, learned from measured steps.
 
-    A step of more rows takes no less time, which mends what a single slow step made us believe. Between
-    numbers of rows that were seen it is a straight line. Beyond them it is a guess that errs towards trying
-    them: fewer rows may cost proportionally less, more rows next to nothing.
+    The estimate never decreases with the number of rows, which corrects single slow measurements. It is
+    interpolated linearly between measured numbers of rows. Outside of them it is optimistic, so that new
+    numbers are tried: fewer rows cost proportionally less, more rows cost little.
     """
 
     def __init__(self) -> None:
-        self._forward: dict[int, _Average] = {}  # rows -> seconds
-        self._curve: tuple[list[int], list[float]] = ([], [])  # the same, ascending in both
+        self._forward: dict[int, _Average] = {}  # rows to seconds
+        self._curve: tuple[list[int], list[float]] = ([], [])  # rows and seconds, both ascending
         self._draft = _Average()
 
     def add(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
-        """Takes note of a step: its forward of so many rows, and what the drafts took before it."""
+        """Record the durations of a forward with ``num_rows`` rows and of drafting."""
         self._forward.setdefault(_rounded(num_rows), _Average()).add(forward)
         self._curve = self._ascending()
         if depth:
             self._draft.add(proposal / depth)
 
     def seconds(self, num_rows: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        """What steps of so many rows, with drafts of at most so many tokens, will take; all ``[n]``."""
+        """Return the estimated seconds of steps with these rows and longest drafts, all ``[n]``."""
         return self._seconds_of_rows(num_rows) + depths * self._draft.value
 
     def _ascending(self) -> tuple[list[int], list[float]]:
         seen = sorted(self._forward)
         seconds = [self._forward[rows].value for rows in seen]
-        for place in range(len(seen) - 2, -1, -1):
-            seconds[place] = min(seconds[place], seconds[place + 1])
+        for index in range(len(seen) - 2, -1, -1):
+            seconds[index] = min(seconds[index], seconds[index + 1])
         return seen, seconds
 
     def _seconds_of_rows(self, num_rows: np.ndarray) -> np.ndarray:
@@ -185,14 +182,14 @@ class StepCosts:
 
 
 _GUESS = 0.05
-"""What doubling the rows costs, of the time without them, as long as nobody has tried."""
+"""Assumed relative cost of doubling the rows before it was measured."""
 
 
 class _Average:
-    """A moving average that a single outlier does not move far; of the first three the least.
+    """A moving average that limits the effect of outliers. The first three samples yield their minimum.
 
-    With fewer than three samples it claims less than it has seen: a slow step of a busy machine would
-    otherwise keep everybody from ever trying that number of rows again.
+    With fewer than three samples the value is below the measurement. Otherwise one slow step of a busy
+    machine could prevent that number of rows from ever being tried again.
     """
 
     def __init__(self) -> None:
@@ -214,5 +211,5 @@ class _Average:
 
 
 def _rounded(num_rows: int) -> int:
-    """Up to 16 rows each number stands for itself, beyond it a few a doubling do."""
+    """Return the bucket of a number of rows: exact up to 16, eight buckets per doubling above."""
     return num_rows if num_rows <= 16 else round(2 ** (round(8 * log2(num_rows)) / 8))

@@ -1,17 +1,17 @@
-"""Drafts by a second, smaller model that follows each text in a KV cache of its own.
+"""Drafts by a second, smaller model with a separate KV cache.
 
 ::
 
-    text of the context      t0 t1 t2 t3 t4 t5 | d0 d1 d2          d: drafted
+    tokens of the context    t0 t1 t2 t3 t4 t5 | d0 d1 d2          d: drafted
     in the draft's cache     t0 t1 t2 t3 t4 t5 | d0 d1             the last draft is never computed
                              `-- computed ---'
 
     the target accepts d0, d1 and samples x:  t0 .. t5 d0 d1 x
-                             `-- computed --------'             one row, x, is left to catch up with
+                             `-- computed --------'             one row, x, is not computed yet
 
-The draft model samples with the seed and the positions of the context, and so with the very random numbers
-that the target will use: where the two agree on the distribution they agree on the token. It drafts within
-the context's grammar, so that no draft is lost to it.
+The draft model samples with the seed and the positions of the context, so with the random numbers that the
+target will use. If both models have the same distribution, they sample the same token. Drafts obey the
+context's grammar.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _DraftState:
-    """A context's text as the draft model knows it."""
+    """The draft model's copy of a context."""
 
     context: TextContext
     text: TextContext
-    """The same tokens, with a slot in the draft's cache; never any drafts but while they are made."""
+    """The same tokens with a slot in the draft's cache. Contains drafts only during `propose`."""
     drafted: list[int] = field(default_factory=list)
-    """What was drafted behind the text last time; all but the last are in the cache."""
+    """The last drafts. All but the last one are in the draft's cache."""
 
     @property
     def num_computed(self) -> int:
-        """Leading tokens whose keys and values are in the draft's cache, but the last token at most."""
+        """Number of leading tokens with KV in the draft cache; never counts the last token."""
         return self.text.start_idx
 
     def catch_up(self) -> bool:
-        """Takes the tokens that the context has gained; False where it has another text by now.
+        """Append the new tokens of the context; False if its earlier tokens have changed.
 
-        Tokens that were drafted just so are in the cache already.
+        New tokens that equal the drafts are already in the cache.
         """
         new, text = self.context.all_tokens, self.text
         known = text.end_idx
@@ -78,17 +78,17 @@ class _DraftState:
 
 
 class DraftModelProposer:
-    """Lets a draft model continue each text, greedily or sampled as the context asks.
+    """Drafts with a draft model, greedily or sampled as each context requests.
 
-    It keeps up with prompts chunk by chunk, in steps no larger than the target's. A context for which its
-    cache has no blocks, which it has not caught up with or which is longer than it can read gets no drafts;
-    nothing ever fails for want of a draft.
+    It computes prompts in chunks, in steps no larger than the target's. A context gets no drafts if the draft
+    cache has no blocks for it, if its prompt is not computed yet, or if it exceeds the draft model's maximum
+    length. A missing draft never fails a request.
 
     Args:
         config: the draft model's configuration, see `share_memory`.
         model: its class.
-        session: the target's session: both run on one thread, one after the other.
-        vocabulary: tokens of the target model.
+        session: the target's session. Both models run on one thread, one after the other.
+        vocabulary: vocabulary size of the target model.
     """
 
     def __init__(
@@ -105,49 +105,49 @@ class DraftModelProposer:
         self._runner = ModelRunner(self.model, session, self.kv)
         self._session = session
         self._vocabulary = vocabulary
-        self._followers: dict[str, _DraftState] = {}  # the one unused for longest first
+        self._states: dict[str, _DraftState] = {}  # least recently used first
 
-    def propose(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[list[int]]:
-        places: dict[str, int] = {}
+    def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
+        indices: dict[str, int] = {}
         batch: list[_DraftState] = []
         num_left = self.model.memory_plan.max_batch_input_tokens
-        for place, (context, room) in enumerate(zip(contexts, rooms, strict=True)):
-            if room > 0 or context.active_idx < context.end_idx:
-                follower = self._follow(context)
-                if self._prepare(follower, room, num_left, contexts):
-                    num_left -= follower.text.active_length
-                    places[context.request_id] = place
-                    batch.append(follower)
+        for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
+            if limit > 0 or context.active_idx < context.end_idx:
+                state = self._state_of(context)
+                if self._prepare(state, limit, num_left, contexts):
+                    num_left -= state.text.active_length
+                    indices[context.request_id] = index
+                    batch.append(state)
         drafts: list[list[int]] = [[] for _ in contexts]
-        for follower in self._draft(batch, [rooms[places[f.context.request_id]] for f in batch]):
-            drafts[places[follower.context.request_id]] = list(follower.drafted)
+        for state in self._draft(batch, [limits[indices[f.context.request_id]] for f in batch]):
+            drafts[indices[state.context.request_id]] = list(state.drafted)
         return drafts
 
     def observe(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
     ) -> None:
-        """Says on each context how far the draft model lags behind the target; it looks at tokens itself."""
+        """Set on each context how many tokens the draft model lags behind the target."""
         for context in contexts:
-            follower = self._followers.get(context.request_id)
-            if follower is None or follower.context is not context or not follower.catch_up():
+            state = self._states.get(context.request_id)
+            if state is None or state.context is not context or not state.catch_up():
                 context.set_draft_offset(context.start_idx)
             else:
-                context.set_draft_offset(max(context.start_idx - follower.num_computed, 0))
+                context.set_draft_offset(max(context.start_idx - state.num_computed, 0))
 
     def release(self, context: TextContext) -> None:
-        follower = self._followers.pop(context.request_id, None)
-        if follower is not None:
-            self.kv.release(follower.text)
+        state = self._states.pop(context.request_id, None)
+        if state is not None:
+            self.kv.release(state.text)
 
-    # -- Following --------------------------------------------------------------------------------------
+    # -- Draft states --------------------------------------------------------------------------------------
 
-    def _follow(self, context: TextContext) -> _DraftState:
-        """The follower of a context, with its text as it is now."""
-        follower = self._followers.pop(context.request_id, None)
-        if follower is not None and not (follower.context is context and follower.catch_up()):
-            self.kv.release(follower.text)
-            follower = None
-        if follower is None:
+    def _state_of(self, context: TextContext) -> _DraftState:
+        """Return the up-to-date draft state of a context."""
+        state = self._states.pop(context.request_id, None)
+        if state is not None and not (state.context is context and state.catch_up()):
+            self.kv.release(state.text)
+            state = None
+        if state is None:
             text = TextContext(
                 prompt="",
                 max_length=context.max_length,
@@ -156,35 +156,35 @@ class DraftModelProposer:
                 cache_salt=context.cache_salt,
                 token_hash_overrides=context.token_hash_overrides,
             )
-            follower = _DraftState(context, text)
-        self._followers[context.request_id] = follower
-        return follower
+            state = _DraftState(context, text)
+        self._states[context.request_id] = state
+        return state
 
     def _prepare(
-        self, follower: _DraftState, room: int, num_left: int, contexts: Sequence[TextContext]
+        self, state: _DraftState, limit: int, num_left: int, contexts: Sequence[TextContext]
     ) -> bool:
-        """Sets the rows to compute next, and gets their blocks; False where there is nothing to compute."""
-        text, end = follower.text, follower.context.active_idx
-        if num_left == 0 or end > self._longest(follower):
+        """Set the rows to compute next and reserve their blocks; False if there is nothing to compute."""
+        text, end = state.text, state.context.active_idx
+        if num_left == 0 or end > self._max_length(state):
             return False
         claim(self.kv, text)
         if text.start_idx >= end:
-            return False  # its cache knows more of this prompt than the target's
+            return False  # the draft cache has more of this prompt than the target's
         text.set_token_indices(active_idx=min(end, text.start_idx + num_left))
-        lookahead = self._width(follower, room) - 1 if text.active_idx == text.end_idx else 0
+        lookahead = self._num_drafts(state, limit) - 1 if text.active_idx == text.end_idx else 0
         return self._reserve(text, max(lookahead, 0), contexts)
 
-    def _width(self, follower: _DraftState, room: int) -> int:
-        """How many tokens to draft: all but the last of them must fit in what the model can read."""
-        return max(min(room, self._longest(follower) - follower.text.end_idx + 1), 0)
+    def _num_drafts(self, state: _DraftState, limit: int) -> int:
+        """Return how many tokens to draft: all but the last must fit the draft model's maximum length."""
+        return max(min(limit, self._max_length(state) - state.text.end_idx + 1), 0)
 
-    def _longest(self, follower: _DraftState) -> int:
-        return min(self.model.max_seq_len, follower.context.max_length)
+    def _max_length(self, state: _DraftState) -> int:
+        return min(self.model.max_seq_len, state.context.max_length)
 
     def _reserve(self, text: TextContext, lookahead: int, contexts: Sequence[TextContext]) -> bool:
-        """Blocks for the next rows; those who do not run now have to give theirs."""
+        """Reserve blocks for the next rows. Release states of contexts outside the batch if blocks lack."""
         running = {context.request_id for context in contexts}
-        idle = [follower for name, follower in self._followers.items() if name not in running]
+        idle = [state for name, state in self._states.items() if name not in running]
         while True:
             try:
                 self.kv.reserve(text, lookahead)
@@ -196,64 +196,63 @@ class DraftModelProposer:
 
     # -- Drafting ---------------------------------------------------------------------------------------
 
-    def _draft(self, batch: list[_DraftState], rooms: Sequence[int]) -> list[_DraftState]:
-        """Computes the rows that are set, then drafts; returns the followers that have drafts."""
+    def _draft(self, batch: list[_DraftState], limits: Sequence[int]) -> list[_DraftState]:
+        """Compute the rows that are set, then draft; return the states with drafts."""
         if not batch:
             return []
-        logits = self._runner.forward([follower.text for follower in batch])
+        logits = self._runner.forward([state.text for state in batch])
         drafting, rows = [], []
-        for row, (follower, room) in enumerate(zip(batch, rooms, strict=True)):
-            text = follower.text
+        for row, (state, limit) in enumerate(zip(batch, limits, strict=True)):
+            text = state.text
             is_whole = text.active_idx == text.end_idx
             text.set_token_indices(start_idx=min(text.active_idx, text.end_idx - 1), active_idx=text.end_idx)
             self.kv.commit(text)
-            if is_whole and self._width(follower, room) > 0:
-                drafting.append((follower, self._width(follower, room)))
+            if is_whole and self._num_drafts(state, limit) > 0:
+                drafting.append((state, self._num_drafts(state, limit)))
                 rows.append(row)
-        drafted = [follower for follower, _ in drafting]
+        drafted = [state for state, _ in drafting]
         logits = logits[rows]
         with ExitStack() as stack:
             goes_on = {f.context.request_id: stack.enter_context(going_ahead(f.context)) for f in drafted}
             while drafting:
-                self._take([follower for follower, _ in drafting], logits)
+                self._sample([state for state, _ in drafting], logits)
                 drafting = [
-                    (follower, width)
-                    for follower, width in drafting
-                    if goes_on[follower.context.request_id](follower.drafted[-1])
-                    and len(follower.drafted) < width
+                    (state, width)
+                    for state, width in drafting
+                    if goes_on[state.context.request_id](state.drafted[-1]) and len(state.drafted) < width
                 ]
                 if drafting:
-                    for follower, _ in drafting:
-                        follower.text.jump_ahead(follower.drafted[-1])
-                        follower.text.set_token_indices(start_idx=follower.text.end_idx - 1)
-                    logits = self._runner.forward([follower.text for follower, _ in drafting])
-        for follower in drafted:
-            follower.text.rollback(len(follower.drafted) - 1)
+                    for state, _ in drafting:
+                        state.text.jump_ahead(state.drafted[-1])
+                        state.text.set_token_indices(start_idx=state.text.end_idx - 1)
+                    logits = self._runner.forward([state.text for state, _ in drafting])
+        for state in drafted:
+            state.text.rollback(len(state.drafted) - 1)
         return drafted
 
-    def _take(self, batch: Sequence[_DraftState], logits: Tensor) -> None:  # [B, V]
-        """Samples the next draft of each, as the target will sample the token in its place."""
-        contexts = [follower.context for follower in batch]
+    def _sample(self, batch: Sequence[_DraftState], logits: Tensor) -> None:  # [B, V]
+        """Sample the next draft of each state with the random numbers that the target will use."""
+        contexts = [state.context for state in batch]
         sequences = np.arange(len(batch))
-        positions = np.array([follower.text.end_idx for follower in batch])
+        positions = np.array([state.text.end_idx for state in batch])
         bitmask = None
         if logits.shape[-1] == self._vocabulary:
-            so_far = [follower.drafted for follower in batch]
+            so_far = [state.drafted for state in batch]
             logits = adjust_logits(logits, contexts, sequences, positions, so_far)
             bitmask = grammar_bitmask(contexts, sequences, self._vocabulary)
             bitmask = None if bitmask is None else bitmask.to(logits.device)
         sampler = Sampler.for_batch([context.sampling_params for context in contexts], logits.device)
         tokens = sampler(self._session.ops, logits, None, positions, bitmask)
-        # A row that is no distribution drafts any token: a wrong draft is no harm.
-        for follower, token in zip(batch, tokens.clamp(min=0).tolist(), strict=True):
-            follower.drafted.append(token)
+        # Without finite logits any token is drafted: a wrong draft is rejected.
+        for state, token in zip(batch, tokens.clamp(min=0).tolist(), strict=True):
+            state.drafted.append(token)
 
 
 # -- Loading ---------------------------------------------------------------------------------------------
 
 
 def draft_config(config: PipelineConfig) -> PipelineConfig:
-    """The configuration of the draft model that a configuration names, before memory is shared out."""
+    """Return the configuration of the draft model before memory is divided."""
     path = config.speculative.draft_model_path
     assert path is not None
     encoding = config.speculative.draft_quantization_encoding
@@ -273,20 +272,20 @@ def share_memory(
     *,
     free_memory: int,
 ) -> tuple[PipelineConfig, PipelineConfig]:
-    """Plans target and draft model as one, in which the draft's cache is one more group of layers.
+    """Plan memory for target and draft model together. The draft's cache counts as more layer groups.
 
     Args:
         config: the configuration of the target.
         model: its class.
         draft: the class of the draft model.
-        free_memory: of all devices together, in bytes, before anything is loaded.
+        free_memory: bytes of all devices together before loading.
 
     Returns:
-        The configurations of both, in which each has its share.
+        The configurations of target and draft with their memory.
 
     Raises:
-        ConfigError: the two do not have the same tokenizer.
-        InsufficientMemoryError: they do not fit together.
+        ConfigError: their tokenizers differ.
+        InsufficientMemoryError: both models together do not fit.
     """
     configs = (config, draft_config(config))
     check_tokenizers(configs[0].model, configs[1].model)
@@ -304,7 +303,7 @@ def share_memory(
         _joined(specs[0], specs[1]),
         model_max_length=model.calculate_max_seq_len(config, config.model.huggingface_config),
         weights_size=sum(cls.estimate_weights_size(one) for cls, one in zip(classes, configs, strict=True)),
-        activation_size=max(  # they run one after the other
+        activation_size=max(  # the models run one after the other
             cls.estimate_activation_memory(one, one.model.huggingface_config)
             for cls, one in zip(classes, configs, strict=True)
         ),
@@ -328,10 +327,10 @@ def share_memory(
 
 
 def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
-    """Refuses a draft model whose token ids mean something else.
+    """Check that token ids of the draft model mean the same as those of the target.
 
     Raises:
-        ConfigError: says where the two differ.
+        ConfigError: names the difference.
     """
     vocabularies = [one.huggingface_config.vocabulary_size for one in (target, draft)]
     known = [_vocabulary_of(one.checkpoint) for one in (target, draft)]
@@ -351,7 +350,7 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
 
 
 def _vocabulary_of(checkpoint: Path) -> dict[str, Any] | None:
-    """What decides which id is which text, of a tokenizer file that can be read."""
+    """Return the parts of tokenizer.json that map text to ids; None if it cannot be read."""
     try:
         tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Drafts looked up in the text itself: what followed the last time the text read like this.
+"""N-gram drafts: the tokens that followed an earlier occurrence of the last tokens.
 
-Texts that quote, edit or summarise their prompt repeat long runs of it (prompt lookup decoding, A. Saxena
-2023). Nothing is computed but a few dictionary look-ups a token.
+Texts that quote, edit or summarise their prompt repeat long parts of it (prompt lookup decoding, A. Saxena
+2023). The cost is a few dictionary look-ups per token.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from dataclasses import dataclass, field
 
 from penstock.pipelines.core import TextContext
 
-_CHAIN = 8
-"""Earlier places of the same longest n-gram that are compared for the longest match."""
+_MAX_CANDIDATES = 8
+"""Most earlier occurrences of the same longest n-gram that are compared for the longest match."""
 _MAX_MATCH = 32
-"""Tokens; a longer match says no more."""
+"""Most tokens of a match that are compared."""
 
 
 class NGramProposer:
-    """Finds the longest end of a context that stands in it before, and drafts what followed there.
+    """Finds an earlier occurrence of the last tokens of a context and drafts the tokens that followed it.
 
     Args:
-        least: tokens that must match at least.
-        most: longest n-gram that is indexed; of several places with it, the one that matches furthest back
-            is taken, of equals the latest.
+        min_size: the fewest tokens that must match.
+        max_size: longest n-gram that is indexed. Of several occurrences the one with the longest match is
+            used, and of equal matches the latest.
     """
 
-    def __init__(self, least: int = 2, most: int = 4) -> None:
-        assert 1 <= least <= most, f"n-grams of {least} to {most} tokens"
-        self._sizes = range(least, most + 1)
+    def __init__(self, min_size: int = 2, max_size: int = 4) -> None:
+        assert 1 <= min_size <= max_size, f"n-grams of {min_size} to {max_size} tokens"
+        self._sizes = range(min_size, max_size + 1)
         self._indexes: dict[str, _Index] = {}
 
-    def propose(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[list[int]]:
+    def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
         return [
-            self._index(context).continuation(room) if room > 0 else []
-            for context, room in zip(contexts, rooms, strict=True)
+            self._index(context).continuation(limit) if limit > 0 else []
+            for context, limit in zip(contexts, limits, strict=True)
         ]
 
     def observe(
@@ -46,7 +46,7 @@ class NGramProposer:
         self._indexes.pop(context.request_id, None)
 
     def _index(self, context: TextContext) -> _Index:
-        """The context's index with all its tokens; made anew where tokens were taken back."""
+        """Return the up-to-date index of a context. Build a new one if tokens were rolled back."""
         index = self._indexes.get(context.request_id)
         known = 0 if index is None else len(index.tokens)
         tokens = context.all_tokens
@@ -64,60 +64,60 @@ class NGramProposer:
 
 @dataclass(slots=True)
 class _Index:
-    """Where each n-gram of a text stood last; kept up token by token."""
+    """The last occurrence of each n-gram of a text, updated token by token."""
 
     context: TextContext
     sizes: range
     tokens: list[int] = field(default_factory=list)
-    places: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> index behind it
-    earlier: dict[int, int] = field(default_factory=dict)  # of the longest: index behind it -> the one before
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram to the index after it
+    earlier: dict[int, int] = field(default_factory=dict)  # longest n-gram: its end to the end before it
 
     def extend(self, tokens: list[int]) -> None:
-        """Adds tokens. An n-gram is entered once something follows it: the end must not find itself."""
-        text, places, longest = self.tokens, self.places, self.sizes[-1]
+        """Add tokens. An n-gram is indexed when a token follows it, so the last one never matches itself."""
+        text, ends, longest = self.tokens, self.ends, self.sizes[-1]
         for token in tokens:
             end = len(text)
             for size in self.sizes:
                 if size > end:
                     break
                 key = tuple(text[end - size :])
-                if size == longest and key in places:
-                    self.earlier[end] = places[key]
-                places[key] = end
+                if size == longest and key in ends:
+                    self.earlier[end] = ends[key]
+                ends[key] = end
             text.append(token)
 
     def continuation(self, count: int) -> list[int]:
-        """The ``count`` tokens that followed the best place; they may run on into themselves."""
-        place = self._best_place()
-        if place is None:
+        """Return the ``count`` tokens after the best match. They may repeat themselves past the end."""
+        start = self._best_match()
+        if start is None:
             return []
         drafts: list[int] = []
         text, length = self.tokens, len(self.tokens)
-        for index in range(place, place + count):
+        for index in range(start, start + count):
             drafts.append(text[index] if index < length else drafts[index - length])
         return drafts
 
-    def _best_place(self) -> int | None:
+    def _best_match(self) -> int | None:
         for size in reversed(self.sizes):
-            place = self.places.get(tuple(self.tokens[-size:])) if size <= len(self.tokens) else None
-            if place is not None:
-                return self._furthest_back(place) if size == self.sizes[-1] else place
+            end = self.ends.get(tuple(self.tokens[-size:])) if size <= len(self.tokens) else None
+            if end is not None:
+                return self._longest_match(end) if size == self.sizes[-1] else end
         return None
 
-    def _furthest_back(self, place: int) -> int:
-        best, longest = place, self._match(place)
-        for _ in range(_CHAIN - 1):
-            earlier = self.earlier.get(place)
+    def _longest_match(self, end: int) -> int:
+        best, longest = end, self._match(end)
+        for _ in range(_MAX_CANDIDATES - 1):
+            earlier = self.earlier.get(end)
             if earlier is None or longest >= _MAX_MATCH:
                 break
-            place, match = earlier, self._match(earlier)
+            end, match = earlier, self._match(earlier)
             if match > longest:
-                best, longest = place, match
+                best, longest = end, match
         return best
 
-    def _match(self, place: int) -> int:
-        """How many tokens before ``place`` are those at the end."""
+    def _match(self, other: int) -> int:
+        """Return how many tokens before ``other`` equal the last tokens."""
         text, end, count = self.tokens, len(self.tokens), 0
-        while count < min(place, _MAX_MATCH) and text[place - 1 - count] == text[end - 1 - count]:
+        while count < min(other, _MAX_MATCH) and text[other - 1 - count] == text[end - 1 - count]:
             count += 1
         return count

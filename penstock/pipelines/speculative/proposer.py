@@ -1,4 +1,4 @@
-"""What drafts tokens, what says how many, and what becomes of them."""
+"""Protocols for drafting tokens and for choosing draft lengths, and the acceptance of drafts."""
 
 from __future__ import annotations
 
@@ -9,78 +9,77 @@ from penstock.pipelines.core import TextContext
 
 
 class DraftProposer(Protocol):
-    """Guesses what comes next. Called by one thread; what it keeps of a context is its own affair."""
+    """Drafts tokens. Called by one thread. It may keep state for each context."""
 
-    def propose(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[list[int]]:
-        """Drafted tokens for each context, at most ``rooms [B]`` each; what is beyond is cut off.
+    def propose(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[list[int]]:
+        """Return drafted tokens for each context, at most ``limits [B]``. The caller cuts longer drafts.
 
-        A context whose room is 0 gets none, but is shown all the same: its prompt may be computed in chunks,
-        and the proposer may want to keep up. Proposing twice in a row for the same contexts is harmless.
+        Contexts with a limit of 0 are included, so that the proposer can follow prompts that are computed in
+        chunks. Calling this twice for the same contexts has no effect on the result.
         """
         ...
 
     def observe(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
     ) -> None:
-        """Tells what became of the drafts, after the contexts have taken the tokens of the step.
+        """Report the result of verification, after the contexts have taken the tokens of the step.
 
         Args:
             contexts: the batch.
-            drafts: for each context the drafts that were verified, which may be fewer than were proposed.
-            accepted: how many of these were sampled, too.
+            drafts: the verified drafts of each context; may be fewer than proposed.
+            accepted: number of accepted drafts of each context.
         """
         ...
 
     def release(self, context: TextContext) -> None:
-        """Forgets a context that has left; a no-op for one never seen."""
+        """Remove the state of a context. Does nothing for an unknown context."""
         ...
 
 
 class DraftLengthPolicy(Protocol):
-    """Decides how many tokens are drafted. What it decides never changes a text, only its speed."""
+    """Decides how many tokens to draft. The decision changes the speed, never the output."""
 
-    def widths(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[int]:
-        """The most drafts for each context, at most ``rooms [B]``."""
+    def lengths(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[int]:
+        """Return the most drafts for each context, at most ``limits [B]``."""
         ...
 
     def observe(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
     ) -> None:
-        """As `DraftProposer.observe`."""
+        """Same as `DraftProposer.observe`."""
         ...
 
-    def timed(self, num_contexts: int, num_rows: int, depth: int, forward: float, proposal: float) -> None:
-        """Tells what a step without prompts took.
+    def record_step(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
+        """Record the duration of a step without prompts.
 
         Args:
-            num_contexts: contexts of the step.
-            num_rows: rows of its forward.
-            depth: the longest draft.
-            forward: seconds of the forward, sampling included.
-            proposal: seconds that drafting took.
+            num_rows: number of rows of the forward.
+            depth: length of the longest draft.
+            forward: seconds of the forward, including sampling.
+            proposal: seconds of drafting.
         """
         ...
 
     def release(self, context: TextContext) -> None:
-        """Forgets a context that has left."""
+        """Remove the state of a context."""
         ...
 
 
 class FixedDraftLength:
-    """Always as many drafts as there may be at most."""
+    """Drafts a fixed number of tokens, or fewer where the limit is lower."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
 
-    def widths(self, contexts: Sequence[TextContext], rooms: Sequence[int]) -> list[int]:
-        return [min(room, self.most) for room in rooms]
+    def lengths(self, contexts: Sequence[TextContext], limits: Sequence[int]) -> list[int]:
+        return [min(limit, self.num_drafts) for limit in limits]
 
     def observe(
         self, contexts: Sequence[TextContext], drafts: Sequence[list[int]], accepted: Sequence[int]
     ) -> None:
         return
 
-    def timed(self, num_contexts: int, num_rows: int, depth: int, forward: float, proposal: float) -> None:
+    def record_step(self, num_rows: int, depth: int, forward: float, proposal: float) -> None:
         return
 
     def release(self, context: TextContext) -> None:
@@ -88,13 +87,19 @@ class FixedDraftLength:
 
 
 def accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
-    """The tokens that verification yields: the drafts that were sampled too, and the token behind them.
+    """Return the tokens that verification yields: the accepted drafts and the sampled token after them.
 
     Args:
         drafts: k drafted tokens.
-        sampled: k + 1 tokens: what was sampled in place of each draft, and behind the last.
+        sampled: k + 1 tokens, sampled at the position of each draft and after the last draft.
     """
     matching = 0
     while matching < len(drafts) and drafts[matching] == sampled[matching]:
         matching += 1
     return list(sampled[: matching + 1])
+
+
+def known_tokens(drafts: list[int], vocabulary: int) -> list[int]:
+    """Return the drafts before the first id that the model does not have."""
+    unknown = (index for index, token in enumerate(drafts) if not 0 <= token < vocabulary)
+    return drafts[: next(unknown, len(drafts))]

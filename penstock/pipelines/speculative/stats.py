@@ -1,4 +1,4 @@
-"""What speculation was good for, in numbers."""
+"""Counters of speculative decoding."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counters since the beginning. Acceptance in two ways: per drafted token and per verified step."""
+    """Counters since the start. Acceptance is counted per drafted token and per verified step."""
 
     num_proposed: int = 0
-    """Drafted tokens that were verified."""
+    """Verified drafts."""
     num_accepted: int = 0
-    """Of these, the ones that were sampled too."""
+    """Accepted drafts."""
     num_verified_steps: int = 0
-    """Forwards of one context that verified at least one draft of it."""
+    """Pairs of forward and context in which at least one draft was verified."""
     num_forced: int = 0
-    """Tokens that a grammar forced, computed together with their neighbours; no draft among them."""
+    """Tokens forced by a grammar. They are not counted as drafts."""
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts of those verified, 0 to 1; 0 where there were none."""
+        """Accepted drafts divided by verified drafts; 0 without drafts."""
         return self.num_accepted / self.num_proposed if self.num_proposed else 0.0
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens gained by a verified step, the one that plain decoding gives among them: 1 is no gain."""
+        """Mean number of tokens per verified step; plain decoding yields 1."""
         return 1 + self.num_accepted / self.num_verified_steps if self.num_verified_steps else 1.0
 
     def count(self, drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
-        """Adds a step."""
+        """Add the counts of a step."""
         self.num_proposed += sum(map(len, drafts))
         self.num_accepted += sum(accepted)
         self.num_verified_steps += sum(map(bool, drafts))
 
     def summary(self) -> dict[str, int | float]:
-        """All of it by name, rounded for people."""
+        """Return all counters by name, rounded for display."""
         return {
             "proposed_tokens": self.num_proposed,
             "accepted_tokens": self.num_accepted,

@@ -1,0 +1,88 @@
+"""Rules of single contexts in a text pipeline: which contexts may run, and how they take sampled tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.errors import InputError, UnsupportedFeatureError
+from penstock.pipelines.core import TextContext, TextGenerationStatus, TTSContext
+from penstock.pipelines.runner import SampledTokens
+
+
+def check_context(
+    context: TextContext, *, max_length: int, has_adapters: bool, compiles_grammars: bool
+) -> None:
+    """Check that a context can run.
+
+    Raises:
+        InputError: it has ended, or is longer than the model's maximum length.
+        UnsupportedFeatureError: it needs adapters that are not enabled, or a matcher that is missing.
+    """
+    status = generation_status(context)
+    if status is not TextGenerationStatus.ACTIVE:
+        raise InputError(f"request {context.request_id} has ended ({status.value})")
+    if context.adapter is not None and not has_adapters:
+        raise UnsupportedFeatureError(
+            f"adapter {context.adapter!r}", "no LoRA adapters are enabled for this model"
+        )
+    if context.grammar is not None and context.matcher is None:
+        raise UnsupportedFeatureError(
+            f"a {context.grammar.kind} grammar",
+            "its matcher is still being compiled: wait until the pipeline says ready(context)"
+            if compiles_grammars
+            else "no matcher was compiled for it: call set_matcher",
+        )
+    if context.current_length > max_length:
+        raise InputError(
+            f"request {context.request_id} has {context.current_length} tokens, "
+            f"the model's maximum length is {max_length}"
+        )
+
+
+def check_sampled_tokens(context: TextContext, tokens: Sequence[int]) -> None:
+    """Check that the tokens sampled under a grammar obey the request's token rules.
+
+    The grammar's bitmask is applied last, so it can force a token that the request forbids. Tokens that end
+    the output are always allowed.
+
+    Raises:
+        InputError: a token is forbidden.
+    """
+    rules = context.logit_rules
+    if rules is None:
+        return
+    before = context.generated_tokens[max(0, len(context.generated_tokens) - rules.longest_prefix) :].tolist()
+    for token in tokens:
+        is_allowed = rules.allowed is None or token in rules.allowed
+        is_banned = token in rules.banned or token in rules.banned_behind(before)
+        before.append(token)
+        if (not is_allowed or is_banned) and token not in context.eos_token_ids:
+            raise InputError(
+                f"after {len(context.generated_tokens)} tokens the grammar allows none of the tokens that "
+                "allowed_token_ids, banned_token_ids and banned_sequences permit: change one or the other"
+            )
+
+
+def append_tokens(context: TextContext, sampled: SampledTokens) -> None:
+    """Append sampled tokens to a context until it ends. Later tokens are dropped."""
+    for index, token in enumerate(sampled.tokens):
+        if index and generation_status(context).is_done:
+            break
+        context.update(token, sampled.log_probabilities[index] if sampled.log_probabilities else None)
+
+
+def generation_status(context: TextContext) -> TextGenerationStatus:
+    """Return the status of the language model. A speech context also has a status of its audio."""
+    return context.speech_token_status if isinstance(context, TTSContext) else context.status
+
+
+def appends_forced_tokens(context: TextContext) -> bool:
+    """Return whether tokens forced by the grammar are appended without sampling.
+
+    They are not if each token must be examined: with log probabilities, end sequences or forbidden tokens.
+    Then forced tokens are drafts, which are always accepted.
+    """
+    params = context.sampling_params
+    is_banned = params.banned_token_ids or params.banned_sequences
+    is_examined = context.log_probabilities or context.eos_sequences or is_banned
+    return context.matcher is not None and not is_examined and params.allowed_token_ids is None
