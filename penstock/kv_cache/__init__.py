@@ -1,7 +1,6 @@
-"""The paged KV cache: who holds which block, which prefixes are known, and the tensors themselves.
+"""The paged KV cache: block tables, the prefix index, and the tensors.
 
-`interface` is all that a scheduler needs; nothing here loads torch before the manager or the storage is
-asked for.
+A scheduler needs only `interface`. Importing this package loads no torch; the manager and the storage do.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _LAZY = {
 }
 
 
-if not TYPE_CHECKING:  # who checks types is to notice names that are not there
+if not TYPE_CHECKING:  # type checkers must report unknown names
 
     def __getattr__(name: str) -> object:
         if name not in _LAZY:

@@ -1,6 +1,6 @@
-"""Which blocks of one group of layers are free, in use, or kept because their content is known.
+"""The blocks of one group of layers: free, referenced, or cached.
 
-Each block but the null block is in exactly one of three places::
+Each block except the null block is in exactly one of three states::
 
                       allocate                            register(block, digest)
         +----------+ ---------> +---------------------+ ------------------------> found by `lookup`
@@ -14,8 +14,8 @@ Each block but the null block is in exactly one of three places::
                evict: the least |  oldest  ...  newest |
                recently used    +---------------------+
 
-Block 0 is the null block: it pads block tables and stands for blocks behind a window. It is never handed
-out, has no references and no content. The same calls give the same blocks, on every machine.
+Block 0 is the null block. It pads block tables and stands for blocks behind a window. It is never allocated
+and has no references and no content. Allocation is deterministic: the same calls give the same blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Hands out blocks ``1 .. num_blocks - 1``, counts references, and finds blocks by their content."""
+    """Allocates blocks ``1 .. num_blocks - 1``, counts references, and finds blocks by their content."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 1, f"a pool has at least the null block, not {num_blocks} blocks"
@@ -42,32 +42,32 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """The blocks that can be handed out, in whatever state they are."""
+        """The number of blocks without the null block, in any state."""
         return len(self._references) - 1
 
     @property
     def num_free(self) -> int:
-        """The blocks that can be had now, the cached ones included."""
+        """The number of blocks that can be allocated now, including cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """The blocks of known content to which nobody refers."""
+        """The number of blocks with known content and no references."""
         return len(self._cached)
 
     def references(self, block: int) -> int:
-        """How many block tables hold ``block``."""
+        """Return the number of block tables that hold ``block``."""
         return self._references[block]
 
     def all_references(self) -> list[int]:
-        """The same of every block, the null block included."""
+        """Return the references of every block, including the null block."""
         return list(self._references)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes ``count`` blocks of no known content, with one reference each.
+        """Allocate ``count`` blocks without known content, with one reference each.
 
         Raises:
-            InsufficientBlocksError: there are fewer; none is taken.
+            InsufficientBlocksError: fewer blocks are free. No block is allocated.
         """
         if count > self.num_free:
             raise InsufficientBlocksError(count, self.num_free, self.num_blocks)
@@ -77,25 +77,25 @@ class BlockPool:
         return blocks
 
     def lookup(self, digest: bytes) -> int | None:
-        """The block whose content has this digest. It may be evicted unless it is retained."""
+        """Return the block with this digest, or None. The block can be evicted unless it is retained."""
         return self._block_of.get(digest)
 
     def find(self, digest: bytes) -> int:
-        """Like `lookup`, of a content that is known."""
+        """Return the block whose content has this digest; the digest must be registered."""
         return self._block_of[digest]
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to each block, which is referenced or cached."""
+        """Add a reference to each block. The blocks must be referenced or cached."""
         for block in blocks:
             if not self._references[block]:
                 del self._cached[block]
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Takes one reference from each block.
+        """Remove one reference from each block.
 
-        Of blocks released together the last ones are evicted first: the beginning of a prompt is shared
-        more often than its end, and of no use is the end alone.
+        Of blocks that are released together the last ones are evicted first. The beginning of a prompt is
+        shared more often than its end, and the end is useless without the beginning.
         """
         for block in reversed(list(blocks)):
             assert self._references[block] > 0, f"block {block} is released but not in use"
@@ -108,11 +108,11 @@ class BlockPool:
                 self._cached[block] = None
 
     def register(self, block: int, digest: bytes) -> bool:
-        """Makes a referenced block known by its content.
+        """Register a referenced block under the digest of its content.
 
         Returns:
-            Whether it is now. Where another block of the same content is known already that one stays, and
-            ``block`` is freed like any other when its last reference goes.
+            Whether the block is registered. If another block has the same content, that one stays registered,
+            and ``block`` becomes free with its last reference.
         """
         assert self._references[block] > 0, f"block {block} is registered but not in use"
         assert self._digests[block] is None, f"block {block} has a known content already"
@@ -123,8 +123,8 @@ class BlockPool:
         return True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError, with the numbers, unless each block is in exactly one place."""
-        # Runs whenever a server falls idle, over all blocks: loops in C, no statement a block.
+        """Raise an AssertionError with the numbers unless each block is in exactly one state."""
+        # An idle scheduler calls this. It visits all blocks, so the loops run in C.
         references, digests = self._references.__getitem__, self._digests.__getitem__
         free, cached = len(self._free), len(self._cached)
         referenced = sum(map(bool, self._references))

@@ -1,4 +1,4 @@
-"""The names of blocks by content: each digest stands for a block's tokens and all that came before them."""
+"""Digests of blocks: each covers the tokens of a block and all tokens before it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-DIGEST_SIZE = 32  # bytes; two contents of one name would show one user's prompt to another
+DIGEST_SIZE = 32  # bytes; a collision would show one user's prompt to another
 
 
 def chain_root(adapter_digest: bytes | None, cache_salt: str | None, regime: int = 0) -> bytes:
-    """The digest before the first block: contexts share blocks only where these are equal.
+    """Return the digest before the first block. Contexts share blocks only if their roots are equal.
 
     Args:
-        adapter_digest: of the adapter's content.
-        cache_salt: of the request.
-        regime: of the sequence's length, see `KVCacheSpec.regime`.
+        adapter_digest: the digest of the adapter's content.
+        cache_salt: the salt of the request.
+        regime: the regime of the sequence's length, see `KVCacheSpec.regime`.
     """
     parts = [adapter_digest, None if cache_salt is None else cache_salt.encode()]
     if regime:
@@ -32,15 +32,15 @@ def chain_digests(
     blocks: range,
     block_size: int,
 ) -> list[bytes]:
-    """The digests of some consecutive full blocks.
+    """Return the digests of consecutive full blocks.
 
     Args:
         parent: the digest of the block before them, or the root.
         tokens: the tokens of the sequence.
-        overrides: token index -> the id that stands for it here: an image's content, say, where all images
-            have the same token ids.
+        overrides: token index -> the id to hash instead, such as the content of an image: all images have
+            the same token ids.
         blocks: indices of the blocks.
-        block_size: tokens a block.
+        block_size: tokens of a block.
     """
     first, stop = blocks.start * block_size, blocks.stop * block_size
     ids = np.ascontiguousarray(tokens[first:stop]).astype("<i8").view("<u8")
@@ -51,7 +51,7 @@ def chain_digests(
     data, width = ids.tobytes(), 8 * block_size
     digests = []
     for offset, block in enumerate(blocks):
-        # An override is no token of the same number: what is overridden is named as well.
+        # The positions of overrides are hashed too: an override differs from a token with the same id.
         overridden = np.array(marks[block], dtype="<u8").tobytes() if block in marks else b""
         parent = _digest(parent + data[offset * width : (offset + 1) * width] + overridden)
         digests.append(parent)

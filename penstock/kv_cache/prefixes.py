@@ -1,4 +1,4 @@
-"""Which beginning of a context is known already, and which is being computed right now."""
+"""The prefix index: prefixes in the cache, and prefixes that running requests are computing."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from penstock.pipelines.core import InputContext, TextAndVisionContext
 
 @dataclass(slots=True)
 class Chain:
-    """The digests of a context's full blocks, as its tokens are now."""
+    """The digests of the full blocks of a context, for its current tokens."""
 
     root: bytes
     num_tokens: int
     digests: list[bytes]
     hit: int = 0
-    """Blocks that were cached when last looked, windows aside: where the next look may begin."""
+    """The number of cached blocks at the last lookup, ignoring windows. The next lookup starts there."""
 
 
 class PrefixIndex:
     """Finds blocks by content in the pools of all groups.
 
-    The digests of a waiting context are computed once, and forgotten when it is claimed or given up.
+    The digests of a waiting context are computed once, and dropped when it is claimed or cancelled.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class PrefixIndex:
             (pool, group) for pool, group in zip(pools, spec.groups, strict=True) if group.window is not None
         ]
         self._chains: dict[str, Chain] = {}
-        self._promised: dict[bytes, int] = {}
+        self._in_flight: dict[bytes, int] = {}
 
     def root(self, context: InputContext) -> bytes | None:
-        """The root of a context's digests; None where its blocks must not be known to others.
+        """Return the root of a context's digests, or None if its blocks must not be shared.
 
-        An adapter changes keys and values, so its content is part of the root: without a way to learn it
-        (the name alone may come to mean another adapter) nothing is shared. Nor are images told apart by
-        their tokens, which are the same for all: who shares them names them in ``token_hash_overrides``.
-        Keys of one regime are of no use in another.
+        An adapter changes keys and values, so the digest of its content is part of the root. The name of an
+        adapter is not enough, because it can later refer to another adapter. Without a digest nothing is
+        shared. All images have the same tokens, so blocks with images are shared only if
+        ``token_hash_overrides`` identifies the images. The regime is part of the root as well.
         """
         has_image = isinstance(context, TextAndVisionContext) and bool(context.pixel_values)
         if has_image and not context.token_hash_overrides:
@@ -64,7 +64,7 @@ class PrefixIndex:
         return chain_root(self._adapter_digest(context), context.cache_salt, regime)
 
     def chain(self, context: InputContext) -> Chain | None:
-        """The digests of a context that is not claimed yet."""
+        """Return the digests of a context that is not claimed yet; None if its blocks are not shared."""
         chain = self._chains.get(context.request_id)
         if chain is not None and chain.num_tokens == context.current_length:
             return chain
@@ -77,54 +77,54 @@ class PrefixIndex:
         return chain
 
     def digests(self, context: InputContext, parent: bytes, blocks: range) -> list[bytes]:
-        """The digests of some full blocks of a context, as its tokens are now."""
+        """Return the digests of full blocks of a context, for its current tokens."""
         overrides = context.token_hash_overrides
         return chain_digests(parent, context.all_tokens, overrides, blocks, self._block_size)
 
     def forget(self, request_id: str) -> None:
-        """Drops what is remembered of a waiting context."""
+        """Drop the digests of a waiting context."""
         self._chains.pop(request_id, None)
 
     def hit(self, chain: Chain, limit: int) -> int:
-        """How many blocks from the beginning, at most ``limit``, need not be computed.
+        """Return the number of leading blocks, at most ``limit``, that do not have to be computed.
 
-        For layers without a window all of these are cached; for those with one, the last ones, as far back
-        as the next query sees.
+        For layers without a window all of these blocks are cached. For layers with a window the blocks that
+        the next query sees are cached.
         """
         return self._hit_from(chain, 0, limit)
 
     def is_awaited(self, chain: Chain, limit: int) -> bool:
-        """Whether the first of ``limit`` blocks that is not cached is about to be.
+        """Return whether a running request is computing the first of ``limit`` blocks that is not cached.
 
-        Asked of many contexts in each step, so it looks on from where it ended the last time. Should a
-        block before that have been evicted since, the answer is out of date, which does no harm: who waits,
-        waits for somebody who is running.
+        The scheduler calls this for many contexts in each step, so the lookup continues from its last
+        position. If a block before that position has been evicted since, the result is outdated. This does no
+        harm: the context then waits for a running request.
         """
         start = chain.hit if chain.hit <= limit and self._is_known(chain, chain.hit - 1) else 0
         hit = self._hit_from(chain, start, limit)
-        return hit < limit and chain.digests[hit] in self._promised
+        return hit < limit and chain.digests[hit] in self._in_flight
 
     def mark_in_flight(self, digests: Iterable[bytes]) -> None:
-        """Blocks of these contents are about to be computed."""
+        """Mark blocks with these digests as being computed."""
         for digest in digests:
-            self._promised[digest] = self._promised.get(digest, 0) + 1
+            self._in_flight[digest] = self._in_flight.get(digest, 0) + 1
 
     def clear_in_flight(self, digests: Iterable[bytes]) -> None:
-        """They have been, or will not be after all."""
+        """Remove the marks, after the blocks have been computed or the request has ended."""
         for digest in digests:
-            self._promised[digest] -= 1
-            if not self._promised[digest]:
-                del self._promised[digest]
+            self._in_flight[digest] -= 1
+            if not self._in_flight[digest]:
+                del self._in_flight[digest]
 
     @property
     def has_in_flight(self) -> bool:
-        """Whether anything is about to be computed."""
-        return bool(self._promised)
+        """Whether any block is being computed."""
+        return bool(self._in_flight)
 
     @property
     def num_in_flight(self) -> int:
-        """Promises given, each claimed context counted for itself."""
-        return sum(self._promised.values())
+        """The number of marks, counted for each claimed context separately."""
+        return sum(self._in_flight.values())
 
     def _hit_from(self, chain: Chain, start: int, limit: int) -> int:
         hit = start
@@ -132,14 +132,14 @@ class PrefixIndex:
             hit += 1
         chain.hit = hit
         while hit and (gap := self._gap(chain, hit)) is not None:
-            hit = gap  # any hit beyond the gap would see into it
+            hit = gap  # the window of a longer hit would include the gap
         return hit
 
     def _is_known(self, chain: Chain, block: int) -> bool:
         return block >= 0 and all(pool.lookup(chain.digests[block]) is not None for pool in self._whole)
 
     def _gap(self, chain: Chain, hit: int) -> int | None:
-        """The last block before ``hit`` which a window still needs and its pool has not."""
+        """Return the last block before ``hit`` that a window needs and that is not cached."""
         for pool, group in self._windowed:
             first = group.first_visible(hit * self._block_size) // self._block_size
             for block in range(hit - 1, first - 1, -1):

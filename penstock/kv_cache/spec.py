@@ -1,4 +1,4 @@
-"""What KV cache a model needs, in numbers."""
+"""The shape of a model's KV cache."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share one block table, because they keep keys of the same shape equally long."""
+    """Layers that share one block table: their keys have the same shape and the same window."""
 
     layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
     dtype: DType
     window: int | None = None
-    """A query sees itself and the ``window - 1`` keys before it; None: all of them."""
+    """A query sees its own key and the ``window - 1`` keys before it; None for all keys."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -32,41 +32,41 @@ class KVGroup:
             raise ConfigError("dtype", f"a KV cache holds floats or int8, not {self.dtype.value}")
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one block of ``block_size`` tokens, over all layers, keys and values and scales."""
+        """Return the bytes of one block of ``block_size`` tokens: keys, values and scales of all layers."""
         rows = 2 * len(self.layers) * self.kv_heads * block_size
         scale = DType.float32.size_in_bytes if self.dtype is DType.int8 else 0
         return rows * (self.head_dim * self.dtype.size_in_bytes + scale)
 
     def first_visible(self, position: int) -> int:
-        """The first position that the query at ``position`` sees."""
+        """Return the first position that the query at ``position`` sees."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
     def max_blocks(self, num_tokens: int, block_size: int, chunk_size: int | None = None) -> int:
-        """The most blocks that a sequence of ``num_tokens`` holds at once.
+        """Return the maximum number of blocks that a sequence holds at once.
 
         Args:
-            num_tokens: how long the sequence gets.
-            block_size: tokens a block.
-            chunk_size: it is computed at most so many tokens at a time; None: all at once.
+            num_tokens: the final length of the sequence.
+            block_size: tokens of a block.
+            chunk_size: the maximum number of tokens that a step computes; None for no limit.
         """
         whole = -(-num_tokens // block_size)
         if self.window is None or chunk_size is None:
             return whole
-        span = self.window - 1 + chunk_size  # positions in use at once, wherever they begin in a block
+        span = self.window - 1 + chunk_size  # positions in use at once; they can begin anywhere in a block
         return min(whole, (span + block_size - 2) // block_size + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The groups of layers of a model (and of its draft model, where it has one)."""
+    """The groups of layers of a model, and of its draft model if it has one."""
 
     groups: tuple[KVGroup, ...]
     key_limits: tuple[int, ...] = ()
-    """Sequence lengths, ascending. A sequence that outgrows one of them needs other keys for all its tokens,
-    the computed ones too: LongRoPE changes its factors there. The lengths between two limits are a regime."""
+    """Sequence lengths, ascending. A sequence that exceeds a limit needs new keys for all its tokens, because
+    LongRoPE changes its factors there. The lengths between two limits are a regime."""
     shares_prefixes: bool = True
-    """Whether sequences of one regime that begin alike have the same keys there. False for dynamic rope: its
-    keys depend on the length of the prompt."""
+    """Whether sequences of one regime with a common prefix have the same keys for it. False for dynamic rope,
+    whose keys depend on the length of the prompt."""
 
     def __post_init__(self) -> None:
         layers = sorted(layer for group in self.groups for layer in group.layers)
@@ -78,33 +78,33 @@ class KVCacheSpec:
             raise ConfigError("key_limits", f"must ascend from 1 on, were {self.key_limits}")
 
     def regime(self, length: int) -> int:
-        """Return the number of limits that a sequence of ``length`` tokens has outgrown."""
+        """Return the number of limits that a sequence of ``length`` tokens exceeds."""
         return bisect_left(self.key_limits, length)
 
     def shortest(self, length: int) -> int:
-        """Return the length of the shortest sequence that has the keys of one of ``length`` tokens."""
+        """Return the length of the shortest sequence in the same regime as one of ``length`` tokens."""
         regime = self.regime(length)
         return self.key_limits[regime - 1] + 1 if regime else 0
 
     def steps_left(self, length: int) -> int | None:
-        """Return how many tokens a sequence of ``length`` can generate with its keys; None for any number.
+        """Return how many tokens a sequence of ``length`` can generate with its keys; None if unlimited.
 
-        The last of them makes it outgrow the limit, which the step after it has to heed.
+        The last of these tokens makes the sequence exceed the limit, so the next step recomputes it.
         """
         regime = self.regime(length)
         return self.key_limits[regime] - length + 1 if regime < len(self.key_limits) else None
 
     @property
     def num_layers(self) -> int:
-        """L, the layers of all groups."""
+        """L, the number of layers in all groups."""
         return sum(len(group.layers) for group in self.groups)
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
-        """``[L]``: the index of each layer's group."""
+        """The index of each layer's group, ``[L]``."""
         owner = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         return tuple(owner[layer] for layer in range(self.num_layers))
 
     def bytes_per_block(self, block_size: int) -> tuple[int, ...]:
-        """Bytes of one block of ``block_size`` tokens, for each group."""
+        """Return the bytes of one block of ``block_size`` tokens, for each group."""
         return tuple(group.bytes_per_block(block_size) for group in self.groups)

@@ -13,9 +13,9 @@ from penstock.kv_cache.spec import KVCacheSpec
 
 
 class KVCacheStorage:
-    """Keys and values of every block of every layer, zero to begin with.
+    """The keys and values of every block of every layer, initialised to zero.
 
-    A zero is finite: what a kernel reads beyond a sequence, and masks, can never be a NaN.
+    Kernels read and mask rows beyond the end of a sequence. With zeros these rows are never NaN.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class KVCacheStorage:
             is_int8 = group.dtype is DType.int8
             scales.append(zeros(rows, torch.float32, device) if is_int8 else None)
         self.caches = tuple(caches)
-        """L of ``[2, N, K, S, D]``: keys, then values."""
+        """L tensors ``[2, N, K, S, D]``: keys, then values."""
         self.scales = tuple(scales)
-        """L of ``[2, N, K, S]`` float32, for layers kept in int8."""
+        """L tensors ``[2, N, K, S]`` float32, for layers in int8; None for other layers."""
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        """Copies one block of all layers of a group."""
+        """Copy one block of all layers of a group."""
         for layer in self._spec.groups[group].layers:
             for tensor in (self.caches[layer], self.scales[layer]):
                 if tensor is not None:

@@ -1,4 +1,4 @@
-"""Fits a model into the memory there is. Sizes are bytes everywhere."""
+"""Plans the memory of a model. All sizes are in bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner: how long sequences may get, how many run at once, and how large the KV cache is."""
+"""The memory planner: the maximum length, the batch size, the step size and the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ if TYPE_CHECKING:
     from penstock.kv_cache.spec import KVCacheSpec
 
 MIN_STEP = 512
-"""Tokens. Steps of this size still keep a processor busy; smaller ones are for where nothing else fits."""
+"""Tokens. Steps of this size still use a processor fully. Smaller steps are the last resort."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How much of everything there will be. Sizes are bytes."""
+    """The sizes of a pipeline. Memory is in bytes."""
 
     max_length: int
-    """Longest sequence in tokens, prompt and output together."""
+    """The longest sequence in tokens, prompt and output together."""
     max_batch_size: int
     max_batch_input_tokens: int
-    """Most tokens of a step; what was configured, or less to make room for the KV cache."""
+    """The maximum number of tokens of a step: as configured, or less if the KV cache needs memory."""
     num_blocks: tuple[int, ...]
-    """Blocks of each group of the KV cache, the null block among them; empty without a cache."""
+    """The blocks of each group of the KV cache, including the null block; empty without a cache."""
     block_size: int
     weights_size: int
     activation_size: int
     kv_cache_size: int
     available_memory: int
-    """What weights, activations and KV cache may take together."""
+    """The memory for weights, activations and KV cache together."""
     model_max_length: int
-    """What ``max_length`` would be with more memory."""
+    """The value of ``max_length`` with enough memory."""
     adapters_size: int = 0
-    """The room for LoRA adapters that run."""
+    """The device slots for LoRA adapters."""
 
     @property
     def num_cache_tokens(self) -> int:
-        """Tokens that the KV cache holds, of all sequences together."""
-        # Groups without a window have equally many blocks, and none with a window has more.
+        """The number of tokens that fit into the KV cache, over all sequences."""
+        # All groups without a window have the same number of blocks; the others have at most as many.
         return (max(self.num_blocks) - 1) * self.block_size if self.num_blocks else 0
 
     @property
     def is_shortened(self) -> bool:
-        """Whether the maximum length was lowered to fit."""
+        """Whether the maximum length is reduced to fit into memory."""
         return self.max_length < self.model_max_length
 
     def rows(self) -> list[tuple[str, str]]:
-        """The plan for people to read: what, and how much of it."""
+        """Return the names and values of the plan as text."""
         used = self.weights_size + self.adapters_size + self.activation_size + self.kv_cache_size
         free = self.available_memory - used
         shortened = f", shortened from {self.model_max_length:,} to fit" if self.is_shortened else ""
@@ -78,7 +78,7 @@ class MemoryPlan:
         ]
 
     def table(self) -> Table:
-        """`rows` as a table for a terminal."""
+        """Return `rows` as a table for a terminal."""
         from rich.table import Table
 
         table = Table("memory plan", "", show_edge=False)
@@ -97,26 +97,26 @@ def plan_memory(
     free_memory: int,
     adapters_size: int = 0,
 ) -> MemoryPlan:
-    """Chooses the maximum length, the batch size, the step size and the size of the KV cache.
+    """Return the maximum length, the batch size, the step size and the size of the KV cache.
 
-    The cache is paged, so a plan works when one sequence of the maximum length fits, and a block for each
-    sequence of a batch. What the configuration leaves open is lowered until that holds: first the step
-    size, as far as `MIN_STEP` (activations shrink with it), then the length, then the batch, at last
-    the step size again. What is left of the memory becomes more blocks, up to a whole batch of whole
-    sequences.
+    The cache is paged. It must hold one sequence of the maximum length, and one block for each sequence of a
+    batch. The planner reduces values that the configuration does not fix until this holds: first the step
+    size down to `MIN_STEP` (activations shrink with it), then the length, then the batch size, and finally
+    the step size again. The remaining memory becomes further blocks, at most enough for a full batch of
+    sequences of the maximum length.
 
     Args:
         pipeline_config: may fix ``max_length``, ``max_batch_size`` and ``kv_cache_memory``.
-        spec: the KV cache of the model, None where it has none.
-        model_max_length: the longest sequence that the model can do.
+        spec: the KV cache of the model; None for a model without one.
+        model_max_length: the longest sequence that the model supports.
         weights_size: see `estimate_weights_size`.
         activation_size: see `estimate_activation_memory`; for steps of ``max_batch_input_tokens``.
         free_memory: of all devices together, before anything is loaded.
         adapters_size: see `estimate_adapters_size`.
 
     Raises:
-        InsufficientMemoryError: it does not fit, and no setting that was left open would make it.
-        ConfigError: ``max_length`` is more than the model can do.
+        InsufficientMemoryError: the model does not fit with any value of the settings that are not fixed.
+        ConfigError: ``max_length`` exceeds that of the model.
     """
 
     def plan(step_size: int) -> MemoryPlan:
@@ -150,10 +150,10 @@ def estimate_kv_cache_size(
     model_max_length: int,
     available_cache_memory: int,
 ) -> int:
-    """Bytes that the KV cache would take of those available to it.
+    """Return the bytes of the KV cache, of at most ``available_cache_memory``.
 
     Raises:
-        InsufficientMemoryError: they are too few for a cache of any use.
+        InsufficientMemoryError: the memory is too small for the smallest useful cache.
     """
     if spec is None:
         return 0
@@ -162,7 +162,7 @@ def estimate_kv_cache_size(
 
 
 def _step_sizes(pipeline_config: PipelineConfig, activation_size: int, least: int) -> Iterator[int]:
-    """The size configured, and its halves where prompts can be chunked and there is something to gain."""
+    """Yield the configured step size, then half of it and so on, if chunked prefill allows smaller steps."""
     size = wanted_step_size(pipeline_config)
     yield size
     while pipeline_config.enable_chunked_prefill and activation_size and size >= 2 * least:
@@ -213,7 +213,7 @@ def _plan(
 def _plan_cache(
     pipeline_config: PipelineConfig, spec: KVCacheSpec, model_max_length: int, budget: int
 ) -> tuple[int, int, tuple[int, ...]]:
-    """Maximum length, batch size and blocks: what is open is lowered until the least that is needed fits."""
+    """Return maximum length, batch size and blocks, reducing what is not fixed until the minimum fits."""
     demand = BlockDemand(pipeline_config, spec)
     fixed_length, fixed_batch = pipeline_config.model.max_length, pipeline_config.max_batch_size
     length = upper_bounded_default(model_max_length, fixed_length)

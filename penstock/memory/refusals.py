@@ -1,4 +1,4 @@
-"""What is said when a model does not fit: the numbers, and what to do next."""
+"""The errors for a model that does not fit into memory, with the numbers and what to do next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refuse_static(
     free_memory: int,
     adapters_size: int,
 ) -> NoReturn:
-    """Weights and activations alone, or with the KV cache asked for, are too large."""
+    """Raise the error for weights, activations and a configured KV cache that exceed the memory."""
     kv_memory = pipeline_config.kv_cache.memory
     needed = weights_size + adapters_size + activation_size + (kv_memory or 0)
     parts = f"weights take {format_bytes(weights_size)}, activations {format_bytes(activation_size)}"
@@ -48,7 +48,7 @@ def refuse_cache(
     suggested_length: int,
     suggested_batch_size: int,
 ) -> NoReturn:
-    """The KV cache is too small for what was asked for; only what was asked for is blamed."""
+    """Raise the error for a KV cache that does not fit. The message names only configured values."""
     length, batch_size = pipeline_config.model.max_length, pipeline_config.max_batch_size
     asked, instead = [], []
     if length is not None:
@@ -72,7 +72,7 @@ def refuse_cache(
 
 
 def format_bytes(count: int) -> str:
-    """``1536`` -> ``1.5 KiB``."""
+    """Return a size as text: ``1536`` -> ``1.5 KiB``."""
     value = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
