@@ -39,8 +39,8 @@ class CalibrationNetwork(Protocol):
         """Whether keys depend on the length of the text."""
         ...
 
-    def __call__(self, tokens: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """``tokens [T]`` -> hidden states ``[T, E]``."""
+    def __call__(self, tokens: Tensor, step: StepInputs) -> object:
+        """Run the network on ``tokens [T]``; the result is not used."""
         ...
 
 

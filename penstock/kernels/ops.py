@@ -169,6 +169,13 @@ class Ops(ABC):
         Computed in float32, returned in x's type (Ba et al. 2016, arXiv:1607.06450).
         """
 
+    @operation(weights=["weight", "bias"])
+    @abstractmethod
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``(layer_norm(x + residual), x + residual)``, both ``[T, E]``."""
+
     @operation(functions={"add": CFunction("q 3P 4q")})
     @abstractmethod
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -233,6 +240,27 @@ class Ops(ABC):
         the keys at or before its position, at most ``kv.window`` of them. Query head h reads kv head
         ``h // (H / K)``. ``soft_cap`` bounds the scores to ``cap * tanh(score / cap)``. A sink is a further
         score in the softmax without a value. The softmax is computed in float32.
+        """
+
+    @operation(is_recordable=False)
+    @abstractmethod
+    def encoder_attention(
+        self,
+        q: Tensor,  # [T, H, D]
+        k: Tensor,  # [T, K, D]
+        v: Tensor,  # [T, K, D]
+        row_offsets: Tensor,  # [B + 1] int32
+        *,
+        scale: float,
+        window: int | None = None,
+        is_causal: bool = False,
+        bias: Tensor | None = None,  # [H, 2P - 1] float32
+    ) -> Tensor:  # [T, H, D]
+        """Return the attention within each sequence of a ragged batch, without a KV cache.
+
+        Query head h reads kv head ``h // (H / K)``. Query i sees key j of its sequence if
+        ``abs(i - j) <= window``, and, with ``is_causal``, only if ``j <= i``. ``bias[h, j - i + P - 1]`` is
+        added to the scaled score; P is at least the length of the longest sequence. Softmax in float32.
         """
 
     @operation(functions={"gated_activation": CFunction("2q 2P 3q")})

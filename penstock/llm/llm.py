@@ -21,6 +21,7 @@ from penstock.host.garbage_collection import gc_disabled
 from penstock.host.progress import GenerationProgress
 from penstock.llm.batch_runner import BatchRunner
 from penstock.llm.beam_search import BeamOptions, EarlyStopping, search
+from penstock.llm.embeddings import EmbeddingsMethods
 from penstock.llm.outputs import GenerationOutput, OutputOptions, TextStream
 from penstock.llm.prompts import (
     Conversation,
@@ -41,7 +42,7 @@ from penstock.pipelines.core.parameter_hints import hinting
 __all__ = ["LLM", "GenerationOutput", "TextStream"]
 
 
-class LLM:
+class LLM(EmbeddingsMethods):
     """Generates text with a model in this process.
 
     >>> with LLM("demo") as llm:  # doctest: +SKIP
@@ -85,6 +86,8 @@ class LLM:
 
     def _begin(self, config: PipelineConfig, catalog: Catalog) -> None:
         self.config = config
+        self.tokenizer: Any
+        """The tokenizer of the model's task."""
         with gc_disabled(), memory_of_weights(config) as prefaulted:
             self.tokenizer = load_tokenizer(config, catalog)
             self.pipeline: Any = load_pipeline(config, self.tokenizer, catalog, prefaulted)

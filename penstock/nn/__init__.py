@@ -28,6 +28,8 @@ from penstock.nn.decoder import (
     load_attention,
 )
 from penstock.nn.embedding import Embedding
+from penstock.nn.encoder import MLP, EncoderAttention, PostNormBlock
+from penstock.nn.encoder_heads import ClassificationHead, VocabularyHead, num_labels
 from penstock.nn.experts import Experts, load_experts, load_router, num_experts_per_token
 from penstock.nn.head import Head
 from penstock.nn.linear import Linear
@@ -35,6 +37,7 @@ from penstock.nn.loader import Loader, TensorSource, encoding_of_head, encoding_
 from penstock.nn.mlp import GatedMLP
 from penstock.nn.norm import LayerNorm, RMSNorm
 from penstock.nn.outputs import ReturnHiddenStates, ReturnLogits
+from penstock.nn.post_norm_encoder import EncoderNames, PostNormEncoder, PostNormSizes
 from penstock.nn.rotary import Rotary, RotaryConfig, RotaryRows, rope_values
 from penstock.nn.tensor_names import LLAMA_NAMES, TensorNames, TensorRole
 
@@ -42,15 +45,19 @@ __all__ = [
     "FULL",
     "LLAMA_NAMES",
     "MAX_LAYERS",
+    "MLP",
     "SLIDING",
     "Attention",
     "Blueprint",
     "BlueprintFields",
     "Branch",
+    "ClassificationHead",
     "ConfigValues",
     "DecoderBlock",
     "DecoderNetwork",
     "Embedding",
+    "EncoderAttention",
+    "EncoderNames",
     "Experts",
     "FeedForward",
     "GatedMLP",
@@ -59,6 +66,9 @@ __all__ = [
     "Linear",
     "LoadFeedForward",
     "Loader",
+    "PostNormBlock",
+    "PostNormEncoder",
+    "PostNormSizes",
     "RMSNorm",
     "ReturnHiddenStates",
     "ReturnLogits",
@@ -68,6 +78,7 @@ __all__ = [
     "TensorNames",
     "TensorRole",
     "TensorSource",
+    "VocabularyHead",
     "activation_named",
     "encoding_of_head",
     "encoding_of_linear",
@@ -78,6 +89,7 @@ __all__ = [
     "load_experts",
     "load_router",
     "num_experts_per_token",
+    "num_labels",
     "num_layers",
     "rope_values",
     "same_windows",

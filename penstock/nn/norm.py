@@ -37,3 +37,7 @@ class LayerNorm:
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
         return step.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
+        """Return ``(norm(x + residual), x + residual)``."""
+        return step.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)

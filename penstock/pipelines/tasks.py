@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from penstock.architectures.registry import PipelineRegistry, SupportedArchitecture, load_class, load_object
 from penstock.host.memory import PrefaultedMemory
 from penstock.pipelines.core import (
+    EmbeddingsContext,
+    EmbeddingsResponse,
     InputContext,
     PipelineTask,
     TextAndVisionContext,
@@ -78,6 +80,13 @@ TASKS: TaskTable = MappingProxyType(
             factory="penstock.pipelines.text_generation_factory:create_text_generation",
             context_types=(TextContext, TextAndVisionContext),
             output_type=TextGenerationResponse,
+        ),
+        PipelineTask.EMBEDDINGS_GENERATION: TaskRecord(
+            task=PipelineTask.EMBEDDINGS_GENERATION,
+            factory="penstock.pipelines.embeddings:create_embeddings",
+            context_types=(EmbeddingsContext,),
+            output_type=EmbeddingsResponse,
+            tokenizer="penstock.text.embeddings_tokenizer:EmbeddingsTokenizer",
         ),
     }
 )

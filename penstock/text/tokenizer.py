@@ -308,7 +308,7 @@ class TextTokenizer:
 
         def render(messages: Sequence[Message]) -> str:
             text = template.render_request(messages, request.tools, request.chat_template_options)
-            return _valid_unicode(text)
+            return valid_unicode(text)
 
         if self._special_tokens_in_content:
             rendered = RenderedPrompt(render(messages))
@@ -338,7 +338,7 @@ class TextTokenizer:
             self._check_length(text)
         # `encode_batch_fast` releases the GIL, which `encode` does not, and is faster.
         [encoding] = self.backend.encode_batch_fast(
-            [_valid_unicode(text)], add_special_tokens=add_special_tokens
+            [valid_unicode(text)], add_special_tokens=add_special_tokens
         )
         return checked_prompt_ids(encoding.ids, self.vocab_size)
 
@@ -353,7 +353,7 @@ class TextTokenizer:
             return
         size = _CHARACTERS_PER_TOKEN * limit
         while size < len(text):
-            prefix = [_valid_unicode(text[:size])]
+            prefix = [valid_unicode(text[:size])]
             [encoding] = self.backend.encode_batch_fast(prefix, add_special_tokens=False)
             if len(encoding) > limit + max(16, limit // 4):
                 raise PromptTooLongError(len(encoding), limit, is_exact=False)
@@ -370,7 +370,7 @@ class TextTokenizer:
         if cached is None:
             if len(self._stop_cache) >= _MAX_CACHED_STOPS:
                 self._stop_cache.clear()
-            cached = stop_sequences(_valid_unicode(stop), self._encode, self.token_bytes)
+            cached = stop_sequences(valid_unicode(stop), self._encode, self.token_bytes)
             self._stop_cache[stop] = cached
         return cached
 
@@ -382,7 +382,7 @@ class TextTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
 
-def _valid_unicode(text: str) -> str:
+def valid_unicode(text: str) -> str:
     """Return the text with lone surrogates replaced by U+FFFD."""
     try:
         text.encode()

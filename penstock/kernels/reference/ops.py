@@ -32,6 +32,7 @@ from penstock.kernels.linear import (
 )
 from penstock.kernels.ops import Activation, Gating, Ops, Routing
 from penstock.kernels.reference.attention import paged_attention
+from penstock.kernels.reference.encoder_attention import ragged_attention
 from penstock.kernels.reference.sampling import sample
 
 ROWS_OF_EXPERTS = 1024
@@ -93,6 +94,12 @@ class ReferenceOps(Ops):
         normed = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)  # row by row
         return normed.to(x.dtype)
 
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.layer_norm(total, weight, bias, eps), total
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
@@ -130,6 +137,22 @@ class ReferenceOps(Ops):
         sinks: Tensor | None = None,
     ) -> Tensor:
         return paged_attention(q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks)
+
+    def encoder_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        row_offsets: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        is_causal: bool = False,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        return ragged_attention(
+            q, k, v, row_offsets, scale=scale, window=window, is_causal=is_causal, bias=bias
+        )
 
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
         gate, up = x.chunk(2, dim=-1)  # [T, F] each

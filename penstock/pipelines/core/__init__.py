@@ -6,7 +6,14 @@ loads numpy and msgspec, but neither torch nor transformers nor a library for gr
 
 from penstock.pipelines.core.context import TextAndVisionContext, TextContext
 from penstock.pipelines.core.context_types import RequestContext, context_type
-from penstock.pipelines.core.embeddings import EmbeddingsContext, EmbeddingsGenerationRequest
+from penstock.pipelines.core.embeddings import (
+    EMBEDDINGS_OUTPUTS,
+    POOLING_TYPES,
+    EmbeddingsContext,
+    EmbeddingsGenerationRequest,
+    EmbeddingsOutput,
+    PoolingType,
+)
 from penstock.pipelines.core.interfaces import (
     AudioGenerator,
     EmbeddingsGenerator,
@@ -41,6 +48,8 @@ from penstock.pipelines.core.status import PipelineTask, TextGenerationStatus
 from penstock.pipelines.core.tokens import TokenBuffer
 
 __all__ = [
+    "EMBEDDINGS_OUTPUTS",
+    "POOLING_TYPES",
     "AudioGenerationRequest",
     "AudioGenerationResponse",
     "AudioGenerator",
@@ -48,6 +57,7 @@ __all__ = [
     "EmbeddingsContext",
     "EmbeddingsGenerationRequest",
     "EmbeddingsGenerator",
+    "EmbeddingsOutput",
     "EmbeddingsResponse",
     "Grammar",
     "GrammarMatcher",
@@ -56,6 +66,7 @@ __all__ = [
     "Pipeline",
     "PipelineTask",
     "PipelineTokenizer",
+    "PoolingType",
     "RequestContext",
     "SamplingParams",
     "SparseEmbedding",

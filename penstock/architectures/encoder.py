@@ -1,0 +1,142 @@
+"""`EncoderModel`: an encoder without its network. It computes whole inputs, without a KV cache.
+
+A family subclasses it and defines the longest sequence (`calculate_max_seq_len`) and how the network is read
+from a checkpoint (`build`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.architectures.model import ModelInputs, ModelOutputs
+from penstock.architectures.network_model import NetworkModel
+from penstock.config import upper_bounded_default
+from penstock.errors import UnsupportedFeatureError
+from penstock.kernels import KVCacheInputs, StepInputs
+from penstock.nn import Loader
+from penstock.pipelines.core import EmbeddingsContext, PoolingType
+from penstock.text.sentence_transformers import read_layout
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig, PipelineConfig
+
+
+class EncoderNetwork(Protocol):
+    """The computation from tokens to hidden states, with the heads that the checkpoint has."""
+
+    @property
+    def classifier(self) -> Callable[[Tensor, StepInputs], Tensor] | None:
+        """The head of a sequence classifier, ``[B, E] -> [B, labels]``; None without one."""
+        ...
+
+    @property
+    def vocabulary(self) -> Callable[[Tensor, StepInputs], Tensor] | None:
+        """The head of a masked language model, ``[T, E] -> [T, V]``; None without one."""
+        ...
+
+    @property
+    def length_dependent(self) -> bool:
+        """Whether positions depend on the length of the sequence."""
+        ...
+
+    def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
+        """``tokens [T]`` and token types ``[T]`` -> hidden states ``[T, E]``."""
+        ...
+
+
+@dataclass(kw_only=True)
+class EncoderInputs(ModelInputs):
+    """A ragged batch of whole inputs."""
+
+    token_types: Tensor | None = None
+    """``[T]`` int64: the segment of each token; None if all are in the first."""
+
+
+class EncoderModel(NetworkModel[EmbeddingsContext]):
+    """An encoder whose forward computes the hidden states of whole inputs."""
+
+    network: EncoderNetwork
+    classifier_pooling: PoolingType = "cls"
+    """How a sequence classifier pools the hidden states."""
+
+    @classmethod
+    @abstractmethod
+    def max_positions(cls, huggingface_config: HuggingFaceConfig) -> int:
+        """Return the longest sequence that the network can compute, in tokens."""
+
+    @classmethod
+    def calculate_max_seq_len(
+        cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
+    ) -> int:
+        """Return the configured length, or the ``max_seq_length`` of a sentence-transformers layout.
+
+        Raises:
+            ValueError: the configured length exceeds the positions of the network.
+        """
+        positions = cls.max_positions(huggingface_config)
+        trained = read_layout(pipeline_config.model.checkpoint).max_seq_length
+        default = pipeline_config.model.max_length or min(trained or positions, positions)
+        return upper_bounded_default(positions, default)
+
+    @classmethod
+    @abstractmethod
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> EncoderNetwork:
+        """Read the network from a checkpoint."""
+
+    def prepare_initial_token_inputs(
+        self,
+        replica_batches: Sequence[Sequence[EmbeddingsContext]],
+        kv_cache_inputs: KVCacheInputs | None = None,
+        return_n_logits: int = 1,
+    ) -> EncoderInputs:
+        """Return a ragged batch of the whole inputs of all contexts."""
+        contexts = [context for replica in replica_batches for context in replica]
+        counts = np.array([context.active_length for context in contexts])
+        ends = counts.cumsum()
+        positions = np.arange(ends[-1]) - (ends - counts).repeat(counts)
+        types = [context.token_type_ids for context in contexts]
+        token_types = None
+        if any(one is not None for one in types):
+            zeros = [np.zeros(count) for count in counts]
+            token_types = np.concatenate(
+                [z if one is None else one for z, one in zip(zeros, types, strict=True)]
+            )
+        return EncoderInputs(
+            tokens=self._to_device(np.concatenate([one.next_tokens for one in contexts]), np.int64),
+            row_offsets=self._to_device(np.concatenate([[0], ends]), np.int32),
+            positions=self._to_device(positions, np.int64),
+            token_types=None if token_types is None else self._to_device(token_types, np.int64),
+            lora=None if self.lora_manager is None else self.lora_manager.inputs(contexts, counts),
+        )
+
+    def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: Any) -> Any:
+        raise UnsupportedFeatureError("a second step", "an encoder generates no tokens")
+
+    @torch.inference_mode()
+    def execute(self, model_inputs: EncoderInputs) -> ModelOutputs:
+        """Return the hidden states ``[T, E]`` of a batch."""
+        self.begin_step()
+        step = self.step_inputs(model_inputs)
+        hidden = self.network(model_inputs.tokens, step, model_inputs.token_types)
+        return ModelOutputs(hidden_states=hidden)
+
+    def step_inputs(self, model_inputs: EncoderInputs) -> StepInputs:
+        """Return what the layers and heads share in the step of these inputs."""
+        lengths = None
+        if self.network.length_dependent:
+            counts = model_inputs.row_offsets.diff().long()
+            lengths = counts.repeat_interleave(counts)
+        return StepInputs(
+            self.session.ops,
+            model_inputs.positions,
+            model_inputs.row_offsets,
+            lora=model_inputs.lora,
+            text_lengths=lengths,
+        )

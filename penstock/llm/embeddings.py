@@ -1,0 +1,356 @@
+"""`EmbeddingsMethods`: the methods of `LLM` for embeddings models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.assembly import STREAMING_LATENCY_BUDGET
+from penstock.errors import InputError
+from penstock.host.interrupts import deferred_interrupts
+from penstock.host.progress import GenerationProgress
+from penstock.llm.prompts import broadcast
+from penstock.pipelines.core import (
+    EmbeddingsContext,
+    EmbeddingsGenerationRequest,
+    EmbeddingsOutput,
+    EmbeddingsResponse,
+    PipelineTask,
+    PoolingType,
+)
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.llm.batch_runner import BatchRunner
+    from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
+
+EmbeddingsInput = str | Sequence[int]
+"""A text, or its token ids including special tokens."""
+
+
+@dataclass(frozen=True)
+class RerankResult:
+    """One document of `LLM.rerank`."""
+
+    index: int
+    """The place of the document in the list that was given."""
+    score: float
+    document: str
+
+
+@dataclass(frozen=True)
+class Classification:
+    """The result of `LLM.classify` for one text."""
+
+    label: str
+    """The label with the highest score, by its name in ``id2label``."""
+    scores: npt.NDArray[Any]
+    """``[labels]`` float32."""
+
+
+class EmbeddingsResult:
+    """Takes the output of one context.
+
+    Args:
+        context: the context.
+    """
+
+    def __init__(self, context: EmbeddingsContext) -> None:
+        self.context = context
+        self.response: EmbeddingsResponse | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the output has arrived."""
+        return self.response is not None
+
+    def take(self, response: EmbeddingsResponse) -> None:
+        """Keep the output."""
+        self.response = response
+
+
+class EmbeddingsMethods:
+    """Embeds, scores, reranks and classifies texts."""
+
+    if TYPE_CHECKING:
+        config: PipelineConfig
+        pipeline: Any
+        tokenizer: EmbeddingsTokenizer
+        _runner: BatchRunner
+
+        def _check_task(self, method: str, task: PipelineTask) -> None: ...
+
+    def embed(
+        self,
+        inputs: EmbeddingsInput | Sequence[EmbeddingsInput],
+        use_tqdm: bool = True,
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        pooling: PoolingType | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> npt.NDArray[Any]:
+        """Return the dense embeddings of texts.
+
+        Args:
+            inputs: a text, a list of texts, a list of token ids, or a list of such lists.
+            use_tqdm: show a progress bar, if standard error is a terminal.
+            prompt: a text that is placed before each input, such as ``"query: "``.
+            prompt_name: the name of a prompt of the checkpoint; excludes ``prompt``.
+            pooling: replaces the checkpoint's pooling.
+            dimensions: keep this many leading dimensions; see `check_dimensions`.
+            normalize: scale the vectors to length 1; None follows the checkpoint.
+            truncate: cut inputs that exceed the maximum length; otherwise they are refused.
+            adapter: the LoRA adapter, for all inputs or one for each.
+
+        Returns:
+            ``[n, E]`` float32, in the order of the inputs; ``[E]`` for a single input.
+
+        Raises:
+            InputError: an input cannot be served; then none has been computed.
+        """
+        responses = self.encode(
+            inputs,
+            use_tqdm,
+            outputs=("dense",),
+            prompt=prompt,
+            prompt_name=prompt_name,
+            pooling=pooling,
+            dimensions=dimensions,
+            normalize=normalize,
+            truncate=truncate,
+            adapter=adapter,
+        )
+        vectors = np.stack([response.embeddings for response in responses])
+        return vectors[0] if _is_single(inputs) else vectors
+
+    def encode(
+        self,
+        inputs: EmbeddingsInput | Sequence[EmbeddingsInput],
+        use_tqdm: bool = True,
+        *,
+        outputs: Sequence[EmbeddingsOutput] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        **options: Any,
+    ) -> list[EmbeddingsResponse]:
+        """Return all outputs of texts: dense, sparse and multi-vector embeddings, or scores.
+
+        Args:
+            inputs: as of `embed`.
+            use_tqdm: show a progress bar, if standard error is a terminal.
+            outputs: the outputs to compute; None computes the model's default.
+            adapter: the LoRA adapter, for all inputs or one for each.
+            **options: further fields of `EmbeddingsGenerationRequest`, the same for all inputs.
+
+        Raises:
+            InputError: an input cannot be served; then none has been computed.
+        """
+        self._check_task("LLM.encode", PipelineTask.EMBEDDINGS_GENERATION)
+        batch: Sequence[Any] = [inputs] if _is_single(inputs) else list(inputs)
+        adapters = broadcast("adapter", adapter, len(batch))
+        fields = [
+            {"input": one, "adapter": name, **options} for one, name in zip(batch, adapters, strict=True)
+        ]
+        return self._embeddings(fields, None if outputs is None else tuple(outputs), use_tqdm)
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        truncate: bool = False,
+        activation: bool | None = None,
+    ) -> npt.NDArray[Any]:
+        """Return the score of each pair of a query and a document.
+
+        A cross-encoder computes each pair. An embedder computes the similarity of the two embeddings, with
+        the similarity function of the checkpoint.
+
+        Args:
+            query: one query for all documents, or one for each.
+            documents: the documents.
+            use_tqdm: show a progress bar, if standard error is a terminal.
+            truncate: cut inputs that exceed the maximum length; otherwise they are refused.
+            activation: False returns the logits of a cross-encoder.
+
+        Returns:
+            ``[n]`` float32.
+
+        Raises:
+            InputError: an input cannot be served, or the numbers of queries and documents differ.
+        """
+        self._check_task("LLM.score", PipelineTask.EMBEDDINGS_GENERATION)
+        texts = [documents] if isinstance(documents, str) else list(documents)
+        queries = [query] * len(texts) if isinstance(query, str) else list(query)
+        if len(queries) != len(texts):
+            raise InputError(
+                f"{len(queries)} queries and {len(texts)} documents: give one query, or one for each document"
+            )
+        if not texts:
+            return np.zeros(0, np.float32)
+        if "scores" not in self.pipeline.outputs:
+            return self._similarities(queries, texts, use_tqdm, truncate)
+        fields = [
+            {"input": one, "text_pair": text, "truncate": truncate, "activation": activation}
+            for one, text in zip(queries, texts, strict=True)
+        ]
+        scores = [response.scores for response in self._embeddings(fields, ("scores",), use_tqdm)]
+        labels = len(scores[0]) if scores[0] is not None else 0
+        if labels != 1:
+            raise InputError(f"the model has {labels} labels: a cross-encoder has one; use LLM.classify")
+        return np.concatenate([one for one in scores if one is not None])
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        top_n: int | None = None,
+        truncate: bool = False,
+        activation: bool | None = None,
+    ) -> list[RerankResult]:
+        """Return the documents by descending score for a query; see `score`.
+
+        Args:
+            query: the query.
+            documents: the documents.
+            use_tqdm: show a progress bar, if standard error is a terminal.
+            top_n: return this many; None returns all.
+            truncate: as of `score`.
+            activation: as of `score`.
+
+        Raises:
+            InputError: an input cannot be served, or ``top_n`` is below 1.
+        """
+        if top_n is not None and top_n < 1:
+            raise InputError(f"top_n must be at least 1, was {top_n}")
+        scores = self.score(query, documents, use_tqdm, truncate=truncate, activation=activation)
+        order = np.argsort(-scores, kind="stable")[:top_n]
+        return [RerankResult(int(i), float(scores[i]), documents[i]) for i in order]
+
+    def classify(
+        self,
+        inputs: EmbeddingsInput | Sequence[EmbeddingsInput],
+        use_tqdm: bool = True,
+        *,
+        truncate: bool = False,
+        activation: bool | None = None,
+    ) -> list[Classification]:
+        """Return the label and the scores of texts.
+
+        Args:
+            inputs: as of `embed`.
+            use_tqdm: show a progress bar, if standard error is a terminal.
+            truncate: cut inputs that exceed the maximum length; otherwise they are refused.
+            activation: False returns logits.
+
+        Raises:
+            InputError: an input cannot be served.
+            UnsupportedFeatureError: the model has no classification head.
+        """
+        responses = self.encode(
+            inputs, use_tqdm, outputs=("scores",), truncate=truncate, activation=activation
+        )
+        labels = label_names(self.config.model.huggingface_config)
+        results = []
+        for response in responses:
+            assert response.scores is not None
+            best = int(response.scores.argmax())
+            results.append(Classification(labels.get(best, f"LABEL_{best}"), response.scores))
+        return results
+
+    def _similarities(
+        self, queries: Sequence[str], texts: Sequence[str], use_tqdm: bool, truncate: bool
+    ) -> npt.NDArray[Any]:
+        """Return the similarity of each query to its text, with the prompts for queries and documents."""
+        layout = self.tokenizer.layout
+        unique = list(dict.fromkeys(queries))
+        fields = [
+            *({"input": one, "truncate": truncate, **layout.prompt_for("query")} for one in unique),
+            *({"input": one, "truncate": truncate, **layout.prompt_for("document")} for one in texts),
+        ]
+        vectors = np.stack([one.embeddings for one in self._embeddings(fields, ("dense",), use_tqdm)])
+        place = {one: i for i, one in enumerate(unique)}
+        first = vectors[[place[one] for one in queries]]
+        return similarity(first, vectors[len(unique) :], layout.similarity)
+
+    def _embeddings(
+        self,
+        fields: Sequence[Mapping[str, Any]],
+        outputs: tuple[EmbeddingsOutput, ...] | None,
+        use_tqdm: bool,
+    ) -> list[EmbeddingsResponse]:
+        """Run one request for each entry of ``fields`` and return the outputs in their order."""
+        results = [
+            EmbeddingsResult(self._embeddings_context(index, len(fields), outputs, one))
+            for index, one in enumerate(fields)
+        ]
+        progress = GenerationProgress(len(results), shown=use_tqdm)
+        with self._runner.exclusive(), deferred_interrupts() as deliver_interrupt, progress:
+            for served in self._runner.run(results, seconds=STREAMING_LATENCY_BUDGET):
+                deliver_interrupt()
+                progress.advance(
+                    num_tokens=sum(one.context.current_length for one in served), num_prompts=len(served)
+                )
+        return [one.response for one in results if one.response is not None]
+
+    def _embeddings_context(
+        self,
+        index: int,
+        count: int,
+        outputs: tuple[EmbeddingsOutput, ...] | None,
+        fields: Mapping[str, Any],
+    ) -> EmbeddingsContext:
+        try:
+            context = self.tokenizer.build_embeddings_context(
+                EmbeddingsGenerationRequest(
+                    id=uuid4().hex, model_name=self.config.model.name, outputs=outputs, **fields
+                )
+            )
+            self.pipeline.ready(context)
+        except InputError as error:
+            if count > 1:
+                error.add_note(f"in input {index + 1} of {count}")
+            raise
+        return context
+
+
+def similarity(first: npt.NDArray[Any], second: npt.NDArray[Any], kind: str) -> npt.NDArray[Any]:
+    """Return the similarity of the rows of two arrays ``[n, E]``: ``[n]``; distances are negated.
+
+    Raises:
+        InputError: the kind is unknown.
+    """
+    if kind == "dot":
+        return (first * second).sum(1)
+    if kind == "cosine":
+        norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+        return (first * second).sum(1) / np.maximum(norms, 1e-12)
+    if kind == "euclidean":
+        return -np.linalg.norm(first - second, axis=1)
+    if kind == "manhattan":
+        return -np.abs(first - second).sum(1)
+    raise InputError(f"similarity_fn_name {kind!r} is unknown: use cosine, dot, euclidean or manhattan")
+
+
+def label_names(config: Mapping[str, Any]) -> dict[int, str]:
+    """Return the names of a classifier's labels by index, from ``id2label``."""
+    labels = config.get("id2label") or {}
+    return {int(index): str(labels[index]) for index in labels}
+
+
+def _is_single(inputs: Any) -> bool:
+    """Return whether inputs are one text or one list of token ids."""
+    return isinstance(inputs, str) or (
+        len(inputs) > 0 and all(isinstance(one, int | np.integer) for one in inputs)
+    )

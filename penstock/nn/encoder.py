@@ -1,0 +1,70 @@
+"""Layers of bidirectional encoders: attention without a KV cache, feed-forward layer, and their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.kernels import Activation, StepInputs
+from penstock.nn.linear import Linear
+from penstock.nn.norm import LayerNorm
+from penstock.nn.rotary import RotaryRows
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderAttention:
+    """Attention within each sequence; query head h reads kv head ``h // (H / K)``."""
+
+    qkv: Linear  # [E] -> [(H + 2K) D]
+    output: Linear  # [H D] -> [E]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """Distance of the farthest visible key, in either direction."""
+    rotary: int | None = None
+    """The index of the rotary embedding for queries and keys; None for no rotation."""
+
+    def __call__(
+        self, x: Tensor, step: StepInputs, rows: Sequence[RotaryRows] = (), bias: Tensor | None = None
+    ) -> Tensor:
+        """``x [T, E] -> [T, E]``; ``bias [H, 2P - 1]`` as of `Ops.encoder_attention`."""
+        keys = self.heads + self.kv_heads
+        heads = self.qkv(x, step).view(-1, keys + self.kv_heads, self.head_dim)
+        q, k, v = heads[:, : self.heads], heads[:, self.heads : keys], heads[:, keys:]
+        if self.rotary is not None:
+            q, k = step.ops.rotary(q, k, *rows[self.rotary])
+        out = step.ops.encoder_attention(
+            q, k, v, step.row_offsets, scale=self.scale, window=self.window, bias=bias
+        )
+        return self.output(out.view(-1, self.heads * self.head_dim), step)
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """``down(activation(up(x)))``."""
+
+    up: Linear
+    down: Linear
+    activation: Activation
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
+        return self.down(step.ops.activation(self.up(x, step), self.activation), step)
+
+
+@dataclass(frozen=True, slots=True)
+class PostNormBlock:
+    """Attention, then the feed-forward layer. A norm follows each residual connection, as in BERT."""
+
+    attention: EncoderAttention
+    attention_norm: LayerNorm
+    mlp: MLP
+    mlp_norm: LayerNorm
+
+    def __call__(self, x: Tensor, step: StepInputs, bias: Tensor | None = None) -> Tensor:
+        """``x [T, E] -> [T, E]``."""
+        x, _ = self.attention_norm.add(self.attention(x, step, bias=bias), x, step)
+        return self.mlp_norm.add(self.mlp(x, step), x, step)[0]

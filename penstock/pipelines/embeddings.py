@@ -1,0 +1,219 @@
+"""`EmbeddingsPipeline`: embeddings, scores, sparse and multi-vector outputs, one forward per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.architectures.encoder import EncoderModel
+from penstock.driver import load_devices
+from penstock.engine import InferenceSession
+from penstock.errors import UnsupportedFeatureError
+from penstock.kernels import StepInputs
+from penstock.pipelines.core import (
+    EmbeddingsContext,
+    EmbeddingsOutput,
+    EmbeddingsResponse,
+    PipelineTask,
+    SparseEmbedding,
+    TextGenerationStatus,
+)
+from penstock.pipelines.pooling import load_dense, pool
+from penstock.pipelines.task_pipeline import TaskPipeline
+from penstock.text.sentence_transformers import SentenceTransformersLayout, read_layout
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+    from penstock.lora import LoRAManager
+    from penstock.pipelines.tasks import PipelineRequirements
+
+
+def create_embeddings(required: PipelineRequirements) -> EmbeddingsPipeline:
+    """Load the model and return its pipeline.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        InsufficientMemoryError: the weights do not fit.
+    """
+    config = required.config
+    session = InferenceSession(
+        load_devices(config.model.devices), num_threads=config.num_threads, prefaulted=required.prefaulted
+    )
+    model = required.architecture.load_pipeline_model()(config, session)
+    return EmbeddingsPipeline(model, read_layout(config.model.checkpoint))
+
+
+class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
+    """Computes the outputs of whole inputs in ragged batches, without a KV cache.
+
+    Args:
+        model: an encoder.
+        layout: how its hidden states become embeddings.
+    """
+
+    task = PipelineTask.EMBEDDINGS_GENERATION
+    context_types = (EmbeddingsContext,)
+    chunks_prompts = False
+
+    def __init__(self, model: EncoderModel, layout: SentenceTransformersLayout) -> None:
+        super().__init__(model.session, model.memory_plan)
+        self.model = model
+        self.layout = layout
+        ops, device = self.session.ops, model.torch_device
+        self._dense = [load_dense(module, ops, device) for module in layout.dense]
+        self._scores = scores_activation(model.huggingface_config)
+
+    @property
+    def outputs(self) -> tuple[EmbeddingsOutput, ...]:
+        """The outputs that the model has; the first is its default."""
+        network = self.model.network
+        if network.classifier is not None:
+            return ("scores",)
+        if network.vocabulary is not None:
+            return ("sparse", "dense", "multi_vector")
+        return ("dense", "multi_vector")
+
+    def encode(self, batch: Mapping[str, EmbeddingsContext]) -> dict[str, EmbeddingsResponse]:
+        """Return the outputs of all contexts, by request id."""
+        return self.execute(batch)
+
+    @torch.inference_mode()
+    def execute(
+        self, batch: Mapping[str, EmbeddingsContext], num_steps: int = 1
+    ) -> dict[str, EmbeddingsResponse]:
+        self.check_context_types(batch.values())
+        contexts = list(batch.values())
+        inputs = self.model.prepare_initial_token_inputs([contexts])
+        hidden = self.model.execute(inputs).hidden_states
+        assert hidden is not None
+        responses = self._responses(contexts, hidden, self.model.step_inputs(inputs))
+        for context in contexts:
+            context.update_status(TextGenerationStatus.END_OF_SEQUENCE)
+        return dict(zip(batch, responses, strict=True))
+
+    def ready(self, context: EmbeddingsContext) -> bool:
+        super().ready(context)
+        missing = [name for name in context.outputs if name not in self.outputs]
+        if missing:
+            raise UnsupportedFeatureError(
+                f"the output {missing[0]}", f"this model computes {', '.join(self.outputs)}"
+            )
+        manager = self.lora_manager
+        return manager is None or manager.ready(context)
+
+    def release(self, context: EmbeddingsContext) -> None:
+        super().release(context)
+        if self.lora_manager is not None:
+            self.lora_manager.release(context)
+
+    def pack_pending(self) -> bool:
+        return self.model.pack_pending()
+
+    @property
+    def lora_manager(self) -> LoRAManager | None:
+        return self.model.lora_manager
+
+    def _responses(
+        self, contexts: Sequence[EmbeddingsContext], hidden: Tensor, step: StepInputs
+    ) -> list[EmbeddingsResponse]:
+        rows = [hidden[start:stop] for start, stop in pairwise(step.row_offsets.tolist())]  # [n, E] each
+        wanted = [set(context.outputs or self.outputs[:1]) for context in contexts]
+        dense = self._vectors(contexts, rows, [i for i, names in enumerate(wanted) if "dense" in names])
+        scores = self._classify(
+            contexts, rows, [i for i, names in enumerate(wanted) if "scores" in names], step
+        )
+        return [
+            EmbeddingsResponse(
+                dense.get(i, np.zeros(0, np.float32)),
+                scores=scores.get(i),
+                sparse=self._sparse(rows[i], step) if "sparse" in wanted[i] else None,
+                multi_vector=self._multi_vector(contexts[i], rows[i])
+                if "multi_vector" in wanted[i]
+                else None,
+            )
+            for i in range(len(contexts))
+        ]
+
+    def _vectors(
+        self, contexts: Sequence[EmbeddingsContext], rows: Sequence[Tensor], chosen: Sequence[int]
+    ) -> dict[int, npt.NDArray[Any]]:
+        """Return the dense embeddings of the chosen contexts."""
+        if not chosen:
+            return {}
+        vectors = torch.stack([self._pooled(contexts[i], rows[i]) for i in chosen])  # [n, E]
+        for layer in self._dense:
+            vectors = layer(vectors, self.session.ops)
+        return {i: self._finished(contexts[i], vector) for i, vector in zip(chosen, vectors, strict=True)}
+
+    def _pooled(self, context: EmbeddingsContext, hidden: Tensor) -> Tensor:
+        poolings = self.layout.poolings if context.pooling is None else (context.pooling,)
+        return pool(hidden, poolings, context.num_unpooled_tokens)
+
+    def _finished(self, context: EmbeddingsContext, vector: Tensor) -> npt.NDArray[Any]:
+        """Return a vector with its length and its norm as the context asks."""
+        vector = vector[: context.dimensions]
+        if self.layout.normalize if context.normalize is None else context.normalize:
+            vector = F.normalize(vector, dim=-1)
+        return vector.numpy(force=True)
+
+    def _classify(
+        self,
+        contexts: Sequence[EmbeddingsContext],
+        rows: Sequence[Tensor],
+        chosen: Sequence[int],
+        step: StepInputs,
+    ) -> dict[int, npt.NDArray[Any]]:
+        """Return the scores ``[labels]`` of the chosen contexts."""
+        classifier = self.model.network.classifier
+        if not chosen or classifier is None:
+            return {}
+        kind = self.model.classifier_pooling
+        pooled = torch.stack([pool(rows[i], (kind,)).to(rows[i].dtype) for i in chosen])
+        logits = classifier(pooled, step).float()  # [n, labels]
+        return {
+            i: (row if contexts[i].activation is False else self._scores(row)).numpy(force=True)
+            for i, row in zip(chosen, logits, strict=True)
+        }
+
+    def _sparse(self, hidden: Tensor, step: StepInputs) -> SparseEmbedding:
+        """Return the largest ``log(1 + relu(logit))`` of each token id (SPLADE, arXiv:2109.10086)."""
+        vocabulary = self.model.network.vocabulary
+        assert vocabulary is not None
+        weights = torch.log1p(vocabulary(hidden, step).float().relu()).amax(0)  # [V]
+        ids = weights.nonzero()[:, 0]
+        return SparseEmbedding(ids.int().numpy(force=True), weights[ids].numpy(force=True))
+
+    def _multi_vector(self, context: EmbeddingsContext, hidden: Tensor) -> npt.NDArray[Any]:
+        """Return one vector of length 1 for each counted token, ``[n, E]``."""
+        vectors = hidden[context.num_unpooled_tokens :].float()
+        for layer in self._dense:
+            vectors = layer(vectors, self.session.ops)
+        return F.normalize(vectors[:, : context.dimensions], dim=-1).numpy(force=True)
+
+
+def scores_activation(config: HuggingFaceConfig) -> Any:
+    """Return the function from the logits ``[labels]`` of a classifier to its scores.
+
+    It is the one that the checkpoint names for cross-encoders. Otherwise one label, or labels that do not
+    exclude each other, get a sigmoid, and others a softmax.
+    """
+    settings = config.section("sentence_transformers")
+    named = settings.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    name = str(named or "").rpartition(".")[2]
+    if name == "Identity":
+        return lambda logits: logits
+    if name == "Sigmoid":
+        return torch.sigmoid
+    is_multi_label = config.get("problem_type") == "multi_label_classification"
+
+    def activation(logits: Tensor) -> Tensor:
+        return torch.sigmoid(logits) if is_multi_label or len(logits) == 1 else logits.softmax(-1)
+
+    return activation

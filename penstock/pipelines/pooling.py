@@ -1,0 +1,85 @@
+"""From the hidden states of one text to its embedding: pooling, dense layers, normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+from penstock.kernels import Ops, PackedLinear
+from penstock.pipelines.core import PoolingType
+from penstock.text.sentence_transformers import DenseModule
+from penstock.weights import Weights
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "Identity": lambda x: x,
+    "Tanh": torch.tanh,
+    "ReLU": F.relu,
+    "GELU": F.gelu,
+    "SiLU": F.silu,
+    "Sigmoid": torch.sigmoid,
+}
+
+
+def pool(hidden: Tensor, poolings: Sequence[PoolingType], num_unpooled: int = 0) -> Tensor:
+    """Return the pooled vector of one text, ``[n, E] -> [E * len(poolings)]``, in float32.
+
+    Args:
+        hidden: the hidden states of the text, special tokens included.
+        poolings: their results are concatenated.
+        num_unpooled: leading rows that do not count, such as those of a prompt. ``cls`` is always row 0.
+    """
+    rows = hidden.float()
+    return torch.cat([_POOLINGS[kind](rows, rows[num_unpooled:]) for kind in poolings])
+
+
+def _weighted_mean(rows: Tensor) -> Tensor:
+    """Return the mean with weights 1, 2, 3, ... (Muennighoff 2022, arXiv:2202.08904)."""
+    weights = torch.arange(1, len(rows) + 1, dtype=torch.float32, device=rows.device)
+    return (rows * weights[:, None]).sum(0) / weights.sum()
+
+
+_POOLINGS: Mapping[PoolingType, Callable[[Tensor, Tensor], Tensor]] = {
+    "cls": lambda rows, counted: rows[0],
+    "mean": lambda rows, counted: counted.mean(0),
+    "max": lambda rows, counted: counted.amax(0),
+    "mean_sqrt_len": lambda rows, counted: counted.sum(0) / len(counted) ** 0.5,
+    "weighted_mean": lambda rows, counted: _weighted_mean(counted),
+    "last_token": lambda rows, counted: counted[-1],
+}
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer with an activation, in float32: ``[B, in] -> [B, out]``."""
+
+    packed: PackedLinear
+    activation: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
+        return self.activation(ops.linear(x, self.packed))
+
+
+def load_dense(module: DenseModule, ops: Ops, device: torch.device) -> Dense:
+    """Read a dense module of the sentence-transformers layout.
+
+    Raises:
+        CheckpointError: the weights are missing or misshapen, or the activation is unknown.
+    """
+    if module.activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise CheckpointError(
+            module.path, f"activation {module.activation!r} is not supported: use one of {known}"
+        )
+    weights = Weights.open(module.path)
+    weight = weights.tensor("linear.weight", (module.out_features, module.in_features)).float().to(device)
+    bias = None
+    if module.bias:
+        bias = weights.tensor("linear.bias", (module.out_features,)).float().to(device)
+    weights.finish(())
+    packed = ops.pack_linear(weight, "float32", bias=bias)
+    return Dense(packed, _ACTIVATIONS[module.activation])

@@ -1,0 +1,139 @@
+"""`EmbeddingsTokenizer`: converts embeddings requests to contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from penstock.errors import InputError, PromptTooLongError
+from penstock.pipelines.core import EmbeddingsContext, EmbeddingsGenerationRequest
+from penstock.text.sentence_transformers import read_layout
+from penstock.text.token_ids import TokenIds, checked_prompt_ids
+from penstock.text.tokenizer import TextTokenizer, valid_unicode
+
+
+class EmbeddingsTokenizer(TextTokenizer):
+    """The tokenizer of an embeddings model with its prompts and its maximum length.
+
+    Args:
+        checkpoint: the checkpoint's folder.
+        max_length: maximum number of tokens of an input. None uses the checkpoint's limit.
+        chat_template: a file that replaces the checkpoint's template.
+        eos_token_ids: see `TextTokenizer`.
+        special_tokens_in_content: see `TextTokenizer`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        max_length: int | None = None,
+        chat_template: str | None = None,
+        eos_token_ids: Iterable[int] = (),
+        special_tokens_in_content: bool = False,
+    ) -> None:
+        super().__init__(
+            checkpoint,
+            max_length=max_length,
+            chat_template=chat_template,
+            eos_token_ids=eos_token_ids,
+            special_tokens_in_content=special_tokens_in_content,
+        )
+        self.layout = read_layout(Path(checkpoint))
+
+    async def new_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
+        """Run `build_embeddings_context` in a thread."""
+        return await self._in_thread(lambda: self.build_embeddings_context(request))
+
+    def build_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
+        """Return the context of a request.
+
+        Raises:
+            PromptTooLongError: the input exceeds the maximum length and the request does not ask to truncate.
+            InputError: the input is empty, the prompt name is unknown, or a parameter is invalid.
+        """
+        prompt = self._prompt_text(request)
+        limit = self._limit(request)
+        types = None
+        if isinstance(request.input, str):
+            if not request.input and request.text_pair is None:
+                raise InputError("the input is empty: it needs at least one character")
+            text = prompt + request.input
+            tokens, types = self._encode_input(text, request.text_pair, limit if request.truncate else None)
+        else:
+            tokens = checked_prompt_ids(list(request.input), self.vocab_size)
+            if prompt:
+                raise InputError("a prompt needs a text as input, not token ids: put its tokens first")
+            if request.truncate and limit is not None:
+                tokens = tokens[:limit]
+        if not len(tokens):
+            raise InputError("the input is empty: it needs at least one token")
+        if limit is not None and len(tokens) > limit:
+            raise PromptTooLongError(len(tokens), limit)
+        return EmbeddingsContext(
+            prompt=request.input if isinstance(request.input, str) else tokens.tolist(),
+            max_length=self.max_length or len(tokens),
+            tokens=tokens,
+            request_id=request.id,
+            model_name=request.model_name,
+            adapter=request.adapter,
+            priority=request.priority,
+            outputs=request.outputs or (),
+            token_type_ids=types,
+            num_unpooled_tokens=self._num_unpooled(prompt, len(tokens)),
+            pooling=request.pooling,
+            dimensions=request.dimensions,
+            normalize=request.normalize,
+            activation=request.activation,
+        )
+
+    def _prompt_text(self, request: EmbeddingsGenerationRequest) -> str:
+        """Return the text to place before the input."""
+        if request.prompt is not None:
+            return request.prompt
+        name = request.prompt_name
+        if name is None:
+            name = self.layout.default_prompt_name
+            return self.layout.prompts.get(name, "") if name and isinstance(request.input, str) else ""
+        if name not in self.layout.prompts:
+            known = ", ".join(self.layout.prompts) or "none"
+            raise InputError(f"prompt_name {name!r} is unknown: the checkpoint has {known}")
+        return self.layout.prompts[name]
+
+    def _limit(self, request: EmbeddingsGenerationRequest) -> int | None:
+        if request.max_tokens is None:
+            return self.max_length
+        if request.max_tokens < 1:
+            raise InputError(f"max_tokens must be at least 1, was {request.max_tokens}")
+        return request.max_tokens if self.max_length is None else min(request.max_tokens, self.max_length)
+
+    def _encode_input(
+        self, text: str, pair: str | None, cut_to: int | None
+    ) -> tuple[TokenIds, TokenIds | None]:
+        """Return the tokens with special tokens, and the token types of a pair."""
+        texts = [
+            part.lower() if self.layout.lower_case else part for part in (text, pair) if part is not None
+        ]
+        backend = self.backend
+        if cut_to is None:
+            for part in texts:
+                self._check_length(part)
+        else:
+            backend.enable_truncation(cut_to)  # cuts the longer text of a pair, keeps special tokens
+        try:
+            one = valid_unicode(texts[0])
+            sample = one if pair is None else (one, valid_unicode(texts[1]))
+            [encoding] = backend.encode_batch_fast([sample])
+        finally:
+            backend.no_truncation()
+        tokens = checked_prompt_ids(encoding.ids, self.vocab_size)
+        return tokens, None if pair is None else np.array(encoding.type_ids, np.int64)
+
+    def _num_unpooled(self, prompt: str, num_tokens: int) -> int:
+        """Return the number of leading tokens that pooling leaves out because they belong to the prompt."""
+        if not prompt or self.layout.include_prompt:
+            return 0
+        tokens, _ = self._encode_input(prompt, None, None)
+        return min(len(tokens) - 1, num_tokens - 1)  # without the closing special token

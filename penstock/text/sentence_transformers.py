@@ -1,0 +1,183 @@
+"""The sentence-transformers layout of a checkpoint: pooling, dense layers, normalisation, prompts.
+
+Source: https://www.sbert.net/docs/sentence_transformer/usage/custom_models.html
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from penstock.errors import CheckpointError
+from penstock.pipelines.core import PoolingType
+
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+
+_POOLING_FLAGS: Mapping[str, PoolingType] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
+    "pooling_mode_lasttoken": "last_token",
+}
+_POOLING_NAMES: Mapping[str, PoolingType] = {
+    "cls": "cls",
+    "mean": "mean",
+    "max": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+    "weightedmean": "weighted_mean",
+    "lasttoken": "last_token",
+}
+_IGNORED_MODULES = ("Dropout",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseModule:
+    """A linear layer after pooling, with its activation."""
+
+    path: Path
+    """The module's folder, with ``model.safetensors`` or ``pytorch_model.bin``."""
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+    """The name of a class of ``torch.nn``, such as ``Identity`` or ``Tanh``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentenceTransformersLayout:
+    """How hidden states become embeddings. The defaults apply to a checkpoint without the layout."""
+
+    poolings: tuple[PoolingType, ...] = ("mean",)
+    """Their results are concatenated."""
+    include_prompt: bool = True
+    """Whether pooling includes the tokens of a prompt."""
+    dense: tuple[DenseModule, ...] = ()
+    normalize: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    max_seq_length: int | None = None
+    lower_case: bool = False
+    similarity: Similarity = "cosine"
+    is_present: bool = False
+    """Whether the checkpoint has ``modules.json`` or a pooling folder."""
+
+    def prompt_for(self, role: Literal["query", "document"]) -> dict[str, str]:
+        """Return ``{"prompt_name": name}`` of the prompt for queries or documents, or an empty dict.
+
+        Documents can have a prompt called document, passage or corpus.
+        """
+        names = ("query",) if role == "query" else ("document", "passage", "corpus")
+        return next(({"prompt_name": name} for name in names if name in self.prompts), {})
+
+
+def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
+    """Read the layout of a checkpoint's folder; without its files return the defaults.
+
+    Raises:
+        CheckpointError: a file is damaged, or a module has an unknown type.
+    """
+    settings = _object(checkpoint / "config_sentence_transformers.json")
+    modules = _modules(checkpoint)
+    transformer = checkpoint
+    found: dict[str, Any] = {}
+    dense: list[DenseModule] = []
+    for kind, path in modules:
+        if kind == "Transformer":
+            transformer = path
+        elif kind == "Pooling":
+            found["poolings"], found["include_prompt"] = _poolings(path)
+        elif kind == "Dense":
+            dense.append(_dense(path))
+        elif kind == "Normalize":
+            found["normalize"] = True
+        elif kind not in _IGNORED_MODULES:
+            raise CheckpointError(
+                checkpoint / "modules.json",
+                f"module {kind!r} is not supported: use Transformer, Pooling, Dense and Normalize",
+            )
+    limits = _object(transformer / "sentence_bert_config.json")
+    return SentenceTransformersLayout(
+        dense=tuple(dense),
+        prompts=_prompts(checkpoint, settings),
+        default_prompt_name=settings.get("default_prompt_name"),
+        max_seq_length=limits.get("max_seq_length"),
+        lower_case=bool(limits.get("do_lower_case")),
+        similarity=settings.get("similarity_fn_name") or "cosine",
+        is_present=bool(modules),
+        **found,
+    )
+
+
+def _modules(checkpoint: Path) -> list[tuple[str, Path]]:
+    """Return the kind and the folder of each module."""
+    path = checkpoint / "modules.json"
+    if not path.is_file():
+        pooling = checkpoint / "1_Pooling"
+        return [("Pooling", pooling)] if (pooling / "config.json").is_file() else []
+    modules = _json(path)
+    if not isinstance(modules, list) or not all(isinstance(one, dict) and "type" in one for one in modules):
+        raise CheckpointError(path, "must be a JSON list of objects with a type, one for each module")
+    return [(str(one["type"]).rpartition(".")[2], checkpoint / one.get("path", "")) for one in modules]
+
+
+def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
+    config = _object(path / "config.json")
+    named = config.get("pooling_mode")
+    if named is not None:
+        names = [named] if isinstance(named, str) else list(named)
+        unknown = [name for name in names if name not in _POOLING_NAMES]
+        if unknown:
+            raise CheckpointError(
+                path / "config.json", f"pooling_mode {unknown} is unknown: use {', '.join(_POOLING_NAMES)}"
+            )
+        poolings = [_POOLING_NAMES[name] for name in names]
+    else:
+        poolings = [kind for flag, kind in _POOLING_FLAGS.items() if config.get(flag)]
+    return tuple(poolings) or ("mean",), bool(config.get("include_prompt", True))
+
+
+def _dense(path: Path) -> DenseModule:
+    config = _object(path / "config.json")
+    try:
+        return DenseModule(
+            path=path,
+            in_features=int(config["in_features"]),
+            out_features=int(config["out_features"]),
+            bias=bool(config.get("bias", True)),
+            activation=str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(
+                "."
+            )[2],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(path / "config.json", f"needs in_features and out_features: {error}") from error
+
+
+def _prompts(checkpoint: Path, settings: Mapping[str, Any]) -> Mapping[str, str]:
+    prompts = settings.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise CheckpointError(
+            checkpoint / "config_sentence_transformers.json", "prompts must map names to texts"
+        )
+    return cast("dict[str, str]", prompts)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one if the file is missing."""
+    if not path.is_file():
+        return {}
+    value = _json(path)
+    if not isinstance(value, dict):
+        raise CheckpointError(path, "must be a JSON object")
+    return value
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(path, f"is not JSON: {error}") from error
