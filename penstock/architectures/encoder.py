@@ -94,7 +94,9 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
         self,
         replica_batches: Sequence[Sequence[EmbeddingsContext]],
         kv_cache_inputs: KVCacheInputs | None = None,
-        return_n_logits: int = 1,
+        return_n_logits: int | Sequence[int] = 1,
+        *,
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> EncoderInputs:
         """Return a ragged batch of the whole inputs of all contexts."""
         contexts = [context for replica in replica_batches for context in replica]

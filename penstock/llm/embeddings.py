@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from uuid import uuid4
 
 import numpy as np
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from penstock.llm.batch_runner import BatchRunner
     from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 
-EmbeddingsInput = str | Sequence[int]
+_Array: TypeAlias = npt.NDArray[Any]
+EmbeddingsInput: TypeAlias = str | Sequence[int]
 """A text, or its token ids including special tokens."""
 
 
@@ -155,7 +156,7 @@ class EmbeddingsMethods:
         """
         self._check_task("LLM.encode", PipelineTask.EMBEDDINGS_GENERATION)
         batch: Sequence[Any] = [inputs] if _is_single(inputs) else list(inputs)
-        adapters = broadcast("adapter", adapter, len(batch))
+        adapters: list[str | None] = broadcast("adapter", adapter, len(batch))
         fields = [
             {"input": one, "adapter": name, **options} for one, name in zip(batch, adapters, strict=True)
         ]
@@ -331,16 +332,9 @@ def similarity(first: npt.NDArray[Any], second: npt.NDArray[Any], kind: str) -> 
     Raises:
         InputError: the kind is unknown.
     """
-    if kind == "dot":
-        return (first * second).sum(1)
-    if kind == "cosine":
-        norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-        return (first * second).sum(1) / np.maximum(norms, 1e-12)
-    if kind == "euclidean":
-        return -np.linalg.norm(first - second, axis=1)
-    if kind == "manhattan":
-        return -np.abs(first - second).sum(1)
-    raise InputError(f"similarity_fn_name {kind!r} is unknown: use cosine, dot, euclidean or manhattan")
+    if kind not in _SIMILARITIES:
+        raise InputError(f"similarity_fn_name {kind!r} is unknown: use {', '.join(_SIMILARITIES)}")
+    return _SIMILARITIES[kind](first, second)
 
 
 def label_names(config: Mapping[str, Any]) -> dict[int, str]:
@@ -354,3 +348,17 @@ def _is_single(inputs: Any) -> bool:
     return isinstance(inputs, str) or (
         len(inputs) > 0 and all(isinstance(one, int | np.integer) for one in inputs)
     )
+
+
+def _cosine(first: _Array, second: _Array) -> _Array:
+    norms: _Array = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
+    products: _Array = (first * second).sum(1)
+    return products / np.maximum(norms, 1e-12)
+
+
+_SIMILARITIES: Mapping[str, Callable[[_Array, _Array], _Array]] = {
+    "cosine": _cosine,
+    "dot": lambda first, second: cast("_Array", (first * second).sum(1)),
+    "euclidean": lambda first, second: cast("_Array", -np.linalg.norm(first - second, axis=1)),
+    "manhattan": lambda first, second: cast("_Array", -np.abs(first - second).sum(1)),
+}

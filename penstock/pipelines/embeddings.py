@@ -44,7 +44,10 @@ def create_embeddings(required: PipelineRequirements) -> EmbeddingsPipeline:
     """
     config = required.config
     session = InferenceSession(
-        load_devices(config.model.devices), num_threads=config.num_threads, prefaulted=required.prefaulted
+        load_devices(config.model.devices),
+        num_threads=config.num_threads,
+        kernels=config.model.kernels,
+        prefaulted=required.prefaulted,
     )
     model = required.architecture.load_pipeline_model()(config, session)
     return EmbeddingsPipeline(model, read_layout(config.model.checkpoint))

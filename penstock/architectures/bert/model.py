@@ -28,8 +28,19 @@ if TYPE_CHECKING:
 _HEAD_ACTIVATIONS = {"gelu": gelu, "relu": relu}
 
 
+def without_prefix(name: str) -> str:
+    """Return the name of a tensor without ``bert.``, which models with a head have and others lack.
+
+    The first converted checkpoints call the parameters of layer norms gamma and beta.
+    """
+    name = name.removeprefix("bert.")
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
 class BertModel(EncoderModel):
     """BERT as a pipeline model."""
+
+    weights_adapter = without_prefix
 
     ignored_weights = (
         "embeddings.position_ids",
@@ -37,15 +48,6 @@ class BertModel(EncoderModel):
         "cls.seq_relationship.*",
         "cls.predictions.*",
     )
-
-    @staticmethod
-    def weights_adapter(name: str) -> str:
-        """Return the name of a tensor without ``bert.``, which models with a head have and others lack.
-
-        The first converted checkpoints call the parameters of layer norms gamma and beta.
-        """
-        name = name.removeprefix("bert.")
-        return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
     @classmethod
     def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:

@@ -1,0 +1,130 @@
+"""Every encoder computes what transformers computes, alone and in a batch, with each of its heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.encoders import ENCODERS, encode_all, open_encoder, save_encoder
+
+from penstock.architectures.registry import SupportedArchitecture
+from penstock.pipelines.embeddings import EmbeddingsPipeline
+
+LENGTHS = [1, 2, 17, 40, 90]
+
+
+def random_inputs(vocabulary: int, lengths: list[int] = LENGTHS) -> list[np.ndarray]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(3, vocabulary, length) for length in lengths]
+
+
+@pytest.fixture(scope="module", params=ENCODERS, ids=lambda one: one.name)
+def architecture(request: pytest.FixtureRequest) -> SupportedArchitecture:
+    architecture: SupportedArchitecture = request.param
+    return architecture
+
+
+@pytest.fixture(scope="module")
+def encoder(
+    architecture: SupportedArchitecture, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, EmbeddingsPipeline, Path]:
+    folder = tmp_path_factory.mktemp(architecture.name)
+    model = save_encoder(architecture, folder, "")
+    return model, open_encoder(folder), folder
+
+
+def oracle_hidden(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """The hidden states ``[n, E]`` by transformers."""
+    with torch.inference_mode():
+        hidden: np.ndarray = model(torch.from_numpy(tokens)[None]).last_hidden_state[0].numpy()
+    return hidden
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    """Within 1e-4 of the spread of the expected values."""
+    np.testing.assert_allclose(ours, theirs, atol=1e-4 * max(1.0, float(np.std(theirs))), rtol=0)
+
+
+def test_hidden_states(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
+    model, pipeline, _ = encoder
+    inputs = random_inputs(model.config.vocab_size)
+    responses = encode_all(pipeline, inputs, outputs=("dense",), pooling="mean", normalize=False)
+    for tokens, response in zip(inputs, responses, strict=True):
+        assert_close(response.embeddings, oracle_hidden(model, tokens).mean(0))
+    [first] = encode_all(pipeline, inputs[3:4], outputs=("dense",), pooling="last_token", normalize=False)
+    assert_close(first.embeddings, oracle_hidden(model, inputs[3])[-1])
+
+
+def test_a_batch_has_the_bits_of_single_inputs(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
+    model, pipeline, _ = encoder
+    inputs = random_inputs(model.config.vocab_size)
+    together = encode_all(pipeline, inputs, outputs=("dense",))
+    for tokens, response in zip(inputs, together, strict=True):
+        [alone] = encode_all(pipeline, [tokens], outputs=("dense",))
+        assert np.array_equal(alone.embeddings, response.embeddings)
+
+
+@pytest.mark.parametrize(("encoding", "least"), [("bfloat16", 0.999), ("int8", 0.99), ("int4", 0.9)])
+def test_encodings_are_close(
+    encoder: tuple[Any, EmbeddingsPipeline, Path], encoding: str, least: float
+) -> None:
+    model, _, folder = encoder
+    inputs = random_inputs(model.config.vocab_size, [12, 40])
+    pipeline = open_encoder(folder, quantization_encoding=encoding)
+    for tokens, response in zip(
+        inputs, encode_all(pipeline, inputs, outputs=("dense",), pooling="mean"), strict=True
+    ):
+        theirs = oracle_hidden(model, tokens).mean(0)
+        cosine = response.embeddings @ theirs / np.linalg.norm(response.embeddings) / np.linalg.norm(theirs)
+        assert cosine > least
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_classification_head(architecture: SupportedArchitecture, tmp_path: Path, labels: int) -> None:
+    try:
+        model = save_encoder(architecture, tmp_path, "ForSequenceClassification", num_labels=labels)
+    except ValueError:
+        pytest.skip(f"transformers has no classifier of {architecture.name}")
+    pipeline = open_encoder(tmp_path)
+    assert pipeline.outputs == ("scores",)
+    inputs = random_inputs(model.config.vocab_size)
+    responses = encode_all(pipeline, inputs, activation=False)
+    for tokens, response in zip(inputs, responses, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+        assert_close(response.scores, logits)
+
+
+def test_masked_language_model_head(architecture: SupportedArchitecture, tmp_path: Path) -> None:
+    try:
+        model = save_encoder(architecture, tmp_path, "ForMaskedLM")
+    except ValueError:
+        pytest.skip(f"transformers has no masked language model of {architecture.name}")
+    pipeline = open_encoder(tmp_path)
+    assert pipeline.outputs[0] == "sparse"
+    inputs = random_inputs(model.config.vocab_size)
+    for tokens, response in zip(inputs, encode_all(pipeline, inputs), strict=True):
+        with torch.inference_mode():
+            logits = model(torch.from_numpy(tokens)[None]).logits[0]
+        expected = torch.log1p(logits.relu()).amax(0).numpy()
+        assert response.sparse is not None
+        weights = np.zeros_like(expected)
+        weights[response.sparse.token_ids] = response.sparse.weights
+        assert_close(weights, expected)
+
+
+def test_token_types(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
+    model, pipeline, _ = encoder
+    if not getattr(model.config, "type_vocab_size", 0) > 1:
+        pytest.skip("the family has no token types")
+    tokens = random_inputs(model.config.vocab_size)[2]
+    types = np.arange(len(tokens)) % 2
+    [response] = encode_all(
+        pipeline, [tokens], outputs=("dense",), pooling="cls", normalize=False, token_type_ids=types
+    )
+    with torch.inference_mode():
+        theirs = model(torch.from_numpy(tokens)[None], token_type_ids=torch.from_numpy(types)[None])
+    assert_close(response.embeddings, theirs.last_hidden_state[0, 0].numpy())

@@ -1,0 +1,63 @@
+"""Small encoders with random weights, as transformers saves and computes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from penstock.architectures.registry import PIPELINE_REGISTRY, SupportedArchitecture
+from penstock.assembly import load_pipeline
+from penstock.config import PipelineConfig
+from penstock.pipelines.core import EmbeddingsContext, EmbeddingsResponse, PipelineTask
+from penstock.pipelines.embeddings import EmbeddingsPipeline
+
+ENCODERS = PIPELINE_REGISTRY.of_task(PipelineTask.EMBEDDINGS_GENERATION)
+"""The records of all embeddings architectures."""
+
+
+def save_encoder(architecture: SupportedArchitecture, folder: Path, head: str, **changes: Any) -> Any:
+    """Save a model with random weights and return it.
+
+    Args:
+        architecture: gives the tiny configuration.
+        folder: where to save.
+        head: the suffix of transformers' auto class: ``""``, ``ForSequenceClassification``, ``ForMaskedLM``.
+        **changes: changed or added configuration values.
+    """
+    import transformers
+
+    assert architecture.tiny_config is not None
+    values = architecture.tiny_config() | changes
+    values.pop("architectures", None)
+    config = transformers.AutoConfig.for_model(**values)
+    torch.manual_seed(0)
+    auto = getattr(transformers, f"AutoModel{head}")
+    model = auto.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms of a new model are 0 and 1
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return model
+
+
+def open_encoder(folder: Path, **config: Any) -> EmbeddingsPipeline:
+    """Return the pipeline of a saved encoder, in float32 unless the configuration says otherwise."""
+    values = {"model_path": str(folder), "task": "embeddings-generation", "quantization_encoding": "float32"}
+    return cast(EmbeddingsPipeline, load_pipeline(PipelineConfig.from_flat(values | config), None))
+
+
+def embeddings_context(tokens: Any, request_id: str = "0", **fields: Any) -> EmbeddingsContext:
+    """Return the context of token ids."""
+    ids = np.asarray(tokens)
+    return EmbeddingsContext(
+        request_id=request_id, prompt=ids.tolist(), tokens=ids, max_length=max(512, len(ids)), **fields
+    )
+
+
+def encode_all(pipeline: EmbeddingsPipeline, inputs: list[Any], **fields: Any) -> list[EmbeddingsResponse]:
+    """Return the outputs of several inputs, computed as one batch."""
+    batch = {str(i): embeddings_context(one, str(i), **fields) for i, one in enumerate(inputs)}
+    return list(pipeline.encode(batch).values())
