@@ -169,7 +169,6 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
         ConfigError: its device has no packed form, or the model is no decoder.
         OSError: the file cannot be written.
     """
-    from penstock.calibration import CALIBRATED
     from penstock.driver import load_devices
     from penstock.engine import InferenceSession
     from penstock.nn import Loader
@@ -183,7 +182,7 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
         raise ConfigError("devices", f"nothing is packed for the {ops.name} kernels: leave out --pack")
     weights = Weights.open(config.model.checkpoint)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
-    loader = Loader(weights, config.model.encoding, devices[0].torch_device, ops, later=CALIBRATED)
+    loader = Loader(weights, config.model.encoding, devices[0].torch_device, ops, lazy="calibrated")
     network = model.read(weights, loader, config.model.huggingface_config, length)
     model.calibrate(config, network, loader.layers, ops)
     return write_packed(config.model.packed_key, loader.layers)

@@ -16,15 +16,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels import ENCODINGS, KVCacheInputs, LazyWeight, LoRAInputs, Ops, PackedLinear, StepInputs
+from penstock.kernels import (
+    KVCacheInputs,
+    LazyWeight,
+    LoRAInputs,
+    Ops,
+    PackedLinear,
+    StepInputs,
+    encoding_named,
+)
 from penstock.kv_cache import KVCacheManager, KVCacheSpec
 from penstock.pipelines.core import TextContext
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
 
-CALIBRATED = tuple(name for name, kind in ENCODINGS.items() if kind.needs_calibration)
-"""Encodings that have a choice, and make it by the inputs."""
 NUM_TOKENS = 16
 _BLOCK_SIZE = 16
 _LEAST = 1e-6
@@ -92,7 +98,7 @@ class _CalibratingOps:
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         y = self._ops.linear(x, packed, lora=lora)
-        if isinstance(packed.tensors, LazyWeight) and packed.encoding in CALIBRATED:
+        if isinstance(packed.tensors, LazyWeight) and encoding_named(packed.encoding).needs_calibration:
             self._pack(packed.tensors, activation_statistics(x))
         return y
 

@@ -73,13 +73,6 @@ class DeviceSpec:
         """Whether the device is the CPU of the host."""
         return self.device_type == "cpu"
 
-    def encoding_in_place_of(self, encoding: str) -> str:
-        """The encoding in which this device runs weights of another: the same, but where it lacks arithmetic.
-
-        The CPU's units add and multiply bfloat16 and float32; of float16 it has conversions alone.
-        """
-        return "bfloat16" if (self.device_type, encoding) == ("cpu", "float16") else encoding
-
     def __str__(self) -> str:
         return "cpu" if self.device_type == "cpu" else f"gpu:{self.id}"
 

@@ -1,4 +1,4 @@
-"""Element types and weight encodings, known by name to every layer and free of torch until asked.
+"""Element types of tensors. Importing this module loads neither torch nor numpy.
 
 >>> DType.bfloat16.size_in_bytes
 2
@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-ENCODINGS = ("float32", "bfloat16", "float16", "int8", "int4")
-"""What ``--quantization-encoding`` may be; `penstock.kernels.ENCODINGS` says what each of them stands for."""
 
 
 class DType(str, Enum):
@@ -33,7 +30,7 @@ class DType(str, Enum):
 
     @property
     def size_in_bytes(self) -> int:
-        """Bytes an element takes."""
+        """Bytes of one element."""
         return _SIZES[self]
 
     def is_float(self) -> bool:  # type: ignore[valid-type]  # `bool` above is a member
@@ -41,7 +38,7 @@ class DType(str, Enum):
         return "float" in self.value
 
     def to_torch(self) -> torch.dtype:
-        """The same type in torch."""
+        """Return the same type of torch."""
         import torch
 
         dtype = getattr(torch, self.value)
@@ -49,10 +46,10 @@ class DType(str, Enum):
         return dtype
 
     def to_numpy(self) -> np.dtype[np.generic]:
-        """The same type in numpy; numpy has no bfloat16.
+        """Return the same type of numpy. Numpy has no bfloat16.
 
         Raises:
-            TypeError: for ``bfloat16``.
+            TypeError: the type is ``bfloat16``.
         """
         if self is DType.bfloat16:
             raise TypeError("numpy has no bfloat16: convert to float32 first")
@@ -63,12 +60,12 @@ class DType(str, Enum):
 
     @classmethod
     def from_torch(cls, dtype: torch.dtype) -> DType:
-        """The ``DType`` of a torch type, e.g. ``torch.float32``."""
+        """Return the ``DType`` of a torch type, e.g. ``torch.float32``."""
         return cls(str(dtype).removeprefix("torch."))
 
     @classmethod
     def from_numpy(cls, dtype: np.dtype[np.generic]) -> DType:
-        """The ``DType`` of a numpy type."""
+        """Return the ``DType`` of a numpy type."""
         return cls(dtype.name)
 
 

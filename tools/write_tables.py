@@ -241,9 +241,8 @@ def architectures() -> str:
     rows = []
     for one in PIPELINE_REGISTRY.architectures:
         text = (importlib.import_module(cast(str, one.package)).__doc__ or "").split("\n\n")[0]
-        quantizations = "".join(f", and {method} read" for method in one.supported_quantizations)
         known_as = ", ".join(map(code, GGUF_OF.get(one.name, ())))
-        weights = ", ".join(one.supported_encodings) + quantizations
+        weights = ", ".join(one.encodings)
         rows.append(
             [code(one.name), " ".join(text.replace("``", "`").split()).rstrip("."), weights, known_as]
         )

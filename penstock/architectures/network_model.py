@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.architectures.model import BaseContextType, PipelineModel
-from penstock.calibration import CALIBRATED, CalibrationNetwork, pack_calibrated
+from penstock.calibration import CalibrationNetwork, pack_calibrated
 from penstock.host.progress import LoadingProgress
-from penstock.kernels import LazyWeight, Ops, PackedLinear
+from penstock.kernels import LazyWeight, Ops, PackedLinear, encoding_named
 from penstock.lora import LoRAManager
 from penstock.memory import estimate_activation_memory
 from penstock.nn import Loader
@@ -27,10 +27,6 @@ from penstock.weights.packed_weights import open_packed
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
-
-LAZILY_PACKED = ("float32", "bfloat16", *CALIBRATED)
-"""Encodings that a load packs lazily: floats after the first step, calibrated encodings after calibration.
-Quantising the others later would cost more time than it saves."""
 
 MIN_LAZY_BYTES = 64 << 20
 """Fewer bytes of lazily packed weights are packed by the load itself: that takes no noticeable time."""
@@ -51,7 +47,8 @@ class NetworkModel(PipelineModel[BaseContextType]):
         store = open_packed(model.packed_key, ops.layout) if ops.packs_weights else None
         if store is not None or not ops.packs_weights:
             self.session.prefaulted.release()  # no weight will be packed into it
-        loader = Loader(self.weights, model.encoding, self.torch_device, ops, store, later=LAZILY_PACKED)
+        take_packed = None if store is None else store.take
+        loader = Loader(self.weights, model.encoding, self.torch_device, ops, take_packed, lazy="all")
         self.network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         self.calibrate(self.pipeline_config, self.network, loader.layers, ops)
         self._lora_manager = self._load_adapters(loader)
@@ -110,7 +107,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         ops: Ops,
     ) -> None:
         """Pack the layers whose encoding needs activation statistics."""
-        calibrated = [layer.tensors for layer in layers if layer.encoding in CALIBRATED]
+        calibrated = [layer.tensors for layer in layers if encoding_named(layer.encoding).needs_calibration]
         lazy_weights = [tensors for tensors in calibrated if isinstance(tensors, LazyWeight)]
         if not lazy_weights:
             return

@@ -18,8 +18,8 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from penstock.dtype import ENCODINGS
 from penstock.errors import ConfigError, UnknownArchitectureError, UnsupportedTaskError
+from penstock.kernels.encodings import ENCODINGS
 from penstock.pipelines.core import PipelineTask
 
 if TYPE_CHECKING:
@@ -42,10 +42,8 @@ class SupportedArchitecture:
     """The task of the pipeline. A family that serves several tasks has one record for each."""
     pipeline_model: str | type
     """The `PipelineModel`."""
-    supported_encodings: tuple[str, ...] = ENCODINGS
-    """By default all encodings, which a network built by a `penstock.nn.Loader` supports."""
-    supported_quantizations: tuple[str, ...] = ()
-    """The ``quant_method`` of checkpoints that it reads, besides those of plain floats."""
+    supported_encodings: tuple[str, ...] | None = None
+    """None: all encodings, as in a network whose layers come from a `penstock.nn.Loader`."""
     example_repo_ids: tuple[str, ...] = ()
     """Hub ids of models that work."""
     tokenizer: str | type | None = None
@@ -63,33 +61,22 @@ class SupportedArchitecture:
         """Return the class of the model; loads torch."""
         return load_class(self.pipeline_model, self.package)
 
+    @property
+    def encodings(self) -> tuple[str, ...]:
+        """The encodings that a user can choose for models of this architecture."""
+        return ENCODINGS.names if self.supported_encodings is None else self.supported_encodings
+
     def check_encoding(self, encoding: str) -> None:
         """Refuse an encoding that this architecture does not support.
 
         Raises:
             ConfigError: lists the supported encodings.
         """
-        if encoding not in self.supported_encodings:
+        if self.supported_encodings is not None and encoding not in self.supported_encodings:
             raise ConfigError(
                 "quantization_encoding",
                 f"{self.name} does not run in {encoding!r}: use one of "
                 f"{', '.join(self.supported_encodings)}, or a model of another architecture",
-            )
-
-    def check_quantization(self, huggingface_config: HuggingFaceConfig) -> None:
-        """Refuses a checkpoint whose weights are quantised in a way that this architecture does not read.
-
-        Raises:
-            ConfigError: names the way, and those that it reads.
-        """
-        method = huggingface_config.section("quantization_config").get("quant_method")
-        if method is not None and method not in self.supported_quantizations:
-            known = ", ".join(("plain floats", *self.supported_quantizations))
-            raise ConfigError(
-                "quantization_config.quant_method",
-                f"{self.name} does not read checkpoints of {method!r}: give one of {known}, as the model "
-                "that this one was made from, and --quantization-encoding int8 or int4 to have it quantised "
-                "as it is loaded",
             )
 
 
@@ -138,7 +125,7 @@ class PipelineRegistry:
             UnknownArchitectureError: no architecture has this type; lists the known ones.
             UnsupportedTaskError: the architecture does not serve the task; lists the tasks that it serves.
             CheckpointError: ``config.json`` names no type.
-            ConfigError: the encoding, or the checkpoint's quantisation, is not supported.
+            ConfigError: the encoding is not supported.
         """
         name = str(huggingface_config.model_type)
         of_tasks = self._named(name)
@@ -147,7 +134,6 @@ class PipelineRegistry:
         architecture = of_tasks.get(task)
         if architecture is None:
             raise UnsupportedTaskError(path, name, task.option, [one.option for one in of_tasks])
-        architecture.check_quantization(huggingface_config)
         if encoding is not None:
             architecture.check_encoding(encoding)
         return architecture

@@ -155,13 +155,14 @@ class _ShapeRecorder:
         self.shapes[name] = shape
         return True
 
-    def quantized_rows(
-        self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
-    ) -> None:
+    def stored_encoding(self, name: str) -> None:
         """Return None: all weights are floats."""
 
-    def is_quantized(self, name: str, encoding: str) -> bool:
-        return False
+    def read_linear(
+        self, name: str, shape: tuple[int, int], *, transposed: bool = False
+    ) -> tuple[None, dict[str, Tensor]]:
+        weight = self.tensor(name, shape[::-1] if transposed else shape)
+        return None, {"weight": weight.T if transposed else weight}
 
     def is_mapped(self, name: str) -> bool:
         return False

@@ -24,6 +24,7 @@ def command(as_json: bool) -> None:
     for title, key in (
         ("tool calls", "tool_call_parsers"),
         ("reasoning", "reasoning_parsers"),
+        ("checkpoint formats", "checkpoint_formats"),
         ("GGUF blocks", "gguf_types"),
     ):
         click.echo(f"\n{title}: {_joined(found[key])}")
@@ -34,6 +35,7 @@ def describe() -> dict[str, Any]:
     from penstock.architectures.registry import PIPELINE_REGISTRY
     from penstock.serve.parsers.formats import TOOL_FORMATS
     from penstock.serve.parsers.reasoning import REASONING_FORMATS
+    from penstock.weights.formats import FORMATS
     from penstock.weights.gguf_names import READABLE_BLOCKS
 
     return {
@@ -41,14 +43,14 @@ def describe() -> dict[str, Any]:
             {
                 "name": one.name,
                 "task": one.task.value,
-                "encodings": list(one.supported_encodings),
-                "quantizations": list(one.supported_quantizations),
+                "encodings": list(one.encodings),
                 "examples": list(one.example_repo_ids),
             }
             for one in PIPELINE_REGISTRY.architectures
         ],
         "tool_call_parsers": sorted(TOOL_FORMATS),
         "reasoning_parsers": sorted(REASONING_FORMATS),
+        "checkpoint_formats": [one.name for one in sorted(FORMATS.formats, key=lambda one: one.name)],
         "gguf_types": list(READABLE_BLOCKS),
     }
 

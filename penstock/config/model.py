@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -13,20 +14,18 @@ from penstock.config.huggingface import HuggingFaceConfig
 from penstock.config.settings import COUNT, FLAG, TEXT, Rule, check_fields, setting
 from penstock.config.task import TASK_OPTIONS, detect_task
 from penstock.driver import DeviceSpec
-from penstock.dtype import ENCODINGS
 from penstock.errors import ConfigError
+from penstock.kernels.encodings import ENCODINGS, encoding_named
 from penstock.pipelines.core import PipelineTask
-from penstock.weights.checkpoint import is_gguf, read_tensor_headers
+from penstock.weights.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from penstock.weights.gguf_config import gguf_generation_config
 from penstock.weights.hub import local_name, resolve_checkpoint
 from penstock.weights.json_files import read_json_object
 from penstock.weights.packed_file import PackedKey
-from penstock.weights.safetensors import TensorHeader
+from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 
-FLOAT_ENCODINGS = ("float32", "bfloat16", "float16")
-"""The encodings that are element types: a checkpoint may be stored in one of them."""
-
-_STORED = (*FLOAT_ENCODINGS, "int4")  # the last in GGUF files: Q4_0 is the same
+FLOAT_ENCODINGS = ENCODINGS.float_names
+"""The encodings that are element types of plain floats."""
 
 
 def parse_devices(text: str) -> tuple[DeviceSpec, ...]:
@@ -54,10 +53,7 @@ _DEVICES = Rule(
 
 
 def _is_encoding(name: str) -> bool:
-    if name not in ENCODINGS:  # those need no kernels, and so no torch, to be known
-        from penstock.kernels import encoding_named
-
-        encoding_named(name)
+    encoding_named(name)
     return True
 
 
@@ -95,7 +91,8 @@ class ModelConfig:
     quantization_encoding: str | None = setting(
         None,
         Rule("the name of an encoding", _is_encoding),
-        "How weights are stored: float32, bfloat16, float16, int8 or int4; by default as in the checkpoint.",
+        f"How weights are stored: {', '.join(ENCODINGS.names[:-1])} or {ENCODINGS.names[-1]}; by default as "
+        "in the checkpoint.",
     )
     max_length: int | None = setting(
         None,
@@ -193,28 +190,43 @@ class ModelConfig:
             ConfigError: none was asked for, and the checkpoint's type is no encoding.
         """
         wanted = self.quantization_encoding or self._stored_encoding()
-        encoding = self.devices[0].encoding_in_place_of(wanted)
+        encoding = encoding_named(wanted).on_device(self.devices[0].device_type)
         if encoding != wanted:
             _warn_encoding_fallback(encoding, wanted, str(self.devices[0]))
         return encoding
 
     def _stored_encoding(self) -> str:
+        opened = self.opened_checkpoint
+        stored = opened.format.model_encoding(opened.headers)
+        if stored is not None:
+            return stored
         stored = self._stored_type()
-        if stored not in _STORED:
+        if stored not in FLOAT_ENCODINGS:
             raise ConfigError(
                 "quantization_encoding",
-                f"must be one of {', '.join(ENCODINGS)}, as the checkpoint is stored in {stored}",
+                f"must be one of {', '.join(ENCODINGS.names)}, as the checkpoint is stored in {stored}",
             )
         return stored
 
     @cached_property
-    def tensor_headers(self) -> dict[str, TensorHeader]:
+    def opened_checkpoint(self) -> Checkpoint:
+        """The checkpoint's format and headers.
+
+        Raises:
+            WeightsError: its files are missing or damaged.
+            ConfigError: its weights are quantized in a way that no format reads.
+        """
+        return open_checkpoint(self.checkpoint)
+
+    @property
+    def tensor_headers(self) -> Mapping[str, TensorHeader]:
         """Name, shape and type of every tensor of the checkpoint; no tensor is read.
 
         Raises:
             WeightsError: its files are missing or damaged.
+            ConfigError: its weights are quantized in a way that no format reads.
         """
-        return read_tensor_headers(self.checkpoint)
+        return self.opened_checkpoint.headers
 
     @property
     def packed_key(self) -> PackedKey:
@@ -235,8 +247,12 @@ class ModelConfig:
         declared = config.get("dtype") or config.section("text_config").get("dtype")
         if declared:
             return str(declared).removeprefix("torch.")
-        # Bytes are packed numbers of some kind: the type of the others is what the model computes in.
-        headers = [header for header in self.tensor_headers.values() if header.type_name != "U8"]
+        # Quantized weights do not tell the type of the activations: the other tensors do.
+        headers = [
+            header
+            for header in self.tensor_headers.values()
+            if header.type_name != "U8" and not isinstance(header, QuantizedHeader)
+        ]
         largest = max(headers, key=lambda header: header.num_bytes, default=None)
         if largest is None:
             return "no tensors"

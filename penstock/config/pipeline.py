@@ -27,13 +27,10 @@ from penstock.config.sources import collect_values
 from penstock.config.speculative import SpeculativeConfig
 from penstock.config.structured_output import StructuredOutputConfig
 from penstock.errors import ConfigError
+from penstock.kernels.encodings import ENCODINGS, encoding_named
 
 if TYPE_CHECKING:
     from penstock.pipelines.core import SamplingParams
-
-
-DETERMINISTIC_ENCODINGS = ("float32", "bfloat16", "int8", "int4")
-"""The encodings in which a row's bits can be made to depend on the row alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +139,8 @@ class PipelineConfig:
         Raises:
             ConfigError: lists those that have. Where no encoding is given, the checkpoint's is looked up.
         """
-        if self.deterministic and self.model.encoding not in DETERMINISTIC_ENCODINGS:
-            known = ", ".join(DETERMINISTIC_ENCODINGS)
+        if self.deterministic and not encoding_named(self.model.encoding).is_deterministic:
+            known = ", ".join(name for name in ENCODINGS.names if ENCODINGS[name].is_deterministic)
             raise ConfigError(
                 "deterministic",
                 f"needs quantization_encoding to be one of {known}, is {self.model.encoding!r}",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.kernels.backend import BACKENDS, Backend, BackendRegistry, DefaultSizes
+    from penstock.kernels.encodings import ENCODINGS, LayerRole, LinearEncoding, encoding_named
     from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
     from penstock.kernels.graph import Graph, GraphCache, GraphCompiler
     from penstock.kernels.inputs import (
@@ -21,16 +22,7 @@ if TYPE_CHECKING:
         SamplingInputs,
     )
     from penstock.kernels.lazy_weight import LazyWeight
-    from penstock.kernels.linear import (
-        ENCODINGS,
-        FloatEncoding,
-        LinearEncoding,
-        LinearSlice,
-        PackedLinear,
-        encoding_named,
-        pack_linear,
-        unpack_linear,
-    )
+    from penstock.kernels.linear import LinearSlice, PackedLinear, pack_linear, unpack_linear
     from penstock.kernels.ops import OPERATIONS, Activation, Gating, Ops, Routing
     from penstock.kernels.step import StepInputs
 
@@ -43,7 +35,6 @@ __all__ = [
     "BackendRegistry",
     "ClampedSwiGLU",
     "DefaultSizes",
-    "FloatEncoding",
     "Gating",
     "Graph",
     "GraphCache",
@@ -51,6 +42,7 @@ __all__ = [
     "KVCacheInputs",
     "KVGroupInputs",
     "LayerKV",
+    "LayerRole",
     "LazyWeight",
     "LinearEncoding",
     "LinearSlice",
@@ -68,20 +60,12 @@ __all__ = [
 
 _HOMES = {
     "penstock.kernels.backend": ("BACKENDS", "Backend", "BackendRegistry", "DefaultSizes"),
+    "penstock.kernels.encodings": ("ENCODINGS", "LayerRole", "LinearEncoding", "encoding_named"),
     "penstock.kernels.experts": ("ClampedSwiGLU", "PackedExperts"),
     "penstock.kernels.graph": ("Graph", "GraphCache", "GraphCompiler"),
     "penstock.kernels.inputs": ("KVCacheInputs", "KVGroupInputs", "LayerKV", "LoRAInputs", "SamplingInputs"),
     "penstock.kernels.lazy_weight": ("LazyWeight",),
-    "penstock.kernels.linear": (
-        "ENCODINGS",
-        "FloatEncoding",
-        "LinearEncoding",
-        "LinearSlice",
-        "PackedLinear",
-        "encoding_named",
-        "pack_linear",
-        "unpack_linear",
-    ),
+    "penstock.kernels.linear": ("LinearSlice", "PackedLinear", "pack_linear", "unpack_linear"),
     "penstock.kernels.ops": ("OPERATIONS", "Activation", "Gating", "Ops", "Routing"),
     "penstock.kernels.step": ("StepInputs",),
 }

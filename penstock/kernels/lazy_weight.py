@@ -1,4 +1,4 @@
-"""Weights that are packed when they have been used, not before."""
+"""Lazily packed weights: packing is deferred until after the weight has been used."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from penstock.host.memory import MemoryReservation
 
 
 class LazyWeight(Mapping[str, Tensor]):
-    """The tensors of a weight that has yet to be packed, which the first look at them does.
+    """The tensors of a weight that is not packed yet. The first access packs it.
 
-    Until then a back end may multiply by the floats of the parts, slower; where they are packed as floats, to
-    the same bits. A load that puts off packing is over at once, and the first step does not wait either: a
-    weight takes memory a second time when it is packed, which a host may need seconds to find.
+    Until then a back end may multiply by the floats of the parts, which is slower. With a float encoding the
+    results have the same bits. Packing needs memory for a second copy of the weight, and finding
+    that memory can take seconds. Deferring it makes the load and the first step faster.
 
     Args:
-        parts: the weight, parts of ``[out, in]`` one behind the other, in memory that stays: a mapped file's.
-        num_bytes: what the tensors are going to take.
-        pack: makes them, given the inputs' importance or None.
+        parts: the weight as parts of ``[out, in]``, in order. Their memory must stay valid, like that of a
+            mapped file.
+        num_bytes: bytes that the packed tensors take.
+        pack: packs the weight, given the importance of its inputs or None.
     """
 
     def __init__(
@@ -39,11 +40,15 @@ class LazyWeight(Mapping[str, Tensor]):
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """The weight as it is before it is packed; nothing from then on."""
+        """The parts of the weight before it is packed, empty afterwards."""
         return self._parts
 
     def pack(self, importance: Tensor | None = None) -> Mapping[str, Tensor]:
-        """The tensors, made now if they are not there; ``importance [in]`` as of `LinearEncoding.pack`."""
+        """Return the tensors; pack the weight if it is not packed yet.
+
+        Args:
+            importance: ``[in]``, as of `LinearEncoding.pack`.
+        """
         if self._tensors is None:
             self._tensors = self._pack(importance)
             beat()

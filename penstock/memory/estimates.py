@@ -7,13 +7,14 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from penstock.dtype import DType
+from penstock.kernels.encodings import encoding_named
 from penstock.memory.demand import wanted_logit_rows, wanted_step_size
-from penstock.weights import mxfp4
 from penstock.weights.safetensors import TensorHeader
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
     from penstock.kernels import LinearEncoding
+    from penstock.kernels.encodings import LayerRole
     from penstock.nn import TensorNames
 
 _ROWS_PER_TOKEN = 6
@@ -32,9 +33,6 @@ def estimate_weights_size(pipeline_config: PipelineConfig, names: TensorNames | 
         pipeline_config: names the checkpoint and the encoding.
         names: the tensor names of the family; by default those of Llama.
     """
-    from penstock.kernels import encoding_named  # loads torch, and so does nn
-    from penstock.nn import encoding_of_head, encoding_of_linear, encoding_of_values
-
     names = _names_or_default(names)
     model = pipeline_config.model
     floats = _encoding(pipeline_config).compute_dtype.value
@@ -46,42 +44,45 @@ def estimate_weights_size(pipeline_config: PipelineConfig, names: TensorNames | 
             *experts, out_features, in_features = shape
             encoding = floats if role == "router" else model.encoding
             if encoding != header.encoding:
-                encoding = encoding_of_values(encoding) if role == "values" else encoding
-                is_expert = bool(experts) or role == "expert"
-                encoding = encoding_of_linear(encoding, out_features, in_features, is_expert=is_expert)
+                layer_role: LayerRole = "values" if role == "values" else "linear"
+                if role != "values" and (experts or role == "expert"):
+                    layer_role = "expert"
+                kind = encoding_named(encoding)
+                encoding = kind.for_layer(layer_role, out_features, in_features)
             kind = encoding_named(encoding)
             size += prod(experts) * kind.num_bytes(out_features, in_features)
         elif role != "head":
-            size += _plain_size(name, header, floats)
-    head = encoding_named(encoding_of_head(model.encoding))
+            size += _plain_size(header, floats)
+    kind = _encoding(pipeline_config)
     head_shapes = _head_shapes(pipeline_config, names)
     if not any(names.is_embedding(name) for name in model.tensor_headers):  # the table is stored as the head
         size += sum(prod(shape) for shape in head_shapes) * DType(floats).size_in_bytes
-    return size + sum(head.num_bytes(*shape) for shape in head_shapes)
+    for vocabulary, hidden in head_shapes:
+        head = encoding_named(kind.for_layer("head", vocabulary, hidden))
+        size += head.num_bytes(vocabulary, hidden)
+    return size
 
 
 def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
     """Return roughly the bytes of the weights that a load packs: linear layers and the output head.
 
     It is called before torch is imported, so it knows neither the kernels nor the family's tensor names. A
-    matrix with one row for each token is a table or a head. Float weights are packed after the first step
-    (see `penstock.kernels.LazyWeight`) and count as 0.
+    matrix with one row for each token is a table or a head. Weights that are packed after the first step
+    (see `penstock.kernels.LazyWeight`) count as 0.
     """
-    model = pipeline_config.model
+    model, kind = pipeline_config.model, _encoding(pipeline_config)
+    if kind.packs_lazily and not kind.needs_calibration:
+        return 0
     vocabulary = model.huggingface_config.vocabulary_size
     num_linear, vocabulary_matrices = 0, []
-    for name, header in model.tensor_headers.items():
-        shape = _matrix_shape(name, header)
+    for header in model.tensor_headers.values():
+        shape = _matrix_shape(header)
         if shape and shape[0] == vocabulary:
             vocabulary_matrices.append(prod(shape))
         elif shape:
             num_linear += prod(shape)
     num_head = max(vocabulary_matrices, default=0)  # of table and head, only the head is packed
-    return int((num_linear + num_head) * _BITS.get(model.encoding, 0) / 8)
-
-
-_BITS = {"int8": 8, "int4": 5}
-"""Bits of a weight with its share of the group's scale. Other encodings are not estimated."""
+    return int((num_linear + num_head) * kind.bits_per_weight / 8)
 
 
 def estimate_activation_memory(
@@ -132,8 +133,6 @@ def _names_or_default(names: TensorNames | None) -> TensorNames:
 
 
 def _encoding(pipeline_config: PipelineConfig) -> LinearEncoding:
-    from penstock.kernels import encoding_named  # loads torch
-
     return encoding_named(pipeline_config.model.encoding)
 
 
@@ -153,20 +152,16 @@ def _linear_shapes(pipeline_config: PipelineConfig, names: TensorNames) -> Itera
 
 def _linear_shape(name: str, header: TensorHeader, names: TensorNames) -> tuple[int, ...] | None:
     """Return the shape of a linear layer, or None for other tensors and the head. See `_matrix_shape`."""
-    if header.type_name != "U8" and names.role(name) in ("table", "head"):
-        return None
-    return _matrix_shape(name, header)
+    return None if names.role(name) in ("table", "head") else _matrix_shape(header)
 
 
-def _matrix_shape(name: str, header: TensorHeader) -> tuple[int, ...] | None:
-    """Return ``[out, in]`` of a matrix or ``[N, out, in]`` of N experts, dequantised; None for others."""
-    if header.type_name == "U8":
-        return mxfp4.dequantized_shape(name, header.shape)
+def _matrix_shape(header: TensorHeader) -> tuple[int, ...] | None:
+    """Return ``[out, in]`` of a matrix or ``[N, out, in]`` of N experts; None for others."""
     return header.shape if len(header.shape) in (2, 3) and header.is_float else None
 
 
-def _plain_size(name: str, header: TensorHeader, dtype: str) -> int:
+def _plain_size(header: TensorHeader, dtype: str) -> int:
     """Return the bytes of a tensor that is not packed. Floats take the type of the activations."""
     if header.is_float:
         return header.num_elements * DType(dtype).size_in_bytes
-    return 0 if mxfp4.is_scales(name, header) else header.num_bytes
+    return header.num_bytes

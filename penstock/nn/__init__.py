@@ -33,7 +33,7 @@ from penstock.nn.encoder_heads import ClassificationHead, VocabularyHead, num_la
 from penstock.nn.experts import Experts, load_experts, load_router, num_experts_per_token
 from penstock.nn.head import Head
 from penstock.nn.linear import Linear
-from penstock.nn.loader import Loader, TensorSource, encoding_of_head, encoding_of_linear, encoding_of_values
+from penstock.nn.loader import Loader, TensorSource
 from penstock.nn.mlp import GatedMLP
 from penstock.nn.norm import LayerNorm, RMSNorm
 from penstock.nn.outputs import ReturnHiddenStates, ReturnLogits
@@ -80,9 +80,6 @@ __all__ = [
     "TensorSource",
     "VocabularyHead",
     "activation_named",
-    "encoding_of_head",
-    "encoding_of_linear",
-    "encoding_of_values",
     "gated_mlps",
     "layer_types",
     "load_attention",

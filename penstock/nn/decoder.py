@@ -199,7 +199,7 @@ def load_attention(load: Loader, blueprint: Blueprint, name: str, layer: int) ->
         parts = {names.qkv[0]: sum(sizes)}
     else:
         parts = dict(zip(names.qkv, sizes, strict=True))
-        if load.has_separate_values(value_path):
+        if load.has_separate_values(value_path, parts[names.values], hidden):
             values = load.values(value_path, parts.pop(names.values), hidden, bias=blueprint.qkv_bias)
     return Attention(
         load.fused(name, parts, hidden, bias=blueprint.qkv_bias),

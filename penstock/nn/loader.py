@@ -1,153 +1,77 @@
-"""From the tensors of a checkpoint to packed layers."""
+"""Loading of layers: from the tensors of a checkpoint to packed layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.kernels import LazyWeight, LinearSlice, PackedLinear, encoding_named
+from penstock.kernels import LazyWeight, LinearSlice, Ops, PackedLinear, encoding_named
 from penstock.kernels.reference import ReferenceOps
 from penstock.nn.linear import Linear
 from penstock.nn.norm import LayerNorm, RMSNorm
 
 
 class TensorSource(Protocol):
-    """Named tensors, e.g. `penstock.weights.Weights`."""
+    """Named tensors, such as `penstock.weights.Weights`."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor called ``name``, which must have this shape."""
+        """Return a tensor as floats; it must have this shape."""
         ...
 
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether it is there in this shape, without a look at its numbers."""
+        """Return whether the tensor exists in this shape, without reading its numbers."""
         ...
 
-    def quantized_rows(
-        self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
-    ) -> Mapping[str, Tensor] | None:
-        """A linear layer's weight as ``encoding`` stores it in rows, where the source holds just that.
+    def stored_encoding(self, name: str) -> str | None:
+        """Return the encoding in which a weight is stored; None if it is stored as floats."""
+        ...
 
-        ``shape`` is ``(out, in)``, also where the source's own is ``transposed``.
+    def read_linear(
+        self, name: str, shape: tuple[int, int], *, transposed: bool = False
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        """Return the weight of a linear layer in its stored encoding.
+
+        The tensors are those of `LinearEncoding.pack`. If the weight is not stored in an encoding, None and
+        ``weight [out, in]`` as floats are returned. ``shape`` is ``(out, in)``, also if the stored shape is
+        ``transposed``.
         """
         ...
 
-    def is_quantized(self, name: str, encoding: str) -> bool:
-        """Whether `quantized_rows` has this tensor's numbers."""
-        ...
-
     def is_mapped(self, name: str) -> bool:
-        """Whether `tensor` gives what lies in the file, and takes no memory of its own."""
+        """Return whether `tensor` returns a view of the file, which takes no memory of its own."""
         ...
 
     def release(self, name: str) -> None:
-        """The tensor has been packed: what memory its file's pages take may go."""
+        """Release the memory of a tensor's file pages, after the tensor has been packed."""
         ...
 
 
-class PackFloats(Protocol):
-    """Packs parts of a weight ``[out, in]``, and ``bias [out]``, in the encoding named."""
+TakePacked = Callable[[str, tuple[int, int], Tensor | None, Sequence[LinearSlice]], PackedLinear | None]
+"""Given encoding, ``(out, in)``, bias and slices, returns the next layer of the load, or None if it was not
+packed before."""
 
-    def __call__(
-        self,
-        weight: Sequence[Tensor],
-        encoding: str,
-        *,
-        bias: Tensor | None,
-        slices: Sequence[LinearSlice],
-    ) -> PackedLinear: ...
-
-
-class Packer(Protocol):
-    """What packs weights: a back end, `penstock.kernels.Ops`."""
-
-    @property
-    def pack_linear(self) -> PackFloats:
-        """Packs at once."""
-        ...
-
-    @property
-    def pack_lazily(self) -> PackFloats:
-        """Packs parts that stay in memory by themselves, not necessarily at once."""
-        ...
-
-    def pack_quantized(
-        self,
-        rows: Mapping[str, Tensor],
-        encoding: str,
-        *,
-        bias: Tensor | None,
-        slices: Sequence[LinearSlice],
-    ) -> PackedLinear:
-        """Packs a weight that is in the form of the encoding already."""
-        ...
-
-
-class LayerStore(Protocol):
-    """Layers that were packed before."""
-
-    def take(
-        self,
-        encoding: str,
-        shape: tuple[int, int],  # [out, in]
-        bias: Tensor | None,
-        slices: Sequence[LinearSlice],
-    ) -> PackedLinear | None:
-        """The next layer of a load, if it is this one; None if it is to be packed."""
-        ...
-
+Deferred = Literal["none", "calibrated", "all"]
+"""Layers whose packing is deferred: none, those that need calibration, or all that can be."""
 
 _Weight = Sequence[Tensor] | Mapping[str, Tensor]
-"""Parts of a weight ``[out, in]``, or it in the form of its encoding."""
-
-SMALL = 64
-"""Inputs, or outputs, below which a layer gains nothing from 4 bits and is packed in 8."""
-
-NARROW = 2048
-"""Inputs, or outputs, below which a layer is packed in 5 bits in place of 4: it is of a small model, which
-bears 4 badly. One of 135 M parameters loses 15 % of its perplexity to them, and 4 % with a fifth bit."""
-
-
-def encoding_of_linear(encoding: str, out_features: int, in_features: int, *, is_expert: bool = False) -> str:
-    """The encoding of a linear layer of this shape in a model of ``encoding``.
-
-    An expert is narrow where it has few inputs and outputs both: many narrow ones make a large model.
-    """
-    narrowest, widest = sorted((out_features, in_features))
-    if encoding != "int4":
-        return encoding
-    if narrowest < SMALL:
-        return "int8"
-    return "int5" if (widest if is_expert else narrowest) < NARROW else encoding
-
-
-def encoding_of_values(encoding: str) -> str:
-    """The encoding of the layer that computes attention's values: its errors reach the residual stream
-    unweakened, and with grouped heads it is a hundredth of the weights. A third of what 4 bits cost a trained
-    model came from it."""
-    return "int8" if encoding == "int4" else encoding
-
-
-def encoding_of_head(encoding: str) -> str:
-    """The encoding of the output head: quality hangs on it most, and 8 bits are the fewest it has."""
-    return "int8" if encoding == "int4" else encoding
+"""Parts of a weight ``[out, in]`` in floats, or the tensors of `LinearEncoding.pack`."""
 
 
 class Loader:
     """Reads layers by their checkpoint names and packs each once, on one device.
 
     Args:
-        source: where from.
-        encoding: that of linear layers, where it suits them: see `encoding_of_linear`, `encoding_of_head`.
-        device: where to.
-        packer: what packs them there; the reference back end if not given.
-        store: where layers may be packed already.
-        later: encodings whose weights, where they are mapped, are to be packed later, see
-            `penstock.kernels.LazyWeight`.
+        source: where tensors are read from.
+        encoding: encoding of the model. Layers may have another one, see `LinearEncoding.for_layer`.
+        device: the device of the layers.
+        ops: the back end that packs them; the reference back end if not given.
+        take_packed: returns layers that were packed before.
+        lazy: layers to pack later, if their weights are mapped; see `penstock.kernels.LazyWeight`.
     """
 
     def __init__(
@@ -155,40 +79,41 @@ class Loader:
         source: TensorSource,
         encoding: str,
         device: torch.device,
-        packer: Packer | None = None,
-        store: LayerStore | None = None,
+        ops: Ops | None = None,
+        take_packed: TakePacked | None = None,
         *,
-        later: Collection[str] = (),
+        lazy: Deferred = "none",
     ) -> None:
         self.source = source
         self.encoding = encoding
         self.device = device
-        self._packer = packer or ReferenceOps()
-        self._store = store
-        self._later = later
-        self.dtype = encoding_named(encoding).compute_dtype.to_torch()
+        self._kind = encoding_named(encoding)
+        self._ops = ops or ReferenceOps()
+        self._take_packed = take_packed
+        self._lazy = lazy
+        self.dtype = self._kind.compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
         self.layers: list[PackedLinear] = []
         """All linear layers read so far, in order."""
 
     @property
     def linears(self) -> dict[str, PackedLinear]:
-        """The layers by their names in the checkpoint; a fused one under each name."""
+        """The layers by their names in the checkpoint. A fused layer has several names."""
         return {part.name: layer for layer in self.layers for part in layer.slices}
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """A weight that is used as it is: an embedding table, a norm's scale."""
+        """Return a weight that is not packed: an embedding table, the scale of a norm."""
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
     def norm(self, name: str, size: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
-        """The norm called ``name``; ``offset`` is what the checkpoint's weights are stored less of."""
+        """Return the RMS norm called ``name``; ``offset`` is added to the stored weights."""
         if not offset:
             return RMSNorm(self.tensor(f"{name}.weight", size), eps)
         weight = self.source.tensor(f"{name}.weight", (size,)).to(self.device)
-        return RMSNorm(weight.float() + offset, eps)  # in float32: the sum has more digits than either
+        return RMSNorm(weight.float() + offset, eps)  # in float32: the sum needs more digits than its terms
 
     def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
-        """The norm with a mean and a bias called ``name``."""
+        """Return the layer norm with a bias called ``name``."""
         return LayerNorm(self.tensor(f"{name}.weight", size), self.tensor(f"{name}.bias", size), eps)
 
     def linear(
@@ -201,7 +126,7 @@ class Loader:
         transposed: bool = False,
         is_expert: bool = False,
     ) -> Linear:
-        """The linear layer called ``name``; ``transposed`` where its weight is stored ``[in, out]``."""
+        """Return the linear layer called ``name``; ``transposed`` if its weight is stored ``[in, out]``."""
         return self._read({name: out_features}, in_features, bias, transposed=transposed, is_expert=is_expert)
 
     def fused(
@@ -213,26 +138,27 @@ class Loader:
         bias: bool = False,
         is_expert: bool = False,
     ) -> Linear:
-        """Several layers of one input as one; ``parts`` maps their names to their output sizes."""
+        """Return several layers of one input as one layer; ``parts`` maps their names to output sizes."""
         named = {f"{prefix}.{part}": size for part, size in parts.items()}
         return self._read(named, in_features, bias, is_expert=is_expert)
 
-    def has_separate_values(self, name: str) -> bool:
-        """Whether the layer of values called ``name`` cannot be fused with those of queries and keys: it has
-        another encoding, unless the source is quantised in theirs already."""
-        weight = f"{name}.weight"
-        return encoding_of_values(self.encoding) != self.encoding and not (
-            self.source.is_quantized(weight, self.encoding)
-        )
+    def has_separate_values(self, name: str, out_features: int, in_features: int) -> bool:
+        """Return whether attention's values cannot be fused with queries and keys.
+
+        This is so if they have another encoding, unless they are already stored in that of the model.
+        """
+        encoding = self._kind.for_layer("values", out_features, in_features)
+        return encoding != self.encoding and self.source.stored_encoding(f"{name}.weight") != self.encoding
 
     def values(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> Linear:
-        """The layer of attention's values called ``name``, in the encoding they have for themselves."""
-        return self._read({name: out_features}, in_features, bias, encoding=encoding_of_values(self.encoding))
+        """Return the layer of attention's values called ``name``, in the encoding of values."""
+        encoding = self._kind.for_layer("values", out_features, in_features)
+        return self._read({name: out_features}, in_features, bias, encoding=encoding)
 
     def table(self, name: str, vocabulary: int, hidden: int, *, tied_head: str | None = None) -> Tensor:
         """Return the embedding table ``[V, E]`` called ``name``.
 
-        A checkpoint that ties table and head may hold them as ``tied_head`` alone.
+        A checkpoint that ties the table to the head may store both as ``tied_head`` only.
         """
         weight = f"{name}.weight"
         if tied_head is not None and weight not in self.source and f"{tied_head}.weight" in self.source:
@@ -243,18 +169,18 @@ class Loader:
         """Return the output head.
 
         Args:
-            name: of the layer in the checkpoint.
+            name: name of the layer in the checkpoint.
             vocabulary: V.
             hidden: E.
-            tied_to: the embedding table ``[V, E]``, for a configuration that ties the head to it. It is used
-                if the checkpoint has no tensor of the head. A tensor that is there may differ from the table;
-                if it does not, nothing is lost: the head is packed beside the table in any case.
+            tied_to: the embedding table ``[V, E]``, if the configuration ties the head to it. It is used only
+                if the checkpoint has no tensor of the head, because a stored head may differ from the table.
+                The head is packed as a copy in both cases.
         """
-        encoding = encoding_of_head(self.encoding)
+        encoding = self._kind.for_layer("head", vocabulary, hidden)
         parts = {name: vocabulary}
         if tied_to is None or f"{name}.weight" in self.source:
             return self._named(parts, hidden, None, encoding)
-        return self._layer(parts, (vocabulary, hidden), None, encoding, lambda: [tied_to], later=True)
+        return self._layer(parts, (vocabulary, hidden), None, encoding, lambda: [tied_to], is_mapped=True)
 
     def pack(
         self,
@@ -265,20 +191,20 @@ class Loader:
         plain: bool = False,
         is_expert: bool = False,
     ) -> Linear:
-        """A weight ``[out, in]`` that the caller has read.
+        """Return the layer of a weight ``[out, in]`` that the caller has read.
 
         Args:
-            weight: in the type it is stored in.
-            parts: names of its outputs and their sizes, in order: where an adapter finds its place.
+            weight: floats of any type.
+            parts: names and sizes of its outputs, in order. Adapters find the layer by these names.
             bias: ``[out]``.
-            plain: whether it stays in the activations' type, whatever the encoding.
-            is_expert: whether it is of one expert of many.
+            plain: whether to keep the weight in the type of the activations, for every encoding.
+            is_expert: whether the layer is one expert of many.
         """
-        if plain:
-            encoding = str(self.dtype).removeprefix("torch.")
-        else:
-            encoding = encoding_of_linear(self.encoding, *weight.shape, is_expert=is_expert)
         out_features, in_features = weight.shape
+        if plain:
+            encoding = self._kind.compute_dtype.value
+        else:
+            encoding = self._kind.for_layer("expert" if is_expert else "linear", out_features, in_features)
         return self._layer(parts, (out_features, in_features), bias, encoding, lambda: [weight])
 
     def _read(
@@ -294,9 +220,9 @@ class Loader:
         biases = [self.source.tensor(f"{name}.bias", (size,)) for name, size in parts.items()] if bias else []
         offset = torch.cat(biases) if biases else None
         encoding = encoding or self.encoding
-        if not any(self.source.is_quantized(f"{name}.weight", encoding) for name in parts):
-            out_features = sum(parts.values())
-            encoding = encoding_of_linear(encoding, out_features, in_features, is_expert=is_expert)
+        if not any(self.source.stored_encoding(f"{name}.weight") == encoding for name in parts):
+            role: Literal["expert", "linear"] = "expert" if is_expert else "linear"
+            encoding = encoding_named(encoding).for_layer(role, sum(parts.values()), in_features)
         return self._named(parts, in_features, offset, encoding, transposed=transposed)
 
     def _named(
@@ -308,12 +234,10 @@ class Loader:
         *,
         transposed: bool = False,
     ) -> Linear:
-        """A layer whose weight the source holds, in parts called so."""
+        """Return a layer whose weight the source stores under the names of its parts."""
 
         def read() -> _Weight:
-            return self._quantized(parts, in_features, encoding, transposed) or [
-                self._weight(name, size, in_features, transposed) for name, size in parts.items()
-            ]
+            return self._read_parts(parts, in_features, encoding, transposed)
 
         def skip() -> None:
             for name, size in parts.items():
@@ -325,8 +249,8 @@ class Loader:
                 self.source.release(f"{name}.weight")
 
         shape = (sum(parts.values()), in_features)
-        later = all(self.source.is_mapped(f"{name}.weight") for name in parts)
-        linear = self._layer(parts, shape, bias, encoding, read, skip, later=later)
+        is_mapped = all(self.source.is_mapped(f"{name}.weight") for name in parts)
+        linear = self._layer(parts, shape, bias, encoding, read, skip, is_mapped=is_mapped)
         tensors = linear.packed.tensors
         if isinstance(tensors, LazyWeight):
             tensors.release = release
@@ -334,30 +258,33 @@ class Loader:
             release()
         return linear
 
-    def _weight(self, name: str, out_features: int, in_features: int, transposed: bool) -> Tensor:
-        if transposed:
-            return self.source.tensor(f"{name}.weight", (in_features, out_features)).T
-        return self.source.tensor(f"{name}.weight", (out_features, in_features))
-
-    def _quantized(
+    def _read_parts(
         self, parts: Mapping[str, int], in_features: int, encoding: str, transposed: bool
-    ) -> Mapping[str, Tensor] | None:
-        """The rows of all parts as the encoding stores them, if the source holds any of them so; others are
-        quantised."""
-        found = {
-            name: self.source.quantized_rows(
-                f"{name}.weight", encoding, (size, in_features), transposed=transposed
-            )
+    ) -> _Weight:
+        """Return the floats of all parts, or their packed rows if the source stores any part in the encoding.
+
+        In the second case the other parts are packed here.
+        """
+        found = [
+            self._read_part(f"{name}.weight", (size, in_features), encoding, transposed)
             for name, size in parts.items()
-        }
-        if not any(found.values()):
-            return None
-        pack = encoding_named(encoding).pack
-        whole = [
-            rows or pack(self._weight(name, parts[name], in_features, transposed))
-            for name, rows in found.items()
         ]
-        return {key: torch.cat([rows[key] for rows in whole]) for key in whole[0]}
+        floats = [part for part in found if isinstance(part, Tensor)]
+        if len(floats) == len(found):
+            return floats
+        pack = encoding_named(encoding).pack
+        rows = [pack(part) if isinstance(part, Tensor) else part for part in found]
+        return {key: torch.cat([part[key] for part in rows]) for key in rows[0]}
+
+    def _read_part(
+        self, name: str, shape: tuple[int, int], encoding: str, transposed: bool
+    ) -> Tensor | Mapping[str, Tensor]:
+        """Return the packed rows of a weight if they are stored in the encoding, otherwise its floats."""
+        if self.source.stored_encoding(name) == encoding:
+            stored, tensors = self.source.read_linear(name, shape, transposed=transposed)
+            return tensors if stored == encoding else tensors["weight"]
+        floats = self.source.tensor(name, shape[::-1] if transposed else shape)
+        return floats.T if transposed else floats
 
     def _layer(
         self,
@@ -368,12 +295,18 @@ class Loader:
         read: Callable[[], _Weight],
         skip: Callable[[], None] = lambda: None,
         *,
-        later: bool = False,
+        is_mapped: bool = False,
     ) -> Linear:
-        """The next layer of the load: as it was packed before, or packed from what ``read`` gives.
+        """Return the next layer of the load.
 
-        Reading may take long, where a file is quantised in another way; ``skip`` is called in its place. What
-        stays in memory anyway may be packed ``later``.
+        Args:
+            parts: names and sizes of the outputs, in order.
+            shape: ``(out, in)``.
+            bias: ``[out]``.
+            encoding: the encoding of the layer.
+            read: reads the weight. It is not called if the layer was packed before.
+            skip: called instead of ``read``, to check the weight without reading it.
+            is_mapped: whether the weight stays in memory after the load, so that packing can be deferred.
         """
         slices, start = [], 0
         for name, size in parts.items():
@@ -381,25 +314,34 @@ class Loader:
             start += size
         if bias is not None:
             bias = bias.to(self.device)
-        packed = self._store.take(encoding, shape, bias, slices) if self._store else None
+        packed = self._take_packed(encoding, shape, bias, slices) if self._take_packed else None
         if packed is not None:
             skip()
         else:
-            packed = self._packed(read(), bias, slices, encoding, later and encoding in self._later)
+            packed = self._pack(read(), bias, slices, encoding, is_mapped and self._is_deferred(encoding))
         self.layers.append(packed)
         return Linear(packed)
 
-    def _packed(
+    def _is_deferred(self, encoding: str) -> bool:
+        """Return whether mapped weights in this encoding are packed later."""
+        kind = encoding_named(encoding)
+        return (
+            kind.needs_calibration
+            if self._lazy == "calibrated"
+            else self._lazy == "all" and kind.packs_lazily
+        )
+
+    def _pack(
         self,
         weight: _Weight,
         bias: Tensor | None,
         slices: Sequence[LinearSlice],
         encoding: str,
-        later: bool,
+        is_deferred: bool,
     ) -> PackedLinear:
         if isinstance(weight, Mapping):
             rows = {name: tensor.to(self.device) for name, tensor in weight.items()}
-            return self._packer.pack_quantized(rows, encoding, bias=bias, slices=slices)
+            return self._ops.pack_quantized(rows, encoding, bias=bias, slices=slices)
         parts = [part.to(self.device) for part in weight]
-        pack = self._packer.pack_lazily if later else self._packer.pack_linear
+        pack = self._ops.pack_lazily if is_deferred else self._ops.pack_linear
         return pack(parts, encoding, bias=bias, slices=slices)

@@ -1,24 +1,47 @@
-"""What the files of a checkpoint hold, of whichever format they are."""
+"""Checkpoints of any format: their format, and the tensors that a model sees. Loads no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.weights import gguf
+from penstock.weights.formats import FORMATS, CheckpointFormat, Headers
 from penstock.weights.gguf_names import read_gguf_headers
-from penstock.weights.safetensors import TensorHeader, read_checkpoint_headers
+from penstock.weights.json_files import read_json_object
+from penstock.weights.safetensors import read_checkpoint_headers
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint before any tensor is read."""
+
+    format: CheckpointFormat
+    headers: Headers
+    """The tensors that a model sees, by name."""
 
 
 def is_gguf(checkpoint: Path) -> bool:
-    """Whether a checkpoint is a GGUF file, which holds configuration and tokenizer too, and not a folder."""
+    """Return whether a checkpoint is a GGUF file, which holds configuration and tokenizer too."""
     return checkpoint.suffix.lower() == gguf.SUFFIX and not checkpoint.is_dir()
 
 
-def read_tensor_headers(checkpoint: Path) -> dict[str, TensorHeader]:
-    """The tensors of a checkpoint by name: of a safetensors or GGUF file, or of a folder.
+def open_checkpoint(checkpoint: Path) -> Checkpoint:
+    """Read the headers of a safetensors or GGUF file, or of a folder, and detect the format.
 
     Raises:
-        WeightsError: there are none, a part is missing, or a file is damaged.
-        UnknownArchitectureError: it is a GGUF file of a family that nothing is known of.
+        WeightsError: there are no tensors, a part is missing, or a file is damaged.
+        UnknownArchitectureError: it is a GGUF file of an unknown family.
+        ConfigError: the weights are quantized in a way that no format reads.
     """
-    return read_gguf_headers(checkpoint) if is_gguf(checkpoint) else read_checkpoint_headers(checkpoint)
+    config: Mapping[str, Any] = {}
+    if is_gguf(checkpoint):
+        stored: Headers = read_gguf_headers(checkpoint)
+    else:
+        stored = read_checkpoint_headers(checkpoint)
+        file = checkpoint / "config.json"
+        config = read_json_object(file) if checkpoint.is_dir() and file.is_file() else {}
+    found = FORMATS.detect(config, stored)
+    return Checkpoint(found, found.headers(config, stored))

@@ -393,12 +393,14 @@ _FAMILIES: Mapping[str, Callable[[_Keys], dict[str, Any]]] = {
 
 
 def _dtype(file: GGUFFile) -> str:
-    """The type that most numbers are stored in. Blocks of Q4_0 are what the encoding ``int4`` is; others
-    become bfloat16, which has digits enough for all of them."""
+    """Return the float type of the activations, from the type that takes the most bytes.
+
+    Blocks become bfloat16, which is precise enough for all of them.
+    """
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         name = tensor.block_type.name
         sizes[name] = sizes.get(name, 0) + tensor.num_bytes
     largest = max(sizes, key=lambda name: sizes[name], default="")
-    known = {"F32": "float32", "F64": "float32", "F16": "float16", "Q4_0": "int4"}
+    known = {"F32": "float32", "F64": "float32", "F16": "float16"}
     return known.get(largest, "bfloat16")

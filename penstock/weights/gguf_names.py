@@ -32,20 +32,14 @@ class GGUFTensor(TensorHeader):
 
     offset: int = 0  # bytes from the start of the file
     heads: int = 0
-    """How many heads its rows are of, where those that are rotated together stand side by side."""
-    is_transposed: bool = False
+    """Number of heads of the rows, if rows that are rotated together lie side by side; otherwise 0."""
     excess: float = 0.0
-    """What is stored more than the weight is."""
+    """What the file adds to the weight."""
 
     @property
     def dtype(self) -> DType | None:
-        """The type that it is read in: blocks become float32."""
+        """The type in which the tensor is read: blocks become float32."""
         return DType.float32 if self.type_name in READABLE_BLOCKS else _FLOATS.get(self.type_name)
-
-    @property
-    def encoding(self) -> str | None:
-        """Blocks of Q4_0 are 32 integers from -8 to 7 and a float16 scale, and so is ``int4``."""
-        return "int4" if self.type_name == "Q4_0" and len(self.shape) == 2 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +179,12 @@ def _headers(
     layer = block[1] if block else "N"
     name = family.names.get(re.sub(r"^blk\.\d+\.", "blk.N.", stem))
     header = GGUFTensor(
-        tensor.file, tensor.block_type.name, tensor.shape, tensor.num_bytes, tensor.name, tensor.offset
+        tensor.file,
+        tensor.block_type.name,
+        tensor.shape,
+        tensor.num_bytes,
+        tensor.name,
+        offset=tensor.offset,
     )
     if name is None:
         yield tensor.name, header

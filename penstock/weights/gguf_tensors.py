@@ -35,19 +35,17 @@ def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
     return tensor - header.excess if header.excess else tensor
 
 
-def gguf_rows(data: Tensor, header: GGUFTensor) -> dict[str, Tensor] | None:
-    """A linear layer's weight as the encoding ``int4`` has it, where it is stored in just these numbers.
+def gguf_rows(data: Tensor, header: GGUFTensor) -> dict[str, Tensor]:
+    """Return the integers and scales of a weight that is stored in Q4_0 blocks.
 
     Args:
         data: the bytes of its file.
-        header: which tensor.
+        header: describes the tensor.
 
     Returns:
         ``weight`` int8 ``[out, in]`` and ``scales`` float16 ``[out, in / 32]``, rows in the order of the
-        header; None for all other types.
+        header.
     """
-    if header.encoding != "int4":
-        return None
     in_features = header.shape[0 if header.is_transposed else 1]
     stored = data[header.offset : header.offset + header.num_bytes]
     blocks = stored.view(-1, in_features // 32, BLOCK_SIZES["Q4_0"])  # [out, G, 18]

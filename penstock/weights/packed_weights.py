@@ -92,7 +92,7 @@ class _Layer:
 
 
 class PackedLayerReader:
-    """Hands out layers that were packed before, in the order of their load: a `LayerStore`.
+    """Hands out layers that were packed before, in the order of their load.
 
     Args:
         layers: what there is.

@@ -28,30 +28,48 @@ class TensorHeader:
     """One tensor of a file, before it is read."""
 
     file: Path
-    type_name: str  # as the format spells it: F32, BF16, F8_E4M3
+    type_name: str
+    """The type as the format spells it: F32, BF16, F8_E4M3."""
     shape: tuple[int, ...]
     num_bytes: int
-    stored_name: str  # in the file
+    stored_name: str
+    """Name in the file."""
+    encoding: str | None = None
+    """The encoding in which a linear layer is stored; None for floats and other numbers."""
+    is_transposed: bool = False
+    """Whether the shape is ``[in, out]`` although the file stores one row per output."""
 
     @property
     def dtype(self) -> DType | None:
-        """The element type, or None for one that Penstock has no name for (the 8-bit floats)."""
+        """The element type, or None for a type without a `DType` (8-bit floats)."""
         return _DTYPES.get(self.type_name)
 
     @property
     def is_float(self) -> bool:
-        """Whether it holds floats that can be computed with."""
-        return self.dtype is not None and self.dtype.is_float()
-
-    @property
-    def encoding(self) -> str | None:
-        """The encoding of linear layers in which it has its numbers; None where it has floats."""
-        return None
+        """Whether the tensor can be read as floats."""
+        return self.encoding is not None or (self.dtype is not None and self.dtype.is_float())
 
     @property
     def num_elements(self) -> int:
-        """How many numbers the tensor holds."""
+        """Number of elements."""
         return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedHeader(TensorHeader):
+    """A weight that a checkpoint format assembles from several stored tensors."""
+
+    parts: tuple[TensorHeader, ...] = ()
+    """The stored tensors."""
+    index: int | None = None
+    """Position in the first dimension of all parts; None if the weight is all of them."""
+    float_dtype: DType = DType.bfloat16
+    """The type in which the weight is read as floats."""
+
+    @property
+    def dtype(self) -> DType:
+        """The type in which the weight is read as floats."""
+        return self.float_dtype
 
 
 def read_checkpoint_headers(path: Path) -> dict[str, TensorHeader]:

@@ -1,6 +1,6 @@
-"""The named tensors of a checkpoint, memory-mapped, with all faults of a load told at once.
+"""The named tensors of a checkpoint, memory-mapped. A load reports all faulty tensors in one error.
 
-Names are plain ones (see `names.plain_names`), whatever the files call them.
+Names are plain names (see `names.plain_names`), independent of the names in the files.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from penstock.dtype import DType
 from penstock.errors import WeightsError
 from penstock.host.heartbeat import beat
 from penstock.host.private_memory import mapping
-from penstock.weights.checkpoint import read_tensor_headers
+from penstock.weights.checkpoint import Checkpoint, open_checkpoint
 from penstock.weights.gguf_names import GGUFTensor
-from penstock.weights.gguf_tensors import gguf_rows, gguf_tensor
 from penstock.weights.mapping import drop_pages, map_file
-from penstock.weights.safetensors import TensorHeader
+from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 
 NUM_NAMES_SHOWN = 8
-"""How many tensors of a kind an error lists before it only counts."""
+"""Maximum number of tensors of a kind that an error lists. Further ones are counted."""
 _MAX_FAULTS = 1000
 _MAX_ZEROS = 2**29
-"""Beyond these a load ends at once: ``config.json`` is of another model, and the zeros take memory."""
+"""Faults, and elements of zeros in place of faulty tensors, after which a load ends at once: ``config.json``
+belongs to another model."""
 
 
 class Weights:
-    """The tensors of a checkpoint by name, read when asked for.
+    """The tensors of a checkpoint by name, read on demand.
 
-    A fault does not stop a load: `tensor` records it and stands in zeros, and `finish` reports all faults
-    in one error.
+    A fault does not stop a load. `tensor` records it and returns zeros, and `finish` reports all faults in
+    one error.
 
     >>> weights = Weights.open(checkpoint)  # doctest: +SKIP
     >>> norm = weights.tensor("model.norm.weight", (64,))  # doctest: +SKIP
@@ -46,50 +46,51 @@ class Weights:
 
     def __init__(self, path: Path, names: Mapping[str, str], files: _Files) -> None:
         self._path = path
-        self._names = names  # ours -> the files'
+        self._names = names  # name -> name in the checkpoint
         self._files = files
         self._faults = _Faults()
         self._read: set[str] = set()
         self.on_read: Callable[[int], None] | None = None
-        """Called with the bytes of each tensor that is asked for: how far a load has come."""
+        """Called with the number of bytes of each tensor that is read, to show the progress of a load."""
 
     @classmethod
     def open(cls, path: Path, *, shapes_only: bool = False) -> Weights:
-        """Opens a safetensors or GGUF file, or a folder with safetensors.
+        """Open a safetensors or GGUF file, or a folder with safetensors files.
 
         Args:
             path: the file or the folder.
-            shapes_only: tensors are those of torch's device ``meta``, without numbers: enough to see whether
-                a model finds all that it needs.
+            shapes_only: return tensors of torch's device ``meta``, without numbers. This is enough to check
+                that a model finds all its tensors.
 
         Raises:
-            WeightsError: there is none, a shard is missing, or a file is damaged.
-            UnknownArchitectureError: it is a GGUF file of a family that nothing is known of.
+            WeightsError: there is no file, a shard is missing, or a file is damaged.
+            UnknownArchitectureError: it is a GGUF file of an unknown family.
+            ConfigError: the weights are quantized in a way that no format reads.
         """
-        files = _Files(read_tensor_headers(path), shapes_only)
+        files = _Files(open_checkpoint(path), shapes_only)
         return cls(path, {name: name for name in files.headers}, files)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensors, sorted."""
+        """The names of all tensors, sorted."""
         return tuple(sorted(self._names))
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor.
+        """Return the shape of a tensor.
 
         Raises:
-            WeightsError: there is none of this name.
+            WeightsError: there is no tensor of this name.
         """
         return self._header(name).shape
 
     def dtype(self, name: str) -> DType:
-        """The element type of a tensor as it is stored.
+        """Return the element type of a tensor.
 
         Raises:
-            WeightsError: there is none of this name, or its type has no `DType` (8-bit floats).
+            WeightsError: there is no tensor of this name, or its type has no `DType` (8-bit floats).
         """
         header = self._header(name)
         if header.dtype is None:
@@ -97,20 +98,20 @@ class Weights:
         return header.dtype
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Tensor ``name`` in its stored float type, mapped from the file.
+        """Return tensor ``name`` in its stored float type, mapped from the file.
 
-        Where it is missing, misshapen or no float, that is recorded for `finish`, and zeros of the shape
-        asked for are returned.
+        If it is missing, has another shape or is not a float tensor, the fault is recorded for `finish` and
+        zeros of the requested shape are returned.
 
         Raises:
-            WeightsError: the file cannot be read, or there are more faults than any near miss has.
+            WeightsError: the file cannot be read, or there are too many faults.
         """
         return self._files.tensor(self._names[name]) if self.expect(name, shape) else self._zeros(shape)
 
     def expect(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether tensor ``name`` is there as floats of this shape; where not, that is recorded for `finish`.
+        """Return whether tensor ``name`` is readable as floats of this shape; record a fault if it is not.
 
-        It counts as read: this is for whoever knows its numbers already.
+        The tensor counts as read. Callers that already have its numbers use this instead of `tensor`.
         """
         header = self._asked_for(name)
         if header is None:
@@ -120,64 +121,57 @@ class Weights:
             return False
         return self._fits(name, header, shape)
 
-    def quantized_rows(
-        self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
-    ) -> dict[str, Tensor] | None:
-        """The weight ``name`` of a linear layer as an encoding stores it in rows, where the checkpoint holds
-        just these numbers; None where it does not, and `tensor` is to be asked for floats.
+    def stored_encoding(self, name: str) -> str | None:
+        """Return the encoding in which a weight is stored; None if it is stored as floats or is missing."""
+        header = self._found(name)
+        return None if header is None else header.encoding
+
+    def read_linear(
+        self, name: str, shape: tuple[int, int], *, transposed: bool = False
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        """Return the weight of a linear layer in its stored encoding.
 
         Args:
-            name: of the tensor.
-            encoding: such as ``int4``.
+            name: name of the weight.
             shape: ``(out, in)``.
             transposed: whether the checkpoint's shape is ``(in, out)``.
+
+        Returns:
+            The encoding, and the tensors of `LinearEncoding.pack`. None, and ``weight`` as floats
+            ``[out, in]``, if it is stored as floats or in an order of rows that the encoding does not have.
         """
         header = self._found(name)
         expected = shape[::-1] if transposed else shape
-        if not isinstance(header, GGUFTensor) or header.encoding != encoding or header.shape != expected:
-            return None
-        if header.is_transposed != transposed or self._files.shapes_only:
-            return None
-        rows = self._files.rows(self._names[name])
-        if rows is not None:
-            self._asked_for(name)
-        return rows
-
-    def is_quantized(self, name: str, encoding: str) -> bool:
-        """Whether the checkpoint holds the tensor's numbers as an encoding stores them."""
-        header = self._found(name)
-        return header is not None and header.encoding == encoding
+        fits = header is not None and header.shape == expected and header.is_transposed == transposed
+        if header is None or header.encoding is None or not fits or self._files.shapes_only:
+            floats = self.tensor(name, expected)
+            return None, {"weight": floats.T if transposed else floats}
+        self._asked_for(name)
+        return self._files.linear(self._names[name])
 
     def is_mapped(self, name: str) -> bool:
-        """Whether `tensor` gives what lies in the file: of safetensors; most of GGUF is widened."""
+        """Return whether `tensor` returns a view of the file, which takes no memory of its own."""
         header = self._found(name)
-        return header is not None and not isinstance(header, GGUFTensor)
+        return (
+            header is not None
+            and header.encoding is None
+            and not isinstance(header, GGUFTensor | QuantizedHeader)
+        )
 
     def release(self, name: str) -> None:
-        """Lets go of the memory that a tensor's pages of its file take in this process.
+        """Release the memory that the pages of a tensor's file take in this process.
 
-        They are read again by whoever looks at the tensor again: no number is lost.
+        No number is lost: the pages are read again when the tensor is accessed.
         """
         stored = self._names.get(name)
         if stored is not None:
             self._files.release(stored)
 
-    def bytes_tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Tensor ``name`` of bytes, uint8: numbers that are packed in a way that the caller knows.
-
-        Faults are told as `tensor` tells them, and zeros stand in.
-        """
-        header = self._asked_for(name)
-        if header is not None and header.type_name != "U8":
-            self._faults.misshapen.append(
-                f"{self._label(name)} is of type {header.type_name} where the model needs bytes, U8"
-            )
-        elif header is not None and self._fits(name, header, shape):
-            return self._files.tensor(self._names[name])
-        return self._zeros(shape).byte()
-
     def renamed(self, adapter: Callable[[str], str | None]) -> Weights:
-        """The same tensors under other names; ``adapter`` maps a stored name to one, or to None to drop it.
+        """Return the same tensors under other names.
+
+        Args:
+            adapter: maps a name to the new name, or to None to drop the tensor.
 
         Raises:
             WeightsError: two tensors get the same name.
@@ -193,10 +187,10 @@ class Weights:
         return Weights(self._path, names, self._files)
 
     def finish(self, ignore: Iterable[str] = ()) -> None:
-        """Ends a load: every tensor must have been read, and none may have been at fault.
+        """Check at the end of a load that every tensor was read without a fault.
 
         Args:
-            ignore: shell patterns of names that may be left unread, such as ``*.rotary_emb.inv_freq``.
+            ignore: shell patterns of names that may stay unread, such as ``*.rotary_emb.inv_freq``.
 
         Raises:
             WeightsError: lists missing, misshapen, unreadable and unexpected tensors.
@@ -214,16 +208,16 @@ class Weights:
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers the tensors hold together."""
+        """Number of elements of all tensors."""
         return sum(self._files.headers[stored].num_elements for stored in self._names.values())
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes the tensors take as they are stored."""
+        """Number of bytes of all tensors as they are stored."""
         return sum(self._files.headers[stored].num_bytes for stored in self._names.values())
 
     def _asked_for(self, name: str) -> TensorHeader | None:
-        """Marks a tensor as read; None, and a fault, if there is none of this name."""
+        """Mark a tensor as read and return its header. If it is missing, record a fault and return None."""
         header = self._found(name)
         if header is None:
             self._faults.missing.append(name)
@@ -264,49 +258,74 @@ class Weights:
 
 
 class _Files:
-    """The open files of a checkpoint; views under other names share them."""
+    """The open files of a checkpoint. Views under other names share them."""
 
-    def __init__(self, headers: Mapping[str, TensorHeader], shapes_only: bool) -> None:
-        self.headers = headers
+    def __init__(self, checkpoint: Checkpoint, shapes_only: bool) -> None:
+        self.headers = checkpoint.headers
         self.shapes_only = shapes_only
+        self._format = checkpoint.format
         self._open: dict[Path, Any] = {}
-        self._mapped: dict[str, Tensor] = {}  # of tensors that were read, the bytes in their files
+        self._mapped: dict[str, list[Tensor]] = {}  # name -> mapped bytes that were read for it
 
     def tensor(self, name: str) -> Tensor:
         header = self.headers[name]
-        file = header.file
         if self.shapes_only:
             assert header.dtype is not None
             return torch.empty(header.shape, dtype=header.dtype.to_torch(), device="meta")
-        if isinstance(header, GGUFTensor):
-            return gguf_tensor(self._map(name, header), header)
-        try:
-            if file not in self._open:
-                with mapping(file.stat().st_size):
-                    self._open[file] = safe_open(file, framework="pt")
-            tensor = self._open[file].get_tensor(header.stored_name)
-        except (SafetensorError, OSError) as problem:
-            raise WeightsError(file, f"{name} cannot be read: {problem}") from problem
-        assert isinstance(tensor, Tensor)
-        self._mapped[name] = tensor
-        return tensor
+        return self._format.read_tensor(self._reader(name), header)
 
-    def rows(self, name: str) -> dict[str, Tensor] | None:
-        header = self.headers[name]
-        assert isinstance(header, GGUFTensor)
-        return gguf_rows(self._map(name, header), header)
-
-    def _map(self, name: str, header: GGUFTensor) -> Tensor:
-        """The bytes of the whole file that holds a tensor."""
-        if header.file not in self._open:
-            self._open[header.file] = map_file(header.file)
-        data: Tensor = self._open[header.file]
-        self._mapped[name] = data[header.offset : header.offset + header.num_bytes]
-        return data
+    def linear(self, name: str) -> tuple[str | None, Mapping[str, Tensor]]:
+        return self._format.read_linear(self._reader(name), self.headers[name])
 
     def release(self, name: str) -> None:
-        if (tensor := self._mapped.pop(name, None)) is not None:
+        for tensor in self._mapped.pop(name, ()):
             drop_pages(tensor)
+
+    def open_safetensors(self, file: Path) -> Any:
+        if file not in self._open:
+            with mapping(file.stat().st_size):
+                self._open[file] = safe_open(file, framework="pt")
+        return self._open[file]
+
+    def open_bytes(self, file: Path) -> Tensor:
+        if file not in self._open:
+            self._open[file] = map_file(file)
+        data: Tensor = self._open[file]
+        return data
+
+    def _reader(self, name: str) -> _Reader:
+        mapped: list[Tensor] = []
+        self._mapped[name] = mapped
+        return _Reader(self, mapped)
+
+
+class _Reader:
+    """Reads what a format needs for one tensor; a `TensorReader`.
+
+    Args:
+        files: the open files.
+        mapped: list to which the mapped bytes are appended.
+    """
+
+    def __init__(self, files: _Files, mapped: list[Tensor]) -> None:
+        self._files = files
+        self._mapped = mapped
+
+    def tensor(self, header: TensorHeader, index: int | None = None) -> Tensor:
+        try:
+            tensor = self._files.open_safetensors(header.file).get_tensor(header.stored_name)
+        except (SafetensorError, OSError) as problem:
+            raise WeightsError(header.file, f"{header.stored_name} cannot be read: {problem}") from problem
+        assert isinstance(tensor, Tensor)
+        tensor = tensor if index is None else tensor[index]
+        self._mapped.append(tensor)
+        return tensor
+
+    def file_bytes(self, header: TensorHeader) -> Tensor:
+        assert isinstance(header, GGUFTensor), "only tensors of GGUF files are read as bytes"
+        data = self._files.open_bytes(header.file)
+        self._mapped.append(data[header.offset : header.offset + header.num_bytes])
+        return data
 
 
 @dataclass(slots=True)
@@ -314,10 +333,10 @@ class _Faults:
     missing: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
-    num_zeros: int = 0  # elements of the tensors that stand in for all these
+    num_zeros: int = 0  # elements of the zeros that replace faulty tensors
 
     def report(self, unexpected: list[str]) -> str:
-        """One line, or nothing where there is no fault."""
+        """Return one line, empty if there is no fault."""
         kinds = {
             "missing": self.missing,
             "misshapen": self.misshapen,

@@ -195,8 +195,8 @@ class TestWhatIsFound:
     def test_its_record_is_whole(self, architecture: SupportedArchitecture) -> None:
         assert architecture.tiny_config is not None
         assert architecture.tiny_config()["model_type"] == architecture.name
-        assert architecture.supported_encodings
-        assert set(architecture.supported_encodings) <= set(ENCODINGS)
+        assert architecture.encodings
+        assert set(architecture.encodings) <= set(ENCODINGS)
         assert architecture.example_repo_ids
 
     def test_its_classes_load(self, architecture: SupportedArchitecture) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.encodings import HalvedEncoding
 
 from penstock.config import (
     FLOAT_ENCODINGS,
@@ -27,10 +28,8 @@ from penstock.config import (
 )
 from penstock.config.model import _warn_encoding_fallback
 from penstock.driver import DeviceSpec
-from penstock.dtype import ENCODINGS as DTYPE_ENCODINGS
 from penstock.errors import ConfigError
-from penstock.kernels import ENCODINGS, FloatEncoding
-from penstock.nn import encoding_of_linear
+from penstock.kernels import ENCODINGS
 from penstock.serve.config import serve_fields
 
 LEGAL: dict[str, st.SearchStrategy[Any]] = {
@@ -294,7 +293,7 @@ def test_the_environment_is_read_by_exact_names() -> None:
 
 def test_deterministic_runs_in_all_but_float16() -> None:
     assert PipelineConfig.from_flat({"deterministic": True}).model.encoding == "bfloat16", "the demo's own"
-    for encoding in DTYPE_ENCODINGS:  # float16 on the CPU is bfloat16
+    for encoding in ENCODINGS.names:  # float16 on the CPU is bfloat16
         PipelineConfig.from_flat({"deterministic": True, "quantization_encoding": encoding})
     there = {"devices": "gpu", "quantization_encoding": "float16"}
     PipelineConfig.from_flat(there)
@@ -324,15 +323,16 @@ def test_configurations_are_frozen_hashable_and_cross_processes() -> None:
     assert (again, again.describe(), hash(again)) == (config, config.describe(), hash(config))
 
 
-def test_encodings_known_without_torch_are_encodings() -> None:
-    assert all(isinstance(ENCODINGS[name], FloatEncoding) for name in FLOAT_ENCODINGS)
-    assert tuple(name for name in ENCODINGS if name != "int5") == DTYPE_ENCODINGS
-    assert encoding_of_linear("int4", 64, 64) == "int5", "which layers have, in models of another"
+def test_encodings_that_a_user_can_choose() -> None:
+    assert FLOAT_ENCODINGS == ("float32", "bfloat16", "float16")
+    assert ENCODINGS.names == (*FLOAT_ENCODINGS, "int8", "int4")
 
 
-def test_an_encoding_added_to_the_kernels_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENCODINGS, "fake", ENCODINGS["float32"])
-    assert ModelConfig(quantization_encoding="fake").encoding == "fake"
+def test_an_added_encoding_can_be_configured() -> None:
+    with ENCODINGS.extended(HalvedEncoding("fake")):
+        assert ModelConfig(quantization_encoding="fake").encoding == "fake"
+    with pytest.raises(ConfigError, match=r"unknown encoding 'fake': use one of float32, .* int8, int4"):
+        ModelConfig(quantization_encoding="fake")
 
 
 def checkpoint(folder: Path, config: Mapping[str, Any]) -> ModelConfig:

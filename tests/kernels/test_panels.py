@@ -8,13 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels import PackedLinear, pack_linear, unpack_linear
+from penstock.kernels import PackedLinear, encoding_named, pack_linear, unpack_linear
 from penstock.kernels.cpu import variants
-from penstock.kernels.linear import encoding_named, tensors_in_rows
-from penstock.kernels.panels import GROUP, PANEL, from_panels, has_panels, to_panels
+from penstock.kernels.encodings._sizes import GROUP, PANEL
+from penstock.kernels.linear import tensors_in_rows
+from penstock.kernels.panels import PanelLayout
 
 ENCODINGS = ("float32", "bfloat16", "int8", "int5", "int4")
 SIZES = st.integers(1, 150)
+
+
+def panels_of(encoding: str) -> PanelLayout:
+    layout = encoding_named(encoding).panels
+    assert layout is not None
+    return layout
 
 
 def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
@@ -34,8 +41,8 @@ def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
 def test_there_and_back(encoding: str, outputs: int, inputs: int, seed: int) -> None:
     torch.manual_seed(seed)
     rows = rows_of(encoding, outputs, inputs)
-    panels = to_panels(encoding, rows)
-    back = from_panels(encoding, panels, outputs, inputs)
+    panels = panels_of(encoding).to_panels(rows)
+    back = panels_of(encoding).from_panels(panels, outputs, inputs)
     assert back.keys() == rows.keys()
     for name, tensor in rows.items():
         assert back[name].dtype == tensor.dtype
@@ -43,6 +50,9 @@ def test_there_and_back(encoding: str, outputs: int, inputs: int, seed: int) -> 
         assert back[name].is_contiguous()
     assert all(tensor.is_contiguous() for tensor in panels.values())
     assert panels["panels"].shape[0] == -(-outputs // PANEL)
+    assert panels["panels"].shape == panels_of(encoding).shape(outputs, inputs)
+    assert panels["panels"].dtype == panels_of(encoding).dtype.to_torch()
+    assert sum(one.nbytes for one in panels.values()) == encoding_named(encoding).num_bytes(outputs, inputs)
     packed = PackedLinear(encoding, panels, inputs, outputs, layout="panels")
     assert torch.equal(unpack_linear(packed), encoding_named(encoding).unpack(rows))
     assert tensors_in_rows(packed).keys() == rows.keys()
@@ -55,7 +65,7 @@ def test_where_a_weight_lies(outputs: int, inputs: int, data: st.DataObject) -> 
     panel, column = divmod(n, 64)
     for encoding in ENCODINGS:
         rows = rows_of(encoding, outputs, inputs)
-        weight, panels = rows["weight"][n, k], to_panels(encoding, rows)["panels"]
+        weight, panels = rows["weight"][n, k], panels_of(encoding).to_panels(rows)["panels"]
         if encoding == "float32":
             assert panels[panel, k, column] == weight
         elif encoding == "bfloat16":
@@ -78,19 +88,18 @@ def test_where_a_weight_lies(outputs: int, inputs: int, data: st.DataObject) -> 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @given(outputs=SIZES, inputs=SIZES)
 def test_what_is_filled_up_counts_nothing(encoding: str, outputs: int, inputs: int) -> None:
-    panels = to_panels(encoding, rows_of(encoding, outputs, inputs))
+    panels = panels_of(encoding).to_panels(rows_of(encoding, outputs, inputs))
     size = 64 * panels["panels"].shape[0], {"float32": 1, "bfloat16": 2, "int8": 4}.get(encoding, 32)
     filled = size[0], -(-inputs // size[1]) * size[1]
     if "scales" in panels:  # of the outputs that there are
         panels["scales"] = torch.ones(size[0])
-    weight = from_panels(encoding, panels, *filled)["weight"]
+    weight = panels_of(encoding).from_panels(panels, *filled)["weight"]
     assert not weight[outputs:].any()
     assert not weight[:, inputs:].any()
 
 
 def test_encodings_without_panels_lie_in_rows() -> None:
-    assert all(has_panels(name) for name in ENCODINGS)
-    assert not has_panels("float16")
+    assert encoding_named("float16").panels is None
     for ops in variants():
         assert ops.pack_linear(torch.randn(5, 7), "float16").layout == "rows"
     assert pack_linear(torch.randn(5, 7), "float32").layout == "rows"
@@ -100,7 +109,7 @@ def test_encodings_without_panels_lie_in_rows() -> None:
 @given(outputs=SIZES, inputs=SIZES)
 def test_back_ends_pack_what_is_defined(encoding: str, outputs: int, inputs: int) -> None:
     weight = torch.randn(outputs, inputs)
-    defined = to_panels(encoding, encoding_named(encoding).pack(weight))
+    defined = panels_of(encoding).to_panels(encoding_named(encoding).pack(weight))
     for ops in variants():
         packed = ops.pack_linear(weight, encoding)
         assert packed.layout == "panels"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels import encoding_named, pack_linear
-from penstock.kernels.quantized import INPUTS_AN_EXTRA, MAX_EXTRAS, quantize, quantize_activations
+from penstock.kernels.quantized import INPUTS_PER_EXTRA, MAX_EXTRAS, quantize, quantize_activations
 from penstock.kernels.reference import ReferenceOps
 
 ENCODINGS = ["int8", "int5", "int4"]
@@ -61,7 +61,7 @@ def test_activations_are_told_by_few_bytes(drawn: tuple[list[float], int, int]) 
     x[0, : len(large)] = torch.tensor(large)[:inputs]
     integers, scales = quantize_activations(x)
     _, plain = quantize(x)
-    room = min(MAX_EXTRAS, inputs // INPUTS_AN_EXTRA)
+    room = min(MAX_EXTRAS, inputs // INPUTS_PER_EXTRA)
 
     def num_extras(wholes: Tensor) -> int:
         return sum(max(math.ceil(abs(whole) / 127) - 1, 0) for whole in wholes[0].tolist())

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.encodings import HalvedEncoding
 
 from penstock.config import LoRAConfig, ModelConfig, PipelineConfig
-from penstock.dtype import DType
 from penstock.kernels import ENCODINGS
 from penstock.memory import (
     estimate_activation_memory,
@@ -40,16 +40,6 @@ def checkpoint(folder: Path, *, tied: bool = False, **settings: Any) -> Pipeline
     return PipelineConfig(model=ModelConfig(model_path=str(folder), **settings), max_batch_size=2)
 
 
-class HalfByte:
-    """An encoding of four bits a weight."""
-
-    name = "half-byte"
-    compute_dtype = DType.bfloat16
-
-    def num_bytes(self, out_features: int, in_features: int) -> int:
-        return out_features * in_features // 2
-
-
 @pytest.mark.parametrize(
     ("encoding", "tied", "size"),
     [  # linears and the head in panels of 64 outputs
@@ -58,15 +48,15 @@ class HalfByte:
         ("bfloat16", False, 2 * (40 + 6 + 4 + 4 * 64 * 4) + 40),
         ("int8", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),
         ("int4", False, 2 * (40 + 6 + 4) + 4 * 64 * 4 + 4 * (6 + 3 + 3 + 10) + 40),  # all too small for it
-        ("half-byte", False, 2 * (40 + 6 + 4) + (24 + 24 + 40) // 2 + 40),
+        ("half-byte", False, 4 * (40 + 6 + 4) + (24 + 24 + 40) // 2 + 40),
     ],
 )
 def test_the_size_of_the_weights_once_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str | None, tied: bool, size: int
+    tmp_path: Path, encoding: str | None, tied: bool, size: int
 ) -> None:
-    monkeypatch.setitem(ENCODINGS, "half-byte", HalfByte())  # type: ignore[arg-type]
-    config = checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
-    assert estimate_weights_size(config) == size
+    with ENCODINGS.extended(HalvedEncoding("half-byte", 0.5)):
+        config = checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
+        assert estimate_weights_size(config) == size
 
 
 @pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])

@@ -17,7 +17,7 @@ from penstock.host.memory import num_reserved
 from penstock.kernels import ENCODINGS, LazyWeight, Ops, PackedLinear, unpack_linear
 from penstock.kernels.cpu import available_isas
 from penstock.kernels.reference import ReferenceOps
-from penstock.nn import Loader, encoding_of_head, encoding_of_linear
+from penstock.nn import Loader
 
 needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 BACK_ENDS = {"reference": ReferenceOps(), "best": InferenceSession([CPU()]).ops}
@@ -44,16 +44,15 @@ class Source:
         self.expected[name] = shape
         return True
 
-    def quantized_rows(
-        self, name: str, encoding: str, shape: tuple[int, int], *, transposed: bool = False
-    ) -> Mapping[str, Tensor] | None:
-        if self.quantized.get(name) != encoding:
-            return None
-        rows = ENCODINGS[encoding].pack(self.tensors[name])
-        return rows | {"scales": 2 * rows["scales"]}  # what nobody else would make of it
+    def stored_encoding(self, name: str) -> str | None:
+        return self.quantized.get(name)
 
-    def is_quantized(self, name: str, encoding: str) -> bool:
-        return self.quantized.get(name) == encoding
+    def read_linear(
+        self, name: str, shape: tuple[int, int], *, transposed: bool = False
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        encoding = self.quantized[name]
+        rows = ENCODINGS[encoding].pack(self.tensors[name])
+        return encoding, rows | {"scales": 2 * rows["scales"]}  # differs from what packing gives
 
     def is_mapped(self, name: str) -> bool:
         return name in self.mapped
@@ -85,32 +84,32 @@ def load(source: Source, encoding: str, ops: Ops) -> Loader:
     ],
 )
 def test_small_layers_have_more_bits(encoding: str, shape: tuple[int, int], expected: str) -> None:
-    assert encoding_of_linear(encoding, *shape) == expected
+    assert ENCODINGS[encoding].for_layer("linear", *shape) == expected
 
 
-def test_experts_are_narrow_where_they_are_so_both_ways() -> None:
-    """Many narrow ones make a large model."""
+def test_an_expert_is_narrow_only_if_both_sizes_are_small() -> None:
+    """Many narrow experts make a large model."""
     sizes = {(768, 2048): "int4", (2048, 768): "int4", (1024, 2047): "int5", (63, 4096): "int8"}
-    found = {size: encoding_of_linear("int4", *size, is_expert=True) for size in sizes}
+    found = {size: ENCODINGS["int4"].for_layer("expert", *size) for size in sizes}
     assert found == sizes
 
 
-def test_the_head_has_eight_bits_at_least() -> None:
-    heads = {encoding: encoding_of_head(encoding) for encoding in ENCODINGS}
+def test_the_head_has_at_least_eight_bits() -> None:
+    heads = {name: encoding.for_layer("head", 4096, 4096) for name, encoding in ENCODINGS.items()}
     assert heads.pop("int4") == "int8"
     assert all(head == encoding for encoding, head in heads.items())
 
 
-def test_values_have_eight_bits_at_least_unless_they_come_with_four() -> None:
+def test_values_have_at_least_eight_bits_unless_they_are_stored_with_four() -> None:
     tensors = {"x.v_proj.weight": random(64, 96)}
     apart = {
-        encoding: load(Source(tensors), encoding, BACK_ENDS["best"]).has_separate_values("x.v_proj")
+        encoding: load(Source(tensors), encoding, BACK_ENDS["best"]).has_separate_values("x.v_proj", 64, 96)
         for encoding in ENCODINGS
     }
     assert apart.pop("int4")
     assert not any(apart.values())
     stored = Source(tensors, {"x.v_proj.weight": "int4"})
-    assert not load(stored, "int4", BACK_ENDS["best"]).has_separate_values("x.v_proj")
+    assert not load(stored, "int4", BACK_ENDS["best"]).has_separate_values("x.v_proj", 64, 96)
     assert (
         load(Source(tensors), "int4", BACK_ENDS["best"]).values("x.v_proj", 64, 96).packed.encoding == "int8"
     )
@@ -203,7 +202,7 @@ def test_what_was_packed_before_is_not_read() -> None:
     layers = build(load(whole, "int8", ReferenceOps()))
     assert not whole.expected
     source = Source(biases)  # a look at a weight would fail
-    loader = Loader(source, "int8", torch.device("cpu"), store=Store([*layers]))
+    loader = Loader(source, "int8", torch.device("cpu"), take_packed=Store([*layers]).take)
     assert all(one is other for one, other in zip(build(loader), layers, strict=True))
     assert source.expected == shapes
     assert list(loader.linears) == ["x", "y.a", "y.b", "z"]
@@ -216,7 +215,7 @@ def _no_promises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load_later(source: Source, encoding: str) -> Loader:
-    return Loader(source, encoding, torch.device("cpu"), BACK_ENDS["best"], later=("float32", "bfloat16"))
+    return Loader(source, encoding, torch.device("cpu"), BACK_ENDS["best"], lazy="all")
 
 
 def is_deferred(packed: PackedLinear) -> bool:
@@ -231,12 +230,10 @@ def test_mapped_floats_are_packed_when_they_are_looked_at(encoding: str) -> None
     source = Source({f"x.{name}.weight": random(size, 80, seed=size) for name, size in parts.items()})
     source.mapped = set(source.tensors)
     packed = load_later(source, encoding).fused("x", parts, 80).packed
-    assert is_deferred(packed) == (encoding in ("float32", "bfloat16"))
+    assert is_deferred(packed) == ENCODINGS[encoding].packs_lazily
     assert source.released == ([] if is_deferred(packed) else list(source.tensors))
-    assert num_reserved() == (
-        5 * 64 * 80 * ENCODINGS[encoding].dtype.size_in_bytes if is_deferred(packed) else 0
-    )
     kind = ENCODINGS[packed.encoding]
+    assert num_reserved() == (kind.num_bytes(262, 80) if is_deferred(packed) else 0)
     assert torch.equal(
         unpack_linear(packed), kind.unpack(kind.pack(torch.cat(list(source.tensors.values()))))
     )

@@ -24,8 +24,8 @@ from support.running import (
 )
 
 from penstock.architectures.llama import tiny_config
-from penstock.config.pipeline import DETERMINISTIC_ENCODINGS
 from penstock.errors import ConfigError
+from penstock.kernels import ENCODINGS
 from penstock.kernels.cpu import variants
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.pipelines import PipelineConfig, TextGenerationPipeline
@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), tiny_config() | sizes)
 
 
-@pytest.fixture(params=DETERMINISTIC_ENCODINGS)
+@pytest.fixture(params=[name for name in ENCODINGS.names if ENCODINGS[name].is_deterministic])
 def encoding(request: pytest.FixtureRequest) -> str:
     encoding: str = request.param
     return encoding

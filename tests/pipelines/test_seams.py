@@ -13,11 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import write_checkpoint
+from support.encodings import HalvedEncoding
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
-from penstock.dtype import DType
 from penstock.kernels import ENCODINGS, LoRAInputs
-from penstock.kernels.linear import multiply_floats
 from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.weights import Weights
@@ -40,40 +39,18 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 # -- Encodings -------------------------------------------------------------------------------------------
 
 
-class HalvedEncoding:
-    """Stores half of each weight and a scale of two: exact, and wrong wherever a path forgets to unpack."""
-
-    name = "halved"
-    compute_dtype = DType.float32
-
-    def num_bytes(self, out_features: int, in_features: int) -> int:
-        return 4 * out_features * in_features + 4
-
-    def pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"half": weight.float() / 2, "scale": torch.tensor(2.0)}
-
-    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return tensors["half"] * tensors["scale"]
-
-    def multiply(
-        self, x: torch.Tensor, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return multiply_floats(x, self.unpack(tensors), bias)
-
-
 @pytest.fixture
 def halved() -> Iterator[None]:
-    ENCODINGS["halved"] = HalvedEncoding()
-    yield
-    del ENCODINGS["halved"]
+    with ENCODINGS.extended(HalvedEncoding()):
+        yield
 
 
 @pytest.mark.usefixtures("halved")
-def test_an_encoding_of_ones_own(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_added_encoding(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = step_logits(open_pipeline(checkpoint), [context_of(PROMPT)])[0]
     encoded = open_pipeline(checkpoint, quantization_encoding="halved")
     torch.testing.assert_close(step_logits(encoded, [context_of(PROMPT)])[0], plain, atol=1e-4, rtol=1e-4)
-    monkeypatch.setattr(HalvedEncoding, "unpack", lambda self, tensors: tensors["half"])
+    monkeypatch.setattr(HalvedEncoding, "unpack", lambda self, tensors: tensors["weight"])
     wrong = step_logits(encoded, [context_of(PROMPT[::-1])])[0]
     right = step_logits(open_pipeline(checkpoint), [context_of(PROMPT[::-1])])[0]
     assert float((wrong - right).abs().max()) > 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from safetensors.torch import save_file
 
 from penstock.errors import WeightsError
 from penstock.weights import Weights
-from penstock.weights.mxfp4 import BLOCK, dequantized, dequantized_shape, is_scales
-from penstock.weights.safetensors import read_checkpoint_headers
+from penstock.weights.checkpoint import open_checkpoint
+from penstock.weights.formats.mxfp4 import BLOCK, dequantize
 
 
 def by_definition(nibble: int, scale: int) -> float:
@@ -26,7 +27,7 @@ def by_definition(nibble: int, scale: int) -> float:
 
 @given(st.lists(st.integers(0, 255), min_size=16, max_size=16), st.integers(0, 252))
 def test_a_block_is_what_the_format_says(content: list[int], scale: int) -> None:
-    numbers = dequantized(torch.tensor([content]).byte(), torch.tensor([scale]).byte())
+    numbers = dequantize(torch.tensor([content]).byte(), torch.tensor([scale]).byte())
     assert numbers.dtype == torch.bfloat16
     expected = [by_definition(nibble, scale) for byte in content for nibble in (byte & 15, byte >> 4)]
     assert numbers.tolist() == expected
@@ -34,7 +35,7 @@ def test_a_block_is_what_the_format_says(content: list[int], scale: int) -> None
 
 def test_a_scale_that_is_no_number() -> None:
     content = torch.arange(32).view(2, 16).byte()
-    numbers = dequantized(content, torch.tensor([127, 255]).byte()).view(2, BLOCK)
+    numbers = dequantize(content, torch.tensor([127, 255]).byte()).view(2, BLOCK)
     assert numbers[0].isfinite().all()
     assert numbers[1].isnan().all()
 
@@ -46,31 +47,54 @@ def test_blocks_are_those_of_transformers() -> None:
     blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator).byte()
     scales = torch.randint(100, 140, (3, 10, 4), generator=generator).byte()
     theirs = convert_moe_packed_tensors(blocks, scales)  # [N, in, out]
-    assert torch.equal(dequantized(blocks, scales), theirs.transpose(1, 2))
-    assert not torch.equal(dequantized(blocks.flip(-1), scales), theirs.transpose(1, 2))
+    assert torch.equal(dequantize(blocks, scales), theirs.transpose(1, 2))
+    assert not torch.equal(dequantize(blocks.flip(-1), scales), theirs.transpose(1, 2))
 
 
-def test_names_and_shapes(tmp_path: Path) -> None:
-    assert dequantized_shape("a.down_proj_blocks", (5, 64, 2, 16)) == (5, 64, 64)
-    assert dequantized_shape("a.down_proj", (5, 64, 2, 16)) is None
-    assert dequantized_shape("a.down_proj_blocks", (5, 64, 2, 8)) is None
-    tensors = {"a_scales": torch.zeros(2).byte(), "b_scales": torch.zeros(2), "c": torch.zeros(2).byte()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    headers = read_checkpoint_headers(tmp_path)
-    assert [name for name in headers if is_scales(name, headers[name])] == ["a_scales"]
+def write(folder: Path, tensors: dict[str, torch.Tensor], method: str | None = "mxfp4") -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    config = {} if method is None else {"quantization_config": {"quant_method": method}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
-def test_bytes_are_read_as_they_are(tmp_path: Path) -> None:
-    content = torch.arange(12).view(3, 4).byte()
-    save_file({"a": content, "b": torch.zeros(2), "c": torch.zeros(5).byte()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    weights = Weights.open(tmp_path)
-    assert torch.equal(weights.bytes_tensor("a", (3, 4)), content)
-    for name, shape in (("b", (2,)), ("c", (6,)), ("d", (1, 2))):
-        assert torch.equal(weights.bytes_tensor(name, shape), torch.zeros(shape).byte())
-    with pytest.raises(WeightsError) as caught:
-        weights.finish()
-    message = str(caught.value)
-    assert "1 missing: d" in message
-    assert "b is of type F32 where the model needs bytes, U8" in message
-    assert "c is [5] where the model needs [6]" in message
+@pytest.mark.parametrize("method", ["mxfp4", None])
+def test_a_model_sees_one_matrix_per_expert(method: str | None, tmp_path: Path) -> None:
+    """Also if ``config.json`` does not name the format."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator).byte()
+    scales = torch.randint(100, 140, (3, 10, 4), generator=generator).byte()
+    tensors = {"a_blocks": blocks, "a_scales": scales, "b_blocks": blocks[0].clone(), "c": torch.zeros(2)}
+    tensors["b_scales"] = scales[0].clone()
+    weights = Weights.open(write(tmp_path, tensors, method))
+    assert weights.names == ("a.0.weight", "a.1.weight", "a.2.weight", "b.weight", "c")
+    for expert in range(3):
+        found = weights.tensor(f"a.{expert}.weight", (10, 4 * BLOCK))
+        assert torch.equal(found, dequantize(blocks[expert], scales[expert]))
+        weights.release(f"a.{expert}.weight")
+    assert torch.equal(weights.tensor("b.weight", (10, 128)), dequantize(blocks[0], scales[0]))
+    assert weights.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert weights.num_parameters == 4 * 10 * 128 + 2
+    weights.tensor("c", (2,))
+    weights.finish()
+
+
+def test_other_bytes_are_no_weights(tmp_path: Path) -> None:
+    tensors = {"a_blocks": torch.zeros(64).byte(), "b_scales": torch.zeros(2), "c": torch.zeros(2).byte()}
+    headers = open_checkpoint(write(tmp_path, tensors)).headers
+    assert set(headers) == set(tensors)
+
+
+def test_blocks_and_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    good = {"a_blocks": torch.zeros(2, 3, 1, 16).byte(), "a_scales": torch.zeros(2, 3, 1).byte()}
+    cases = {
+        "a_scales is missing": {"a_blocks": good["a_blocks"]},
+        "a_scales is F32 [2, 3, 1] where MXFP4 needs U8 [2, 3, 1]": good | {"a_scales": torch.zeros(2, 3, 1)},
+        "a_scales is U8 [2, 3] where": good | {"a_scales": torch.zeros(2, 3).byte()},
+        "a_blocks is [2, 3, 1, 8] where MXFP4 needs [2, 3, 1, 16]": good
+        | {"a_blocks": torch.zeros(2, 3, 1, 8).byte()},
+    }
+    for number, (message, tensors) in enumerate(cases.items()):
+        with pytest.raises(WeightsError, match=re.escape(message)):
+            Weights.open(write(tmp_path / str(number), tensors))

@@ -44,7 +44,6 @@ ARCHITECTURE = SupportedArchitecture(
     name="gpt_oss",
     task=PipelineTask.TEXT_GENERATION,
     pipeline_model="model:GptOssModel",
-    supported_quantizations=("mxfp4",),
     example_repo_ids=("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
     tiny_config=tiny_config,
 )

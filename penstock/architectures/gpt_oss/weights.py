@@ -1,7 +1,7 @@
-"""Reads the experts of a gpt-oss checkpoint.
+"""Reads the experts of a gpt-oss checkpoint. Rows of gate and up matrix alternate.
 
-One tensor holds the matrices of all experts. Rows of gate and up matrix alternate. A tensor is plain floats
-``[N, in, out]``, or MXFP4: ``_blocks [N, out, in / 32, 16]`` and ``_scales [N, out, in / 32]``.
+Plain floats of all experts are one tensor ``[N, in, out]``. Quantized formats have one tensor ``[out, in]``
+per expert, ``<name>.<expert>.weight``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
 from penstock.kernels import PackedExperts
 from penstock.nn import Loader
-from penstock.weights import Weights
-from penstock.weights.mxfp4 import BLOCK, dequantized
 
 
 def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int) -> PackedExperts:
@@ -34,9 +31,10 @@ def load_experts(load: Loader, name: str, experts: int, hidden: int, inner: int)
         ),
         tuple(load.pack(down(i), {}, bias=down_bias[i], is_expert=True).packed for i in range(experts)),
     )
-    for tensor in ("gate_up_proj", "down_proj"):
-        for part in ("", "_blocks", "_scales"):
-            load.source.release(f"{name}.{tensor}{part}")
+    for tensor in (f"{name}.gate_up_proj", f"{name}.down_proj"):
+        load.source.release(tensor)
+        for i in range(experts):
+            load.source.release(f"{tensor}.{i}.weight")
     return packed
 
 
@@ -44,18 +42,10 @@ def _matrices(
     load: Loader, name: str, experts: int, out_features: int, in_features: int
 ) -> Callable[[int], Tensor]:
     """Return a function from an expert's number to its matrix ``[out, in]``."""
-    if f"{name}_blocks" not in load.source:
-        floats = load.source.tensor(name, (experts, in_features, out_features))
-        return lambda expert: floats[expert].T
-    if in_features % BLOCK:
-        raise ConfigError(
-            "quantization_config", f"MXFP4 needs a multiple of {BLOCK} inputs, and {name} has {in_features}"
-        )
-    assert isinstance(load.source, Weights), "only safetensors files hold MXFP4 blocks"
-    groups = in_features // BLOCK
-    blocks = load.source.bytes_tensor(f"{name}_blocks", (experts, out_features, groups, BLOCK // 2))
-    scales = load.source.bytes_tensor(f"{name}_scales", (experts, out_features, groups))
-    return lambda expert: dequantized(blocks[expert], scales[expert])
+    if f"{name}.0.weight" in load.source:
+        return lambda expert: load.source.tensor(f"{name}.{expert}.weight", (out_features, in_features))
+    floats = load.source.tensor(name, (experts, in_features, out_features))
+    return lambda expert: floats[expert].T
 
 
 def _deinterleave(rows: Tensor) -> Tensor:

@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from penstock.dtype import DType
 from penstock.host.memory import PrefaultedMemory
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.memory import SliceMemory, WeightMemory
-from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, pack_panels, panels_size
+from penstock.kernels.cpu.packing import ENCODINGS, is_quantized, pack_panels, panels_size
+from penstock.kernels.encodings import encoding_named
+from penstock.kernels.encodings._sizes import PANEL
 from penstock.kernels.inputs import LoRAInputs
 from penstock.kernels.lazy_weight import LazyWeight
-from penstock.kernels.linear import LinearSlice, PackedLinear, encoding_named, layer_of, shape_of
-from penstock.kernels.panels import PANEL
+from penstock.kernels.linear import LinearSlice, PackedLinear, layer_of, shape_of
 from penstock.kernels.reference import ReferenceOps
 
 _logger = logging.getLogger(__name__)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Types of activations that the kernels take, as csrc numbers them."""
-
-_FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 LONG = 1 << 27
 """Multiplications from which a kernel takes long enough to release the GIL: some milliseconds."""
@@ -74,7 +74,7 @@ class CpuLinear(ReferenceOps):
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        if encoding not in QUANTIZED:
+        if not is_quantized(encoding):
             self._fall_back("pack_quantized", {f"encoding {encoding}": False})
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices)
         parts = [rows["weight"]]
@@ -142,7 +142,7 @@ class CpuLinear(ReferenceOps):
     def _multiply_parts(self, y: Tensor, x: Tensor, parts: Sequence[Tensor], bias: Tensor | None) -> None:
         """As `_multiply`, by a weight of floats in rows: slices of its parts are packed and multiplied, one
         after the other, while they are in the cache."""
-        encoding = _FLOATS[x.dtype]
+        encoding = DType.from_torch(x.dtype).value
         height = max(_SLICE_BYTES // panels_size(encoding, PANEL, x.shape[1]), 1) * PANEL
         start = 0
         for part in parts:
@@ -215,7 +215,7 @@ class CpuLinear(ReferenceOps):
 
 def takes(encoding: str, dtype: torch.dtype) -> bool:
     """Whether there is a product of activations of this type with weights in this encoding."""
-    return encoding in QUANTIZED or _computes_in(encoding) == dtype
+    return is_quantized(encoding) or _computes_in(encoding) == dtype
 
 
 def _computes_in(encoding: str) -> torch.dtype:

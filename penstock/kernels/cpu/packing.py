@@ -11,16 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.cpu.library import Kernels
-from penstock.kernels.panels import GROUP, PANEL, group_bytes
+from penstock.kernels.encodings import encoding_named
+from penstock.kernels.encodings._sizes import PANEL
 
 ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4}
 """Encodings that have panels, as csrc numbers them."""
-
-_GROUPED = {"int4": 4, "int5": 5}
-"""Those with a scale for each group of inputs, and the bits of their integers."""
-
-QUANTIZED = ("int8", *_GROUPED)
-"""Those whose products quantise the activations, of whatever type."""
 
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """Types of rows: floats, and integers that are quantised already."""
@@ -59,13 +54,13 @@ def pack_panels(
         parts = [torch.cat(tuple(parts))]
     rows, inputs = sum(len(part) for part in parts), parts[0].shape[1]
     panels = memory.empty(*_form(encoding, rows, inputs))
-    tensors = {"panels": panels}
-    if encoding == "int8":
+    tensors, group_size = {"panels": panels}, encoding_named(encoding).group_size
+    if is_quantized(encoding) and group_size is None:
         tensors["scales"] = torch.empty(rows) if scales is None else scales.contiguous()
     written = tensors.get("scales") if scales is None else None
-    halves = scales.contiguous() if encoding in _GROUPED and scales is not None else None
-    if importance is not None:  # whole groups of it
-        importance = F.pad(importance.float(), (0, -inputs % GROUP), value=1.0).contiguous()
+    halves = scales.contiguous() if group_size and scales is not None else None
+    if importance is not None and group_size:  # whole groups of it
+        importance = F.pad(importance.float(), (0, -inputs % group_size), value=1.0).contiguous()
     start = 0
     for part in parts:
         source = part if part.dtype in _SOURCES else part.float()
@@ -94,11 +89,11 @@ def panels_size(encoding: str, rows: int, inputs: int) -> int:
 
 def _form(encoding: str, rows: int, inputs: int) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and type of the panels of a weight ``[rows, inputs]``."""
-    count = -(-rows // PANEL)
-    if encoding == "float32":
-        return (count, inputs, PANEL), torch.float32
-    if encoding == "bfloat16":
-        return (count, -(-inputs // 2), PANEL, 2), torch.bfloat16
-    if encoding == "int8":
-        return (count, -(-inputs // 4), PANEL, 4), torch.uint8
-    return (count, -(-inputs // GROUP), PANEL * group_bytes(_GROUPED[encoding])), torch.uint8
+    layout = encoding_named(encoding).panels
+    assert layout is not None, f"{encoding} weights have no panels"
+    return layout.shape(rows, inputs), layout.dtype.to_torch()
+
+
+def is_quantized(encoding: str) -> bool:
+    """Return whether products of an encoding of `ENCODINGS` quantize the activations, of any type."""
+    return encoding in ENCODINGS and encoding_named(encoding).activation_dtype is not None

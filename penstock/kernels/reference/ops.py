@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.encodings import ENCODINGS, encoding_named
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts, grouped_by_expert
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
 from penstock.kernels.lazy_weight import LazyWeight
 from penstock.kernels.linear import (
-    ENCODINGS,
     LinearSlice,
     PackedLinear,
-    encoding_named,
     layer_of,
     multiply_floats,
     shape_of,

@@ -15,8 +15,7 @@ from penstock.kernels import LazyWeight, encoding_named
 from penstock.kernels.cpu import variants
 from penstock.kernels.cpu.memory import WeightMemory
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.cpu.packing import ENCODINGS, QUANTIZED, pack_panels
-from penstock.kernels.panels import to_panels
+from penstock.kernels.cpu.packing import ENCODINGS, is_quantized, pack_panels
 
 VARIANTS = {ops.isa: ops for ops in variants()}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -49,9 +48,11 @@ def packed_by(ops: CpuOps, weight: Tensor, encoding: str, importance: Tensor | N
 
 def assert_as_defined(ops: CpuOps, encoding: str, weight: Tensor, importance: Tensor | None = None) -> None:
     rows = encoding_named(encoding).pack(weight, importance)
-    defined = bits(to_panels(encoding, rows))
+    panels = encoding_named(encoding).panels
+    assert panels is not None
+    defined = bits(panels.to_panels(rows))
     assert bits(dict(packed_by(ops, weight, encoding, importance))) == defined
-    if encoding in QUANTIZED:  # from integers as well
+    if is_quantized(encoding):  # from integers as well
         again = pack_panels(ops._kernels, WeightMemory(), encoding, [rows["weight"]], rows["scales"])
         assert bits(again) == defined
 
@@ -87,7 +88,7 @@ NUMBERS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("encoding", QUANTIZED)
+@pytest.mark.parametrize("encoding", [name for name in ENCODINGS if is_quantized(name)])
 @settings(max_examples=examples(60), deadline=None)
 @given(
     weight=st.integers(1, 40).flatmap(

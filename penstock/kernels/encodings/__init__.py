@@ -1,0 +1,185 @@
+"""Weight encodings: how a linear layer stores its weights and how it is multiplied. One file per encoding.
+
+A file of this folder holds one record, ``ENCODING``. Its name is the name of the file. Files whose names
+begin with an underscore are shared by several encodings. No module outside this folder names an encoding,
+except the checkpoint formats that return one and the back ends that have kernels for one.
+
+Importing this package loads no torch. The methods that compute import it when they are called.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
+
+from penstock.dtype import DType
+from penstock.errors import ConfigError
+from penstock.host.discovery import modules_in
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.kernels.panels import PanelLayout
+
+LayerRole = Literal["linear", "expert", "values", "head"]
+"""What a layer is in a model: any linear layer, one expert of many, attention's values, the output head."""
+
+
+class LinearEncoding(ABC):
+    """How the weights of linear layers are stored, and the product that defines correct results.
+
+    A back end may multiply faster than `multiply`. Its results must be equal within the tests' bounds.
+    """
+
+    name: str
+    """Value of ``--quantization-encoding``."""
+    compute_dtype: DType
+    """Element type of the activations, and of the weights that are not linear layers."""
+    storage_dtype: DType
+    """Element type of the tensor ``weight`` that `pack` returns."""
+    bits: int
+    """Bits of one stored weight, without its share of scales."""
+    is_float: bool = False
+    """Whether weights are plain floats: the name of the encoding is that of `compute_dtype`."""
+    group_size: int | None = None
+    """Inputs that share a scale; None if all inputs of an output share one, or if there are no scales."""
+    has_zero_points: bool = False
+    """Whether a stored integer other than 0 can stand for the weight 0."""
+    activation_dtype: DType | None = None
+    """Type to which the product quantizes activations; None if it takes them as they are."""
+    needs_calibration: bool = False
+    """Whether `pack` can use activation statistics."""
+    packs_lazily: bool = False
+    """Whether a load may defer packing: to the end of the first step, or, with `needs_calibration`, until
+    activation statistics are known."""
+    is_deterministic: bool = True
+    """Whether the bits of a row can be made independent of the other rows."""
+    is_internal: bool = False
+    """Whether only single layers use this encoding, in models of another encoding."""
+
+    @property
+    def panels(self) -> PanelLayout | None:
+        """The panel layout (`kernels.panels`) of packed weights; None if the encoding has none."""
+        return None
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Average bits per weight in memory, scales included, in a large model of this encoding."""
+        size = 1024
+        return self.num_bytes(size, size) * 8 / size**2
+
+    def for_layer(self, role: LayerRole, out_features: int, in_features: int) -> str:
+        """Return the name of the encoding that a layer has in a model of this encoding."""
+        return self.name
+
+    def on_device(self, device_type: str) -> str:
+        """Return the name of the encoding that replaces this one on a device that cannot compute in it."""
+        return self.name
+
+    @abstractmethod
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        """Return the bytes of a packed weight in panels. In rows it takes at most as many."""
+
+    @abstractmethod
+    def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the stored form of ``weight [out, in]``: tensors by name.
+
+        Args:
+            weight: floats of any type.
+            importance: ``[in]``, above 0: how much the squared errors of the weights of each input count.
+                None: all inputs count the same. Used only by encodings with `needs_calibration`.
+        """
+
+    @abstractmethod
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the weight ``[out, in]`` that the stored form represents."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+        """Return ``x [T, in]`` times the weight, plus ``bias [out]``: ``[T, out]`` in the type of x.
+
+        The bits of a row depend on no other row.
+        """
+
+
+class EncodingRegistry(Mapping[str, LinearEncoding]):
+    """The encodings of this folder and of further folders, by name.
+
+    The order is: float encodings first, then by decreasing number of bits.
+
+    Args:
+        folders: folders to search besides this one.
+    """
+
+    def __init__(self, folders: Iterable[Path] = ()) -> None:
+        self._more_folders = tuple(folders)
+        self._added: Mapping[str, LinearEncoding] = {}
+
+    def __getitem__(self, name: str) -> LinearEncoding:
+        return self._added.get(name) or self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._found, **self._added})
+
+    def __len__(self) -> int:
+        return len({**self._found, **self._added})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The encodings that a user can choose for a whole model."""
+        return tuple(name for name, encoding in self.items() if not encoding.is_internal)
+
+    @property
+    def float_names(self) -> tuple[str, ...]:
+        """The encodings that are element types of plain floats."""
+        return tuple(name for name, encoding in self.items() if encoding.is_float)
+
+    @contextmanager
+    def extended(self, *encodings: LinearEncoding) -> Iterator[None]:
+        """Add encodings for the time of a ``with`` block, in this process only."""
+        before = self._added
+        self._added = {**before, **{encoding.name: encoding for encoding in encodings}}
+        try:
+            yield
+        finally:
+            self._added = before
+
+    @cached_property
+    def _found(self) -> Mapping[str, LinearEncoding]:
+        records = [_record(module) for module in modules_in(__name__, self._more_folders)]
+        records.sort(key=lambda one: (not one.is_float, -one.bits, one.name))
+        return {one.name: one for one in records}
+
+
+ENCODINGS = EncodingRegistry()
+"""The encodings of this process."""
+
+
+def encoding_named(name: str) -> LinearEncoding:
+    """Return the encoding of this name.
+
+    Raises:
+        ConfigError: no encoding has this name; the message lists those that a user can choose.
+    """
+    try:
+        return ENCODINGS[name]
+    except KeyError:
+        known = ", ".join(ENCODINGS.names)
+        raise ConfigError("quantization_encoding", f"unknown encoding {name!r}: use one of {known}") from None
+
+
+def _record(module: ModuleType) -> LinearEncoding:
+    record, name = getattr(module, "ENCODING", None), module.__name__.rpartition(".")[2]
+    if not isinstance(record, LinearEncoding):
+        raise ConfigError("quantization_encoding", f"{module.__file__} must hold ENCODING, a LinearEncoding")
+    if record.name != name:
+        raise ConfigError(
+            "quantization_encoding",
+            f"{module.__file__} holds the encoding {record.name!r}: its file must be {record.name}.py",
+        )
+    return record

@@ -1,0 +1,18 @@
+"""Sizes that the packed forms of all encodings share."""
+
+from __future__ import annotations
+
+PANEL = 64
+"""Outputs of a panel."""
+GROUP = 32
+"""Inputs of a group of int4 and int5."""
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below the number."""
+    return -(-number // multiple) * multiple
+
+
+def group_bytes(bits: int) -> int:
+    """Return the bytes of one output's integers of one group, and of their scale."""
+    return GROUP * bits // 8 + 2

@@ -1,0 +1,53 @@
+"""GGUF: blocks of many types. Q4_0 blocks are kept in the encoding int4; other blocks are read as floats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.weights.formats import CheckpointFormat, Headers, TensorReader
+from penstock.weights.gguf_names import GGUFTensor
+from penstock.weights.safetensors import TensorHeader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ENCODINGS = {"Q4_0": "int4"}
+"""Types of blocks that hold exactly the numbers of an encoding. Q4_0: 32 integers in -8..7 and a scale."""
+
+
+class GGUFFormat(CheckpointFormat):
+    """Files of the GGUF format."""
+
+    name = "gguf"
+
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+        return any(isinstance(header, GGUFTensor) for header in headers.values())
+
+    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+        return {
+            name: replace(header, encoding=_ENCODINGS.get(header.type_name))
+            if len(header.shape) == 2
+            else header
+            for name, header in stored.items()
+        }
+
+    def read_linear(
+        self, source: TensorReader, header: TensorHeader
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        from penstock.weights.gguf_tensors import gguf_rows
+
+        assert isinstance(header, GGUFTensor)
+        if header.encoding is None:
+            return None, {"weight": self.read_tensor(source, header)}
+        return header.encoding, gguf_rows(source.file_bytes(header), header)
+
+    def read_tensor(self, source: TensorReader, header: TensorHeader) -> Tensor:
+        from penstock.weights.gguf_tensors import gguf_tensor
+
+        assert isinstance(header, GGUFTensor)
+        return gguf_tensor(source.file_bytes(header), header)
+
+
+FORMAT = GGUFFormat()

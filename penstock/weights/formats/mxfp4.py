@@ -1,0 +1,113 @@
+"""MXFP4: blocks of 32 numbers of four bits that share a scale of eight (OCP Microscaling Formats 1.0).
+
+A number is E2M1: a sign, two bits of exponent, one bit of mantissa. A scale is E8M0: 2 to the power of its
+value - 127, and NaN for 255. A byte holds two numbers, the first in its lower half.
+
+A matrix ``x`` is stored as the bytes ``x_blocks [out, in / 32, 16]`` and ``x_scales [out, in / 32]``. The
+matrices of all experts are one tensor with a leading dimension. A model sees them as ``x.weight``, or as
+``x.<expert>.weight`` per expert, ``[out, in]`` each. They are read as bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.dtype import DType
+from penstock.errors import WeightsError
+from penstock.weights.formats import CheckpointFormat, Headers, TensorReader, quant_method
+from penstock.weights.safetensors import QuantizedHeader, TensorHeader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 32
+"""Numbers that share a scale."""
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+class MXFP4Format(CheckpointFormat):
+    """Checkpoints like gpt-oss, whose experts are MXFP4 and whose other tensors are floats."""
+
+    name = "mxfp4"
+    quant_methods = ("mxfp4",)
+
+    def detect(self, config: Mapping[str, Any], headers: Headers) -> bool:
+        method = quant_method(config)
+        return method in self.quant_methods or (method is None and any(_block_names(headers)))
+
+    def headers(self, config: Mapping[str, Any], stored: Headers) -> Headers:
+        found = dict(stored)
+        for name in list(_block_names(stored)):
+            blocks, scales = found.pop(f"{name}{_BLOCKS}"), found.pop(f"{name}{_SCALES}", None)
+            _check(blocks, scales, name)
+            assert scales is not None
+            *experts, out_features, groups, _ = blocks.shape
+            for expert in range(*experts) if experts else (None,):
+                found[f"{name}.weight" if expert is None else f"{name}.{expert}.weight"] = QuantizedHeader(
+                    blocks.file,
+                    "MXFP4",
+                    (out_features, groups * BLOCK),
+                    (blocks.num_bytes + scales.num_bytes) // (experts[0] if experts else 1),
+                    blocks.stored_name,
+                    parts=(blocks, scales),
+                    index=expert,
+                    float_dtype=DType.bfloat16,
+                )
+        return found
+
+    def read_linear(
+        self, source: TensorReader, header: TensorHeader
+    ) -> tuple[str | None, Mapping[str, Tensor]]:
+        if not isinstance(header, QuantizedHeader):
+            return super().read_linear(source, header)
+        blocks, scales = (source.tensor(part, header.index) for part in header.parts)
+        return None, {"weight": dequantize(blocks, scales)}
+
+
+FORMAT = MXFP4Format()
+
+
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the numbers of ``blocks [..., G, 16]`` with ``scales [..., G]``, both bytes.
+
+    Returns:
+        ``[..., 32 G]`` bfloat16, which holds all of them exactly except the few beyond its range.
+    """
+    import torch
+
+    numbers = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
+    pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1)  # [256, 2]
+    powers = torch.tensor([2.0 ** (scale - 127) for scale in range(255)] + [torch.nan])
+    values = pairs[blocks.int()].flatten(-2)  # [..., G, 32] float32
+    return values.mul_(powers[scales.int()][..., None]).flatten(-2).bfloat16()
+
+
+def _block_names(headers: Headers) -> Iterator[str]:
+    """Return the names of matrices that are stored in blocks."""
+    for name, header in headers.items():
+        if name.endswith(_BLOCKS) and header.type_name == "U8" and len(header.shape) in (3, 4):
+            yield name.removesuffix(_BLOCKS)
+
+
+def _check(blocks: TensorHeader, scales: TensorHeader | None, name: str) -> None:
+    """Refuse blocks and scales that do not fit together.
+
+    Raises:
+        WeightsError: names the tensors, with their shapes.
+    """
+    faults = []
+    if scales is None:
+        faults.append(f"{name}{_SCALES} is missing")
+    elif scales.type_name != "U8" or scales.shape != blocks.shape[:-1]:
+        faults.append(
+            f"{name}{_SCALES} is {scales.type_name} {list(scales.shape)} where MXFP4 needs U8 "
+            f"{list(blocks.shape[:-1])}"
+        )
+    if blocks.shape[-1] != BLOCK // 2:
+        needed = [*blocks.shape[:-1], BLOCK // 2]
+        faults.append(f"{name}{_BLOCKS} is {list(blocks.shape)} where MXFP4 needs {needed}")
+    if faults:
+        raise WeightsError(blocks.file, "; ".join(faults))

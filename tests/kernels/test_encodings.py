@@ -1,0 +1,132 @@
+"""Encodings: found by file, described truthfully by their records, and named in no other place."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.documents import ROOT
+from support.encodings import HalvedEncoding
+
+from penstock.errors import ConfigError
+from penstock.kernels import ENCODINGS, LinearEncoding, encoding_named
+from penstock.kernels.encodings import EncodingRegistry
+from penstock.kernels.reference import ReferenceOps
+
+FILE = """
+from support.encodings import HalvedEncoding
+
+ENCODING = HalvedEncoding({name!r})
+"""
+
+
+def test_files_are_encodings(tmp_path: Path) -> None:
+    (tmp_path / "third.py").write_text(FILE.format(name="third"))
+    (tmp_path / "_shared.py").write_text("raise RuntimeError('not an encoding')")
+    registry = EncodingRegistry([tmp_path])
+    assert set(registry) == {*ENCODINGS, "third"}
+    assert "third" in registry.names
+    assert registry["third"].name == "third"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "must hold ENCODING, a LinearEncoding"), (FILE.format(name="x"), r"'x': its file must be x\.py")],
+)
+def test_a_file_without_a_record_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        list(EncodingRegistry([tmp_path]))
+
+
+def test_an_added_encoding_is_there_for_a_block() -> None:
+    with ENCODINGS.extended(HalvedEncoding()):
+        assert "halved" in ENCODINGS
+        weight, x = torch.randn(5, 7), torch.randn(3, 7)
+        packed = ReferenceOps().pack_linear(weight, "halved")
+        torch.testing.assert_close(ReferenceOps().linear(x, packed), x @ weight.T)
+    assert "halved" not in ENCODINGS
+    with pytest.raises(ConfigError, match="unknown encoding 'halved': use one of float32, bfloat16, float16"):
+        encoding_named("halved")
+
+
+def test_records_load_no_torch() -> None:
+    code = (
+        "import sys; from penstock.kernels import ENCODINGS; "
+        "assert list(ENCODINGS); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("kind", ENCODINGS.values(), ids=lambda kind: kind.name)
+class TestEveryRecord:
+    def test_packed_tensors_are_as_described(self, kind: LinearEncoding) -> None:
+        weight = torch.randn(70, 100)
+        tensors = kind.pack(weight)
+        assert tensors["weight"].dtype == kind.storage_dtype.to_torch()
+        assert tensors["weight"].shape == weight.shape
+        assert all(len(tensor) == len(weight) for tensor in tensors.values()), "one row per output"
+        assert kind.is_float == ("scales" not in tensors)
+        if not kind.is_float:
+            assert int(tensors["weight"].abs().max()) <= 1 << kind.bits - 1
+            groups = 1 if kind.group_size is None else -(-100 // kind.group_size)
+            assert tensors["scales"].numel() == 70 * groups
+
+    def test_zero_points(self, kind: LinearEncoding) -> None:
+        zeros = kind.pack(torch.zeros(3, 40))
+        assert bool(zeros["weight"].any()) == kind.has_zero_points
+        assert not kind.unpack(zeros).any()
+
+    def test_it_is_close_to_the_weight(self, kind: LinearEncoding) -> None:
+        weight, x = torch.randn(70, 96), torch.randn(3, 96).to(kind.compute_dtype.to_torch())
+        tensors = kind.pack(weight)
+        error = (kind.unpack(tensors).float() - weight).abs().max() / weight.abs().max()
+        assert float(error) <= 1.1 * 2.0 ** -min(kind.bits - 1, 7)
+        y = kind.multiply(x, tensors, None)
+        assert y.dtype == x.dtype
+        expected = x.float() @ kind.unpack(tensors).float().T
+        torch.testing.assert_close(y.float(), expected, atol=0.2, rtol=0.02)
+
+    def test_layers_and_devices_have_encodings_that_exist(self, kind: LinearEncoding) -> None:
+        found = {kind.on_device("cpu"), kind.on_device("gpu")}
+        for size in (8, 64, 1000, 5000):
+            found |= {kind.for_layer(role, size, size) for role in ("linear", "expert", "values", "head")}
+        assert found <= set(ENCODINGS)
+
+    def test_its_estimate(self, kind: LinearEncoding) -> None:
+        exact = 8 * kind.num_bytes(4096, 4096) / 4096**2
+        assert exact == pytest.approx(kind.bits_per_weight, rel=0.12)
+
+
+# -- Names -----------------------------------------------------------------------------------------------
+
+MAY_NAME_ENCODINGS = (
+    "kernels/encodings/",
+    "weights/formats/",  # a format returns the encoding that it reads
+    "kernels/cpu/packing.py",  # the numbers of encodings in the C++ kernels
+)
+ELEMENT_TYPES = {"float32", "bfloat16", "float16", "int8"}
+"""These names are also element types, which other files may name in these places."""
+NAMES_OF_ELEMENT_TYPES = (
+    "dtype.py",
+    "config/pipeline.py",  # of the KV cache
+    "weights/gguf_config.py",  # of the activations
+    "bench/random_weights.py",  # of a checkpoint that is written
+)
+
+
+def test_no_other_file_names_an_encoding() -> None:
+    found = []
+    for file in sorted((ROOT / "penstock").rglob("*.py")):
+        path = file.relative_to(ROOT / "penstock").as_posix()
+        if path.startswith(MAY_NAME_ENCODINGS):
+            continue
+        allowed = ELEMENT_TYPES if path in NAMES_OF_ELEMENT_TYPES else set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and node.value in set(ENCODINGS) - allowed:
+                found.append(f"{path}:{node.lineno}: {node.value}")
+    assert not found, "\n".join(found)

@@ -1,0 +1,41 @@
+"""A weight encoding for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from penstock.dtype import DType
+from penstock.kernels import LinearEncoding
+from penstock.kernels.linear import multiply_floats
+
+
+class HalvedEncoding(LinearEncoding):
+    """Stores half of each weight and a scale of two: exact, but wrong if some code forgets to unpack.
+
+    Args:
+        name: name of the encoding.
+        bytes_per_weight: what `num_bytes` counts.
+    """
+
+    compute_dtype = DType.float32
+    storage_dtype = DType.float32
+    bits = 32
+
+    def __init__(self, name: str = "halved", bytes_per_weight: float = 4) -> None:
+        self.name = name
+        self._bytes_per_weight = bytes_per_weight
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        return int(self._bytes_per_weight * out_features * in_features)
+
+    def pack(self, weight: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
+        return {"weight": weight.float() / 2, "scale": torch.full((len(weight), 1), 2.0)}
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["weight"] * tensors["scale"]
+
+    def multiply(self, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+        return multiply_floats(x, self.unpack(tensors), bias)
