@@ -1,4 +1,4 @@
-"""A client below HTTP: it sees each message as it is sent, reads as slowly as it likes, and may leave."""
+"""An ASGI client: it sees each message as it is sent, can read slowly, and can disconnect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE = 60  # seconds: the machine may be busy
 
 
 class Exchange:
-    """One request to an application."""
+    """One request to an ASGI application."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Exchange:
         body: dict[str, Any],
         *,
         headers: Mapping[str, str] | None = None,
-        client: tuple[str, int] = ("127.0.0.1", 123),  # as of httpx
+        client: tuple[str, int] = ("127.0.0.1", 123),  # the client address of httpx
     ) -> None:
         self.messages: list[Message] = []
         self.may_send = asyncio.Event()
@@ -88,7 +88,7 @@ class Exchange:
 
 
 async def eventually(condition: Any) -> None:
-    """Waits until something holds."""
+    """Wait until a condition is true."""
     async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.005)

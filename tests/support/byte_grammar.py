@@ -1,4 +1,4 @@
-"""Grammars over bytes: one token a byte, so that what is accepted and what can be written is easy to ask."""
+"""Grammars over a vocabulary of single bytes, to check which texts a grammar accepts and generates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def accepts(grammar: xgr.CompiledGrammar, text: str) -> bool:
 
 
 def walk(grammar: xgr.CompiledGrammar, seed: int, patience: int = 60) -> str:
-    """A random text of the grammar: uniform among what is allowed, after a while drawn to an end."""
+    """Return a random text: uniform over allowed bytes, biased to the end after `patience` bytes."""
     choose = random.Random(seed)
     matcher = xgr.GrammarMatcher(grammar)
     mask = torch.empty((1, 9), dtype=torch.int32)
@@ -38,7 +38,7 @@ def walk(grammar: xgr.CompiledGrammar, seed: int, patience: int = 60) -> str:
     while True:
         matcher.fill_next_token_bitmask(mask)
         bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits[:257]).tolist()  # what pads the last word says nothing
+        allowed = np.flatnonzero(bits[:257]).tolist()  # ignore the padding of the last word
         assert allowed, f"a dead end behind {bytes(written)!r}"
         token = choose.choice(allowed)
         if len(written) > patience:

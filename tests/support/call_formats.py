@@ -1,4 +1,4 @@
-"""Calls of tools as models of each format write them: the other direction of `penstock.serve.parsers`."""
+"""Render tool calls in each format: the inverse of `penstock.serve.parsers`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def listed(calls: Iterable[Call], key: str = "arguments") -> str:
 
 
 def each(template: str, separator: str = "") -> Callable[[Sequence[Call]], str]:
-    """A format that writes each call by itself; NAME and ARGUMENTS stand for those of the call."""
+    """Return a renderer that writes calls one by one; NAME and ARGUMENTS are placeholders."""
 
     def render(calls: Sequence[Call]) -> str:
         one = [
@@ -71,7 +71,7 @@ def pythonic(calls: Sequence[Call]) -> str:
 
 
 def tagged(call: Call, template: str) -> str:
-    """Arguments in tags of their own, strings as they are."""
+    """Render each argument in a tag; strings are written without quotes."""
     return "".join(
         template.replace("KEY", key)
         .replace("IS_STRING", dumps(isinstance(value, str)))
@@ -104,7 +104,7 @@ def glm(calls: Sequence[Call]) -> str:
 def dsml(outside: str) -> Callable[[Sequence[Call]], str]:
     def render(calls: Sequence[Call]) -> str:
         parameter = '<|DSML|parameter name="KEY" string="IS_STRING">VALUE</|DSML|parameter>\n'
-        # The values may have bars of their own: only the markup gets the wide ones.
+        # Only bars of the markup become wide bars; bars in values are kept.
         parameter = parameter.replace("|", "\uff5c")
         invokes = [
             wide(f'<|DSML|invoke name="{call.name}">\n') + tagged(call, parameter) + wide("</|DSML|invoke>\n")
@@ -171,9 +171,9 @@ RENDERERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "functionary": each("<function=NAME>ARGUMENTS</function>"),
 }
 BARE = ("llama3_json", "pythonic")
-"""Formats whose calls need no marker before them."""
+"""Formats whose calls need no marker."""
 ONE_CALL = ("harmony",)
-"""Formats whose answers end with their first call."""
+"""Formats whose output ends with its first call."""
 
 VALUE_ENDS = {
     "qwen3_coder": "</parameter>",
@@ -182,11 +182,11 @@ VALUE_ENDS = {
     "deepseek_v32": wide("</|DSML|parameter>"),
     "deepseek_v4": wide("</|DSML|parameter>"),
 }
-"""What ends a value in formats that cannot escape it."""
+"""The end marker of a value in formats that cannot escape it."""
 
 
 def pieces(text: str, sizes: Sequence[int]) -> Iterator[str]:
-    """The text cut to pieces of these sizes, again and again."""
+    """Yield the text in pieces of these sizes, repeated cyclically."""
     at, size_of = 0, cycle(sizes)
     while at < len(text):
         size = next(size_of)
@@ -195,7 +195,7 @@ def pieces(text: str, sizes: Sequence[int]) -> Iterator[str]:
 
 
 def parse(parser: OutputParser, text: str, sizes: Sequence[int] = (1 << 30,)) -> list[Event]:
-    """All events of a text, joined."""
+    """Return all events of a text, merged."""
     events: list[Event] = []
     for piece in pieces(text, sizes):
         events += parser.push(piece)
@@ -203,7 +203,7 @@ def parse(parser: OutputParser, text: str, sizes: Sequence[int] = (1 << 30,)) ->
 
 
 def calls_of(events: Iterable[Event]) -> list[Call]:
-    """The calls among joined events; their arguments must be JSON."""
+    """Return the calls among merged events; their arguments must be JSON."""
     names: list[str] = []
     arguments: dict[int, str] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""A whole server without a process or a socket: real routes, a real worker in a thread, a fake model."""
+"""A server without processes and sockets: real routes, a real worker in a thread, a fake model."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ HERMES = (
     "{% for c in message.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""A template of a `FakeTokenizer` whose model calls tools as Hermes does."""
+"""A chat template for `FakeTokenizer` with tool calls in the Hermes format."""
 THINKING = HERMES + "{# <think> </think> #}"
-"""One that reasons, too."""
+"""The same with reasoning."""
 
 
 @dataclass
 class Chatting:
-    """The server, and two clients of it."""
+    """A server and two clients."""
 
     http: httpx.AsyncClient
     openai: AsyncOpenAI
@@ -77,7 +77,7 @@ def user(content: Any) -> dict[str, Any]:
 
 
 def events_of(text: str) -> list[Any]:
-    """The data of a stream's events, decoded; comments left out."""
+    """Return the decoded data of the events of a stream, without comments."""
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     return [one if one == "[DONE]" else json.loads(one) for one in data]
 
@@ -96,7 +96,7 @@ async def chatting(
     in_thread: bool = True,
     **config: Any,
 ) -> AsyncIterator[Chatting]:
-    """A server of a model that says ``Hello!``, or what a pipeline says; ``config`` is for `ServeConfig`."""
+    """Run a server that generates ``Hello!`` or the output of a pipeline; `config` is for `ServeConfig`."""
     chosen = pipeline if pipeline is not None else FakePipeline.saying("Hello!")
     tokenizer = tokenizer if tokenizer is not None else FakeTokenizer(template=template)
 

@@ -1,14 +1,14 @@
-"""A stream's chunks put together to the object that the same request without ``stream`` is answered with."""
+"""Join the chunks of a stream to the response that the same request without ``stream`` returns."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_OWN = ("id", "created")  # differ from answer to answer
+_OWN = ("id", "created")  # differ between responses
 
 
 def without_own(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer without what is different each time."""
+    """Return a response without the members that differ each time."""
     plain = {key: value for key, value in answer.items() if key not in _OWN}
     for choice in plain["choices"]:
         for call in choice.get("message", {}).get("tool_calls", []):
@@ -18,7 +18,7 @@ def without_own(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined_chat(events: list[Any]) -> dict[str, Any]:
-    """Chunks of a chat -> the chat, as far as `without_own` leaves it."""
+    """Join the chunks of a chat; the result has the members that `without_own` keeps."""
     *chunks, done = events
     assert done == "[DONE]"
     answer = _frame(chunks, "chat.completion")
@@ -31,7 +31,7 @@ def joined_chat(events: list[Any]) -> dict[str, Any]:
 
 
 def joined_completion(events: list[Any]) -> dict[str, Any]:
-    """Chunks of a completion -> the completion, as far as `without_own` leaves it."""
+    """Join the chunks of a completion; the result has the members that `without_own` keeps."""
     *chunks, done = events
     assert done == "[DONE]"
     answer = _frame(chunks, "text_completion")
@@ -57,7 +57,7 @@ def joined_completion(events: list[Any]) -> dict[str, Any]:
 
 
 def _forget_empty(choice: dict[str, Any]) -> None:
-    """An empty answer may have no chunk that could tell of its tokens."""
+    """Remove empty token ids and log probabilities, because an empty output may have no chunk with them."""
     if not choice.get("token_ids", True):
         del choice["token_ids"]
     if choice["logprobs"] and not choice["logprobs"].get("content", True):

@@ -1,4 +1,4 @@
-"""A whole server on a socket, in a thread of its own: for clients that block, or are no Python."""
+"""A server on a socket in a separate thread, for blocking clients and clients in other languages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from penstock.serve.http.server import HttpServer
 
 @dataclass
 class LiveServer:
-    """The server, seen from another thread."""
+    """The server as another thread uses it."""
 
     url: str
-    """Ends in a slash."""
+    """The URL, with a trailing slash."""
     chatting: Chatting
     loop: asyncio.AbstractEventLoop
 
@@ -33,7 +33,7 @@ class LiveServer:
 
 @contextmanager
 def live_server(**options: Any) -> Iterator[LiveServer]:
-    """A server as `chatting` makes it with these options."""
+    """Run a server of `chatting` with these options."""
     started: Future[LiveServer] = Future()
     thread = threading.Thread(target=lambda: asyncio.run(_serve(started, options)), name="live server")
     thread.start()
@@ -47,7 +47,7 @@ def live_server(**options: Any) -> Iterator[LiveServer]:
 
 
 async def _serve(started: Future[LiveServer], options: dict[str, Any]) -> None:
-    """Serves until the gate is closed."""
+    """Serve until the gate is closed."""
     try:
         async with chatting(**options) as inside:
             app = inside.http._transport.app  # type: ignore[attr-defined]

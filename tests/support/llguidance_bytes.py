@@ -15,7 +15,7 @@ END = 256
 
 
 class _Bytes:
-    """A tokenizer whose tokens are bytes, the end, and special tokens from 257 on."""
+    """Return a tokenizer of 256 bytes, an end token, and special tokens from id 257."""
 
     bos_token_id = None
 
@@ -48,6 +48,6 @@ def matcher_of_source(source: GrammarSource, special: tuple[str, ...] = ()) -> A
 
 
 def accepts(matcher: Any, tokens: Sequence[int]) -> bool:
-    """Whether the tokens are a whole output."""
+    """Return whether the tokens are a complete output."""
     matcher = matcher.deep_copy()
     return matcher.try_consume_tokens(list(tokens)) == len(tokens) and bool(matcher.is_accepting())

@@ -1,4 +1,4 @@
-"""An application to send requests to, without a socket: real services around a worker that is a stand-in."""
+"""An application without a socket: real services around a fake worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_services(
     tracing: Tracing | None = None,
     **config: Any,
 ) -> Services:
-    """Services of a `FakeTokenizer`; ``config`` are fields of `ServeConfig`."""
+    """Return services with a `FakeTokenizer`; `config` has fields of `ServeConfig`."""
     tokenizer = FakeTokenizer()
     return Services(
         config=ServeConfig(**config),
@@ -47,7 +47,7 @@ def make_services(
 
 @asynccontextmanager
 async def client_of(services: Services, *routers: APIRouter) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the application with these services, and with more routes."""
+    """Return a client of the application with these services and additional routes."""
     transport = httpx.ASGITransport(create_app(services, *routers))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client

@@ -1,4 +1,4 @@
-"""Loading and unloading adapters over HTTP, in front of a worker that remembers what it was told."""
+"""Loading and unloading adapters over HTTP, with a fake worker that records the calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.serve.services import Services
 
 @dataclass
 class Worker(FakeEngine):
-    """Loads everything but what is called ``broken``."""
+    """Loads every adapter except one with the name ``broken``."""
 
     async def load_adapter(self, name: str, path: str) -> None:
         if "broken" in path:
@@ -61,7 +61,7 @@ async def test_load_list_reload_unload() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_cannot_be_loaded_is_explained() -> None:
+async def test_load_errors_name_the_cause() -> None:
     answer = await post(services(), "load", lora_name="tone", lora_path="/broken")
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "/broken: 2 missing: a, b"
@@ -78,13 +78,13 @@ async def test_what_cannot_be_loaded_is_explained() -> None:
         ({"lora_name": "tone", "lora_path": "/a", "lora_int_id": 1}, "lora_int_id"),
     ],
 )
-async def test_a_wrong_body_names_the_field(body: dict[str, Any], param: str) -> None:
+async def test_an_invalid_body_is_refused_by_field(body: dict[str, Any], param: str) -> None:
     answer = await post(services(), "load", **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.anyio
-async def test_the_models_own_name_is_taken() -> None:
+async def test_the_name_of_the_model_is_refused() -> None:
     answer = await post(services(), "load", lora_name="demo", lora_path="/a")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "name_in_use")
 
@@ -95,14 +95,16 @@ async def test_the_models_own_name_is_taken() -> None:
     ("lora", "config", "status"),
     [
         ({}, {}, 403),
-        ({"lora": ("tone=/a",)}, {}, 403),  # adapters, but none while the server runs
+        ({"lora": ("tone=/a",)}, {}, 403),  # adapters, but not at run time
         (None, {"host": "0.0.0.0"}, 403),
         (None, {"host": "::1"}, 200),
         (None, {"host": "localhost"}, 200),
         (None, {"host": "0.0.0.0", "api_key": ("secret",)}, 200),
     ],
 )
-async def test_who_may(route: str, lora: dict[str, Any] | None, config: dict[str, Any], status: int) -> None:
+async def test_access_rules(
+    route: str, lora: dict[str, Any] | None, config: dict[str, Any], status: int
+) -> None:
     body = {"lora_name": "tone", **({"lora_path": "/a"} if route == "load" else {})}
     headers = {"authorization": "Bearer secret"} if "api_key" in config else {}
     serving = services(lora, **config)

@@ -1,4 +1,4 @@
-"""Bad words become every short sequence of tokens that writes them."""
+"""Bad words are translated to all short token sequences that write them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_no_words_ban_nothing() -> None:
 
 
 @pytest.mark.parametrize("word", ["Berlin", " Berlin", "né", "🎉", "a b"])
-def test_all_ways_to_write_a_word(word: str) -> None:
+def test_all_encodings_of_a_word(word: str) -> None:
     sequences = banned_sequences([word], DEMO) or []
     assert {written(ids) for ids in sequences} == {word, " " + word.lstrip()}
     own = [DEMO.encode_text(text, False).tolist() for text in (word, " " + word.lstrip())]
@@ -34,7 +34,7 @@ def test_all_ways_to_write_a_word(word: str) -> None:
     assert len({tuple(ids) for ids in sequences}) == len(sequences)
 
 
-def test_many_and_long_words_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_encodings_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         len(banned_sequences(["antidisestablishmentarianism"], DEMO) or []) <= 2 * MAX_SEQUENCES_OF_WORD + 2
     )

@@ -1,4 +1,4 @@
-"""Chats: OpenAI's shapes to the letter, and what each field does."""
+"""Chats: the exact OpenAI format of responses, and the effect of each field."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIME = {"type": "function", "function": {"name": "get_time"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
-async def test_an_answer_has_openais_shape() -> None:
+async def test_a_response_has_the_openai_format() -> None:
     async with chatting() as server:
         answer = await server.chat(logprobs=True, top_logprobs=1)
         assert ChatCompletion.model_validate(answer).to_dict() == answer
@@ -32,7 +32,7 @@ async def test_an_answer_has_openais_shape() -> None:
         assert answer["object"] == "chat.completion"
         assert answer["usage"] == {
             "prompt_tokens": 19,
-            "completion_tokens": 7,  # the end of the text is one
+            "completion_tokens": 7,  # includes the end token
             "total_tokens": 26,
             "prompt_tokens_details": {"cached_tokens": 0},
             "completion_tokens_details": {"reasoning_tokens": 0},
@@ -48,7 +48,7 @@ async def test_an_answer_has_openais_shape() -> None:
         assert again["choices"][0]["logprobs"] is None
 
 
-async def test_chunks_have_openais_shape() -> None:
+async def test_chunks_have_the_openai_format() -> None:
     async with chatting(FakePipeline.saying("Hi")) as server:
         response = await server.post(
             "/v1/chat/completions",
@@ -88,7 +88,7 @@ async def test_chunks_have_openais_shape() -> None:
         ({"logit_bias": {"97": -100}, "allowed_token_ids": [98]}, "abcdef", "stop", 7),
     ],
 )
-async def test_how_an_answer_ends(body: dict[str, Any], text: str, reason: str, num_tokens: int) -> None:
+async def test_finish_reasons(body: dict[str, Any], text: str, reason: str, num_tokens: int) -> None:
     async with chatting(FakePipeline.saying("abcdef")) as server:
         answer = await server.chat(**body)
         [choice] = answer["choices"]
@@ -96,7 +96,7 @@ async def test_how_an_answer_ends(body: dict[str, Any], text: str, reason: str, 
         assert answer["usage"]["completion_tokens"] == num_tokens
 
 
-async def test_what_reaches_the_model() -> None:
+async def test_fields_reach_the_worker() -> None:
     seen: list[TextContext] = []
 
     def choose(context: TextContext) -> int:
@@ -139,7 +139,7 @@ async def test_what_reaches_the_model() -> None:
     assert others[0].max_length == 2048
 
 
-async def test_open_values_come_from_the_model() -> None:
+async def test_defaults_come_from_the_model() -> None:
     seen: list[TextContext] = []
 
     def choose(context: TextContext) -> int:
@@ -191,7 +191,7 @@ async def test_messages(message: dict[str, Any], rendered: str) -> None:
         assert counted.json()["tokens"] == response.json()["prompt_token_ids"]
 
 
-async def test_the_developer_stays_where_the_template_knows_it() -> None:
+async def test_the_developer_role_is_kept_if_the_template_knows_it() -> None:
     template = "{% for m in messages %}{{ m.role }};{% endfor %}{# developer #}"
     async with chatting(template=template) as server:
         response = await server.post(
@@ -200,7 +200,7 @@ async def test_the_developer_stays_where_the_template_knows_it() -> None:
         assert response.json()["prompt"] == "developer;"
 
 
-async def test_arguments_are_text_where_the_template_joins_them() -> None:
+async def test_arguments_are_text_if_the_template_concatenates_them() -> None:
     calls = "{% for c in m.tool_calls or [] %}{{ 'x' + c.function.arguments }}{% endfor %}"
     template = f"{{% for m in messages %}}{calls}{{% endfor %}}."
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
@@ -228,7 +228,7 @@ async def test_template_options() -> None:
             assert response.json()["prompt"] == prompt, response.text
 
 
-async def test_no_effort_switches_thinking_off() -> None:
+async def test_reasoning_effort_none_disables_thinking() -> None:
     template = "{{ enable_thinking | default('on') }}"
     async with chatting(template=template) as server:
         response = await server.post(
@@ -237,7 +237,7 @@ async def test_no_effort_switches_thinking_off() -> None:
         assert response.json()["prompt"] == "False"
         error = await server.refusal("/v1/chat/completions", messages=[user("a")], reasoning_effort="low")
         assert error["param"] == "reasoning_effort"
-    async with chatting(template=THINKING) as server:  # it reasons, and knows no way to switch that off
+    async with chatting(template=THINKING) as server:  # a reasoning model without a switch to disable it
         error = await server.refusal("/v1/chat/completions", messages=[user("a")], reasoning_effort="none")
         assert error["param"] == "reasoning_effort"
 
@@ -262,7 +262,7 @@ async def test_a_tool_call() -> None:
             assert answer["choices"][0]["message"]["content"] == f"Wait. {CALL}"
 
 
-async def test_one_call_ends_the_answer_where_one_is_allowed() -> None:
+async def test_without_parallel_tool_calls_the_first_call_ends_the_output() -> None:
     async with chatting(FakePipeline.saying(CALL + CALL)) as server:
         both = await server.chat(tools=[WEATHER])
         assert len(both["choices"][0]["message"]["tool_calls"]) == 2
@@ -282,7 +282,7 @@ async def until_idle(server: Any) -> bool:
     return True
 
 
-async def test_which_tools_the_model_is_shown() -> None:
+async def test_tools_in_the_prompt() -> None:
     async with chatting(template=HERMES) as server:
         allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
         for body, names in (
@@ -299,7 +299,7 @@ async def test_which_tools_the_model_is_shown() -> None:
             assert ("description" in prompt) == ("get_weather" in names)
 
 
-async def test_tools_that_the_template_would_not_show() -> None:
+async def test_tools_that_the_template_omits_are_refused() -> None:
     async with chatting(template=FakeTokenizer.TEMPLATE) as server:
         error = await server.refusal("/v1/chat/completions", messages=[user("Hi")], tools=[WEATHER])
         assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
@@ -327,7 +327,7 @@ async def test_reasoning() -> None:
     ("field", "names"),
     [("both", ["reasoning", "reasoning_content"]), ("reasoning", ["reasoning"])],
 )
-async def test_the_field_of_reasoning(field: str, names: list[str]) -> None:
+async def test_the_names_of_the_reasoning_field(field: str, names: list[str]) -> None:
     said = FakePipeline.saying("<think>Why?</think>So.")
     async with chatting(said, template=THINKING, reasoning_field=field) as server:
         message = (await server.chat())["choices"][0]["message"]
@@ -348,11 +348,11 @@ async def test_variables_that_the_template_does_not_read_have_no_effect(unknown_
         assert (await server.post("/v1/chat/completions/render", **body)).json()["prompt"] == "HiFalse"
         assert (await server.post("/tokenize", **body)).json()["tokens"] == list(b"HiFalse")
         assert (await server.chat(**body))["choices"][0]["message"]["content"] == "Hello!"
-        options["messages"] = []  # this one would replace the conversation
+        options["messages"] = []  # would replace the conversation
         assert "messages" in (await server.refusal("/v1/chat/completions", **body))["message"]
 
 
-def saying_a_special_token(context: TextContext) -> int:
+def generate_a_special_token(context: TextContext) -> int:
     return [*b"a", FakeTokenizer.EOS, *b"b"][len(context.generated_tokens)]
 
 
@@ -360,7 +360,7 @@ def saying_a_special_token(context: TextContext) -> int:
 async def test_special_tokens_in_the_text(shown: bool | None, text: str) -> None:
     fields = {"skip_special_tokens": shown, "ignore_eos": True, "max_tokens": 3}
     for template in (HERMES, FakeTokenizer.TEMPLATE):
-        async with chatting(FakePipeline(saying_a_special_token), template=template) as server:
+        async with chatting(FakePipeline(generate_a_special_token), template=template) as server:
             assert (await server.chat(**fields))["choices"][0]["message"]["content"] == text
             tools = [WEATHER] if template == HERMES else None
             assert (await server.chat(**fields, tools=tools))["choices"][0]["message"]["content"] == text
@@ -369,7 +369,7 @@ async def test_special_tokens_in_the_text(shown: bool | None, text: str) -> None
             assert choice["logprobs"]["text_offset"] == [0, 1, len(text) - 1]
 
 
-async def test_reasoning_goes_back_by_the_templates_own_name() -> None:
+async def test_reasoning_of_messages_has_the_name_that_the_template_reads() -> None:
     template = "{% for m in messages %}{{ m.thinking }}{% endfor %}"
     async with chatting(template=template) as server:
         said = {"role": "assistant", "content": "So.", "reasoning_content": "Why?"}
@@ -377,7 +377,7 @@ async def test_reasoning_goes_back_by_the_templates_own_name() -> None:
         assert response.json()["prompt"] == "Why?"
 
 
-async def test_grammars_go_to_the_worker() -> None:
+async def test_grammars_reach_the_worker() -> None:
     seen: list[TextContext] = []
 
     def choose(context: TextContext) -> int:
@@ -423,7 +423,7 @@ async def test_grammars_go_to_the_worker() -> None:
         assert seen[-1].grammar is not None
 
 
-async def test_formats_that_exclude_each_other() -> None:
+async def test_conflicting_formats_are_refused() -> None:
     async with chatting(grammars_enabled=True) as server:
         chat = {"messages": [user("Hi")]}
         both = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
@@ -437,7 +437,7 @@ async def test_formats_that_exclude_each_other() -> None:
             assert "uniqueItems" in error["message"]
         assert await server.chat(tools=tools, tool_choice="none")
         named = {"type": "function", "function": {"name": "get_weather"}}
-        assert await server.chat(tools=tools, tool_choice=named)  # that one is never called
+        assert await server.chat(tools=tools, tool_choice=named)  # a tool whose schema is never used
         long = {"structured_outputs": {"choice": ["a" * 2**20]}}
         assert "1048576" in (await server.refusal("/v1/chat/completions", **chat, **long))["message"]
         unknown = {"json": {"type": "object", "unevaluatedProperties": False, "not": {}}}

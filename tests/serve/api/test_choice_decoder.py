@@ -1,4 +1,4 @@
-"""One choice's text: the same however its tokens arrive, and cut where it ends."""
+"""The text of a choice: it does not depend on how tokens arrive, and it ends at stop strings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def choice_of(
 def take_all(
     choice: ChoiceDecoder, ids: Sequence[int], cuts: Sequence[int], status: TextGenerationStatus
 ) -> Any:
-    """What comes of tokens that arrive in pieces; after a stop nothing more is taken, as from a worker."""
+    """Feed tokens in pieces and return the output; stop feeding after a stop string, as a worker does."""
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     pieces: list[ChoiceDelta] = []
     for start, end in pairwise(bounds):
@@ -97,7 +97,7 @@ texts = st.lists(
     status=st.sampled_from([END, LENGTH]),
     broken=st.booleans(),
 )
-def test_the_same_for_every_way_of_arriving(
+def test_output_does_not_depend_on_how_tokens_arrive(
     text: str,
     cuts: list[int],
     stop: list[str],
@@ -106,7 +106,7 @@ def test_the_same_for_every_way_of_arriving(
     status: TextGenerationStatus,
     broken: bool,
 ) -> None:
-    ids = list(text.encode())[: -1 if broken else None]  # perhaps half a character at the end
+    ids = list(text.encode())[: -1 if broken else None]  # may end inside a character
     context = context_of(stop=stop or None)
     whole = take_all(choice_of(context, template, parallel, at_once=True), ids, [], status)
     assert take_all(choice_of(context, template, parallel), ids, cuts, status) == whole
@@ -136,14 +136,14 @@ def test_finish_reasons(status: TextGenerationStatus, by_text: bool, calls: bool
     assert finish_reason(status, ended_by_text=by_text, has_tool_calls=calls) == reason
 
 
-def test_the_token_that_ends_a_text_is_counted_and_not_shown() -> None:
+def test_the_end_token_counts_but_is_not_in_the_text() -> None:
     events, ids, _, reason, num_tokens, _ = take_all(choice_of(context_of(), None), [97, 98], [], END)
     assert ([event.text for event in events], ids, reason, num_tokens) == (["ab"], [97, 98], "stop", 3)
     *_, reason, num_tokens, _ = take_all(choice_of(context_of(), None), [97, 98], [], LENGTH)
     assert (reason, num_tokens) == ("length", 2)
 
 
-def test_what_comes_behind_a_stop_string_is_dropped() -> None:
+def test_tokens_after_a_stop_string_are_dropped() -> None:
     choice = choice_of(context_of(stop=["b"]), None)
     events, ids, scored, reason, num_tokens, _ = take_all(choice, list(b"aabcc"), [], LENGTH)
     assert ([event.text for event in events], ids, scored) == (["aa"], list(b"aab"), list(b"aab"))
@@ -153,7 +153,7 @@ def test_what_comes_behind_a_stop_string_is_dropped() -> None:
     assert choice.num_tokens == 3
 
 
-def test_the_only_call_allowed_ends_it() -> None:
+def test_the_only_allowed_call_ends_the_choice() -> None:
     choice = choice_of(context_of(), HERMES, parallel=False)
     events, ids, _, reason, num_tokens, _ = take_all(choice, list((CALL + CALL).encode()), [], ACTIVE)
     assert sum(isinstance(event, ToolCallStart) for event in events) == 1
@@ -161,7 +161,7 @@ def test_the_only_call_allowed_ends_it() -> None:
     assert num_tokens == len(ids) <= len(CALL.encode())
 
 
-def test_reasoning_is_counted() -> None:
+def test_reasoning_tokens_are_counted() -> None:
     text = "<think>abc</think>de"
     assert take_all(choice_of(context_of(), THINKING), list(text.encode()), [], END)[-1] == len(
         "<think>abc</think>"
@@ -173,7 +173,7 @@ def test_reasoning_is_counted() -> None:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_the_text_goes_on_where_the_prompt_ends(shared_data: Path, at_once: bool) -> None:
+def test_the_text_continues_the_prompt(shared_data: Path, at_once: bool) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
     prompt, answer = (tokenizer.encode_text(text, add_special_tokens=False) for text in ("One day", "the"))
     for before, text in (([1, *prompt.tolist()], " the"), ([*prompt.tolist(), 1], "the")):
@@ -183,7 +183,7 @@ def test_the_text_goes_on_where_the_prompt_ends(shared_data: Path, at_once: bool
         assert choice.take(answer.tolist(), END).content == text
 
 
-def test_offsets_count_the_first_space_where_it_is_shown(shared_data: Path) -> None:
+def test_offsets_count_a_leading_space_only_if_the_text_has_it(shared_data: Path) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
     the, prompt = (tokenizer.encode_text(text, add_special_tokens=False).tolist() for text in ("the", "One"))
     for before, offsets in ((prompt, [0, 4, 8]), ((), [0, 3, 7])):
@@ -193,7 +193,7 @@ def test_offsets_count_the_first_space_where_it_is_shown(shared_data: Path) -> N
         assert given == offsets
 
 
-def test_a_request_for_no_token_gets_none() -> None:
+def test_max_tokens_zero_returns_no_tokens() -> None:
     choice = choice_of(context_of(max_new_tokens=0), None)
     rows = LogProbabilities([-1.0, -2.0], [{72: -1.0}, {97: -2.0}])
     piece = choice.take([97], LENGTH, [rows])

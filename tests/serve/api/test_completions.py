@@ -1,4 +1,4 @@
-"""Completions: OpenAI's shapes to the letter, the order of choices, echo, log probabilities as of old."""
+"""Completions: the exact OpenAI format, the order of choices, echo, log probabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.pipelines.core import TextContext
 from penstock.testing import FakePipeline
 
 
-async def test_an_answer_has_openais_shape() -> None:
+async def test_a_response_has_the_openai_format() -> None:
     async with chatting() as server:
         answer = await server.complete(prompt="Hi")
         assert Completion.model_validate(answer).to_dict() == answer
@@ -30,7 +30,7 @@ async def test_an_answer_has_openais_shape() -> None:
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
 
 
-async def test_sixteen_tokens_unless_it_says() -> None:
+async def test_the_default_is_sixteen_tokens() -> None:
     async with chatting(FakePipeline(lambda context: ord("a"))) as server:
         answer = await server.complete()
         assert answer["choices"][0]["text"] == "a" * 16
@@ -59,7 +59,7 @@ async def test_prompts(prompt: Any, seen: list[str]) -> None:
         assert answer["usage"]["completion_tokens"] == 2 * sum(len(one.encode()) + 3 for one in seen)
 
 
-async def test_equal_prompts_have_seeds_of_their_own() -> None:
+async def test_equal_prompts_have_different_seeds() -> None:
     seeds: dict[str, int] = {}
 
     def choose(context: TextContext) -> int:
@@ -96,7 +96,7 @@ async def test_echo() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_several_answers_echo_one_prompt(stream: bool) -> None:
+async def test_several_choices_echo_one_prompt(stream: bool) -> None:
     asked: list[bool] = []
 
     def choose(context: TextContext) -> int:
@@ -112,7 +112,7 @@ async def test_several_answers_echo_one_prompt(stream: bool) -> None:
             for choice in one["choices"]:
                 texts.setdefault(choice["index"], []).extend((choice["logprobs"] or {"tokens": []})["tokens"])
         assert texts == {0: [*"abc!"], 1: [*"abc!"], 2: [*"de!"], 3: [*"de!"]}
-    # In a stream the second answer may come first.
+    # In a stream the second choice may come first.
     assert sorted(asked) == ([True] * 4 if stream else [False, False, True, True])
 
 
@@ -128,7 +128,7 @@ async def test_token_ids() -> None:
         assert all(choice["token_ids"] == list(b"He") for choice in answer["choices"])
 
 
-async def test_the_cached_part_of_a_prompt_is_told() -> None:
+async def test_usage_has_the_cached_tokens() -> None:
     spec = KVCacheSpec(groups=(KVGroup(layers=(0,), kv_heads=1, head_dim=4, dtype=DType.float32),))
     manager = KVCacheManager(spec, (64,), 16)
     async with chatting(FakePipeline.saying("ok", kv=manager)) as server:
@@ -138,5 +138,5 @@ async def test_the_cached_part_of_a_prompt_is_told() -> None:
             counts.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
             assert answer["usage"]["prompt_tokens"] == 50
         assert counts == [0, 48]
-        fresh = await server.complete(prompt="y" * 50, n=3)  # the later choices find what the first computed
+        fresh = await server.complete(prompt="y" * 50, n=3)  # later choices hit the blocks of the first
         assert fresh["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -1,4 +1,4 @@
-"""Requests at the worker: admission before headers, disconnects, errors, time limits, slow readers."""
+"""Generation runs: admission before headers, disconnects, errors, time limits, slow readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPLETION = ("/v1/completions", {"model": "demo", "prompt": "Hi", "max_tokens":
 
 
 def endless(seconds: float = 0.001) -> FakePipeline:
-    """One that says a hundred thousand words, slowly."""
+    """Return a pipeline that slowly generates a hundred thousand words."""
 
     def choose(context: TextContext) -> int:
         time.sleep(seconds)
@@ -40,7 +40,7 @@ async def test_no_headers_before_all_choices_are_admitted() -> None:
         await first.until_sent(2)
         second = open_exchange(server, CHAT, stream=True, n=2, max_tokens=400)
         await eventually(lambda: sum(len(batch) == 2 for batch in server.pipeline.batches) > 20)
-        assert second.status is None  # its first choice runs, its second waits
+        assert second.status is None  # its first choice runs and its second choice waits
         first.leave()
         await second.until_sent(2)
         assert second.status == 200
@@ -52,7 +52,7 @@ async def test_no_headers_before_all_choices_are_admitted() -> None:
 @pytest.mark.parametrize("what", [CHAT, COMPLETION])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_who_leaves_is_forgotten_at_once(
+async def test_a_disconnect_cancels_the_request_at_once(
     what: tuple[str, dict[str, Any]], stream: bool, n: int
 ) -> None:
     async with chatting(endless(0.005)) as server:
@@ -70,7 +70,7 @@ async def test_who_leaves_is_forgotten_at_once(
         assert (await server.complete(max_tokens=2))["choices"][0]["text"] == "aa"
 
 
-async def test_who_leaves_the_queue_is_forgotten_too() -> None:
+async def test_a_disconnect_cancels_a_queued_request() -> None:
     async with chatting(endless(), max_batch_size=1) as server:
         first = open_exchange(server, COMPLETION, stream=True)
         await first.until_sent(2)
@@ -85,7 +85,7 @@ async def test_who_leaves_the_queue_is_forgotten_too() -> None:
         await first.ended()
 
 
-async def test_a_stop_string_ends_the_work() -> None:
+async def test_a_stop_string_cancels_the_generation() -> None:
     async with chatting(endless()) as server:
         for stream in (True, False):
             before = len(server.pipeline.batches)
@@ -97,7 +97,7 @@ async def test_a_stop_string_ends_the_work() -> None:
             assert len(server.pipeline.batches) - before < 500
 
 
-async def test_a_failure_in_the_middle_is_an_event_and_no_done() -> None:
+async def test_an_error_inside_a_stream_is_an_event_without_done() -> None:
     armed = threading.Event()
 
     def choose(context: TextContext) -> int:
@@ -140,7 +140,7 @@ async def test_time_limits() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_limit_of_a_pause_is_no_limit_of_an_answer(stream: bool) -> None:
+async def test_the_stream_timeout_does_not_limit_the_whole_response(stream: bool) -> None:
     stuck = threading.Event()
 
     def choose(context: TextContext) -> int:
@@ -152,7 +152,7 @@ async def test_the_limit_of_a_pause_is_no_limit_of_an_answer(stream: bool) -> No
     async with chatting(FakePipeline(choose), stream_timeout=1, stream_ping=0.2) as server:
         exchange = open_exchange(
             server, COMPLETION, stream=stream, max_tokens=30
-        )  # takes longer than a pause may
+        )  # takes longer than the stream timeout
         await exchange.ended()
         assert exchange.status == 200
         exchange = open_exchange(server, COMPLETION, stream=stream, max_tokens=60)
@@ -178,13 +178,13 @@ async def test_a_slow_reader_gets_fewer_and_longer_chunks() -> None:
         assert max(len(chunk["choices"][0]["text"]) for chunk in chunks) > 20
 
 
-async def test_who_wants_the_whole_is_woken_at_its_end() -> None:
+async def test_a_response_without_streaming_reads_only_at_the_end() -> None:
     async with chatting(endless(), stream_ping=1000.0) as server:
         answer = await asyncio.wait_for(server.complete(max_tokens=50, n=2), 30)
         assert [choice["text"] for choice in answer["choices"]] == ["a" * 50] * 2
 
 
-async def test_too_many_at_once() -> None:
+async def test_too_many_requests() -> None:
     async with chatting(endless(), max_batch_size=1, max_queue_size=1) as server:
         error = await server.refusal("/v1/completions", prompt="Hi", n=3)
         assert error["param"] == "n"
@@ -205,7 +205,7 @@ async def test_too_many_at_once() -> None:
             await exchange.ended()
 
 
-async def test_short_prompts_do_not_wait_behind_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_short_prompts_do_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     build, go_on = FakeTokenizer.build_context, threading.Event()
 
     def slowly(self: FakeTokenizer, request: TokenGeneratorRequest, **options: Any) -> TextContext:
@@ -227,7 +227,7 @@ async def test_short_prompts_do_not_wait_behind_long_ones(monkeypatch: pytest.Mo
         assert [answer.json()["error"]["code"] for answer in answers] == ["context_length_exceeded"] * 4
 
 
-async def test_a_hundred_streams_of_which_half_leave() -> None:
+async def test_a_hundred_streams_with_half_of_the_clients_disconnecting() -> None:
     async with chatting(endless(0.0002), max_queue_size=200) as server:
         exchanges = [
             open_exchange(server, COMPLETION, stream=index % 2 == 0, max_tokens=20, n=1 + index % 3 // 2)
@@ -246,7 +246,7 @@ async def test_a_hundred_streams_of_which_half_leave() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_choice_that_ends_leaves_the_others_alone(stream: bool) -> None:
+async def test_a_finished_choice_does_not_affect_the_others(stream: bool) -> None:
     def choose(context: TextContext) -> int:
         time.sleep(0.001)
         ends = context.request_id.endswith("-0") and len(context.generated_tokens) == 2
@@ -263,4 +263,4 @@ async def test_a_choice_that_ends_leaves_the_others_alone(stream: bool) -> None:
         assert reasons == {0: "stop", 1: "length"}
         assert texts == {0: "aa", 1: "a" * 100}
         steps = [batch for batch in server.pipeline.batches if any(one.endswith("-0") for one in batch)]
-        assert len(steps) < 60  # the worker was told
+        assert len(steps) < 60  # the worker was cancelled

@@ -1,4 +1,4 @@
-"""Answers with many log probabilities: their number is bounded, and they are written in short slices."""
+"""Responses with many log probabilities: their number is limited, and they are encoded in short slices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.worker.messages import PackedLogProbabilities
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENIZER = FakeTokenizer()
 MAX_BYTES = 100 * MAX_COST
-"""Of a part: an entry has fewer than 100 bytes."""
+"""Maximum size of a part: an entry has fewer than 100 bytes."""
 
 
 def row(token_id: int, top: int) -> Score:
@@ -42,20 +42,20 @@ def completion_parts() -> list[bytes]:
     return [*scores.parts(ids, [score.logprob for score in SCORES], [score.top for score in SCORES])]
 
 
-def parts_of_prompt() -> list[bytes]:
+def prompt_score_parts() -> list[bytes]:
     ids, rows = [0, *(score.token_id for score in SCORES)], [(score.logprob, score.top) for score in SCORES]
     return [*prompt_parts(TokenFragments(TOKENIZER), ids, rows, 20, 20)]
 
 
-@pytest.mark.parametrize("make", [chat_parts, completion_parts, parts_of_prompt])
-def test_a_long_answer_comes_in_parts_of_bounded_size(make: Any) -> None:
+@pytest.mark.parametrize("make", [chat_parts, completion_parts, prompt_score_parts])
+def test_the_parts_of_a_long_response_are_bounded(make: Any) -> None:
     parts = make()
     assert len(parts) >= 3000 * 21 // MAX_COST
     assert max(map(len, parts)) < MAX_BYTES
     json.loads(b"".join(parts))
 
 
-def test_tokens_that_are_encoded_for_the_first_time_count_more() -> None:
+def test_tokens_encoded_for_the_first_time_cost_more() -> None:
     known = TokenFragments(TOKENIZER)
     lengths = []
     for _ in range(2):
@@ -78,7 +78,7 @@ async def test_the_event_loop_runs_between_slices(monkeypatch: pytest.MonkeyPatc
     assert order == ["a", "b"] * 3
 
 
-async def test_slices_of_several_answers_do_not_fall_into_one_iteration(
+async def test_slices_of_several_responses_run_in_different_iterations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", 0.0)
@@ -129,7 +129,7 @@ def endless(context: TextContext) -> int:
     return 97 + len(context.generated_tokens) % 26
 
 
-async def test_the_parts_of_an_answer_are_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_joined_parts_are_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in (10.0, 0.0):
         monkeypatch.setattr(penstock.serve.api.json_parts, "SLICE_SECONDS", seconds)
         async with chatting(FakePipeline(endless), max_batch_size=8) as server:
@@ -176,7 +176,7 @@ TOO_MANY: list[tuple[str, dict[str, Any], str, list[str]]] = [
 
 @pytest.mark.parametrize(("path", "given", "param", "numbers"), TOO_MANY)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_would_be_too_long_is_refused_before_it_runs(
+async def test_a_request_with_too_many_log_probabilities_is_refused_before_it_runs(
     path: str, given: dict[str, Any], param: str, numbers: list[str], stream: bool
 ) -> None:
     body = {"messages": [user("Hi")]} if path == CHAT else {"prompt": "Hi"}
@@ -191,7 +191,7 @@ async def test_an_answer_that_would_be_too_long_is_refused_before_it_runs(
         assert response.status_code == 200, response.text
 
 
-async def test_without_an_output_limit_the_answer_ends_where_its_log_probabilities_are_full() -> None:
+async def test_without_an_output_limit_the_log_probability_limit_ends_the_output() -> None:
     body = {"messages": [user("Hi")], "logprobs": True, "top_logprobs": 4, "n": 2}
     async with chatting(FakePipeline.saying("Hello! " * 9), max_logprobs_per_request=100) as server:
         response = await server.post(CHAT, **body)

@@ -1,4 +1,4 @@
-"""What a served model is called in lists, requests and answers."""
+"""The id of the served model in lists, requests and responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.pipelines.core import PipelineTask
         ({"model_path": "/models/mine", "served_model_name": "other"}, "other"),
     ],
 )
-async def test_the_id_of_a_local_model_is_its_folder_s_name(flat: dict[str, str], name: str) -> None:
+async def test_the_id_of_a_local_model_is_the_name_of_its_folder(flat: dict[str, str], name: str) -> None:
     pipeline_config = PipelineConfig.from_flat(flat)
     async with client_of(replace(make_services(), pipeline_config=pipeline_config)) as client:
         (listed,) = (await client.get("/v1/models")).json()["data"]
@@ -44,7 +44,7 @@ async def test_routes_of_another_task() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"model": "mine"}], ids=str)
-async def test_answers_have_the_id(given: dict[str, str], tmp_path: Path) -> None:
+async def test_responses_have_the_id(given: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "mine").symlink_to(PipelineConfig().model.checkpoint)
     config = PipelineConfig.from_flat({"model_path": str(tmp_path / "mine")})
     async with chatting(pipeline_config=config) as server:

@@ -1,4 +1,4 @@
-"""The official client against the embedded model, through a socket."""
+"""The official OpenAI client with the embedded model, through a socket."""
 
 from __future__ import annotations
 
@@ -228,13 +228,13 @@ async def check_errors(client: AsyncOpenAI) -> None:
 
 
 async def abandon(stream: openai.AsyncStream[Any]) -> None:
-    """Closes a stream before its end, and then the generators inside it.
+    """Close a stream before its end, and then the generators inside it.
 
-    The client leaves those suspended. The collector would end them, in whichever thread it runs just then,
-    while the event loop ends them too: "async generator already executing".
+    The client leaves these generators suspended. The garbage collector could then close them in another
+    thread while the event loop closes them too ("async generator already executing").
     """
     await stream.close()
-    with suppress(openai.APIConnectionError):  # not raised where what had arrived holds the end
+    with suppress(openai.APIConnectionError):  # not raised if the end of the stream had already arrived
         async for _ in stream:
             pass
 

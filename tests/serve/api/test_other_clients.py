@@ -1,4 +1,4 @@
-"""Fields, roles and routes that clients of other servers use."""
+"""Fields, roles and routes of clients of other servers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ STRICT = (
 DEAF = "{% for m in messages %}{% if m.role in ['user', 'note'] %}{{ m.content }};{% endif %}{% endfor %}"
 
 
-def seen_by(contexts: list[TextContext], text: str = "Hello!") -> FakePipeline:
-    """A pipeline that keeps the contexts which it is given."""
+def pipeline_that_records(contexts: list[TextContext], text: str = "Hello!") -> FakePipeline:
+    """Return a pipeline that records its contexts."""
     answer = [*text.encode(), FakeTokenizer.EOS]
 
     def choose(context: TextContext) -> int:
@@ -47,7 +47,7 @@ async def served(server: Chatting, path: str, **body: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_a_model_that_is_not_named_is_the_one_that_is_served(path: str) -> None:
+async def test_the_default_model_is_the_served_model(path: str) -> None:
     async with chatting() as server:
         name = server.services.model_name
         for given in ({}, {"model": None}, {"model": name}):
@@ -71,14 +71,14 @@ async def test_a_model_that_is_not_named_is_the_one_that_is_served(path: str) ->
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_guided_fields(path: str, given: dict[str, Any], kind: str, text: str) -> None:
     contexts: list[TextContext] = []
-    async with chatting(work=work_with_grammars(contexts)) as server:
+    async with chatting(work=enable_grammars(contexts)) as server:
         await served(server, path, **given)
         grammar = contexts[0].grammar
         assert grammar is not None
         assert (grammar.kind, grammar.text) == (kind, text)
 
 
-def work_with_grammars(contexts: list[TextContext]) -> Any:
+def enable_grammars(contexts: list[TextContext]) -> Any:
     info = WorkerInfo(
         max_length=2048,
         max_batch_size=8,
@@ -88,13 +88,15 @@ def work_with_grammars(contexts: list[TextContext]) -> Any:
         vocab_size=257,
         grammars_enabled=True,
     )
-    return lambda: WorkerRuntime(scheduler=Scheduler(seen_by(contexts), max_batch_size=8), info=info)
+    return lambda: WorkerRuntime(
+        scheduler=Scheduler(pipeline_that_records(contexts), max_batch_size=8), info=info
+    )
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_other_names(path: str) -> None:
+async def test_aliases(path: str) -> None:
     contexts: list[TextContext] = []
-    async with chatting(seen_by(contexts)) as server:
+    async with chatting(pipeline_that_records(contexts)) as server:
         await served(server, path, repeat_penalty=1.25, bad_words=["no", "x"])
         await served(server, path, repeat_penalty=1.5, repetition_penalty=1.5)
         params = [context.sampling_params for context in contexts]
@@ -124,9 +126,9 @@ async def test_the_stop_string_in_the_output(path: str, stream: bool) -> None:
     ("count", "max_tokens", "kept"),
     [(3, 4, "fgh"), (8, 4, "abcdefgh"), (900, 4, "abcdefgh"), (-1, 2044, "efgh"), (-1, None, "abcdefgh")],
 )
-async def test_a_prompt_that_is_cut(count: int, max_tokens: int | None, kept: str) -> None:
+async def test_truncated_prompts(count: int, max_tokens: int | None, kept: str) -> None:
     contexts: list[TextContext] = []
-    async with chatting(seen_by(contexts), template="{{ messages[0].content }}") as server:
+    async with chatting(pipeline_that_records(contexts), template="{{ messages[0].content }}") as server:
         server.services.tokenizer.max_length = 2048
         body = {"truncate_prompt_tokens": count, "max_tokens": max_tokens}
         for prompt in ("abcdefgh", [*b"abcdefgh"]):
@@ -139,18 +141,18 @@ async def test_a_prompt_that_is_cut(count: int, max_tokens: int | None, kept: st
         assert (rendered["prompt"], rendered["count"]) == (kept, len(kept))
 
 
-async def test_the_token_that_begins_every_text_stays(shared_data: Path) -> None:
+async def test_truncation_keeps_the_bos_token(shared_data: Path) -> None:
     tokenizer = TextTokenizer(shared_data / "models/stories260K")
     request = TokenGeneratorRequest("1", 0, "m", prompt="Once upon a time there was")
     whole = tokenizer.build_context(request).prompt_tokens.tolist()
     assert tokenizer.special_tokens["bos_token"] == "<s>"
-    for most, kept in ((1, whole[-1:]), (4, [whole[0], *whole[-3:]]), (len(whole), whole)):
-        cut = build_context(tokenizer, request, most)
+    for limit, kept in ((1, whole[-1:]), (4, [whole[0], *whole[-3:]]), (len(whole), whole)):
+        cut = build_context(tokenizer, request, limit)
         assert cut.prompt_tokens.tolist() == kept
     assert build_context(tokenizer, request, 100).prompt == request.prompt
 
 
-async def test_a_long_prompt_is_cut_to_what_fits() -> None:
+async def test_a_long_prompt_is_truncated_to_the_model_limit() -> None:
     async with chatting() as server:
         server.services.tokenizer.max_length = 2048
         await server.refusal(COMPLETIONS, prompt="x" * 5000)
@@ -200,7 +202,9 @@ def check_rows(rows: list[Any], text: str) -> None:
         (COMPLETIONS, {"prompt": "x" * 200, "prompt_logprobs": 1, "n": 3}, "prompt_logprobs"),
     ],
 )
-async def test_log_probabilities_of_prompts_are_bounded(path: str, given: dict[str, Any], param: str) -> None:
+async def test_the_number_of_prompt_log_probabilities_is_limited(
+    path: str, given: dict[str, Any], param: str
+) -> None:
     async with chatting(max_logprobs_per_request=1000) as server:
         error = await server.refusal(path, **given)
         assert error["param"] == param
@@ -228,12 +232,12 @@ async def test_tokens_as_token_ids() -> None:
             tokens = [token for row in rows for token in row["tokens"]]
             assert tokens == [f"token_id:{one}" for one in "né".encode()]
             assert [*rows[0]["top_logprobs"][0]] == ["token_id:110"]
-        plain = await served(server, CHAT, logprobs=True)  # the other form is not mixed up with this one
+        plain = await served(server, CHAT, logprobs=True)  # has token texts, not ids
         assert plain["choices"][0]["logprobs"]["content"][0]["token"] == "n"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_without_its_reasoning(stream: bool) -> None:
+async def test_a_response_without_reasoning(stream: bool) -> None:
     pipeline = FakePipeline.saying("<think>\nWhy?\n</think>\n\nHello")
     async with chatting(pipeline, template=THINKING) as server:
         for included in (None, True, False):
@@ -264,9 +268,9 @@ async def test_roles_that_the_template_knows(path: str) -> None:
         assert "ipython" in error["message"]
 
 
-async def test_roles_beside_parts_and_an_open_end() -> None:
+async def test_roles_with_content_parts_and_continue_final_message() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    template = "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"  # takes no parts
+    template = "{% for m in messages %}[{{ m.role + m.content }}]{% endfor %}"  # accepts only text
     async with chatting(template=template) as server:
         said = [user(parts), {"role": "my role", "content": parts}, {"role": "note", "content": "x"}]
         body = {"messages": said, "continue_final_message": True}
@@ -284,7 +288,7 @@ async def test_empty_content_is_empty_text(role: str, content: dict[str, Any]) -
         assert response.json()["prompt"] == f"[{role}][usera]", response.text
 
 
-async def test_an_empty_answer_has_empty_text() -> None:
+async def test_an_empty_output_has_empty_text() -> None:
     async with chatting(FakePipeline.saying("")) as server:
         assert (await served(server, CHAT))["choices"][0]["message"]["content"] == ""
         assert (await served(server, COMPLETIONS))["choices"][0]["text"] == ""
@@ -300,7 +304,7 @@ async def test_ping_and_load() -> None:
             assert (await server.http.get("/load")).json() == {"server_load": 1}
 
 
-async def test_fields_of_other_clients_that_ask_for_nothing() -> None:
+async def test_default_values_of_fields_of_other_servers_are_accepted() -> None:
     given: dict[str, Any] = {
         "cache_prompt": True,
         "store": False,

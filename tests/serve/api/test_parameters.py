@@ -1,4 +1,4 @@
-"""Every field of OpenAI's requests, and every field of nobody's: honoured, logged, or refused by name."""
+"""Every request field of OpenAI, and every unknown field: supported, logged, or refused by name."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ def names_of(*kinds: type) -> set[str]:
         (StreamOptions, names_of(chat_completion_stream_options_param.ChatCompletionStreamOptionsParam)),
     ],
 )
-def test_no_field_of_openai_is_forgotten(ours: type[RequestBody], theirs: set[str]) -> None:
+def test_every_openai_field_is_handled(ours: type[RequestBody], theirs: set[str]) -> None:
     assert len(theirs) > 1
     assert (
         theirs - ours.model_fields.keys() - UNSUPPORTED[ours].keys() == set() if ours in UNSUPPORTED else True
     )
 
 
-def test_no_field_stands_in_two_places() -> None:
+def test_no_field_is_in_two_tables() -> None:
     for kind, table in UNSUPPORTED.items():
         assert not kind.model_fields.keys() & table.keys()
     assert set(LOGGED) <= ChatBody.model_fields.keys() & CompletionBody.model_fields.keys()
 
 
 @pytest.mark.parametrize(("kind", "name"), TABLES)
-async def test_a_field_that_we_have_not(kind: type[RequestBody], name: str) -> None:
+async def test_an_unsupported_field(kind: type[RequestBody], name: str) -> None:
     path, body = PATHS[kind]
     async with chatting() as server:
         for value in (None, *UNSUPPORTED[kind][name].accepted):
@@ -107,7 +107,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-async def test_what_asks_for_nothing_is_served() -> None:
+async def test_default_values_are_accepted() -> None:
     async with chatting() as server:
         for name, value in DEFAULTS.items():
             answer = await server.chat(**{name: value})
@@ -117,7 +117,7 @@ async def test_what_asks_for_nothing_is_served() -> None:
         assert (await server.complete(n=2, best_of=2))["choices"]
 
 
-async def test_null_is_absent_everywhere() -> None:
+async def test_null_means_absent() -> None:
     async with chatting() as server:
         required = {"model", "messages", "prompt"}
         for kind, (path, body) in PATHS.items():
@@ -309,7 +309,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_wrong_values_are_refused_by_name() -> None:
+async def test_invalid_values_are_refused_by_name() -> None:
     async with chatting() as server:
         for kind, given, param in WRONG:
             path, body = PATHS[ChatBody if kind == "chat" else CompletionBody]
@@ -328,7 +328,7 @@ async def test_a_required_field() -> None:
             assert error["code"] == "missing_required_parameter"
 
 
-async def test_what_only_the_log_sees(caplog: pytest.LogCaptureFixture) -> None:
+async def test_logged_fields(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with chatting() as server:
         answer = await server.chat(
@@ -340,7 +340,7 @@ async def test_what_only_the_log_sees(caplog: pytest.LogCaptureFixture) -> None:
         assert value in text
 
 
-async def test_refused_requests_leave_nothing_behind() -> None:
+async def test_refused_requests_leave_no_state() -> None:
     async with chatting() as server:
         await refuse_some(server)
         assert server.services.worker.num_outstanding == 0
@@ -353,7 +353,7 @@ async def refuse_some(server: Chatting) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1, 70, 199])
-def test_the_wrong_one_of_many_messages_is_named(place: int) -> None:
+def test_the_invalid_one_of_many_messages_is_named(place: int) -> None:
     messages: list[Any] = [{"role": "user", "content": "a"} for _ in range(200)]
     messages[place] = {"role": "user", "content": 5}
     messages[150] = messages[150] | ({"role": "emperor"} if place <= 150 else {})
@@ -362,13 +362,13 @@ def test_the_wrong_one_of_many_messages_is_named(place: int) -> None:
     assert caught.value.param == f"messages[{place}].content"
 
 
-def test_many_messages_are_what_they_are_together() -> None:
+def test_long_lists_are_validated_as_a_whole_list_is() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}], "x": 1} for _ in range(200)]
     body = {"model": "demo", "messages": messages}
     assert validated(ChatBody, body) == ChatBody.model_validate(body)
     assert validated(ChatBody, body).messages[7].model_extra == {"x": 1}
 
 
-def test_fields_are_few() -> None:
+def test_the_number_of_fields_is_limited() -> None:
     with pytest.raises(RequestProblem, match="the body has 2001 fields; the maximum is 1000"):
         validated(ChatBody, {"model": "demo", **{str(number): 1 for number in range(2000)}})

@@ -1,4 +1,4 @@
-"""Adapters and speculation over HTTP, by the embedded model and a real worker."""
+"""Adapters and speculation over HTTP, with the embedded model and a real worker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def serving(**fields: Any) -> AsyncIterator[Chatting]:
         yield server
 
 
-async def said(server: Chatting, **body: Any) -> str:
+async def completion_text(server: Chatting, **body: Any) -> str:
     response = await server.post(
         "/v1/chat/completions", **{"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 40, **body}
     )
@@ -65,22 +65,24 @@ async def test_adapters(adapters: list[Path]) -> None:
             return [one["id"] for one in (await server.http.get("/v1/models")).json()["data"]]
 
         assert await listed() == ["demo", "first"]
-        plain, first = await said(server), await said(server, model="first")
+        plain, first = await completion_text(server), await completion_text(server, model="first")
         assert plain != first
         load = {"lora_name": "second", "lora_path": str(adapters[1])}
         assert (await server.http.post("/v1/load_lora_adapter", json=load)).status_code == 200
         assert await listed() == ["demo", "first", "second"]
-        # All three in one batch, and each as alone.
-        second = await said(server, model="second")
+        # All three run in one batch, with the same results as separately.
+        second = await completion_text(server, model="second")
         assert second not in (plain, first)
         together = await asyncio.gather(
-            said(server), said(server, model="first"), said(server, model="second")
+            completion_text(server),
+            completion_text(server, model="first"),
+            completion_text(server, model="second"),
         )
         assert together == [plain, first, second]
 
-        # A running request goes on to its end with the adapter that it began with.
+        # A running request keeps the adapter that it began with.
         body = {"messages": STORY, "seed": 1, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
-        expected = await said(server, model="second", **body)
+        expected = await completion_text(server, model="second", **body)
         running = asyncio.create_task(
             server.post("/v1/chat/completions", model="second", stream=True, **body)
         )
@@ -95,7 +97,7 @@ async def test_adapters(adapters: list[Path]) -> None:
         assert chunks[-1] == "[DONE]"
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks[:-1])
         assert text == expected
-        assert await said(server) == plain
+        assert await completion_text(server) == plain
 
 
 BODIES: list[dict[str, Any]] = [
@@ -106,11 +108,11 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-async def test_speculation_changes_no_answer() -> None:
+async def test_speculation_does_not_change_outputs() -> None:
     async def answers(**fields: Any) -> list[str]:
         async with serving(**fields) as server:
-            texts = await asyncio.gather(*(said(server, **body) for body in BODIES))
-            alone = [await said(server, **body) for body in BODIES]
+            texts = await asyncio.gather(*(completion_text(server, **body) for body in BODIES))
+            alone = [await completion_text(server, **body) for body in BODIES]
             assert alone == texts
             drafted.append(server.services.worker.stats.num_draft_tokens)
             return texts

@@ -1,4 +1,4 @@
-"""Answers held to grammars, over HTTP, by the embedded model and a real worker."""
+"""Output constrained by grammars, over HTTP, with the embedded model and a real worker."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 async def streamed(server: Chatting, **body: Any) -> dict[str, Any]:
-    """The message of a stream, put together."""
+    """Return the message of a stream, joined from its chunks."""
     response = await server.post(CHAT, **{"messages": PARIS, "stream": True, **body})
     assert response.status_code == 200, response.text
     message: dict[str, Any] = {"content": "", "tool_calls": []}
@@ -131,7 +131,7 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 
 
 async def check_forms(server: Chatting) -> None:
-    """Many different grammars in one batch, beside plain requests; streams say the same."""
+    """Many grammars run in one batch with plain requests; streams give the same outputs."""
     common: dict[str, Any] = {"messages": PARIS, "seed": 1, "temperature": 1.0, "max_tokens": 200}
     other = {"messages": PARIS, "seed": 2, "max_tokens": 30}
     alone = await server.chat(**other)
@@ -149,7 +149,7 @@ async def check_forms(server: Chatting) -> None:
 
 
 async def check_tools(server: Chatting) -> None:
-    """Forced calls, strict ones that are left to the model, and calls or JSON."""
+    """Check forced calls, strict calls with the choice "auto", and calls or JSON."""
     tools = {"tools": [STRICT, LOOSE], "messages": PARIS, "seed": 1, "max_tokens": 200}
     named = {"type": "function", "function": {"name": "get_weather"}}
     choices: list[Any] = ["required", named]
@@ -188,8 +188,8 @@ class Weather(pydantic.BaseModel):
     sky: Literal["clear", "grey"]
 
 
-async def check_openais_helpers(server: Chatting) -> None:
-    """Which send strict tools and schemas without being asked."""
+async def check_openai_parse_helpers(server: Chatting) -> None:
+    """Check the parse helpers of the OpenAI client, which send strict tools and schemas."""
     client: Any = server.openai.chat.completions
     body = {"model": "demo", "messages": PARIS, "seed": 1, "max_tokens": 200, "temperature": 0}
     answer = await client.parse(**body, tools=[openai.pydantic_function_tool(Weather)])
@@ -200,7 +200,7 @@ async def check_openais_helpers(server: Chatting) -> None:
 
 
 async def check_refusals(server: Chatting) -> None:
-    """Before the headers, streams too: 400 with the field, and the keyword where there is one."""
+    """Refusals come before the headers, also for streams: 400 with the field and the keyword, if any."""
     bad = {"type": "array", "uniqueItems": True}
     refused: list[tuple[dict[str, Any], str, str]] = [
         (json_schema(bad), "response_format.json_schema", "uniqueItems"),
@@ -222,7 +222,7 @@ async def check_refusals(server: Chatting) -> None:
         {"structured_outputs": {"grammar": "root ::= ("}},
         {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": {"type": "no"}}}},
     ):
-        for stream in (False, True):  # only the compilation sees that
+        for stream in (False, True):  # detected only by the compilation
             response = await server.post(CHAT, messages=PARIS, stream=stream, **form)
             assert response.status_code == 400, response.text
             assert "not valid" in response.text or "no format 'no'" in response.text, response.json()[
@@ -236,8 +236,8 @@ async def test_the_embedded_model() -> None:
         await check_forms(server)
         await check_tools(server)
         await check_refusals(server)
-        await check_openais_helpers(server)
-        await check_beside_other_fields(server)
+        await check_openai_parse_helpers(server)
+        await check_with_other_fields(server)
 
 
 async def test_a_worker_in_its_own_process() -> None:
@@ -247,8 +247,8 @@ async def test_a_worker_in_its_own_process() -> None:
         await check_refusals(server)
 
 
-async def check_beside_other_fields(server: Chatting) -> None:
-    """A grammar ends where it ends, whatever else is asked for; what leaves no token ends that request."""
+async def check_with_other_fields(server: Chatting) -> None:
+    """Other fields do not change where a grammar ends; a request that allows no token ends with an error."""
     choice = {"structured_outputs": {"choice": ["yes", "no"]}}
     short = {"messages": PARIS, "max_tokens": 50, **choice}
     results = await asyncio.gather(
@@ -279,7 +279,7 @@ async def check_beside_other_fields(server: Chatting) -> None:
         assert "the grammar allows none of those that" in response.text
 
 
-async def test_limits_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grammar_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
     def slow(grammar: Grammar, **options: Any) -> sources.GrammarSource:
@@ -295,7 +295,7 @@ async def test_limits_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
         wide = {"type": "object", "properties": {"x": {"enum": ["the " * 400]}}}
         function = {"name": "f", "parameters": wide, "strict": True}
         error = await server.refusal(CHAT, messages=PARIS, tools=[{"type": "function", "function": function}])
-        assert error["param"] == "tools[0].function.parameters", "before it is read"
+        assert error["param"] == "tools[0].function.parameters", "checked before parsing"
         assert "the maximum is 1500" in error["message"]
         tools = [{**STRICT, "function": {**STRICT["function"], "name": f"f{index}"}} for index in range(6)]
         error = await server.refusal(CHAT, messages=PARIS, tools=tools, tool_choice="required")
@@ -307,8 +307,8 @@ async def test_limits_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
         released.set()
 
 
-async def test_reasoning_before_a_format(tmp_path: Any) -> None:
-    """The model is made to reason by a template that opens a block."""
+async def test_reasoning_before_formatted_output(tmp_path: Any) -> None:
+    """A template that opens a reasoning block makes the model reason."""
     template = tmp_path / "template.jinja"
     source = load_tokenizer(config_of()).chat_template_source
     assert source is not None

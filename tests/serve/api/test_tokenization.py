@@ -1,4 +1,4 @@
-"""Counting tokens, and going back; the log probabilities' token texts."""
+"""Tokenisation and detokenisation over HTTP, and the token texts of log probabilities."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_tokenize() -> None:
         texts = (await server.http.post("/tokenize", json={"prompt": "né", "return_token_strs": True})).json()
         assert texts["token_strs"] == ["n", "\ufffd", "\ufffd"]
         long = (await server.post("/tokenize", prompt="x" * 5000)).json()
-        assert long["count"] == 5000  # more than the model takes: that is what it is asked for
+        assert long["count"] == 5000  # more than the maximum length, which is allowed here
         chat = (
             await server.post("/tokenize", messages=[user("x" * 5000)], add_generation_prompt=False)
         ).json()
@@ -120,7 +120,7 @@ DEMO = Path(penstock.__file__).parent / "demo"
 TEXT = "Hello wörld, 漢字 🎉  \n\tx=1 <|im_start|>"
 
 
-def test_token_bytes_are_the_text() -> None:
+def test_concatenated_token_bytes_are_the_text() -> None:
     for tokenizer in (FakeTokenizer(), TextTokenizer(DEMO)):
         ids = tokenizer.encode_text(TEXT, False).tolist()
         assert b"".join(map(tokenizer.token_bytes, ids)).decode() == TEXT
@@ -134,11 +134,11 @@ def test_token_bytes_of_real_tokenizers(name: str, shared_data: Path) -> None:
         pytest.skip(f"no tokenizer {name}")
     tokenizer = TextTokenizer(folders[0])
     ids = tokenizer.encode_text(TEXT, False).tolist()
-    # Some put a space before the first word, and take it away again.
+    # Some tokenizers add a space before the first word and remove it when decoding.
     assert b"".join(map(tokenizer.token_bytes, ids)).decode().removeprefix(" ") == TEXT
 
 
-def test_what_a_template_knows() -> None:
+def test_variables_that_a_template_reads() -> None:
     def template(source: str) -> ChatTemplate:
         return ChatTemplate({"default": source}, {}, "test")
 

@@ -1,5 +1,5 @@
-"""Every format: answers written in it are read as what they say, however their text is cut; no text is lost,
-nothing raises, and the work is linear in the text."""
+"""Every format: rendered outputs are parsed back for every chunking; no text is lost, nothing raises,
+and the work is linear in the text."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ MARKERS = sorted(
 
 
 def any_text(max_size: int = 20) -> st.SearchStrategy[str]:
-    """Any Unicode, with pieces of markup in it."""
+    """Return random Unicode text with pieces of markup in it."""
     letters = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
     return st.lists(letters | st.sampled_from(NOISE), max_size=max_size // 4).map("".join)
 
 
 def plain_text() -> st.SearchStrategy[str]:
-    """Text that begins and ends with something and has no whole marker in it."""
+    """Return text without a complete marker and without white space at its ends."""
 
     def is_plain(text: str) -> bool:
         return text == text.strip() != "" and not any(marker in text for marker in MARKERS)
@@ -97,11 +97,11 @@ def calls(draw: st.DrawFn, name: str) -> Call:
 
 @dataclass
 class Written:
-    """An answer's text, and the events that say the same."""
+    """The text of an output, and the content, reasoning and calls in it."""
 
     text: str = ""
-    said: str = ""
-    thought: str = ""
+    content: str = ""
+    reasoning: str = ""
     calls: tuple[Call, ...] = ()
 
 
@@ -116,10 +116,10 @@ def answers(draw: st.DrawFn, name: str) -> Written:
         gap = draw(st.sampled_from(["", "\n", "\n\n"])) if written.text else ""
         if kind == "content":
             text = draw(plain_text())
-            if name in BARE and text.endswith("["):  # with a call behind it, a list of calls
+            if name in BARE and text.endswith("["):  # "[" followed by a call would begin a list of calls
                 text = f"{text}x"
             written.text += gap + text
-            written.said += (gap if written.said else "") + text
+            written.content += (gap if written.content else "") + text
         elif kind == "calls":
             some = draw(st.lists(calls(name), min_size=1, max_size=3))
             written.text += gap + RENDERERS[name](some)
@@ -127,7 +127,7 @@ def answers(draw: st.DrawFn, name: str) -> Written:
         else:
             text = draw(plain_text())
             written.text += f"{gap}<think>{begin}{text}\n</think>"
-            written.thought += text
+            written.reasoning += text
     return written
 
 
@@ -137,11 +137,11 @@ def parser(name: str, reasoning: str = "think", **options: Any) -> Any:
     return parsers.new(tools=TOOLS, new_id=lambda: f"id{next(ids)}", **options)
 
 
-def said(events: list[Event]) -> str:
+def content_of(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Content))
 
 
-def thought(events: list[Event]) -> str:
+def reasoning_of(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Reasoning))
 
 
@@ -152,10 +152,10 @@ def test_every_format_has_a_renderer() -> None:
 @FORMATS
 @EXAMPLES
 @given(data=st.data())
-def test_what_was_written_is_read(name: str, data: st.DataObject) -> None:
+def test_rendered_output_is_parsed_back(name: str, data: st.DataObject) -> None:
     written = data.draw(answers(name))
     events = parse(parser(name), written.text, data.draw(SIZES))
-    assert (said(events), thought(events)) == (written.said, written.thought)
+    assert (content_of(events), reasoning_of(events)) == (written.content, written.reasoning)
     assert calls_of(events) == list(written.calls)
     assert events == parse(parser(name), written.text)
 
@@ -198,7 +198,7 @@ NAMES = ["search", '"search"', '{"name": "search"', "search(", "functions.search
 @FORMATS
 @EXAMPLES
 @given(st.data())
-def test_any_cutting_of_any_text_gives_the_same(name: str, data: st.DataObject) -> None:
+def test_events_do_not_depend_on_chunking(name: str, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(GARBAGE + NAMES * 3), max_size=25)))
     options = {"in_reasoning": data.draw(st.booleans()), "parallel": data.draw(st.booleans())}
     events = parse(parser(name, **options), text)
@@ -210,8 +210,8 @@ def test_any_cutting_of_any_text_gives_the_same(name: str, data: st.DataObject) 
 @FORMATS
 @EXAMPLES
 @given(st.data())
-def test_any_cutting_of_long_text_gives_the_same(name: str, data: st.DataObject) -> None:
-    """With calls in it, and with words longer than names may be."""
+def test_events_of_long_text_do_not_depend_on_chunking(name: str, data: st.DataObject) -> None:
+    """The text contains calls, and words that are longer than the maximum length of names."""
     lengths = st.integers(200, 300)
     long = st.builds(lambda part, count: part * count, st.sampled_from(["a", "ab ", "{", "1"]), lengths)
     one_call = calls(name).map(lambda call: RENDERERS[name]([call]))
@@ -226,8 +226,8 @@ def test_any_cutting_of_long_text_gives_the_same(name: str, data: st.DataObject)
 @FORMATS
 @EXAMPLES
 @given(st.data())
-def test_an_answer_cut_anywhere(name: str, data: st.DataObject) -> None:
-    """Arguments are whole, or no JSON: a call that was cut short never looks complete."""
+def test_truncated_output(name: str, data: st.DataObject) -> None:
+    """Arguments are complete or invalid JSON: a truncated call never looks complete."""
     written = data.draw(answers(name))
     text = written.text[: data.draw(st.integers(0, len(written.text)))]
     events = parse(parser(name), text, data.draw(SIZES))
@@ -238,13 +238,13 @@ def test_an_answer_cut_anywhere(name: str, data: st.DataObject) -> None:
             assert Call(whole.name, json.loads(arguments[index])) == whole
         except json.JSONDecodeError:
             assert index == len(arguments) - 1
-    assert written.thought.startswith(thought(events).rstrip("\n</think"))
+    assert written.reasoning.startswith(reasoning_of(events).rstrip("\n</think"))
 
 
 @FORMATS
 @EXAMPLES
 @given(st.data())
-def test_text_without_a_tools_name_is_text_to_the_letter(name: str, data: st.DataObject) -> None:
+def test_text_without_a_tool_name_is_unchanged_content(name: str, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(GARBAGE) | any_text(8), max_size=20)))
     assert parse(parser(name, "none"), text, data.draw(SIZES)) == ([Content(text)] if text else [])
 
@@ -253,8 +253,8 @@ def test_text_without_a_tools_name_is_text_to_the_letter(name: str, data: st.Dat
 @EXAMPLES
 @given(st.data())
 def test_no_text_is_lost(name: str, data: st.DataObject) -> None:
-    """Words that no markup has come out, whatever is around them; but what may belong to a call that the end
-    cuts short, and ids that the model makes up."""
+    """Words outside markup are emitted, whatever surrounds them. Exceptions: the text of a truncated call,
+    and call ids that the model writes."""
     words = [f"w{index}w" for index in range(30)]
     parts = data.draw(st.lists(st.sampled_from(GARBAGE + NAMES * 3 + ["WORD"] * 12), max_size=25))
     text = "".join(f" {words[index]} " if part == "WORD" else part for index, part in enumerate(parts))
@@ -268,7 +268,7 @@ def test_no_text_is_lost(name: str, data: st.DataObject) -> None:
 
 @FORMATS
 @pytest.mark.parametrize(("size", "length"), [(1, 3_000), (50, 100_000)])
-def test_the_work_is_linear(name: str, size: int, length: int) -> None:
+def test_parsing_work_is_linear(name: str, size: int, length: int) -> None:
     long_call = RENDERERS[name]([Call("search", {"text": "<tool_call>\n" * (length // 12)})])
     texts = [
         long_call,

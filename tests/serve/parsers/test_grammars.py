@@ -40,7 +40,7 @@ def compiled(grammar: Grammar) -> Any:
 
 
 def accepts(grammar: Grammar | None, text: str) -> bool:
-    """Whether a text is what the grammar wants, from its beginning to its end."""
+    """Return whether a grammar accepts a whole text, in both grammar libraries."""
     assert grammar is not None
     matcher = xgrammar.GrammarMatcher(compiled(grammar))
     verdict = bool(matcher.accept_string(text) and matcher.accept_token(END))
@@ -54,7 +54,7 @@ def forced(name: str, choice: Any = "required", **options: Any) -> Grammar | Non
 
 
 def written(name: str, *calls: Call) -> str:
-    """The calls as the format's grammar has them: Python with JSON's literals, lists on one line."""
+    """Render calls as the grammar forces them: Python calls with JSON literals, lists on one line."""
     if name in ("pythonic", "lfm2"):
         text = ", ".join(
             f"{call.name}({', '.join(f'{key}={json.dumps(value)}' for key, value in call.arguments.items())})"
@@ -73,7 +73,7 @@ def written(name: str, *calls: Call) -> str:
 
 
 @FORMATS
-def test_a_call_is_accepted_and_read(name: str) -> None:
+def test_a_call_is_accepted_and_parsed(name: str) -> None:
     text = written(name, SEARCH)
     for grammar in (forced(name), forced(name, NAMED), forced(name, parallel=False)):
         assert accepts(grammar, text)
@@ -81,7 +81,7 @@ def test_a_call_is_accepted_and_read(name: str) -> None:
 
 
 @FORMATS
-def test_anything_else_is_refused(name: str) -> None:
+def test_other_text_is_rejected(name: str) -> None:
     text = written(name, SEARCH)
     grammar = forced(name)
     assert not accepts(grammar, "")
@@ -94,7 +94,7 @@ def test_anything_else_is_refused(name: str) -> None:
 
 
 @FORMATS
-def test_several_calls_only_where_they_are_wanted(name: str) -> None:
+def test_several_calls_only_with_parallel(name: str) -> None:
     text = written(name, SEARCH, SEARCH)
     assert accepts(forced(name), text) is (name not in ONE_CALL)
     assert not accepts(forced(name, parallel=False), text)
@@ -144,7 +144,7 @@ THOUGHT = f"hm, </thin or not\n</think>\n\n{CALL}"
 def test_reasoning_before_a_forced_call(in_reasoning: bool | None, accepted: list[str]) -> None:
     grammar = forced("hermes", reasoning=True, in_reasoning=in_reasoning)
     for text in (THOUGHT, f"<think>\n{THOUGHT}", CALL):
-        # Inside of a block, "<think>" again is thought like any other text.
+        # Inside a reasoning block, another "<think>" is reasoning text.
         expected = text in accepted or (in_reasoning is True and text != CALL)
         assert accepts(grammar, text) is expected, text
     assert not accepts(grammar, f"hm {CALL}")
@@ -173,7 +173,7 @@ def test_reasoning_before_a_forced_call(in_reasoning: bool | None, accepted: lis
         ),
     ],
 )
-def test_a_grammar_for_what_follows_the_reasoning(kind: Any, text: str, good: str, bad: str) -> None:
+def test_a_grammar_applies_after_the_reasoning(kind: Any, text: str, good: str, bad: str) -> None:
     grammar = ParserFactory.choose(None, "none", "think").after_reasoning(
         Grammar(kind, text), in_reasoning=True
     )

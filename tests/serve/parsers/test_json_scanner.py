@@ -1,4 +1,4 @@
-"""Values are told from text that is none as json.loads and ast.literal_eval tell them."""
+"""The scanners accept the values that json.loads and ast.literal_eval accept."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ PYTHON_TOKENS = [
 
 
 def fed(value: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> tuple[str, bool, int]:
-    """(what came out, whether the value is whole, how much of the text it took)."""
+    """Return (JSON text, whether the value is complete, number of characters taken)."""
     out, taken = "", 0
     for piece in pieces(text, sizes):
         end, written = value.feed(piece)
@@ -86,14 +86,14 @@ def fed(value: JsonScanner | PythonScanner, text: str, sizes: list[int]) -> tupl
 
 @settings(max_examples=examples(80))
 @given(VALUES, SIZES, st.booleans(), st.sampled_from([None, 2]))
-def test_json_is_passed_on_unchanged(value: Any, sizes: list[int], ascii: bool, indent: int | None) -> None:
+def test_valid_json_is_unchanged(value: Any, sizes: list[int], ascii: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii, indent=indent)
     assert fed(JsonScanner(), f"{text} rest", sizes) == (text, True, len(text))
 
 
 @settings(max_examples=examples(250))
 @given(st.lists(st.sampled_from(TOKENS), max_size=10).map("".join), SIZES)
-def test_anything_else_is_refused(text: str, sizes: list[int]) -> None:
+def test_invalid_json_is_rejected(text: str, sizes: list[int]) -> None:
     out, is_whole, taken = fed(JsonScanner(), f"{text}\n", sizes)
     try:
         expected, end = json.JSONDecoder().raw_decode(text.lstrip())
@@ -103,11 +103,11 @@ def test_anything_else_is_refused(text: str, sizes: list[int]) -> None:
         assert json.loads(out) == expected
         assert taken - (len(text) - len(text.lstrip())) == end
     else:
-        assert end == -1 or _goes_on_as_a_number(text.lstrip(), end)
+        assert end == -1 or _continues_a_number(text.lstrip(), end)
 
 
-def _goes_on_as_a_number(text: str, end: int) -> bool:
-    """json.JSONDecoder takes "1" of "1-1"; what looks like a number to its end must be one here."""
+def _continues_a_number(text: str, end: int) -> bool:
+    """Return whether more number characters follow: json.JSONDecoder reads "1" of "1-1"."""
     return text[end : end + 1] != "" and text[end] in "0123456789+-.eE" and text[0] in "-0123456789"
 
 
@@ -135,17 +135,17 @@ def test_python_literals_become_json(value: Any, sizes: list[int]) -> None:
 @settings(max_examples=examples(250))
 @given(st.lists(st.sampled_from(PYTHON_TOKENS), max_size=10).map("".join), SIZES)
 @example('"\\{"', [1])
-def test_what_is_taken_for_python_is_python(text: str, sizes: list[int]) -> None:
+def test_accepted_python_literals_are_valid(text: str, sizes: list[int]) -> None:
     out, is_whole, taken = fed(PythonScanner(), f"{text})", sizes)
-    if is_whole and "\\N" not in text:  # Python has names of characters behind it; here it stands for itself
+    if is_whole and "\\N" not in text:  # "\\N{...}" names a character in Python; the scanner keeps "\\N"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of escapes that it does not know, such as "\\{"
+            warnings.simplefilter("ignore")  # Python warns of unknown escapes, such as "\\{"
             expected = ast.literal_eval(f"{text})"[:taken].strip())
         assert json.loads(out) == _lists(expected)
 
 
 def _lists(value: Any) -> Any:
-    """The value with lists for tuples, as JSON has it."""
+    """Replace tuples by lists, as in JSON."""
     if isinstance(value, list | tuple):
         return [_lists(one) for one in value]
     return {key: _lists(one) for key, one in value.items()} if isinstance(value, dict) else value
@@ -174,6 +174,6 @@ def test_python_values(text: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "f(1)", "{1: 2}", "{'a'}", "a", "lambda", "1 2]", "--1"])
-def test_what_is_no_python_literal(text: str) -> None:
+def test_invalid_python_literals_are_rejected(text: str) -> None:
     value = PythonScanner()
     assert not fed(value, f"[{text}]", [1])[1]

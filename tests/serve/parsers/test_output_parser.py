@@ -1,4 +1,4 @@
-"""What a parser decides where a format leaves it open."""
+"""Decisions of the parser that do not depend on the format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def started(index: int = 0, name: str = "search", arguments: str = '{"text": "x"
 
 
 def read(text: str, name: str = "hermes", reasoning: str = "think", **options: Any) -> list[Event]:
-    """Events, the same for several ways of cutting the text."""
+    """Return the events of a text; check that they do not depend on chunking."""
     parsers = ParserFactory.choose(None, name, reasoning, options.pop("special_tokens", ()))
     options = {"tools": TOOLS, "new_id": lambda: "id", **options}
     events = parse(parsers.new(**options), text)
@@ -38,7 +38,7 @@ def read(text: str, name: str = "hermes", reasoning: str = "think", **options: A
     return events
 
 
-def test_content_around_calls_loses_no_more_than_white_space_before_them() -> None:
+def test_content_around_calls_loses_only_white_space_before_them() -> None:
     assert read(f"  One \n{CALL}\n{NOW}\n two ") == [
         Content("  One"),
         *started(),
@@ -47,7 +47,7 @@ def test_content_around_calls_loses_no_more_than_white_space_before_them() -> No
     ]
 
 
-def test_arguments_come_out_as_they_come_in() -> None:
+def test_arguments_are_streamed() -> None:
     parser = ParserFactory.choose(None, "hermes", "none").new(tools=TOOLS, new_id=lambda: "id")
     assert parser.push('<tool_call>\n{"name": "search", "argu') == []
     assert parser.push('ments": {') == []
@@ -58,7 +58,7 @@ def test_arguments_come_out_as_they_come_in() -> None:
     assert parser.finish() == []
 
 
-def test_text_comes_out_at_once_but_for_what_may_be_markup() -> None:
+def test_text_is_emitted_at_once_unless_it_may_be_markup() -> None:
     parser = ParserFactory.choose(None, "hermes", "think").new(tools=TOOLS)
     assert parser.push("a <b> <tool") == [Content("a <b>")]
     assert parser.push("box> ") == [Content(" <toolbox>")]
@@ -78,7 +78,7 @@ def test_text_comes_out_at_once_but_for_what_may_be_markup() -> None:
         "</tool_call>",
     ],
 )
-def test_what_is_no_call_is_content_to_the_letter(text: str) -> None:
+def test_text_that_is_not_a_call_is_unchanged_content(text: str) -> None:
     assert read(f"a {text} b") == [Content(f"a {text} b")]
     assert read(f"a {text}") == [Content(f"a {text}")]
 
@@ -89,12 +89,12 @@ def test_without_tools_calls_are_content(options: dict[str, Any]) -> None:
     assert read(f"a\n{CALL}", "hermes", "none", **options) == [Content(f"a\n{CALL}")]
 
 
-def test_a_named_choice_knows_no_other_tool() -> None:
+def test_a_named_choice_allows_only_that_tool() -> None:
     choice = {"type": "function", "function": {"name": "now"}}
     assert read(CALL + NOW, tool_choice=choice) == [Content(CALL), *started(0, "now", "{}")]
 
 
-def test_a_call_after_one_of_an_unknown_tool_in_a_list() -> None:
+def test_a_call_after_a_call_of_an_unknown_tool_in_a_list() -> None:
     text = '[TOOL_CALLS][{"name": "other", "arguments": {}}, {"name": "now", "arguments": {}}]'
     assert read(text, "mistral") == [
         Content('[TOOL_CALLS][{"name": "other", "arguments": {}}'),
@@ -102,14 +102,14 @@ def test_a_call_after_one_of_an_unknown_tool_in_a_list() -> None:
     ]
 
 
-def test_a_call_cut_short_keeps_what_came_of_it() -> None:
+def test_a_truncated_call_keeps_its_arguments_so_far() -> None:
     assert read(CALL.partition("}}")[0]) == started(arguments='{"text": "x"')
     assert read(CALL.partition(' "x"')[0]) == started(arguments='{"text":')
     assert read(CALL.partition("_call>\n")[0]) == [Content("<tool")]
     assert read(CALL[:-5]) == started()
 
 
-def test_arguments_that_stop_being_json_break_off_and_the_rest_is_content() -> None:
+def test_arguments_stop_at_invalid_json_and_the_rest_is_content() -> None:
     text = '<tool_call>\n{"name": "search", "arguments": {"text": 1, count: 2}}\n</tool_call>'
     assert read(text) == [*started(arguments='{"text": 1, '), Content("count: 2}}\n</tool_call>")]
 
@@ -123,7 +123,7 @@ def test_arguments_that_stop_being_json_break_off_and_the_rest_is_content() -> N
         ('{ "text" : "x" }', '{ "text" : "x" }'),
     ],
 )
-def test_arguments_that_have_only_one_meaning(written: str, arguments: str) -> None:
+def test_unambiguous_malformed_arguments_are_repaired(written: str, arguments: str) -> None:
     text = f'<tool_call>{{"name": "search", "arguments": {written}}}</tool_call>'
     assert read(text) == started(arguments=arguments)
     text = f'<tool_call>{{"arguments": {written}, "id": 7, "name": "search"}}</tool_call>'
@@ -139,7 +139,7 @@ def test_a_missing_brace_or_end_marker() -> None:
     ]
 
 
-def test_without_parallel_calls_the_answer_ends_with_the_first() -> None:
+def test_without_parallel_the_output_ends_with_the_first_call() -> None:
     assert read(f"a {CALL}{NOW} b", parallel=False) == [Content("a"), *started()]
     parser = ParserFactory.choose(None, "hermes", "none").new(tools=TOOLS, parallel=False)
     parser.push(CALL[:-16])
@@ -149,7 +149,7 @@ def test_without_parallel_calls_the_answer_ends_with_the_first() -> None:
     assert parser.push(NOW) == parser.finish() == []
 
 
-def test_the_ids_of_calls() -> None:
+def test_call_ids() -> None:
     def made(name: str, text: str) -> str:
         event = ParserFactory.choose(None, name, "none").new(tools=TOOLS).push(text)[0]
         assert isinstance(event, ToolCallStart)
@@ -172,18 +172,18 @@ def test_reasoning() -> None:
     assert read("hm", "hermes", "none", in_reasoning=True) == [Content("hm")]
 
 
-def test_the_end_of_reasoning_that_nobody_saw_begin_is_dropped() -> None:
+def test_an_end_marker_without_a_begin_marker_is_dropped() -> None:
     assert read("hm</think>Yes") == [Content("hmYes")]
 
 
-def test_a_call_ends_the_reasoning_before_it() -> None:
+def test_a_call_ends_the_reasoning() -> None:
     assert read(f"<think>hm\n{CALL}\n</think>ok") == [Reasoning("hm"), *started(), Content("ok")]
     text = '<think>a <tool_call> or {"name": 1} </think>b'
     assert read(text) == [Reasoning('a <tool_call> or {"name": 1}'), Content("b")]
 
 
 @pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
-def test_calls_without_markers_behind_other_text(name: str) -> None:
+def test_calls_without_markers_after_other_text(name: str) -> None:
     text = {"llama3_json": '{"name": "now", "parameters": {}}', "pythonic": "[now()]"}[name]
     called = started(0, "now", "{}")
     assert read(f"\n {text}", name) == called
@@ -207,7 +207,7 @@ def test_calls_without_markers_behind_other_text(name: str) -> None:
         '{"name": "other", "parameters": {}}; {"of": {"name": "now", "parameters": {}}}',
     ],
 )
-def test_no_call_is_looked_for_in_other_json(text: str) -> None:
+def test_json_that_is_not_a_call_contains_no_calls(text: str) -> None:
     assert read(text, "llama3_json") == [Content(text)]
 
 
@@ -215,16 +215,16 @@ def test_no_call_is_looked_for_in_other_json(text: str) -> None:
     "text", ['{"title": "x"} ', '{"name": "Ann"}', '{"name": "now"}', "[1, 2]", "[f(x)]", "{"]
 )
 @pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
-def test_an_answer_in_json_is_no_call(name: str, text: str) -> None:
+def test_a_json_answer_is_not_a_call(name: str, text: str) -> None:
     assert read(text, name) == [Content(text)]
 
 
-def test_an_answer_in_json_is_not_held_back() -> None:
+def test_a_json_answer_is_streamed() -> None:
     parser = ParserFactory.choose(None, "llama3_json", "none").new(tools=TOOLS)
     assert joined(parser.push('{"title": "x')) == [Content('{"title": "x')]
 
 
-def test_llamas_python_tag() -> None:
+def test_python_tag_of_llama() -> None:
     text = '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}'
     assert read(text, "llama3_json") == [*started(0, "now", "{}"), *started(1, "now", "{}")]
     assert read('<|python_tag|>search.call(text="x")', "llama3_json") == started()
@@ -234,7 +234,7 @@ def test_llamas_python_tag() -> None:
     assert read(text, "llama3_json", special_tokens=special, tools=[]) == [Content("print(1)")]
 
 
-def test_special_tokens_never_reach_the_text() -> None:
+def test_special_tokens_are_removed_from_the_text() -> None:
     special = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "[INST]"]
     parsers = ParserFactory.choose(None, "mistral", "mistral", special)
     assert not parsers.skip_special_tokens
@@ -249,7 +249,7 @@ def test_special_tokens_never_reach_the_text() -> None:
     assert ParserFactory.choose(None, "mistral", "none").skip_special_tokens
 
 
-def test_types_of_arguments_in_tags() -> None:
+def test_types_of_tagged_arguments() -> None:
     def arguments(**values: str) -> str:
         body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
         events = read(f"<tool_call>\n<function=search>\n{body}</function>\n</tool_call>", "qwen3_coder")
@@ -277,7 +277,7 @@ def test_flags() -> None:
         ParserFactory.choose(None, "auto", "r1")
 
 
-def test_prompts_that_open_reasoning() -> None:
+def test_prompts_that_end_inside_reasoning() -> None:
     assert prompt_opens_reasoning("<think>\n")
     assert not prompt_opens_reasoning("<think>\n\n</think>\n\n")
     assert not prompt_opens_reasoning("")

@@ -1,4 +1,4 @@
-"""Several calls in one answer: what may stand before, between and behind them; ids; text that ends early."""
+"""Several calls in one output: text before, between and after them; ids; truncated text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEARCH, NOW = Call("search", {"text": "x"}), Call("now")
 
 
 def read(name: str, text: str) -> tuple[list[Call], str]:
-    """The calls of a text and the rest of it, the same for several ways of cutting."""
+    """Return the calls and the content of a text; check that they do not depend on chunking."""
     events = events_of(name, text)
     called = [event for event in events if not isinstance(event, Content)]
     return calls_of(called), "".join(event.text for event in events if isinstance(event, Content))
@@ -77,7 +77,7 @@ def test_text_between_calls(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("separator", ["", " ", "\n", ", ", "; "])
-def test_several_objects_behind_one_marker(name: str, begin: str, end: str, separator: str) -> None:
+def test_several_objects_after_one_marker(name: str, begin: str, end: str, separator: str) -> None:
     one = '{"name": "search", "arguments": {"text": "x"}}'
     text = f"{begin}{one}{separator}{one.replace('search', 'now')}{end}"
     calls = [SEARCH, Call("now", {"text": "x"})]
@@ -93,8 +93,8 @@ def test_lists_of_llama(text: str) -> None:
 
 
 @FORMATS
-def test_the_end_of_the_text_anywhere_in_a_call(name: str) -> None:
-    """The call is whole, or its arguments are no JSON; its markup is no text, but for what is too short."""
+def test_text_that_ends_inside_a_call(name: str) -> None:
+    """The call is complete or its arguments are invalid JSON. Markup is not content, unless too short."""
     text = RENDERERS[name]([SEARCH])
     for end in range(len(text)):
         events = events_of(name, text[:end])
@@ -132,14 +132,14 @@ def test_ids_of_kimi(written: str, call_id: str) -> None:
     assert read("kimi_k2", unknown) == ([], unknown)
 
 
-def test_an_id_that_another_call_has_is_replaced() -> None:
+def test_a_duplicate_call_id_is_replaced() -> None:
     one = "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}"
     starts = [event for event in events_of("mistral", one * 2) if isinstance(event, ToolCallStart)]
     assert [start.id for start in starts] == ["abcdefghi", "new"]
 
 
 @pytest.mark.parametrize("rest", ["<", "<|", "<|call", "<|call|", "<<", "< b", "<|end"])
-def test_text_that_begins_like_harmonys_end_marker(rest: str) -> None:
+def test_text_with_a_prefix_of_the_harmony_end_marker(rest: str) -> None:
     text = '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"text": "x"}'
     assert read("harmony", text + rest) == ([SEARCH], rest)
     assert read("harmony", f"{text}<|call|>{rest}") == ([SEARCH], rest)
@@ -147,7 +147,7 @@ def test_text_that_begins_like_harmonys_end_marker(rest: str) -> None:
 
 @FORMATS
 @pytest.mark.parametrize("length", [200, 255, 256, 257, 258, 300, 600])
-def test_long_names_are_read_the_same_however_they_are_cut(name: str, length: int) -> None:
+def test_long_names_do_not_depend_on_chunking(name: str, length: int) -> None:
     call = RENDERERS[name]([SEARCH])
     [marker, *_] = TOOL_FORMATS[name].markers
     for filler in ("a" * length, f"{'b' * (length - 5)}{call}", f"<function={'c' * (length - 20)}{call}"):
@@ -181,14 +181,14 @@ CUT_CORNERS = {
 @pytest.mark.parametrize(
     ("name", "text"), [(name, text) for name in CUT_CORNERS for text in CUT_CORNERS[name]]
 )
-def test_markup_that_models_forget_or_repeat(name: str, text: str) -> None:
+def test_missing_or_repeated_markup(name: str, text: str) -> None:
     assert read(name, text) == ([SEARCH], "")
     assert read(name, f"{text} so") == ([SEARCH], " so")
     unknown = text.replace("search", "other")
     assert read(name, unknown)[0] == []
 
 
-def test_a_marker_in_text_hides_no_call() -> None:
+def test_a_marker_in_text_does_not_hide_a_call() -> None:
     call = RENDERERS["functionary"]([SEARCH])
     assert read("functionary", f"<function= in text, {call}") == ([SEARCH], "<function= in text,")
     call = RENDERERS["qwen3_coder"]([SEARCH])

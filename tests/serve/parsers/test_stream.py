@@ -1,4 +1,4 @@
-"""Markers are found where they stand in the whole text, also those that begin or end alike."""
+"""Markers are found in chunked text as in the whole text, also markers with common prefixes or suffixes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORDS = st.text("ab<", min_size=1, max_size=4)
 
 
 def found(markers: list[str], text: str, sizes: list[int]) -> list[tuple[str, str]]:
-    """Runs of text, with the marker behind each."""
+    """Return pairs of a text and the marker after it."""
     stream, result, held = IncrementalText(), [], ""
 
     def read() -> Steps[None]:
@@ -43,7 +43,7 @@ def found(markers: list[str], text: str, sizes: list[int]) -> list[tuple[str, st
     st.text("ab<", max_size=20),
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
 )
-def test_markers_are_found_however_the_text_is_cut(markers: list[str], text: str, sizes: list[int]) -> None:
+def test_found_markers_do_not_depend_on_chunking(markers: list[str], text: str, sizes: list[int]) -> None:
     expected, run, at = [], "", 0
     while at < len(text):
         here = max((marker for marker in markers if text.startswith(marker, at)), key=len, default="")
@@ -56,7 +56,7 @@ def test_markers_are_found_however_the_text_is_cut(markers: list[str], text: str
     assert found(markers, text, sizes) == [*expected, (run, "")]
 
 
-def test_of_markers_that_begin_alike_the_longer_one_counts() -> None:
+def test_the_longer_of_two_markers_with_a_common_prefix_is_found() -> None:
     markers = ["<|channel>", "<|channel>thought\n"]
     assert found(markers, "<|channel>thought\n<|channel>th", [3]) == [
         ("", "<|channel>thought\n"),

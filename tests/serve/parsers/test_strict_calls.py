@@ -1,4 +1,4 @@
-"""Grammars that hold arguments to their schemas: in free text, and where a call is forced."""
+"""Grammars that enforce argument schemas, in free text and for forced calls."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def compiled(grammar: Grammar) -> Any:
 
 
 def accepts(grammar: Grammar, text: str, special: tuple[str, ...] = ()) -> bool:
-    """Whether a text is what the grammar wants, these strings in it each one token."""
+    """Return whether a grammar accepts a whole text; each string of `special` is one token."""
     matcher = xgrammar.GrammarMatcher(compiled(grammar))
     ids: list[int] = []
     while text:
@@ -158,7 +158,7 @@ def test_one_call_and_no_more_text(name: str) -> None:
 
 @FORMATS
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_forced_reads_as_valid_arguments(name: str, seed: int) -> None:
+def test_forced_output_parses_as_valid_arguments(name: str, seed: int) -> None:
     parsers = ParserFactory.choose(None, name)
     tools = [tool("rich", RICH), tool("none", {})]
     grammar = parsers.grammar(tools, {"type": "function", "function": {"name": "rich"}})
@@ -170,7 +170,7 @@ def test_whatever_is_forced_reads_as_valid_arguments(name: str, seed: int) -> No
 
 
 def walk(grammar: Any, seed: int, value_end: str) -> str:
-    """A random text of the grammar in ASCII where it may be, drawn to the ends of its values."""
+    """Return a random text of the grammar, ASCII where possible, biased towards the ends of values."""
     choose = random.Random(seed)
     matcher = xgrammar.GrammarMatcher(grammar)
     mask = torch.empty((1, -(-(END + 1 + len(SPECIAL)) // 32)), dtype=torch.int32)
@@ -208,7 +208,7 @@ def test_arguments_in_tags(name: str) -> None:
         assert not accepts(grammar, written(name, Call("rich", ordered))), wrong
 
 
-def test_text_that_could_be_another_value() -> None:
+def test_text_that_is_ambiguous() -> None:
     either = {"type": "object", "properties": {"a": {"type": ["string", "integer"]}}, "required": ["a"]}
     grammar = ParserFactory.choose(None, "qwen3_coder").grammar([tool("f", either)], "required")
     assert grammar is not None
@@ -227,7 +227,7 @@ def test_text_that_could_be_another_value() -> None:
         ({"properties": {"a": {"enum": ["1", 1]}}}, "enum"),
     ],
 )
-def test_what_cannot_be_held_in_text_is_refused(schema: dict[str, Any], keyword: str) -> None:
+def test_keywords_that_cannot_be_enforced_in_text_are_refused(schema: dict[str, Any], keyword: str) -> None:
     with pytest.raises(UnsupportedSchemaError, match=keyword):
         ParserFactory.choose(None, "qwen3_coder").grammar([tool("f", schema)], "required")
     assert ParserFactory.choose(None, "hermes").grammar([tool("f", schema)], "required")
@@ -247,7 +247,7 @@ def test_markers_that_are_special_tokens() -> None:
     forced = parsers.grammar(TOOLS, "required")
     assert forced is not None
     assert accepts(forced, text.removeprefix("Well. "), special)
-    assert not accepts(forced, text.removeprefix("Well. "))  # no text spells them
+    assert not accepts(forced, text.removeprefix("Well. "))  # plain text does not produce special tokens
 
 
 def test_a_bare_format_with_a_special_marker_and_reasoning() -> None:
@@ -265,7 +265,7 @@ def test_a_bare_format_with_a_special_marker_and_reasoning() -> None:
 
 
 @pytest.mark.parametrize("name", ["kimi_k2", "deepseek_v3", "deepseek_v31"])
-def test_a_strict_call_whose_outer_marker_is_forgotten(name: str) -> None:
+def test_a_strict_call_without_its_outer_marker(name: str) -> None:
     grammar, whole = strict(name), written(name, SEARCH)
     outer, inner = TOOL_FORMATS[name].markers
     text = "Well. " + whole.removeprefix(outer)
@@ -275,7 +275,7 @@ def test_a_strict_call_whose_outer_marker_is_forgotten(name: str) -> None:
     assert calls_of(parse(ParserFactory.choose(None, name, "none").new(tools=TOOLS), text)[1:]) == [SEARCH]
 
 
-def test_markers_of_both_kinds() -> None:
+def test_text_and_token_markers_in_one_format_are_refused() -> None:
     parsers = ParserFactory.choose(None, "qwen3_coder", "none", ["<tool_call>"])
     with pytest.raises(UnsupportedFeatureError, match="<tool_call> and <function="):
         parsers.strict_grammar(TOOLS, {"search"})
@@ -332,7 +332,7 @@ def test_harmony_grammars() -> None:
         ),
     ],
 )
-def test_harmony_is_read(
+def test_harmony_is_parsed(
     text: str, reasoning: str, content: str | None, calls: list[Call], size: int
 ) -> None:
     events = parse(HARMONY.new(tools=TOOLS), text, (size,))

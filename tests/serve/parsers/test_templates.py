@@ -1,4 +1,4 @@
-"""The real chat templates: which formats are chosen for them, and that what they write is read back."""
+"""Real chat templates: the formats chosen for them, and parsing of the calls that they render."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CHOSEN: dict[str, tuple[str | None, str | None]] = {
     "nemotron3nano_chat_template": ("qwen3_coder", "think"),
     "qwen38_chat_template": ("qwen3_coder", "think"),
 }
-# What ends an answer, and never is part of its text.
+# Tokens that end an output. They are never part of its text.
 ENDS = (
     "</s>",
     "<|im_end|>",
@@ -83,7 +83,7 @@ ENDS = (
     "<|end|>",
 )
 ENDS += ("<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|user|>", "<|observation|>", "<sep>")
-# These want other variables, or what the sandbox forbids, or write no calls.
+# These need other variables or features that the sandbox forbids, or render no calls.
 UNREADABLE = {
     "ByteDance-Seed-OSS",
     "Kimi-K2-Instruct",
@@ -115,7 +115,7 @@ def test_the_embedded_models_format() -> None:
 
 @pytest.mark.parametrize("num_calls", [1, 2])
 @pytest.mark.parametrize("name", WITH_CALLS)
-def test_calls_written_by_a_template_are_read(name: str, num_calls: int) -> None:
+def test_calls_rendered_by_a_template_are_parsed(name: str, num_calls: int) -> None:
     source = sources()[name]
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, name)
     parsers = ParserFactory.choose(source)
@@ -178,7 +178,7 @@ def written(calls: list[Call]) -> list[dict[str, object]]:
         ("Qwen-Qwen2.5-7B-Instruct", {}, False),
     ],
 )
-def test_whether_a_prompt_opens_reasoning(name: str, options: dict[str, bool], opens: bool) -> None:
+def test_prompts_that_end_inside_reasoning(name: str, options: dict[str, bool], opens: bool) -> None:
     source = sources()[name]
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}, name)
     user = {"role": "user", "content": "What do <think> and </think> mean?"}
