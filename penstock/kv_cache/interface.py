@@ -1,4 +1,4 @@
-"""What schedulers and pipelines ask of a KV cache.
+"""The interface of a KV cache for schedulers and pipelines.
 
 The life of a context in a cache::
 
@@ -22,125 +22,129 @@ from penstock.pipelines.core import InputContext
 
 
 class KVCache(Protocol):
-    """Who may keep keys and values in how many blocks. Called by one thread."""
+    """Assigns blocks of the KV cache to contexts. One thread calls it."""
 
     max_length: int | None
     """Length of the longest sequence that the model accepts, None for any. Set by the pipeline."""
 
     @property
     def num_blocks(self) -> int:
-        """The blocks there are, in the group of layers that has the fewest."""
+        """The number of blocks, in the group of layers with the fewest."""
         ...
 
     @property
     def num_free_blocks(self) -> int:
-        """The blocks that can be had now, in the group of layers that has the fewest to give."""
+        """The number of blocks that can be allocated now, in the group of layers with the fewest."""
         ...
 
     @property
     def num_cached_blocks(self) -> int:
-        """Those of `num_free_blocks` whose content is known: they are the last to be had."""
+        """The number of `num_free_blocks` with known content. They are allocated last."""
         ...
 
     def fits(self, num_tokens: int, chunk_size: int | None = None) -> bool:
-        """Whether a sequence of ``num_tokens`` could be kept if it were the only one.
+        """Return whether a sequence of ``num_tokens`` fits into the empty cache.
 
         Args:
-            num_tokens: how long the sequence gets.
-            chunk_size: it is computed at most so many tokens at a time; None: all at once.
+            num_tokens: the final length of the sequence.
+            chunk_size: the maximum number of tokens that a step computes; None for no limit.
         """
         ...
 
     def admits(self, context: InputContext, *, chunk_size: int | None = None, headroom: int = 0) -> bool:
-        """Whether all tokens that an unclaimed context has now could be kept now.
+        """Return whether the free blocks are enough for all current tokens of an unclaimed context.
 
         Args:
-            context: the context; what is cached of its beginning is counted in.
-            chunk_size: it is computed at most so many tokens at a time; None: all at once.
-            headroom: blocks that must be left over for others.
+            context: the context. Its cached prefix needs no new blocks.
+            chunk_size: the maximum number of tokens that a step computes; None for no limit.
+            headroom: the number of blocks that must remain free.
         """
         ...
 
     def claim(self, context: InputContext) -> None:
-        """Gives a context its slot and the cached blocks of its beginning. A no-op where it has them.
+        """Assign a slot and the cached blocks of its prefix to a context. Does nothing if it is claimed.
 
-        ``start_idx`` moves to the end of the cached beginning: full blocks only, and at least the last
-        active token is left to compute. ``num_cached_tokens`` says how far it moved, if nothing has been
-        generated yet; whoever preempts a prompt half-computed and claims it again finds its own blocks, and
-        puts the first value back.
+        ``start_idx`` moves to the end of the cached prefix. The prefix has full blocks only, and at least the
+        last active token remains to be computed. If nothing has been generated yet, ``num_cached_tokens`` is
+        the distance that ``start_idx`` moved. A prompt that is preempted half-computed finds its own blocks
+        when it is claimed again; the caller must then restore the first value.
         """
         ...
 
     def reserve(self, context: InputContext, lookahead: int = 0) -> None:
-        """Provides blocks for the tokens up to ``active_idx + lookahead``. A no-op where they are there.
+        """Assign blocks for the tokens up to ``active_idx + lookahead``. Does nothing if they are assigned.
 
-        A context that was rolled back into what is committed goes on at the block boundary before:
-        ``start_idx`` moves down to it, so that blocks which others may read are never written to.
+        If a context was rolled back into its committed tokens, ``start_idx`` moves down to the block boundary
+        before. Blocks that other contexts can read are therefore never written.
 
         Raises:
-            InsufficientBlocksError: there are too few in some group of layers; none is taken.
+            InsufficientBlocksError: a group of layers has too few blocks. No block is assigned.
         """
         ...
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
-        """Return an upper bound of the blocks that ``reserve(context, lookahead)`` would take."""
+        """Return an upper bound of the blocks that ``reserve(context, lookahead)`` allocates."""
         ...
 
     def steps_left(self, context: InputContext) -> int | None:
-        """Return how many tokens a context may gain until its keys are stale or it is ``max_length`` long.
+        """Return how many tokens a context can gain until its keys are stale or it reaches ``max_length``.
 
-        None stands for any number.
+        None means that there is no limit.
         """
         ...
 
     def commit(self, context: InputContext) -> None:
-        """Takes note of what a forward has computed, up to ``start_idx``.
+        """Record that a forward has computed the tokens up to ``start_idx``.
 
-        Full blocks can be found by other contexts from now on; those behind a window are freed.
+        Other contexts can find the full blocks from then on. Blocks behind a window are freed.
         """
         ...
 
     def fork(self, parent: InputContext, child: InputContext) -> None:
-        """Gives ``child``, whose tokens begin like those of ``parent``, all that is computed of it.
+        """Share the computed blocks of ``parent`` with ``child``, whose tokens begin with the parent's.
 
-        Full blocks are shared, the last partial one is copied; ``start_idx`` becomes the parent's.
+        Full blocks are shared, and the last partial block is copied. ``start_idx`` becomes the parent's.
 
         Raises:
-            InsufficientBlocksError: there is no block for the copy; nothing has changed.
+            InsufficientBlocksError: no block is free for the copy. Nothing has changed.
         """
         ...
 
     def release(self, context: InputContext) -> None:
-        """Takes slot and blocks back; a no-op where it has none. Comes before ``context.reset()``.
+        """Free the slot and the blocks of a context. Does nothing if it has none.
 
-        Whoever gives a waiting context up calls this too: what `waits_for` and `admits` remember of it goes.
+        Call it before ``context.reset()``, and when a waiting context is cancelled: it also drops the digests
+        that `waits_for` and `admits` keep.
         """
         ...
 
     def waits_for(self, context: InputContext) -> bool:
-        """Whether a claimed context is about to compute the next block that an unclaimed one needs.
+        """Return whether a claimed context is computing the next block that an unclaimed one needs.
 
-        Then waiting for it is cheaper than computing the same again. It ends when that block is committed,
-        or its owner released.
+        Waiting is then cheaper than computing the block twice. The wait ends when the block is committed or
+        its context is released.
         """
         ...
 
     def is_stale(self, context: InputContext) -> bool:
-        """Return whether the keys of a context are of no use for its next token.
+        """Return whether the keys of a context are invalid for its next token.
 
-        They are where it was claimed, or forked, at a length on the other side of a limit
-        (`KVCacheSpec.key_limits`). Then all of its tokens must be computed again: see `restart`.
+        They are invalid if the context was claimed or forked at a length on the other side of a limit
+        (`KVCacheSpec.key_limits`). All its tokens must then be computed again, see `restart`.
         """
         ...
 
     def check_integrity(self) -> None:
-        """Raises AssertionError, with the numbers, unless free + referenced + cached blocks are all there
-        are, and references are those of the block tables."""
+        """Raise an AssertionError with the numbers unless the block counts are consistent.
+
+        Free, referenced and cached blocks must add up to all blocks. The reference counts must equal those
+        of the block tables.
+        """
         ...
 
 
 class NullKVCache:
-    """The cache of models that keep none: everything fits, nothing is held."""
+    """The cache of models without a KV cache: every context fits, and no block is assigned."""
 
     def __init__(self) -> None:
         self.max_length: int | None = None
