@@ -1,4 +1,4 @@
-"""The official OpenAI client against a Penstock server: an answer, a stream, a call of a tool.
+"""The official OpenAI client with a Penstock server: a response, a stream, and a tool call.
 
 penstock serve &
 python examples/openai_client.py --url http://127.0.0.1:8000

@@ -1,8 +1,8 @@
-"""A model of your own in Penstock's pipeline: no checkpoint, no attention, forty lines.
+"""A custom model in Penstock's pipeline, without checkpoint and attention, in forty lines.
 
-It is a trigram model: it has seen a text and says which token followed the last two most often. All that
-a pipeline asks of a model is in `TrigramModel`; sampling, stopping, several steps a call and batches of
-prompts come from the pipeline.
+It is a trigram model: it predicts the token that most often followed the last two tokens in a text.
+`TrigramModel` implements all methods that a pipeline needs. The pipeline does sampling, stopping, several
+steps per call, and batching.
 
     python examples/own_model.py
 """
@@ -31,13 +31,13 @@ stone grinds the corn. The corn is sold in the town by the river, and the river 
 
 @dataclass(frozen=True)
 class LastTwoTokens:
-    """What the model reads of each sequence: ``[B, 2]``."""
+    """The last two tokens of each sequence: ``[B, 2]``."""
 
     tokens: Tensor
 
 
 class TrigramModel(PipelineModel[TextContext]):
-    """Counts of what follows each pair of tokens, and each single one where a pair is new."""
+    """Counts which tokens follow each pair of tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,7 +81,7 @@ class TrigramModel(PipelineModel[TextContext]):
 
 
 def generate(prompts: list[str], num_tokens: int = 24) -> list[str]:
-    """Continues all prompts in one batch, four steps a call."""
+    """Continue all prompts in one batch, four steps per call."""
     config = PipelineConfig()
     tokenizer = TextTokenizer(config.model.checkpoint)
     pipeline = TextGenerationPipeline(config, TrigramModel, tokenizer.eos)

@@ -1,7 +1,7 @@
-"""Scoring without generating: which answer does a model find most probable?
+"""Scoring without generation: find the most probable of several answers.
 
-Every question stands in the batch once for each answer, and is scored by the log probabilities of its own
-tokens. Nothing is generated. This is how multiple-choice benchmarks ask a model.
+The batch contains each question once for each of its answers. The score is the sum of the log probabilities
+of the answer's tokens; no token is generated. Multiple-choice benchmarks score a model in this way.
 
     python examples/score_batch.py
 """

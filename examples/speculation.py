@@ -1,7 +1,7 @@
-"""Speculation: several tokens drafted, one forward to verify them, and the text of plain decoding.
+"""Speculative decoding: one forward verifies several drafted tokens; the text equals plain decoding.
 
 The conversation holds a text that the answer repeats, as in editing or summarising. The drafts come from the
-conversation itself (``ngram``); ``draft_model_path`` would have a small model make them.
+conversation itself (``ngram``); with ``draft_model_path`` a small model generates them.
 
     python examples/speculation.py
 """

@@ -1,4 +1,4 @@
-"""Answers that a program can read: the model is held to a class, a regular expression, a list of choices.
+"""Structured output: constrained by a class, a regular expression, or a list of choices.
 
 penstock serve &
 python examples/structured_output.py --url http://127.0.0.1:8000
@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 
 class Person(BaseModel):
-    """What the answer has to be."""
+    """The schema of the answer."""
 
     name: str = Field(max_length=20)
     age: int = Field(ge=0, le=150)
@@ -22,14 +22,14 @@ class Person(BaseModel):
 
 
 class Verdict(BaseModel):
-    """An answer with one open end."""
+    """A schema with a free text field."""
 
     mood: Literal["happy", "sad"]
     because: str = Field(max_length=60)
 
 
 def as_class(client: OpenAI, model: str, kind: type[BaseModel], text: str) -> None:
-    """The client makes a JSON schema of the class, and an object of the answer."""
+    """Let the client turn the class into a JSON schema, and the response into an object."""
     reply = client.chat.completions.parse(
         model=model,
         messages=[{"role": "user", "content": text}],
@@ -41,7 +41,7 @@ def as_class(client: OpenAI, model: str, kind: type[BaseModel], text: str) -> No
 
 
 def held_to(client: OpenAI, model: str, text: str, **outputs: Any) -> None:
-    """What OpenAI's fields cannot say is in a field of ours: regex, choice, grammar, structural_tag."""
+    """Use Penstock's own fields for regex, choice, grammar and structural_tag."""
     reply = client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": text}],

@@ -23,7 +23,7 @@ TO_THE_END = b"HTTP/1.0 200 OK\r\n\r\nhello"
 async def answering(
     answer: Callable[[bytes, asyncio.StreamWriter], Awaitable[None]],
 ) -> AsyncIterator[tuple[HttpClient, list[bytes]]]:
-    """A client of a server that hands each request to a function; what it has read, a list a connection."""
+    """A client, and the requests that its server has read: one list for each connection."""
     seen: list[bytes] = []
 
     serving: set[asyncio.Task[None] | None] = set()
@@ -77,7 +77,7 @@ def cut(data: bytes, size: int) -> list[bytes]:
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize(("data", "status"), [(PLAIN, 200), (CHUNKED, 429)])
-async def test_an_answer_in_pieces(data: bytes, status: int, size: int) -> None:
+async def test_a_response_in_pieces(data: bytes, status: int, size: int) -> None:
     async with answering(writing(*cut(data, size))) as (client, seen):
         for _ in range(2):  # on the same connection
             answer = await client.post("/path", {"a": 1})
@@ -91,13 +91,13 @@ async def test_an_answer_in_pieces(data: bytes, status: int, size: int) -> None:
         assert b"\r\nX-Key: k\r\n" in seen[1]
 
 
-async def test_an_answer_that_ends_with_its_connection() -> None:
+async def test_a_response_that_ends_with_its_connection() -> None:
     async with answering(writing(TO_THE_END, then_close=True)) as (client, _):
         for _ in range(2):
             assert (await client.get("/")).body == b"hello"
 
 
-async def test_a_connection_that_the_server_gave_up_is_opened_anew() -> None:
+async def test_a_connection_closed_by_the_server_is_replaced() -> None:
     count = 0
 
     async def answer(_: bytes, writer: asyncio.StreamWriter) -> None:
@@ -128,13 +128,13 @@ async def test_a_connection_that_the_server_gave_up_is_opened_anew() -> None:
     ],
     ids=["nothing", "short", "head", "chunks", "chunk size", "status", "length", "long head"],
 )
-async def test_a_broken_answer(pieces: Sequence[bytes]) -> None:
+async def test_a_malformed_response(pieces: Sequence[bytes]) -> None:
     async with answering(writing(*pieces, then_close=True)) as (client, _):
         with pytest.raises(IncompleteResponseError):
             await client.post("/", {})
 
 
-async def test_nobody_there() -> None:
+async def test_no_server() -> None:
     with pytest.raises(OSError, match=r"127\.0\.0\.1"):
         await HttpClient("http://127.0.0.1:9").get("/")
 
@@ -164,6 +164,6 @@ async def test_a_request_that_is_cancelled_closes_its_connection() -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a:port", ""])
-def test_what_is_no_address(url: str) -> None:
+def test_invalid_addresses(url: str) -> None:
     with pytest.raises(ConfigError, match="is not an address"):
         HttpClient(url)

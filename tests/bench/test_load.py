@@ -1,4 +1,4 @@
-"""Closed loops and open ones, against a server that answers when it is told to."""
+"""Closed and open loops, against a server whose responses the test controls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GOOD = b'{"choices": [{"text": "a"}], "usage": {"prompt_tokens": 1, "completion_
 
 
 class Client(HttpClient):
-    """Answers by itself."""
+    """A server that responds at once."""
 
     def __init__(self, seconds: float = 0.01) -> None:
         super().__init__("http://nowhere")
@@ -56,7 +56,7 @@ async def run(
     return await measure(client, "/v1/completions", bodies, Load(**load), stop=stop)
 
 
-async def test_a_closed_loop_keeps_its_number() -> None:
+async def test_a_closed_loop_keeps_its_concurrency() -> None:
     client = Client()
     found = await run(client, bodies(20), concurrency=4)
     assert client.num_most == 4
@@ -66,7 +66,7 @@ async def test_a_closed_loop_keeps_its_number() -> None:
     assert found.seconds >= 5 * 0.01
 
 
-async def test_an_open_loop_waits_for_nobody() -> None:
+async def test_an_open_loop_does_not_wait_for_responses() -> None:
     client = Client(seconds=0.3)
     found = await run(client, bodies(30), rate=300.0, seed=3)
     assert client.num_most > 10
@@ -87,8 +87,8 @@ async def test_arrivals_are_a_poisson_process() -> None:
     assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(1, abs=0.25)
 
 
-async def test_whoever_is_sent_late_was_late_all_the_same() -> None:
-    """No coordinated omission: the client lets two through at a time, and the others' waiting counts."""
+async def test_latencies_include_delays_of_the_client() -> None:
+    """No coordinated omission: the client sends two at a time, and the delay of the others counts."""
     client = Client(seconds=0.05)
     found = await run(client, bodies(10), rate=10_000.0, concurrency=2)
     assert client.num_most == 2
@@ -97,7 +97,7 @@ async def test_whoever_is_sent_late_was_late_all_the_same() -> None:
     assert last.sent - last.scheduled >= 3 * 0.05
 
 
-async def test_errors_are_counted_by_their_kinds() -> None:
+async def test_errors_are_counted_by_kind() -> None:
     client = Client()
     errors = [IncompleteResponseError("cut"), ConnectionRefusedError("no"), IncompleteResponseError("cut")]
     found = await run(
@@ -122,12 +122,12 @@ async def test_an_interrupted_run_keeps_what_it_has(load: dict[str, Any]) -> Non
     assert summary.requests == len(client.indices) or load == {"rate": 1000.0}
 
 
-async def test_a_mistake_of_ours_is_not_an_error_of_the_server() -> None:
+async def test_an_exception_in_the_client_is_not_a_server_error() -> None:
     with pytest.raises(ZeroDivisionError):
         await run(Client(), [{"index": 0, "error": ZeroDivisionError()}], concurrency=1)
 
 
-async def test_round_trips_are_those_behind_the_first() -> None:
+async def test_the_first_round_trip_does_not_count() -> None:
     found = await round_trips(Client(), "/v1/models", 5)
     assert len(found) == 5
     assert min(found) >= 0.009

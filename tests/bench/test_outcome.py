@@ -61,14 +61,14 @@ def test_tokens_come_from_usage_and_not_from_events() -> None:
 @pytest.mark.parametrize(
     "delta", [{"reasoning_content": "a"}, {"tool_calls": [{"index": 0}]}, {"reasoning": "a"}]
 )
-def test_what_is_text_too(delta: dict[str, Any]) -> None:
+def test_other_fields_that_are_text(delta: dict[str, Any]) -> None:
     data = json.dumps({"choices": [{"index": 0, "delta": delta}], "usage": USAGE}).encode()
     outcome = stream((2.0, b"data: " + data + b"\n\ndata: [DONE]\n\n"))
     assert (outcome.text_times, outcome.error) == ([2.0], None)
 
 
 @given(st.integers(1, 30), st.booleans())
-def test_events_are_the_same_however_they_are_cut(size: int, with_returns: bool) -> None:
+def test_events_do_not_depend_on_the_pieces(size: int, with_returns: bool) -> None:
     text = b"data: a\n\n: ping\n\nevent: x\ndata:b\ndata: c\n\ndata: d\n\n"
     if with_returns:
         text = text.replace(b"\n", b"\r\n")
@@ -98,13 +98,13 @@ def test_events_are_the_same_however_they_are_cut(size: int, with_returns: bool)
         ),
     ],
 )
-def test_what_went_wrong(answer: HttpResponse, kind: str, detail: str) -> None:
+def test_errors(answer: HttpResponse, kind: str, detail: str) -> None:
     outcome = outcome_of(answer)
     assert outcome.error == kind
     assert detail in outcome.detail
 
 
-def test_a_summary_loses_nothing() -> None:
+def test_a_summary_counts_all_requests() -> None:
     good = [
         Outcome(
             index, float(index), float(index), index + 10.0, [index + 2.0, index + 4.0, index + 8.0], 10, 2, 4
@@ -136,7 +136,7 @@ def test_a_summary_loses_nothing() -> None:
     assert report["requests"][100]["error"] == "timeout"
 
 
-def test_a_summary_of_nothing() -> None:
+def test_a_summary_of_no_requests() -> None:
     summary = Summary.of(Measurement([Outcome(0, 0.0, error="no connection")], 0.0, 0.0))
     assert summary.latencies() == {}
     assert summary.completion_tokens_per_second == 0.0

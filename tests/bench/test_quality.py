@@ -56,13 +56,13 @@ def test_int4_is_no_worse_than_plain_rounding(
     assert found.divergence > rounded.divergence
 
 
-def test_a_model_is_itself(exact: LLM, texts: list[list[int]]) -> None:
+def test_a_model_compared_with_itself(exact: LLM, texts: list[list[int]]) -> None:
     found = compare(exact, exact, texts[:2])
     assert (found.divergence, found.agreement, found.num_tokens) == (0, 1, 2 * 191)
 
 
 def test_scores_are_those_of_the_texts(exact: LLM, texts: list[list[int]]) -> None:
-    """The texts were sampled from just these distributions: what follows a token is likely after it."""
+    """The texts are sampled from these distributions, so their tokens have high probability."""
     (found,) = scores(exact, texts[:1])
     assert found.shape == (192, exact.tokenizer.vocab_size)
     assert float(found.exp().sum(-1).sub(1).abs().max()) < 1e-4

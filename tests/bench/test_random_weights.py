@@ -64,8 +64,8 @@ def test_values(tmp_path: Path) -> None:
     assert not bool((load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"] == first).all())
 
 
-def test_no_two_matrices_are_alike(tmp_path: Path) -> None:
-    """Exporters of other engines keep equal ones once; reading these would be no work."""
+def test_no_two_matrices_are_equal(tmp_path: Path) -> None:
+    """Exporters of other engines store equal matrices once, which would reduce the memory traffic."""
     write_random_checkpoint(tmp_path, TINY["llama"] | {"num_hidden_layers": 6, "hidden_size": 96})
     matrices = [one for one in load_file(tmp_path / "model.safetensors").values() if one.dim() > 1]
     assert len(matrices) > 30

@@ -67,7 +67,7 @@ def test_prompts_of_a_file(server: LiveServer, tmp_path: Path) -> None:
     assert {one["prompt_tokens"] for one in json.loads(report.read_text())["requests"]} == {3}
 
 
-def test_errors_are_told_and_make_the_exit_status(server: LiveServer) -> None:
+def test_errors_are_printed_and_set_the_exit_status(server: LiveServer) -> None:
     result = bench(server, "--extra-body", '{"max_tokens": -1}', "--warmup", "0")
     assert result.exit_code == 1
     assert "0 of 6 requests" in result.stdout
@@ -95,13 +95,13 @@ def test_mistakes(server: LiveServer, flags: list[str], message: str, tmp_path: 
     assert message in result.stderr
 
 
-def test_nobody_there() -> None:
+def test_no_server() -> None:
     result = bench("http://127.0.0.1:9")
     assert result.exit_code == 2
     assert "http://127.0.0.1:9 does not answer" in result.stderr
 
 
-def test_control_c_writes_what_there_is(server: LiveServer, tmp_path: Path) -> None:
+def test_control_c_writes_the_figures_so_far(server: LiveServer, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [
         sys.executable,

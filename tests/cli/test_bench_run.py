@@ -25,7 +25,7 @@ def figures(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(one["work"], one["of"]): one for one in json.loads(file.read_text())["figures"]}
 
 
-def test_every_work(tmp_path: Path) -> None:
+def test_every_workload(tmp_path: Path) -> None:
     model = write_tiny_llm(tmp_path / "tiny")
     file, picture = tmp_path / "a.json", tmp_path / "a.png"
     result = bench("--model", model, "--json", file, "--plot", picture)
@@ -87,6 +87,6 @@ def test_print_config() -> None:
     assert "99" in result.stdout
 
 
-def test_the_choices_are_the_works() -> None:
+def test_the_choices_are_the_workloads() -> None:
     (option,) = (one for one in command.params if one.name == "works")
     assert tuple(option.type.choices) == tuple(WORKLOADS)  # type: ignore[attr-defined]

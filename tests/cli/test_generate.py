@@ -54,7 +54,7 @@ def test_stop_strings_end_the_text(model: Path) -> None:
     assert answer["finish_reason"] == "stop"
 
 
-def test_a_seed_repeats_and_none_does_not(model: Path) -> None:
+def test_a_seed_repeats_and_no_seed_does_not(model: Path) -> None:
     def sample(*arguments: str) -> list[int]:
         result = generate(model, "--json", "--prompt", "Hello", "--max-new-tokens", "40", *arguments)
         tokens: list[int] = json.loads(result.stdout)["token_ids"]
@@ -192,7 +192,7 @@ def test_version() -> None:
 
 
 def test_env_names_kernels_devices_and_openmp() -> None:
-    # A process of its own: tests that ran before in this one may have loaded packages with their own OpenMP.
+    # In a new process: earlier tests may have loaded packages with another OpenMP library.
     report = json.loads(subprocess.check_output([sys.executable, "-m", "penstock", "env", "--json"]))
     assert report["versions"]["penstock"] == penstock.__version__
     cpu = report["devices"][0]
@@ -204,7 +204,7 @@ def test_env_names_kernels_devices_and_openmp() -> None:
     assert report["threads"] >= 1
 
 
-def test_env_for_people_has_what_the_object_has() -> None:
+def test_env_as_text_has_all_of_the_json() -> None:
     text = CliRunner().invoke(cli, ["env"]).stdout
     for words in ("torch", "features", "OpenMP", "device cpu", "attention", "GiB free of"):
         assert words in text

@@ -13,7 +13,7 @@ from penstock.serve.parsers.reasoning import REASONING_FORMATS
 from penstock.weights.gguf_names import READABLE_BLOCKS
 
 
-def test_the_table_has_a_row_an_architecture() -> None:
+def test_the_table_has_a_row_for_each_architecture() -> None:
     result = CliRunner().invoke(cli, ["list"])
     assert result.exit_code == 0
     rows = [line.split() for line in result.stdout.split("\n\n")[0].splitlines()[1:]]
@@ -23,7 +23,7 @@ def test_the_table_has_a_row_an_architecture() -> None:
     assert "Q4_K" in result.stdout
 
 
-def test_json_has_it_all() -> None:
+def test_json_has_all_entries() -> None:
     found = json.loads(CliRunner().invoke(cli, ["list", "--json"]).stdout)
     by_name = {one["name"]: one for one in found["architectures"]}
     for architecture in PIPELINE_REGISTRY.architectures:

@@ -1,4 +1,4 @@
-"""What a user can get wrong at the command line: one line that says it, exit status 2, nothing else."""
+"""Wrong arguments, files and checkpoints: one error line and exit status 2."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_checkpoints(damage: Callable[[Path], object], words: str, model: Path, 
         ("", "model_path"),
     ],
 )
-def test_names_that_are_no_folder(name: str, words: str) -> None:
+def test_names_that_are_not_folders(name: str, words: str) -> None:
     assert_refused(run(["generate", "--model", name, *PROMPT]), words)
 
 
@@ -282,7 +282,7 @@ def test_too_little_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("flag", ["--stop", "--system", "--prompt"])
-def test_bytes_that_are_no_text(flag: str, model: Path) -> None:
+def test_bytes_that_are_not_utf8(flag: str, model: Path) -> None:
     arguments = ["generate", "--model", str(model), "--chat", *PROMPT, flag, "\udcff"]
     assert_refused(run(arguments), "is not valid UTF-8")
 
@@ -292,7 +292,7 @@ def run(arguments: list[str], text: bytes = b"") -> Result:
 
 
 def assert_refused(result: Result, words: str) -> None:
-    """One line on standard error that has ``words`` in it, nothing else, and status 2."""
+    """Check for status 2 and exactly one line on standard error, which contains ``words``."""
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.stdout == ""
     assert result.stderr.startswith("penstock: error: ")

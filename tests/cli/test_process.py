@@ -1,4 +1,4 @@
-"""The command as a process of its own: its start, its end, and what it does when the reader goes away."""
+"""The command as a process: start, end, and a closed output pipe."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_mistakes(arguments: list[str], words: str) -> None:
     assert words in run.stderr
 
 
-def test_a_reader_that_goes_away_ends_it_quietly(model: Path) -> None:
+def test_a_closed_output_pipe_ends_it_without_an_error(model: Path) -> None:
     with _started(model) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -128,6 +128,6 @@ def _command(model: Path, num_tokens: int) -> list[str]:
 
 
 def _complaints(errors: bytes) -> bytes:
-    """What stands on standard error but the warning of an installation without compiled kernels."""
+    """Return standard error without the warning of an installation without compiled kernels."""
     lines = errors.splitlines(keepends=True)
     return b"".join(line for line in lines if not line.startswith(b"the C++ kernels are not built"))

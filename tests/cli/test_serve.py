@@ -1,4 +1,4 @@
-"""``penstock serve``: as a process of its own, with the embedded model, and with mistakes."""
+"""``penstock serve``: as a process with the embedded model, and with wrong arguments."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _wait_for(client: httpx.Client, path: str, status: int) -> None:
 
 
 def test_speculation_by_flags(tmp_path: Path) -> None:
-    """The answers are those that come without it, and drafts were accepted on the way."""
+    """Responses equal those without speculation, and drafts are accepted."""
     deterministic = {"deterministic": True, "quantization_encoding": "float32", "max_length": 512}
     story = "Once upon a time there was a dragon. Once upon a time there was a"
     samplings: list[dict[str, Any]] = [
@@ -194,7 +194,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(*flags: str) -> str:
-    """The one line on standard error with which the command refuses."""
+    """Return the one line on standard error with which the command refuses."""
     result = CliRunner().invoke(cli, ["serve", *flags])
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -228,7 +228,7 @@ def test_print_config_shows_both_and_no_keys(tmp_path: Path) -> None:
     assert settings("--api-key", "a", PENSTOCK_API_KEY="b,c")["api_key"] == ("(1 not shown)", "flag")
 
 
-def test_one_file_and_one_environment_do_for_all_commands(tmp_path: Path) -> None:
+def test_all_commands_read_the_same_file_and_environment(tmp_path: Path) -> None:
     file = tmp_path / "all.toml"
     file.write_text('max_length = 512\nport = 1234\napi_key = ["k"]\n')
     shown = settings("--config-file", str(file), command="generate", PENSTOCK_MAX_QUEUE_SIZE="7")

@@ -36,7 +36,7 @@ def told(*arguments: object) -> dict[str, Any]:
 
 
 def refused(words: str, *arguments: object) -> None:
-    """The command ends with one line, which ``words`` are found in."""
+    """Check that the command fails with one line that contains ``words``."""
     result = warm(*arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith("penstock: error: ")
@@ -69,7 +69,7 @@ def test_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
-def test_weights_are_packed_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_packed_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = write_tiny_llm(tmp_path / "tiny")
     assert "packed" not in told("--model", folder)["models"][0]
@@ -89,7 +89,7 @@ def test_every_architecture_can_be_checked(name: str, tmp_path: Path) -> None:
     assert model["architecture"] == name
 
 
-def test_tensors_at_fault_are_all_named(tmp_path: Path) -> None:
+def test_all_wrong_tensors_are_named(tmp_path: Path) -> None:
     folder = write_tiny_llm(tmp_path / "tiny")
     tensors = load_file(folder / "model.safetensors")
     change(folder, "model.norm.weight", surplus=tensors["model.norm.weight"])
@@ -115,7 +115,7 @@ def test_what_cannot_be_loaded(spoil: Callable[[Path], object], words: str, tmp_
     refused(words, "--model", folder)
 
 
-def test_an_encoding_that_does_not_go() -> None:
+def test_an_unsupported_encoding() -> None:
     refused("int7", "--quantization-encoding", "int7")
 
 
@@ -130,7 +130,7 @@ def test_the_draft_model_and_the_adapters_too(tmp_path: Path) -> None:
 
 
 def test_checksums_of_a_snapshot(tmp_path: Path) -> None:
-    """As the hub's cache has it: links to blobs that are called by their content."""
+    """The layout of the hub's cache: links to blobs named by their hash."""
     folder = write_tiny_llm(tmp_path / "snapshots" / "main")
     weights = folder / "model.safetensors"
     blob = tmp_path / "blobs" / hashlib.sha256(weights.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""`LLM`: batches, streams, limits, and what is left behind when something goes wrong."""
+"""`LLM`: batches, streams, limits, and the state after errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shared_llm(model: Path) -> Iterator[LLM]:
 
 @pytest.fixture
 def llm(shared_llm: LLM) -> Iterator[LLM]:
-    """The same for all tests of this file; each leaves it clean, and no block in use."""
+    """The LLM that the tests of this file share; each test leaves no work and no used block."""
     yield shared_llm
     assert not shared_llm._scheduler.has_work
     shared_llm.pipeline.kv.check_integrity()
@@ -62,7 +62,7 @@ def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
-def test_results_come_in_the_order_of_the_prompts_also_where_they_queue(llm: LLM) -> None:
+def test_outputs_are_in_the_order_of_the_prompts_when_they_queue(llm: LLM) -> None:
     prompts = [f"Prompt {i}" * (1 + i % 3) for i in range(11)]
     params = [SamplingParams(max_new_tokens=1 + (7 * i) % 20) for i in range(11)]
     alone = [llm.generate(prompt, one)[0] for prompt, one in zip(prompts, params, strict=True)]
@@ -175,7 +175,7 @@ def test_chat_passes_variables_to_the_template(llm: LLM) -> None:
     assert output.prompt == "<|start|>user: Hi<|end|>"
 
 
-def test_a_stream_is_what_generate_gives(llm: LLM) -> None:
+def test_a_stream_equals_generate(llm: LLM) -> None:
     params = SamplingParams(max_new_tokens=30)
     stream = llm.stream("Hello", params)
     first = next(stream)
@@ -187,7 +187,7 @@ def test_a_stream_is_what_generate_gives(llm: LLM) -> None:
     assert stream.output.token_ids == llm.generate("Hello", params)[0].token_ids
 
 
-def test_a_stream_that_is_closed_drops_the_rest(llm: LLM) -> None:
+def test_a_closed_stream_cancels_its_request(llm: LLM) -> None:
     stream = llm.stream("Hello", SamplingParams(max_new_tokens=30))
     next(stream)
     with pytest.raises(UnsupportedFeatureError, match="close its open stream"):
@@ -253,7 +253,7 @@ def test_stop_strings_need_text(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interruption_leaves_nothing_behind(
+def test_an_interruption_cancels_all_requests(
     error: type[BaseException], llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [one.token_ids for one in llm.generate(["Hello"] * 9, GREEDY)]
@@ -289,7 +289,7 @@ def test_ctrl_c_waits_for_the_step_to_end(llm: LLM, monkeypatch: pytest.MonkeyPa
     assert finished == [1]
 
 
-def test_a_request_that_cannot_go_on_ends_the_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_ends_the_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step = llm._scheduler.step
 
     def failing(num_steps: int = 1) -> Any:
@@ -324,13 +324,13 @@ def test_a_second_thread_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert len(outputs[0].token_ids) == 12
 
 
-def test_no_new_tokens_are_none(llm: LLM) -> None:
+def test_zero_new_tokens_give_empty_outputs(llm: LLM) -> None:
     (output,) = llm.generate("Hello", SamplingParams(max_new_tokens=0))
     assert (output.text, output.token_ids, output.finish_reason) == ("", [], "length")
     assert output.num_generated_tokens == 0
 
 
-def test_a_closed_llm_says_so(model: Path) -> None:
+def test_a_closed_llm_refuses_calls(model: Path) -> None:
     with LLM(str(model)) as llm:
         llm.generate("Hello", GREEDY)
     llm.close()

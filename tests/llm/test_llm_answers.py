@@ -96,7 +96,7 @@ def test_best_of_ranks_by_mean_log_probability(llm: LLM) -> None:
     assert everyone[0].score is None
 
 
-def test_what_a_stop_drops_does_not_count_for_the_best(llm: LLM) -> None:
+def test_best_of_ignores_tokens_after_a_stop_string(llm: LLM) -> None:
     text = llm.generate(PROMPT, SAMPLED)[0].text
     params = SamplingParams(**fields(SAMPLED), stop=[text[3:6]])
     (cut,) = llm.generate(PROMPT, params, best_of=1, logprobs=0)
@@ -126,7 +126,7 @@ def test_chat_gives_several_answers_too(llm: LLM) -> None:
     [
         ({"n": 0}, "n must be an integer of at least 1, was 0"),
         ({"n": True}, "n must be .*, was True"),
-        ({"n": 3, "best_of": 2}, "best_of is 2, less than the n=3 outputs"),
+        ({"n": 3, "best_of": 2}, "best_of is 2, less than n=3"),
         ({"best_of": 0}, "best_of must be an integer of at least 1, was 0"),
         ({"logprobs": -1}, "logprobs must be an integer of at least 0, was -1"),
         ({"prompt_logprobs": 1.5}, "prompt_logprobs must be .*, was 1.5"),
@@ -184,7 +184,7 @@ def test_log_probabilities_stand_beside_their_tokens(llm: LLM, model: Path) -> N
             assert sorted(top.values(), reverse=True)[:top_n] == list(top.values())[:top_n]
 
 
-def test_each_is_reported_where_it_was_asked_for(llm: LLM) -> None:
+def test_log_probabilities_are_reported_where_requested(llm: LLM) -> None:
     plain = llm.generate(PROMPT, SAMPLED)[0]
     assert (plain.log_probabilities, plain.prompt_log_probabilities) == (None, None)
     own = llm.generate(PROMPT, SAMPLED, logprobs=0)[0]
@@ -197,7 +197,7 @@ def test_each_is_reported_where_it_was_asked_for(llm: LLM) -> None:
     assert ids([plain]) == ids([own]) == ids([prompt])
 
 
-def test_batch_mates_and_chunks_change_no_bit(model: Path, llm: LLM) -> None:
+def test_other_prompts_and_chunks_change_no_bit(model: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": 4}
     prompts = [PROMPT, "Hello", PROMPT[:30], "x"]
     alone = [llm.generate(prompt, SAMPLED, **options)[0] for prompt in prompts]
@@ -207,7 +207,7 @@ def test_batch_mates_and_chunks_change_no_bit(model: Path, llm: LLM) -> None:
         assert chunking.generate(prompts, SAMPLED, **options) == alone
 
 
-def test_what_a_stop_drops_has_no_log_probabilities(llm: LLM) -> None:
+def test_tokens_after_a_stop_string_have_no_log_probabilities(llm: LLM) -> None:
     (whole,) = llm.generate(PROMPT, SAMPLED, logprobs=1)
     for params in (
         SamplingParams(**fields(SAMPLED), stop=[whole.text[4:6]]),
@@ -235,7 +235,7 @@ def test_a_prompt_alone_is_scored_without_a_token(llm: LLM) -> None:
     assert single.prompt_log_probabilities == LogProbabilities([], [])
 
 
-def test_a_stream_has_them_at_its_end(llm: LLM) -> None:
+def test_a_stream_has_log_probabilities_at_its_end(llm: LLM) -> None:
     stream = llm.stream(PROMPT, SAMPLED, logprobs=2, prompt_logprobs=1)
     list(stream)
     (output,) = llm.generate(PROMPT, SAMPLED, logprobs=2, prompt_logprobs=1)
@@ -265,7 +265,7 @@ MIXTURE: list[dict[str, Any]] = [
         {"speculative_method": "ngram", "adaptive_speculation": False},
     ],
 )
-def test_any_mixture_is_each_alone(config: dict[str, Any], model: Path, llm: LLM) -> None:
+def test_a_mixed_batch_equals_single_prompts(config: dict[str, Any], model: Path, llm: LLM) -> None:
     params = [SamplingParams(max_new_tokens=24, **one) for one in MIXTURE]
     prompts = ["abcabcabcabc", "One two one two one two", "x", "The end. The end. The"] * 2
     options: dict[str, Any] = {"n": 2, "logprobs": 1}
@@ -308,7 +308,7 @@ def test_allowed_banned_and_biased_tokens(llm: LLM) -> None:
         ({"allowed_token_ids": [256], "min_new_tokens": 2}, "each of the 1 tokens of allowed_token_ids"),
     ],
 )
-def test_tokens_that_cannot_be(given: dict[str, Any], message: str, llm: LLM) -> None:
+def test_token_rules_that_contradict_each_other(given: dict[str, Any], message: str, llm: LLM) -> None:
     with pytest.raises(InputError, match=message):
         llm.generate("Hello", SamplingParams(**given))
 
@@ -328,7 +328,7 @@ def test_a_response_format(llm: LLM) -> None:
 
 
 def test_waiting_for_a_grammar_does_not_spin(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A context becomes ready after a while; until then nobody runs, and nobody asks without a pause."""
+    """A context becomes ready after some time; until then the LLM sleeps between two checks."""
     asked: list[str] = []
     naps: list[float] = []
 
@@ -344,7 +344,7 @@ def test_waiting_for_a_grammar_does_not_spin(llm: LLM, monkeypatch: pytest.Monke
     assert all(0 < nap <= 0.01 for nap in naps)
 
 
-def test_an_adapter_that_is_not_there_is_refused(llm: LLM) -> None:
+def test_an_unknown_adapter_is_refused(llm: LLM) -> None:
     with pytest.raises((InputError, UnsupportedFeatureError), match="adapter"):
         llm.generate("Hello", SAMPLED, adapter="mine")
 
