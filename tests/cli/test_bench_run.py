@@ -69,7 +69,10 @@ def test_random_weights_of_a_shape(tmp_path: Path) -> None:
     [
         (("--shape", "l2m"), "there is no shape 'l2m': give l110m, l1b, or the path of a config.json"),
         (("--shape", "l110m", "--model", "demo"), "--shape and --model exclude each other"),
-        (("--work", "prefill", "--prefill-length", "5000"), "prefill: takes 5001 tokens, but the longest"),
+        (
+            ("--work", "prefill", "--prefill-length", "5000"),
+            "prefill: takes 5001 tokens, but the maximum length is",
+        ),
         (("--work", "decode", "--new-tokens", "1"), "'--new-tokens'"),
         (("--json", "/nowhere/a.json"), "/nowhere/a.json"),
         (("--max-length", "none"), "max_length"),

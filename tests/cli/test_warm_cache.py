@@ -141,7 +141,7 @@ def test_checksums_of_a_snapshot(tmp_path: Path) -> None:
     (folder / "config.json").rename(small)
     (folder / "config.json").symlink_to(small)
     assert told("--model", folder, "--checksums")["models"][0]["num_checksums"] == 1
-    assert "1 files are as the hub has them" in warm("--model", folder, "--checksums").stdout
+    assert "1 files match the hub" in warm("--model", folder, "--checksums").stdout
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.write_bytes(data)
