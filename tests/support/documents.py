@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-_WITH_TESTS_OF_THEIR_OWN = {"adding-a-model.md", "adding-a-back-end.md"}
+_WITH_TESTS_OF_THEIR_OWN = {
+    "adding-a-model.md",
+    "adding-a-back-end.md",
+    "adding-an-encoding.md",
+    "adding-a-checkpoint-format.md",
+}
 PAGES = sorted(
     page
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]

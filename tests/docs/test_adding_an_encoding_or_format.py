@@ -1,0 +1,60 @@
+"""The pages on encodings and checkpoint formats: their files are written and their checks run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.documents import ROOT
+
+from penstock.errors import ConfigError
+from penstock.weights.formats import FORMATS, FormatRegistry
+from penstock.weights.formats.plain import PlainFormat
+
+PAGES = {"adding-an-encoding": "10\n", "adding-a-checkpoint-format": "same text\n"}
+
+
+def write_files(page: str, folder: Path) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    for name, code in re.findall(r"^```python\n# (\S+)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(code)
+
+
+def run_check(folder: Path) -> None:
+    exec(compile((folder / "check.py").read_text(), "check.py", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run_check(tmp_path)
+    assert capsys.readouterr().out == PAGES[page]
+
+
+def test_a_format_that_reads_other_numbers_gives_another_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files("adding-a-checkpoint-format", tmp_path)
+    file = tmp_path / "formats" / "codes.py"
+    file.write_text(file.read_text().replace('{"weight": codes,', '{"weight": codes.flip(0),'))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError):
+        run_check(tmp_path)
+
+
+def test_formats_are_discovered(tmp_path: Path) -> None:
+    write_files("adding-a-checkpoint-format", tmp_path)
+    registry = FormatRegistry([tmp_path / "formats"])
+    assert [one.name for one in registry.formats] == ["codes", "gguf", "mxfp4", "plain"]
+    config = {"quantization_config": {"quant_method": "codes"}}
+    assert registry.detect(config, {}).name == "codes"
+    assert isinstance(registry.detect({}, {}), PlainFormat)
+    with pytest.raises(
+        ConfigError, match="checkpoints of 'codes' cannot be read: use one of plain floats, mxfp4"
+    ):
+        FORMATS.detect(config, {})
