@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.pipelines.core import LogProbabilities
 
 _MAX_CELLS = 1 << 23
-"""Logits that are looked at together: 32 MB in float32."""
+"""Most logits that are processed at once: 32 MB in float32."""
 
 
 def compute_log_probabilities(
@@ -25,12 +25,12 @@ def compute_log_probabilities(
 ) -> list[LogProbabilities | None]:
     """Return the log probabilities of a batch, see `PipelineModel.compute_log_probabilities`.
 
-    Without echo an entry covers one position, the sampled token's. With echo it covers every input token
-    of this step but the first (whose predecessor was in the step before) and then the sampled token; this
-    needs a row of logits for each, i.e. ``return_n_logits`` of at least the rows of that sequence.
+    Without echo an entry covers the sampled token. With echo it covers the input tokens of this step except
+    the first one, whose predecessor was in the previous step, and the sampled token. Echo needs logits of all
+    rows of the sequence (``return_n_logits``).
 
     Raises:
-        ValueError: echo is wanted, but the forward returned fewer rows.
+        ValueError: echo is requested, but the forward returned fewer rows.
     """
     rows = row_offsets.tolist()
     offsets = logit_offsets.tolist()
@@ -49,16 +49,16 @@ def compute_log_probabilities(
                 )
             targets = torch.cat([inputs[1:], targets])
         batch.append(_Rows(stop - len(targets), targets, min(top_n, logits.shape[-1])))
-    wanted = [rows for rows in batch if rows is not None]
-    for top_n in {rows.top_n for rows in wanted}:
-        # Apart, so that which of equal tokens is among the best does not depend on what others ask for.
-        _fill(logits, [rows for rows in wanted if rows.top_n == top_n], top_n)
+    requested = [rows for rows in batch if rows is not None]
+    for top_n in {rows.top_n for rows in requested}:
+        # One call per top_n: ties between equal tokens must not depend on other requests.
+        _fill(logits, [rows for rows in requested if rows.top_n == top_n], top_n)
     return [None if rows is None else rows.entry for rows in batch]
 
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows of logits of one sequence, and what followed them."""
+    """The rows of logits of one sequence, and the tokens that follow them."""
 
     start: int
     targets: Tensor  # [n]
@@ -67,7 +67,7 @@ class _Rows:
 
 
 def _fill(logits: Tensor, sequences: Sequence[_Rows], top_n: int) -> None:  # [R, V]
-    """Computes the rows of all sequences together, so many at a time that the copies stay small."""
+    """Fill the entries of all sequences. Rows are processed in chunks, which bounds the memory of copies."""
     indices = torch.cat([torch.arange(s.start, s.start + len(s.targets)) for s in sequences])
     indices = indices.to(logits.device)
     targets = torch.cat([s.targets for s in sequences])

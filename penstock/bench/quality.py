@@ -1,6 +1,6 @@
 """Compares a model in one encoding with the same model in another: perplexity, divergence, agreement.
 
-    LLM in float32 -> sampled texts -> scores of each encoding, text by text -> Quality
+    LLM in float32 -> sampled texts -> log probabilities in each encoding, text by text -> Quality
 
 The texts are sampled from the model itself, so the result does not depend on a choice of texts. The
 unquantised model has the lowest perplexity on them, and every error of an encoding raises it. Texts from
@@ -44,7 +44,7 @@ def sample_texts(llm: LLM, start: int, *, count: int, length: int, seed: int = 0
 
     Args:
         llm: the model, in the reference encoding.
-        start: the token that each text begins with.
+        start: the first token of each text.
         count: the number of texts.
         length: tokens in each text, including the first.
         seed: the seed of the first text; each next one has the next seed.

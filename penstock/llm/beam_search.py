@@ -1,10 +1,9 @@
-"""Beam search over contexts, ``kv.fork`` and log probabilities: the pipeline knows nothing of it.
+"""Beam search with contexts, ``kv.fork`` and log probabilities. The pipeline has no code for it.
 
-At every step each prompt has up to ``num_beams`` running beams, of which the model scores all continuations,
-and the best ones run on. A beam that is continued once goes on in its own context; for each further
-continuation a context is forked off it, which shares all blocks but the last. What ends among the
-``num_beams`` best continuations is finished, its score the sum of log probabilities over
-``length ** length_penalty``.
+At every step each prompt has up to ``num_beams`` running beams. The model scores their continuations, and
+the best ones are kept. The first continuation of a beam keeps its context. Each further continuation gets a
+forked context, which shares all blocks but the last. A beam is finished when it ends among the ``num_beams``
+best continuations. Its score is the sum of log probabilities divided by ``length ** length_penalty``.
 (Beam search as in Freitag & Al-Onaizan 2017, arXiv:1702.01806; end rules as those of transformers' generate.)
 """
 
@@ -28,21 +27,21 @@ EarlyStopping: TypeAlias = bool | Literal["never"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeamOptions:
-    """How to search.
+    """Parameters of beam search.
 
     Raises:
-        InputError: a value is impossible, or two do not go together.
+        InputError: a value is invalid, or two values contradict each other.
     """
 
     num_beams: int = 4
-    """Beams that run at once."""
+    """Number of beams of each prompt."""
     num_return_sequences: int = 1
-    """How many of them are wanted; at most ``num_beams``."""
+    """Number of results; at most ``num_beams``."""
     length_penalty: float = 1.0
-    """Above 0 favours long texts, below 0 short ones: scores are divided by ``length ** length_penalty``."""
+    """Scores are divided by ``length ** length_penalty``: above 0 favours long texts, below 0 short ones."""
     early_stopping: EarlyStopping = False
-    """When to end: True, once ``num_beams`` are finished; False, once the best running beam would not become
-    one of them if it ended as long as it is; ``"never"``, once it could not however long it grew."""
+    """When the search ends. True: when ``num_beams`` beams are finished. False: when the best running beam,
+    at its present length, would not be among them. ``"never"``: when it could not be at any length."""
 
     def __post_init__(self) -> None:
         for name in ("num_beams", "num_return_sequences"):
@@ -64,12 +63,12 @@ class Hypothesis:
     """A finished beam."""
 
     token_ids: list[int]
-    """What was generated, the token that ended it included."""
+    """The generated tokens, including the one that ended the beam."""
     log_probabilities: list[float]
-    """Of each of them."""
+    """The log probability of each token."""
     score: float
     ended: bool
-    """Whether a token ended it, and not its length."""
+    """Whether an end token ended the beam. False: the maximum length did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +95,11 @@ class _Prompt:
     """The search of one prompt."""
 
     asked: TextContext
-    first: TextContext  # what computes its prompt
+    first: TextContext  # the context that computes the prompt
     ends: frozenset[int]
     max_new_tokens: int
     beams: list[_Beam]
-    finished: list[Hypothesis] = field(default_factory=list)  # the best first
+    finished: list[Hypothesis] = field(default_factory=list)  # best first
     num_steps: int = 0
 
 
@@ -111,10 +110,10 @@ def search(
     max_batch_size: int,
     max_batch_input_tokens: int,
 ) -> Iterator[tuple[TextContext, list[Hypothesis]]]:
-    """Searches for any number of prompts, as many at once as the limits and the KV cache hold.
+    """Search for any number of prompts, as many at once as limits and KV cache allow.
 
     Yields:
-        Each context, and the ``num_return_sequences`` best that were found for it, the best first.
+        Each context and its ``num_return_sequences`` best hypotheses, best first.
 
     Raises:
         InsufficientBlocksError: the beams of one prompt do not fit the KV cache.
@@ -146,15 +145,15 @@ def search(
 
 
 class BeamSearch:
-    """Searches for several prompts at once: `step` until `is_done`, then `results`; `close` in any case.
+    """A search for several prompts at once. Call `step` until `is_done`, then `results`, and always `close`.
 
     Args:
-        pipeline: computes. Nobody else uses it meanwhile.
-        contexts: prompts that have not begun. Their ``eos_token_ids`` and ``max_length`` say what ends a
-            beam; their sampling parameters are not looked at.
-        options: how to search.
-        max_batch_size: contexts that one step computes at most.
-        max_batch_input_tokens: tokens that one step computes at most; longer prompts are cut.
+        pipeline: runs the model; not used by others during the search.
+        contexts: prompts without generated tokens. ``eos_token_ids`` and ``max_length`` end a beam. Sampling
+            parameters have no effect.
+        options: parameters of the search.
+        max_batch_size: most contexts of one step.
+        max_batch_input_tokens: most tokens of one step; longer prompts are cut into chunks.
     """
 
     def __init__(
@@ -175,15 +174,15 @@ class BeamSearch:
 
     @property
     def is_done(self) -> bool:
-        """Whether all prompts have come to their end."""
+        """Whether the search of all prompts has ended."""
         return not any(prompt.beams for prompt in self._prompts)
 
     def results(self) -> list[list[Hypothesis]]:
-        """The ``num_return_sequences`` best of each prompt, the best first."""
+        """Return the ``num_return_sequences`` best hypotheses of each prompt, best first."""
         return [prompt.finished[: self._options.num_return_sequences] for prompt in self._prompts]
 
     def step(self) -> None:
-        """Generates one more token for every beam.
+        """Generate one more token for every beam.
 
         Raises:
             InsufficientBlocksError: the beams do not fit the KV cache together.
@@ -195,17 +194,17 @@ class BeamSearch:
             self._move(prompt, chosen)
 
     def close(self) -> None:
-        """Gives all blocks back, and tells each prompt what was cached of it; twice is once."""
+        """Release all contexts and set ``num_cached_tokens`` of the prompts. May be called twice."""
         for prompt in self._prompts:
             prompt.asked.num_cached_tokens = prompt.first.num_cached_tokens
         for context in self._open.values():
             self._pipeline.release(context)
         self._open.clear()
 
-    # -- Which beams run on ------------------------------------------------------------------------------
+    # -- Choice of beams --------------------------------------------------------------------------------
 
     def _choose(self, prompt: _Prompt, scores: Mapping[str, Mapping[int, float]]) -> list[_Continuation]:
-        """The continuations that run on; those that end are put among the finished."""
+        """Return the continuations that stay running. Add those that end to the finished ones."""
         options = self._options
         prompt.num_steps += 1
         best = sorted(
@@ -226,7 +225,7 @@ class BeamSearch:
         return [] if at_limit or self._is_over(prompt, going_on) else going_on
 
     def _num_candidates(self, ends: frozenset[int]) -> int:
-        """Enough that ``num_beams`` are left when as many as can have ended."""
+        """Return how many continuations to request, so that ``num_beams`` remain if others end."""
         return max(2, 1 + len(ends)) * self._options.num_beams
 
     def _hypothesis(self, prompt: _Prompt, last: _Continuation) -> Hypothesis:
@@ -238,9 +237,9 @@ class BeamSearch:
         )
 
     def _is_over(self, prompt: _Prompt, going_on: Sequence[_Continuation]) -> bool:
-        """Whether no running beam can, or none shall, become one of the best."""
+        """Return whether the search of a prompt ends."""
         if not going_on:
-            return True  # the vocabulary has nothing but ends
+            return True  # all continuations are end tokens
         if len(prompt.finished) < self._options.num_beams:
             return False
         if self._options.early_stopping is True:
@@ -263,7 +262,7 @@ class BeamSearch:
     def _context_of(
         self, like: TextContext, tokens: list[int], max_length: int, ends: frozenset[int]
     ) -> TextContext:
-        """A context of which the model reports log probabilities, and that ends by nothing of its own."""
+        """Return a context that reports log probabilities and never ends by a token."""
         context = TextContext(
             prompt=tokens,
             max_length=max_length,
@@ -280,7 +279,7 @@ class BeamSearch:
         return context
 
     def _move(self, prompt: _Prompt, chosen: Sequence[_Continuation]) -> None:
-        """Gives each continuation its context."""
+        """Assign a context to each continuation."""
         children: dict[str, list[_Continuation]] = {}
         for one in chosen:
             children.setdefault(one.beam.context.request_id, []).append(one)
@@ -316,7 +315,7 @@ class BeamSearch:
     # -- The model ---------------------------------------------------------------------------------------
 
     def _score(self, contexts: Sequence[TextContext]) -> dict[str, Mapping[int, float]]:
-        """The best next tokens of each context, by its id. Computes prompts in chunks, if it must."""
+        """Return the best next tokens of each context, by request id. Computes long prompts in chunks."""
         for context in contexts:
             claim(self._pipeline.kv, context)
         scores: dict[str, Mapping[int, float]] = {}
@@ -348,15 +347,15 @@ def _next_tokens(response: TextGenerationResponse) -> Mapping[int, float]:
     if len(response.tokens) > 1:
         raise UnsupportedFeatureError("beam search", "this pipeline speculates: turn speculation off")
     log_probabilities = response.tokens[0].log_probabilities
-    assert log_probabilities is not None, "they were asked for"
+    assert log_probabilities is not None, "log probabilities were requested"
     return log_probabilities.top_log_probabilities[-1]
 
 
 def _replace_last(context: TextContext, token: int) -> None:
-    """Puts ``token`` in place of the one just sampled, which no step has computed yet."""
+    """Replace the token that was just sampled and is not computed yet."""
     if int(context.all_tokens[-1]) == token:
         return
     committed = context.committed_idx
     context.rollback(1)
     context.update(token)
-    context.set_token_indices(committed_idx=committed)  # what was computed stays as it is
+    context.set_token_indices(committed_idx=committed)  # computed blocks stay valid

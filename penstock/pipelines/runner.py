@@ -292,11 +292,11 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of logits to sample from, those of each context together."""
+    """The rows of logits to sample from, grouped by context."""
 
-    counts: list[int]  # [B]: how many a context has
-    sequences: np.ndarray  # [R]: whose a row is
-    positions: np.ndarray  # [R]: the index that the token sampled from it will have
+    counts: list[int]  # [B]: rows of each context
+    sequences: np.ndarray  # [R]: context of each row
+    positions: np.ndarray  # [R]: index of the token sampled from each row
 
     @classmethod
     def of(cls, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> _Rows:
@@ -320,14 +320,14 @@ def _echoes(context: TextContext) -> bool:
 def _append_sampled(
     results: Sequence[SampledTokens], drafts: Sequence[list[int]], tokens: Sequence[int]
 ) -> None:
-    """Adds to each context's tokens those that verification yields, of the ``[R]`` sampled ones."""
+    """Verify drafts against the sampled tokens ``[R]`` and append the result to each context's tokens."""
     start = 0
     for result, draft in zip(results, drafts, strict=True):
         end = start + len(draft) + 1
         accepted = accept(draft, tokens[start:end]) if draft else [tokens[start]]
         if min(accepted) < 0:
-            result.fault = "the model gave logits that are not finite numbers"
-            accepted = [max(token, 0) for token in accepted]  # nobody uses them, but they may be scored
+            result.fault = "the model returned logits that are not finite numbers"
+            accepted = [max(token, 0) for token in accepted]  # unused, but they may be scored
         result.tokens += accepted
         start = end
 
@@ -335,13 +335,13 @@ def _append_sampled(
 def _as_sequences(
     inputs: Any, outputs: ModelOutputs, drafts: Sequence[list[int]], owners: Sequence[int]
 ) -> tuple[Any, ModelOutputs]:
-    """The rows to score as a batch of their own: a context's active rows, then each accepted draft's alone.
+    """Return the rows to score as a batch: the active rows of a context, then one row per accepted draft.
 
     Args:
-        inputs: of the forward; all rows of a context stand together, its drafts last.
+        inputs: of the forward; the rows of a context are contiguous, its drafts last.
         outputs: of the forward.
-        drafts: the drafts that it verified.
-        owners: the context of each token to score; its first is scored by the active rows.
+        drafts: the verified drafts.
+        owners: the context of each token to score. Its first token is scored by the active rows.
     """
     assert outputs.logits is not None, "the model returned no logits"
     row_ends, logit_ends = inputs.row_offsets.tolist(), inputs.logit_offsets.tolist()
@@ -374,7 +374,7 @@ def _as_sequences(
 
 
 def _last_rows(outputs: ModelOutputs, counts: Sequence[int]) -> Tensor:  # [R, V]
-    """The last ``counts [B]`` rows of logits of each sequence."""
+    """Return the last ``counts [B]`` rows of logits of each sequence."""
     if outputs.next_token_logits is not None and max(counts) == 1:
         return outputs.next_token_logits
     assert outputs.logits is not None, "the model returned no logits"
@@ -382,7 +382,7 @@ def _last_rows(outputs: ModelOutputs, counts: Sequence[int]) -> Tensor:  # [R, V
         return outputs.logits
     assert outputs.logit_offsets is not None, "logits of several rows need logit_offsets"
     offsets = outputs.logit_offsets.cpu().numpy()
-    assert (np.diff(offsets) >= counts).all(), "the model returned fewer rows of logits than it was asked for"
+    assert (np.diff(offsets) >= counts).all(), "the model returned fewer rows of logits than requested"
     ends = offsets[1:]
     rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
     return outputs.logits[torch.from_numpy(rows).to(outputs.logits.device)]

@@ -1,7 +1,7 @@
-"""From logits to tokens: one row of logits, one token, vectorised over the batch.
+"""Sampling: one token from each row of logits, vectorised over the batch.
 
-Position, of which with the seed alone a draw is made, is the index that the sampled token will have in its
-sequence: so a request draws the same tokens alone, in any batch and after it was preempted.
+A random number is a function of the seed and of the index that the token will have in its sequence. So a
+request samples the same tokens in any batch and after preemption.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from penstock.pipelines.core.randomness import as_words, splitmix64, uniforms
 __all__ = ["Sampler", "adjust_logits", "check_logit_rules", "splitmix64", "uniforms"]
 
 _LIMIT = 1e15
-"""Penalties make no logit larger than this."""
-_HELD_OFF = -1e20
-"""The logit of a token that ``min_new_tokens`` holds off: below every other that may be sampled."""
+"""Upper bound of logits after penalties."""
+_SUPPRESSED = -1e20
+"""The logit of an end token before ``min_new_tokens``. It is below all tokens that may be sampled."""
 _FORBIDDEN = -1e30
-"""The logit of a token that must not be sampled: finite, so that a grammar that allows nothing else finds a
-token all the same, and the softmax of no row is NaN. Still finite in float32 at a temperature of 1e-8."""
+"""The logit of a forbidden token. It is finite, so that a grammar which allows only forbidden tokens still
+yields one, and the softmax is never NaN. It stays finite in float32 at a temperature of 1e-8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The sampling parameters of a batch, laid out in arrays once for all steps that have the same."""
+    """The sampling parameters of a batch as arrays, reused by all steps with the same parameters."""
 
     params: list[SamplingParams]  # [B]
-    inputs: SamplingInputs  # [B]; its uniforms are those of no position
+    inputs: SamplingInputs  # [B]; its uniforms are not used
     seeds: np.ndarray  # [B] uint64
-    is_greedy: bool  # no row is drawn, so no uniform is looked at
+    is_greedy: bool  # no row needs a random number
 
     @classmethod
     def for_batch(cls, params: Sequence[SamplingParams], device: torch.device) -> Sampler:
-        """Lays out the parameters of each context of a batch."""
+        """Return the sampler of a batch with these parameters."""
         inputs = SamplingInputs(
             torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
             torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64, device=device),
@@ -55,11 +55,11 @@ class Sampler:
         self,
         ops: Ops,
         logits: Tensor,  # [R, V]
-        sequences: np.ndarray | None,  # [R]: which context of the batch a row belongs to
-        positions: np.ndarray,  # [R]: the index that the row's token will have
+        sequences: np.ndarray | None,  # [R]: context of each row
+        positions: np.ndarray,  # [R]: index of each row's token in its sequence
         bitmask: Tensor | None = None,  # [R, ceil(V / 32)] int32
-    ) -> Tensor:  # [R] int64, -1 for a row that is no distribution
-        """Samples one token a row; without ``sequences`` each context has one row, in their order."""
+    ) -> Tensor:  # [R] int64, -1 for a row without finite logits
+        """Sample one token per row. Without ``sequences`` each context has one row."""
         inputs, seeds = self.inputs, self.seeds
         if sequences is not None:
             inputs, seeds = inputs.take(torch.from_numpy(sequences).to(logits.device)), seeds[sequences]
@@ -69,7 +69,7 @@ class Sampler:
         return ops.sample(logits, inputs, bitmask)
 
     def uniforms(self, positions: np.ndarray) -> Tensor:
-        """The draws of the tokens that will stand at ``positions [n, B]``: ``[n, B]`` float64."""
+        """Return the random numbers of tokens at ``positions [n, B]``: ``[n, B]`` float64."""
         if self.is_greedy:
             return torch.zeros(positions.shape, dtype=torch.float64)
         draws = uniforms(np.tile(self.seeds, len(positions)), positions.ravel())
@@ -79,27 +79,26 @@ class Sampler:
 def adjust_logits(
     logits: Tensor,  # [R, V]
     contexts: Sequence[TextContext],
-    sequences: np.ndarray,  # [R]: which context a row belongs to
-    positions: np.ndarray,  # [R]: the index that the row's token will have
+    sequences: np.ndarray,  # [R]: context of each row
+    positions: np.ndarray,  # [R]: index of each row's token in its sequence
     drafts: Sequence[Sequence[int]] | None = None,
-) -> Tensor:  # [R, V], float32 where something has changed
-    """All that sampling parameters do to logits before temperature, top-k, top-p and min-p.
+) -> Tensor:  # [R, V], float32 if changed
+    """Return the logits after the sampling parameters that apply before temperature, top-k, top-p and min-p.
 
-    In this order, which is that of transformers' processors: logit bias; repetition penalty, then frequency
-    and presence penalty; min_new_tokens; allowed and banned tokens. A grammar's bitmask comes after it, in
-    `Ops.sample`. What comes later wins: where a row would be left with nothing, tokens that min_new_tokens
-    holds off are sampled before forbidden ones, and a grammar gets one of those that it allows.
+    The order is that of transformers' processors: logit bias; repetition penalty, frequency and presence
+    penalty; min_new_tokens; allowed and banned tokens. The grammar's bitmask is applied later, in
+    `Ops.sample`. Later rules take precedence. If a row has no other token, tokens suppressed by
+    min_new_tokens are sampled before forbidden ones, and a grammar gets one of the tokens that it allows.
 
-    The given logits stay as they are. Rows that use none of it cost nothing, and where no row does the same
-    tensor comes back. A row that is no distribution (`Ops.sample`) becomes NaN: nothing makes it sound.
+    The given tensor is not modified. It is returned as it is if no row needs a change. A row with logits that
+    are not finite becomes NaN.
 
     Args:
-        logits: the model's.
+        logits: of the model.
         contexts: the batch.
         sequences: the context of each row.
-        positions: where each row's token will stand.
-        drafts: tokens that each context is thought to go on with. A row further on than the context's own
-            next token counts the drafts before it as generated.
+        positions: index of each row's token in its sequence.
+        drafts: drafted tokens of each context. The rows of later drafts count the earlier ones as generated.
 
     Raises:
         InputError: a context names a token id that the model does not have (`check_logit_rules`).
@@ -113,14 +112,14 @@ def adjust_logits(
     cells = _Cells(scores)
     _add_bias(cells, rows)
     _penalise(cells, rows, positions, drafts)
-    _hold_off_ends(cells, rows, positions)
+    _suppress_ends(cells, rows, positions)
     _forbid(cells, rows)
     _forbid_sequences(cells, rows, positions, drafts)
     return scores.masked_fill_(~logits.amax(-1, keepdim=True).isfinite(), torch.nan)
 
 
 def check_logit_rules(context: TextContext, vocabulary: int) -> None:
-    """Refuses a context that names tokens which a model with this many does not have.
+    """Check that the token ids in a context's rules are below the vocabulary size.
 
     Raises:
         InputError: one of its ``logit_bias``, ``allowed_token_ids``, ``banned_token_ids`` or
@@ -139,7 +138,7 @@ def check_logit_rules(context: TextContext, vocabulary: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row that somebody wants to change."""
+    """A row whose logits are changed."""
 
     index: int
     context: TextContext
@@ -154,14 +153,14 @@ def _adjusted_rows(contexts: Sequence[TextContext], sequences: np.ndarray) -> li
 
 
 class _Cells:
-    """Reads and writes single logits, for all rows of a batch at once."""
+    """Access to single logits of all rows of a batch at once."""
 
     def __init__(self, scores: Tensor) -> None:  # [R, V]
         self._flat = scores.view(-1)
         self.vocabulary = scores.shape[-1]
 
     def at(self, rows: Sequence[_Row], ids: Sequence[np.ndarray]) -> Tensor:  # [n]
-        """Where the tokens of each row stand, one after the other."""
+        """Return the flat indices of token ids of each row, concatenated."""
         parts = [some + row.index * self.vocabulary for row, some in zip(rows, ids, strict=True)]
         return self.tensor(np.concatenate(parts))
 
@@ -190,7 +189,7 @@ def _add_bias(cells: _Cells, rows: Sequence[_Row]) -> None:
 def _penalise(
     cells: _Cells, rows: Sequence[_Row], positions: np.ndarray, drafts: Sequence[Sequence[int]] | None
 ) -> None:
-    """Repetition penalty over prompt and output, then frequency and presence penalty over the output.
+    """Apply the repetition penalty over prompt and output, and the other penalties over the output.
 
     A repeated token's positive logit is divided by the repetition penalty, a negative one multiplied (Keskar
     et al. 2019, arXiv:1909.05858).
@@ -203,14 +202,14 @@ def _penalise(
         context, params = row.context, row.context.sampling_params
         ahead = max(int(positions[row.index]) - context.active_idx, 0)
         tokens, times = context.token_counts.behind(drafts[row.sequence][:ahead] if drafts else ())
-        if len(tokens) and tokens.max() >= cells.vocabulary:  # a prompt may have tokens that no head makes
+        if len(tokens) and tokens.max() >= cells.vocabulary:  # a prompt may have ids beyond the head
             tokens, times = tokens[tokens < cells.vocabulary], times[tokens < cells.vocabulary]
         ids.append(tokens)
         counts.append(times)
         factors.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
     where = cells.at(penalised, ids)
     each = np.repeat(np.array(factors), [len(tokens) for tokens in ids], axis=0)  # [n, 3] float64
-    # Within what float32 can divide by: penalties of 1e300 are refused nowhere.
+    # Keep penalties in the range of float32: requests may contain 1e300.
     repetition = cells.tensor(each[:, 0].clip(1e-30, 1e30).astype(np.float32))
     times = np.concatenate(counts)
     cost = cells.tensor((each[:, 1] * times + each[:, 2] * (times > 0)).astype(np.float32))
@@ -219,8 +218,8 @@ def _penalise(
     cells.put(where, scores.clamp(-_LIMIT, _LIMIT))
 
 
-def _hold_off_ends(cells: _Cells, rows: Sequence[_Row], positions: np.ndarray) -> None:
-    """Puts the tokens that end a sequence behind all others while it has too few tokens."""
+def _suppress_ends(cells: _Cells, rows: Sequence[_Row], positions: np.ndarray) -> None:
+    """Suppress the tokens that end a sequence while it has fewer than ``min_new_tokens``."""
     short, ids = [], []
     for row in rows:
         context = row.context
@@ -229,10 +228,10 @@ def _hold_off_ends(cells: _Cells, rows: Sequence[_Row], positions: np.ndarray) -
         steps = int(positions[row.index]) - context.active_idx + 1
         ends = context.get_min_token_logit_mask(steps)[-1][:, 1].astype(np.int64)  # [n]
         short.append(row)
-        # A checkpoint may name ends that its head cannot reach.
+        # A checkpoint may name end tokens beyond its head.
         ids.append(ends[(ends >= 0) & (ends < cells.vocabulary)])
     if short:
-        cells.put(cells.at(short, ids), _HELD_OFF)
+        cells.put(cells.at(short, ids), _SUPPRESSED)
 
 
 def _forbid(cells: _Cells, rows: Sequence[_Row]) -> None:
@@ -241,7 +240,7 @@ def _forbid(cells: _Cells, rows: Sequence[_Row]) -> None:
     if fenced:
         only = [row for row, _ in fenced]
         where = cells.at(only, [allowed for _, allowed in fenced])
-        kept = cells.get(where).clamp(min=_HELD_OFF)
+        kept = cells.get(where).clamp(min=_SUPPRESSED)
         cells.fill(only, _FORBIDDEN)
         cells.put(where, kept)
     banned = [(row, rules.banned) for row, rules in ruled if len(rules.banned)]
@@ -262,7 +261,7 @@ def _forbid_sequences(
         tokens = row.context.generated_tokens[-rules.longest_prefix :].tolist()
         ids = rules.banned_behind([*tokens, *(drafts[row.sequence][:ahead] if drafts else ())])
         if rules.allowed is not None and not len(np.setdiff1d(rules.allowed, ids)):
-            continue  # none of the allowed tokens would be left
+            continue  # no allowed token would remain
         if len(ids):
             completing.append((row, ids))
     if completing:
