@@ -1,4 +1,4 @@
-"""The one object that a request is: built once, moved once to the worker, changed by its methods alone."""
+"""`TextContext`: the object of a request. It is sent once to the worker and changed only by its methods."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ACTIVE = TextGenerationStatus.ACTIVE
 
 
 class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=True):
-    """A text request: its tokens (:class:`TokenBuffer`), its parameters and how far it has come.
+    """A text request: tokens (:class:`TokenBuffer`), parameters and progress.
 
-    Contexts are equal when all their fields are, pickle, and cross to another process through
-    ``msgpack_numpy_encoder``; the matcher of a grammar stays behind and is rebuilt from ``grammar`` there.
+    Contexts are equal when all their fields are equal. They can be pickled and encoded with
+    ``msgpack_numpy_encoder``. A grammar's matcher is not encoded; the worker rebuilds it from ``grammar``.
 
         >>> import numpy as np
         >>> context = TextContext(prompt="1 2 3", max_length=8, tokens=np.array([1, 2, 3]))
@@ -37,38 +37,38 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     """
 
     prompt: str | Sequence[int]
-    """The prompt as it was asked, text or token ids."""
+    """The prompt of the request, text or token ids."""
     max_length: int
-    """The most tokens that prompt and output may have together."""
+    """Maximum number of tokens of prompt and output together."""
     eos_token_ids: set[int] = msgspec.field(default_factory=set)
     """Tokens that end the output."""
     eos_sequences: list[list[int]] = msgspec.field(default_factory=list)
-    """Runs of generated tokens that end the output; empty ones are dropped."""
+    """Sequences of generated tokens that end the output. Empty ones are removed."""
     log_probabilities: int | None = None
     """Report the log probabilities of this many top tokens for each token; 0 or None reports none."""
     log_probabilities_echo: bool = False
-    """Whether the prompt's tokens are reported too."""
+    """Whether log probabilities of the prompt are reported too."""
     ignore_eos: bool = False
-    """Whether the request asked to go on past the end: if so, its maker left ``eos_token_ids`` empty."""
+    """Whether end-of-sequence tokens are ignored. Then ``eos_token_ids`` is empty."""
     json_schema: str | None = None
     """The JSON schema of the output; the same as a ``grammar`` of kind ``json_schema``."""
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
 
     request_id: str = msgspec.field(default_factory=lambda: uuid4().hex)
-    """Everything outside the context knows it by this id."""
+    """Identifies the context in all other components."""
     model_name: str = ""
     grammar: Grammar | None = None
-    """What the output must look like."""
+    """The grammar of the output."""
     adapter: str | None = None
     """The LoRA adapter to use."""
     cache_salt: str | None = None
     """Only contexts with the same salt share cached prefixes."""
     token_hash_overrides: dict[int, int] = msgspec.field(default_factory=dict)
-    """Token index to the id that stands for it in block hashes."""
+    """Token index to the id that replaces it in block hashes."""
     priority: int = 0
     """A higher number is served first."""
     client_id: str = ""
-    """Whose request it is. Contexts of different clients share the batch evenly, within a priority."""
+    """Client of the request. Clients share the batch evenly, within a priority."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set by the KV cache."""
 
@@ -78,7 +78,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     _draft_offset: int = 0
     _log_probabilities_data: dict[int, LogProbabilities] = msgspec.field(default_factory=dict)
     _prompt_log_probabilities: LogProbabilities | None = None
-    _scored_idx: int = 0  # the log probabilities of the tokens before it were given already
+    _scored_idx: int = 0  # log probabilities before this index were reported
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,19 +92,19 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             raise InputError(f"log_probabilities must be at least 0, was {self.log_probabilities}")
         if not isinstance(self.prompt, str):
             self.prompt = [int(token) for token in self.prompt]
-        self._agree_on_grammar()
-        self._check_that_it_may_begin()
+        self._resolve_grammar()
+        self._check_end_tokens()
 
-    # The life of a request: update after each step, until is_done.
+    # Progress: update after each step, until is_done.
 
     def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
-        """Takes the token that a step sampled, and with it the log probabilities of the step's positions.
+        """Append a sampled token, with the log probabilities of the step's positions.
 
-        After a chunk of the prompt that is not the last, ``new_token`` is no token of the answer: it is
-        dropped and the window moves to the rest. With ``log_probabilities_echo`` the chunk's rows, which
-        belong to the prompt tokens up to ``active_idx``, are kept (:attr:`prompt_log_probabilities`).
+        After a chunk of the prompt that is not the last, ``new_token`` is dropped and the window moves to the
+        rest of the prompt. With ``log_probabilities_echo`` the log probabilities of the chunk's tokens are
+        kept (:attr:`prompt_log_probabilities`).
 
-        The token that reaches ``max_length`` is handed out; one that ends the output is only stored.
+        The token that reaches ``max_length`` is part of the output. A token that ends the output is not.
         """
         if self._active_idx < self._end_idx:
             if log_probabilities is not None and self.log_probabilities_echo:
@@ -128,10 +128,10 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             self._keep_log_probabilities(position, rows, shown)
 
     def jump_ahead(self, new_token: int) -> None:
-        """Takes a token that the grammar forces, to be computed together with the next one.
+        """Append a token that the grammar forces. The next step computes it.
 
-        Ends the output by ``eos_token_ids`` alone: how far it may jump is for the caller to know.
-        ``RuntimeError`` while a prompt is computed in chunks.
+        Only ``eos_token_ids`` end the output here; the caller limits the length. ``RuntimeError`` while a
+        prompt is computed in chunks.
         """
         if self._active_idx < self._end_idx:
             raise RuntimeError(
@@ -151,10 +151,10 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
     def rollback(self, idx: int) -> None:
         """Removes the last ``idx`` tokens (:meth:`TokenBuffer.rollback`).
 
-        Where the token that ended the output goes, the output goes on. A status of maximum length stays,
-        and a matcher is not rolled back.
+        If the token that ended the output is removed, the context is active again. The status of maximum
+        length is kept. The matcher is not rolled back.
         """
-        shown_end = self._completion_end_idx  # where the token that ended the output stands, if one did
+        shown_end = self._completion_end_idx  # index of the token that ended the output, if any
         super().rollback(idx)
         if idx > 0:
             for position in range(self._end_idx, self._end_idx + idx):
@@ -164,9 +164,9 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
                 self._status = _ACTIVE
 
     def reset(self) -> None:
-        """Makes all tokens, generated ones too, a prompt to compute anew: the context was evicted.
+        """Turn all tokens, including generated ones, into a prompt to compute again, after preemption.
 
-        ``prompt_tokens``, ``generated_tokens`` and what was handed out stay as they are.
+        ``prompt_tokens``, ``generated_tokens`` and the returned tokens do not change.
         """
         self.unassign_from_cache()
         self._start_idx = 0
@@ -174,10 +174,10 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         self._is_initial_prompt = True
 
     def outstanding_completion_tokens(self) -> list[tuple[int, LogProbabilities | None]]:
-        """The tokens for the user that were not handed out yet, each with its log probabilities.
+        """Return the output tokens that were not returned before, each with its log probabilities.
 
-        The next call gives only later ones. The status stays as it is. With ``log_probabilities_echo`` the
-        first token's log probabilities begin with those of the prompt, computed in chunks or not.
+        The status does not change. With ``log_probabilities_echo`` the first token's log probabilities begin
+        with those of the prompt.
         """
         return [
             (cast(int, one.next_token), one.log_probabilities) for one in self.outstanding_response().tokens
@@ -198,9 +198,9 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def prompt_log_probabilities(self) -> LogProbabilities | None:
-        """Log probabilities of prompt tokens that no completion token has taken along yet.
+        """Log probabilities of prompt tokens that were not returned with an output token yet.
 
-        There are some between two chunks, and for good where the very first token ends the output.
+        They exist between two chunks, and at the end if the first token ends the output.
         """
         return self._prompt_log_probabilities
 
@@ -208,16 +208,16 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def status(self) -> TextGenerationStatus:
-        """Whether it still generates."""
+        """The status of generation."""
         return self._status
 
     def update_status(self, status: TextGenerationStatus) -> None:
-        """Sets the status."""
+        """Set the status."""
         self._status = status
 
     @property
     def is_done(self) -> bool:
-        """True when it no longer generates."""
+        """True when generation has ended."""
         return self._status is not _ACTIVE
 
     @property
@@ -227,14 +227,14 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def is_ce(self) -> bool:
-        """Context encoding: more than one token is computed next."""
+        """Context encoding: whether the next step computes more than one token."""
         return self._active_idx - self._start_idx > 1
 
-    # What must not be sampled.
+    # Token rules.
 
     @property
     def min_tokens(self) -> int:
-        """The least number of tokens to generate."""
+        """Minimum number of tokens to generate."""
         return self.sampling_params.min_new_tokens
 
     def get_min_token_logit_mask(self, num_steps: int) -> list[npt.NDArray[np.int32]]:
@@ -261,7 +261,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def token_counts(self) -> TokenCounts:
-        """What penalties count: all generated tokens, and with a repetition penalty those of the prompt."""
+        """Token counts for penalties: generated tokens, and with a repetition penalty prompt tokens too."""
         counts: TokenCounts | None = self.__dict__.get("_token_counts")
         if counts is None or self._prompt_len + counts.end != self._end_idx:
             counted = self._prompt_len if self.sampling_params.repetition_penalty != 1 else 0
@@ -271,39 +271,39 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 
     @property
     def matcher(self) -> GrammarMatcher | None:
-        """The grammar's matcher, where it stands now."""
+        """The grammar's matcher in its current state."""
         # Not a field: a matcher is neither compared nor encoded.
         return self.__dict__.get("_matcher")
 
     def set_matcher(self, matcher: GrammarMatcher) -> None:
-        """Sets the grammar's matcher; every token from now on advances it."""
+        """Set the grammar's matcher. Each new token advances it."""
         self.__dict__["_matcher"] = matcher
 
     @property
     def draft_offset(self) -> int:
-        """How far a draft model lags behind."""
+        """Number of tokens that the draft model lags behind."""
         return self._draft_offset
 
     def set_draft_offset(self, idx: int) -> None:
-        """Says how far a draft model lags behind."""
+        """Set the number of tokens that the draft model lags behind."""
         self._draft_offset = idx
 
     # The slot in the KV cache.
 
     @property
     def cache_seq_id(self) -> int:
-        """The slot; ``ValueError`` without one."""
+        """The slot; raises ``ValueError`` without one."""
         if self._cache_seq_id is None:
             raise MissingValueError(f"{type(self).__name__} is not currently assigned to cache slot.")
         return self._cache_seq_id
 
     @property
     def is_assigned_to_cache(self) -> bool:
-        """Whether it has a slot."""
+        """Whether the context has a slot."""
         return self._cache_seq_id is not None
 
     def assign_to_cache(self, cache_seq_id: int) -> None:
-        """Gives it a slot; ``RuntimeError`` if it has one."""
+        """Set the slot; raises ``RuntimeError`` if it has one."""
         if self._cache_seq_id is not None:
             raise RuntimeError(
                 f"Context is already assigned to a cache slot: {self._cache_seq_id}, not {cache_seq_id}"
@@ -311,11 +311,11 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         self._cache_seq_id = cache_seq_id
 
     def unassign_from_cache(self) -> None:
-        """Takes the slot away, if it has one."""
+        """Remove the slot if it has one."""
         self._cache_seq_id = None
 
     def _take_plain_numbers(self) -> None:
-        """Numpy's scalars cannot be encoded for the worker; sets and lists of the caller stay unshared."""
+        """Convert numpy scalars, which cannot be encoded, and copy sets and lists of the caller."""
         self.max_length = plain(self.max_length)
         self.log_probabilities = plain(self.log_probabilities)
         self.log_probabilities_echo = plain(self.log_probabilities_echo)
@@ -324,7 +324,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         self.eos_token_ids = {plain(token_id) for token_id in self.eos_token_ids}
         self.eos_sequences = [[plain(one) for one in ids] for ids in self.eos_sequences if len(ids) > 0]
 
-    def _agree_on_grammar(self) -> None:
+    def _resolve_grammar(self) -> None:
         if self.json_schema is not None and self.grammar is None:
             self.grammar = Grammar("json_schema", self.json_schema)
         elif self.grammar is not None and self.grammar.kind == "json_schema":
@@ -334,7 +334,7 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         elif self.grammar is not None and self.json_schema is not None:
             raise InputError(f"json_schema and a grammar of kind {self.grammar.kind}: give one of them")
 
-    def _check_that_it_may_begin(self) -> None:
+    def _check_end_tokens(self) -> None:
         allowed = self.sampling_params.allowed_token_ids
         if self.min_tokens and allowed is not None and self.eos_token_ids.issuperset(allowed):
             raise InputError(
@@ -343,13 +343,13 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             )
 
     def _count(self, position: int, token: int) -> None:
-        """Keeps the counts up where somebody has asked for them; others pay nothing."""
+        """Update the token counts if they are in use."""
         counts: TokenCounts | None = self.__dict__.get("_token_counts")
         if counts is None:
             return
         if self._prompt_len + counts.end == position:
             counts.add(token)
-        else:  # tokens were taken back since
+        else:  # tokens were rolled back since
             del self.__dict__["_token_counts"]
 
     def _advance_matcher(self, token: int) -> None:
@@ -358,22 +358,22 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             raise AssertionError(f"the grammar does not accept token {token}, so its mask was not applied")
 
     def _ends_with(self, new_token: int) -> bool:
-        """Whether ``new_token``, the last one, ends the output."""
+        """Return whether ``new_token``, the last token, ends the output."""
         if new_token in self.eos_token_ids:
             return True
         if not self.eos_sequences:
             return False
         return any(
             sequence[-1] == new_token
-            and self._end_idx - len(sequence) >= self._prompt_len  # generated tokens alone
+            and self._end_idx - len(sequence) >= self._prompt_len  # only generated tokens
             and self.tokens[self._end_idx - len(sequence) : self._end_idx].tolist() == sequence
             for sequence in self.eos_sequences
         )
 
-    # Log probabilities: one row a position, the last for the token at active_idx.
+    # Log probabilities: one row per position, the last one for the token at active_idx.
 
     def _not_scored_yet(self, rows: LogProbabilities) -> LogProbabilities:
-        """``rows`` without those of an earlier pass: an evicted context that echoes is scored once more."""
+        """Return ``rows`` without rows of an earlier pass: preempted contexts that echo are scored again."""
         if not self.log_probabilities_echo:
             return rows
         scored, self._scored_idx = self._scored_idx, max(self._scored_idx, self._active_idx + 1)
@@ -394,13 +394,13 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
 class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=True):
     """A text request with an image.
 
-    ``pixel_values`` stay for good: a prompt in chunks and an evicted context need them again.
+    ``pixel_values`` are kept: chunked prompts and preempted contexts need them again.
     """
 
     pixel_values: tuple[npt.NDArray[Any], ...] = ()
-    """The image, as the model's processor made it."""
+    """The image as returned by the model's processor."""
     extra_model_args: dict[str, npt.NDArray[Any]] = msgspec.field(default_factory=dict)
-    """What else the processor made."""
+    """Other outputs of the processor."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -411,10 +411,10 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
 
 
 class MissingValueError(ValueError, AttributeError):
-    """A property has no value now.
+    """A property has no value.
 
-    Also an ``AttributeError``: on Python 3.11 ``isinstance(context, InputContext)`` reads each property and
-    lets any other error pass on to the caller.
+    It is also an ``AttributeError``: on Python 3.11 ``isinstance(context, InputContext)`` reads each property
+    and propagates all other exceptions.
     """
 
 

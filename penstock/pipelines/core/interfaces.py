@@ -1,4 +1,4 @@
-"""What the parts of a pipeline promise each other."""
+"""Protocols between pipelines, contexts, tokenizers and the scheduler."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ if TYPE_CHECKING:
 
 
 class GrammarMatcher(Protocol):
-    """What advances through a grammar token by token; `xgrammar.GrammarMatcher` is one, too."""
+    """Advances through a grammar token by token. `xgrammar.GrammarMatcher` implements it too."""
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """The tokens that end an output. They are never matched as text."""
+        """Tokens that end the output. They are never matched as text."""
 
     def accept_token(self, token: int, /) -> bool:
-        """Advances by a token; False, and nothing changes, where the grammar does not allow it.
+        """Advance by a token. Return False, without a change, if the grammar does not allow it.
 
         Raises:
             InputError: the grammar exceeds a limit.
         """
 
     def rollback(self, num_tokens: int, /) -> None:
-        """Takes the last tokens back, one that ended the output among them."""
+        """Revert the last tokens, including one that ended the output."""
 
     def reset(self) -> None:
-        """Goes back to the beginning."""
+        """Return to the initial state."""
 
     def is_terminated(self) -> bool:
-        """Whether a token has ended the output."""
+        """Return whether a token has ended the output."""
 
     def is_completed(self) -> bool:
-        """Whether the output may end here, or has ended."""
+        """Return whether the output may end here or has ended."""
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0, /) -> object:
-        """Writes a row of ``bitmask``, ``[R, ceil(V / 32)]`` int32: the tokens that may come next."""
+        """Write the allowed next tokens to a row of ``bitmask``, ``[R, ceil(V / 32)]`` int32."""
 
     def find_jump_forward_string(self) -> str:
-        """The text that must come next; empty where there is a choice.
+        """Return the text that must come next; empty if there is a choice.
 
         Raises:
-            UnicodeDecodeError: the bytes that must come next are no whole characters.
+            UnicodeDecodeError: the forced bytes are not whole characters.
         """
 
 
 @runtime_checkable
 class InputContext(Protocol):
-    """A request on its way through the model: its tokens, how far they are computed, how it wants to go on.
+    """A request: its tokens, the indices of computed tokens, and its parameters.
 
     The tokens and the indices into them are drawn in ``penstock/pipelines/core/tokens.py``::
 
@@ -65,10 +65,10 @@ class InputContext(Protocol):
         0               start_idx              active_idx                  end_idx   N * CHUNK_SIZE
     """
 
-    # Who asks, and for what.
+    # Identity and parameters.
     @property
     def request_id(self) -> str:
-        """Everything outside the context knows it by this id."""
+        """Identifies the context in all other components."""
 
     @property
     def adapter(self) -> str | None:
@@ -80,7 +80,7 @@ class InputContext(Protocol):
 
     @property
     def token_hash_overrides(self) -> dict[int, int]:
-        """Token index to the id that stands for it in block hashes: what tells equal image tokens apart."""
+        """Token index to the id that replaces it in block hashes, to distinguish equal image tokens."""
 
     @property
     def priority(self) -> int:
@@ -88,7 +88,7 @@ class InputContext(Protocol):
 
     @property
     def client_id(self) -> str:
-        """Whose request it is: an opaque id. Clients share the batch evenly, within a priority."""
+        """Client of the request, an opaque id. Clients share the batch evenly, within a priority."""
 
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache; the KV cache writes it."""
@@ -99,11 +99,11 @@ class InputContext(Protocol):
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens that prompt and output may have together."""
+        """Maximum number of tokens of prompt and output together."""
 
     @property
     def min_tokens(self) -> int:
-        """The least number of tokens to generate."""
+        """Minimum number of tokens to generate."""
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -115,28 +115,28 @@ class InputContext(Protocol):
 
     @property
     def log_probabilities_echo(self) -> bool:
-        """Whether the prompt's tokens are reported too."""
+        """Whether log probabilities of the prompt are reported too."""
 
     # The tokens and the indices into them.
     @property
     def tokens(self) -> npt.NDArray[Any]:
-        """The whole array, room for tokens to come included."""
+        """The whole array, including unused capacity."""
 
     @property
     def start_idx(self) -> int:
-        """Where the tokens to compute next begin."""
+        """Start of the tokens to compute next."""
 
     @property
     def active_idx(self) -> int:
-        """Where the tokens to compute next end."""
+        """End of the tokens to compute next."""
 
     @property
     def end_idx(self) -> int:
-        """Where the tokens end."""
+        """Number of all tokens."""
 
     @property
     def committed_idx(self) -> int:
-        """Up to where cache blocks are final."""
+        """Number of leading tokens whose cache blocks are final."""
 
     @property
     def active_length(self) -> int:
@@ -169,24 +169,24 @@ class InputContext(Protocol):
         end_idx: int | None = None,
         committed_idx: int | None = None,
     ) -> None:
-        """Sets the indices that are given and leaves the tokens alone."""
+        """Set the given indices. Tokens do not change."""
 
     def bump_token_indices(
         self, start_idx: int = 0, active_idx: int = 0, end_idx: int = 0, committed_idx: int = 0
     ) -> None:
-        """Moves the indices by the given differences and leaves the tokens alone."""
+        """Move the indices by the given differences. Tokens do not change."""
 
     def compute_num_available_steps(self, max_seq_len: int) -> int:
-        """How many single-token steps fit until ``max_seq_len`` tokens are computed; can be 0 or less."""
+        """Return how many single-token steps fit into ``max_seq_len``; may be 0 or less."""
 
-    # How it goes on.
+    # Progress.
     @property
     def status(self) -> TextGenerationStatus:
-        """Whether it still generates."""
+        """The status of generation."""
 
     @property
     def is_done(self) -> bool:
-        """True when it does not."""
+        """True when generation has ended."""
 
     @property
     def is_initial_prompt(self) -> bool:
@@ -194,46 +194,46 @@ class InputContext(Protocol):
 
     @property
     def is_ce(self) -> bool:
-        """Context encoding: more than one token is computed next."""
+        """Context encoding: whether the next step computes more than one token."""
 
     def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
-        """Takes the token that a step sampled; after a chunk it moves to the next chunk instead."""
+        """Append a sampled token; after a chunk of a prompt, move to the next chunk instead."""
 
     def jump_ahead(self, new_token: int) -> None:
-        """Takes a token that was not sampled but is the only one possible, to be computed next."""
+        """Append a token that the grammar forces. The next step computes it."""
 
     def rollback(self, idx: int) -> None:
-        """Removes the last ``idx`` tokens."""
+        """Remove the last ``idx`` tokens."""
 
     def reset(self) -> None:
-        """Makes all tokens, generated ones too, a prompt to compute anew: the context was evicted."""
+        """Turn all tokens, including generated ones, into a prompt to compute again, after preemption."""
 
     def update_status(self, status: TextGenerationStatus) -> None:
-        """Sets the status."""
+        """Set the status."""
 
     def outstanding_completion_tokens(self) -> list[tuple[int, LogProbabilities | None]]:
-        """The tokens for the user that were not handed out yet; the next call gives only later ones."""
+        """Return the output tokens that were not returned before."""
 
     def get_min_token_logit_mask(self, num_steps: int) -> list[npt.NDArray[np.int32]]:
-        """For each of the next steps, ``[n, 2]``: (0, token id) of what must not be sampled in it yet."""
+        """Return for each of the next steps the tokens not to sample: ``[n, 2]`` rows (0, token id)."""
 
     def set_draft_offset(self, idx: int) -> None:
-        """Says how far a draft model lags behind."""
+        """Set the number of tokens that the draft model lags behind."""
 
-    # Its slot in the KV cache, and its grammar.
+    # Slot in the KV cache, and grammar.
     @property
     def cache_seq_id(self) -> int:
-        """The slot; ``ValueError`` without one."""
+        """The slot; raises ``ValueError`` without one."""
 
     @property
     def is_assigned_to_cache(self) -> bool:
-        """Whether it has a slot."""
+        """Whether the context has a slot."""
 
     def assign_to_cache(self, cache_seq_id: int) -> None:
-        """Gives it a slot; ``RuntimeError`` if it has one."""
+        """Set the slot; raises ``RuntimeError`` if it has one."""
 
     def unassign_from_cache(self) -> None:
-        """Takes the slot away, if it has one."""
+        """Remove the slot if it has one."""
 
     @property
     def json_schema(self) -> str | None:
@@ -241,22 +241,22 @@ class InputContext(Protocol):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the output must look like."""
+        """The grammar of the output."""
 
     @property
     def matcher(self) -> GrammarMatcher | None:
-        """The grammar's matcher, where it stands now."""
+        """The grammar's matcher in its current state."""
 
     def set_matcher(self, matcher: GrammarMatcher) -> None:
-        """Sets the grammar's matcher."""
+        """Set the grammar's matcher."""
 
 
 class PipelineOutput(Protocol):
-    """What every pipeline gives for each context."""
+    """The output of a pipeline for one context."""
 
     @property
     def is_done(self) -> bool:
-        """True when nothing more will come for this context."""
+        """True when this context has no further output."""
 
 
 Context = TypeVar("Context", bound=InputContext)
@@ -265,28 +265,28 @@ Output = TypeVar("Output", bound=PipelineOutput)
 
 
 class Pipeline(Protocol[AcceptedContext, Output]):
-    """The one protocol of every task: what the scheduler drives."""
+    """The protocol of the pipelines of all tasks, used by the scheduler."""
 
     @property
     def kv(self) -> Any:
-        """A ``penstock.kv_cache.interface.KVCache``; ``NullKVCache`` where there is no cache."""
+        """A ``penstock.kv_cache.interface.KVCache``; ``NullKVCache`` for a pipeline without a cache."""
 
     def execute(self, batch: Mapping[str, AcceptedContext], num_steps: int = 1) -> dict[str, Output]:
-        """Computes up to ``num_steps`` steps of each context of ``batch`` (by request id).
+        """Run up to ``num_steps`` steps of each context of ``batch`` (by request id).
 
-        Claims and reserves what is not yet claimed and reserved. A context stays unchanged where it raises.
-        One that cannot be served while the others can is missing from the result, and is in `failures`.
+        Claims contexts and reserves blocks, unless the batch is a `ReservedBatch`. If it raises, contexts are
+        unchanged. A context that fails while others succeed is not in the result but in `failures`.
         """
 
     @property
     def failures(self) -> dict[str, PenstockError]:
-        """Why contexts of the last `execute` (by request id) have no output: each ends with its error.
+        """Errors of contexts (by request id) that ended in the last `execute` without an output.
 
-        Whoever calls `execute` empties it afterwards, and releases those contexts.
+        The caller of `execute` clears it and releases those contexts.
         """
 
     def release(self, context: AcceptedContext) -> None:
-        """Gives back what the pipeline holds for ``context``; before ``context.reset()``, too."""
+        """Free the resources of a context. Also called before ``context.reset()``."""
 
 
 @runtime_checkable
@@ -294,13 +294,13 @@ class TokenGenerator(Protocol[Context]):
     """A pipeline that generates tokens."""
 
     def next_token(self, batch: dict[str, Context], num_steps: int) -> list[dict[str, TextResponse]]:
-        """Computes the next ``num_steps`` tokens of each context (by request id).
+        """Compute the next ``num_steps`` tokens of each context (by request id).
 
-        One dictionary a step; a request that is missing in one was done before.
+        Returns one dictionary per step, without requests that were done before.
         """
 
     def release(self, context: Context) -> None:
-        """Gives back what is held for a finished context."""
+        """Free the resources of a finished context."""
 
 
 @runtime_checkable
@@ -308,7 +308,7 @@ class EmbeddingsGenerator(Protocol[Context]):
     """A pipeline that computes embeddings."""
 
     def encode(self, batch: dict[str, Context]) -> dict[str, Any]:
-        """Computes the embeddings of each context (by request id)."""
+        """Compute the embeddings of each context (by request id)."""
 
 
 @runtime_checkable
@@ -316,15 +316,15 @@ class AudioGenerator(Protocol[Context]):
     """A pipeline that generates audio."""
 
     def next_chunk(self, batch: dict[str, Context], num_tokens: int) -> dict[str, AudioGenerationResponse]:
-        """Generates ``num_tokens`` speech tokens for each context (by request id), which keeps them; the
-        response has the audio that is new."""
+        """Generate ``num_tokens`` speech tokens for each context (by request id), which stores them. The
+        response contains the new audio."""
 
     def release(self, context: Context) -> None:
-        """Gives back what is held for a finished context."""
+        """Free the resources of a finished context."""
 
     @property
     def decoder_sample_rate(self) -> int:
-        """Samples a second."""
+        """Samples per second."""
 
 
 TokenizerContext = TypeVar("TokenizerContext")
@@ -345,10 +345,10 @@ class PipelineTokenizer(Protocol[TokenizerContext, TokenizerEncoded, TokenizerRe
         """Whether text parts are ``{"type": "text", "content": ...}`` rather than ``"text": ...``."""
 
     async def new_context(self, request: TokenizerRequest) -> TokenizerContext:
-        """Makes the context of a request; ``InputError`` where it cannot be served."""
+        """Build the context of a request; raises ``InputError`` if it cannot be served."""
 
     async def encode(self, prompt: str, add_special_tokens: bool) -> TokenizerEncoded:
-        """Text to tokens; ``ValueError`` above the maximum length."""
+        """Return the tokens of a text; raises ``ValueError`` above the maximum length."""
 
     async def decode(self, context: TokenizerContext, encoded: TokenizerEncoded, **kwargs: Any) -> str:
-        """Tokens to text."""
+        """Return the text of tokens."""

@@ -1,4 +1,4 @@
-"""Random numbers as a function of (seed, position) alone: no generator is kept anywhere."""
+"""Random numbers as a function of seed and position. No generator has state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pipelines give back. Each response knows whether its request is done (``is_done``)."""
+"""Responses of pipelines. ``is_done`` tells whether the request has ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LogProbabilities(msgspec.Struct):
     """The most probable tokens at each position, the best first, id to log probability."""
 
     def cut(self, top_n: int, tokens: Sequence[int]) -> LogProbabilities:
-        """The same with the ``top_n`` best of each position alone, and of course the token that stands there.
+        """Return a copy with the ``top_n`` best tokens of each position and the token at that position.
 
         Args:
             top_n: at most as many as were asked for; 0 leaves ``tokens``.
@@ -60,11 +60,11 @@ class TextGenerationResponse(msgspec.Struct):
     final_status: TextGenerationStatus
 
     def append_token(self, token: TextResponse) -> None:
-        """Adds ``token`` at the end."""
+        """Append ``token``."""
         self.tokens.append(token)
 
     def update_status(self, status: TextGenerationStatus) -> None:
-        """Sets ``final_status``."""
+        """Set ``final_status``."""
         self.final_status = status
 
     @property
@@ -136,7 +136,7 @@ class AudioGenerationResponse(msgspec.Struct):
 
     @property
     def audio_data(self) -> npt.NDArray[Any]:
-        """The audio; ``AssertionError`` where there is none (``has_audio_data``)."""
+        """The audio; raises ``AssertionError`` without audio (``has_audio_data``)."""
         if self.audio is None:
             raise AssertionError("this response has no audio: ask has_audio_data first")
         return self.audio

@@ -45,7 +45,7 @@ class TTSContext(TextContext, tag=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._speech_tokens = np.array(self._speech_tokens)  # writable and nobody else's
+        self._speech_tokens = np.array(self._speech_tokens)  # a writable copy
 
     @property
     def speech_tokens(self) -> npt.NDArray[Any]:
@@ -90,7 +90,7 @@ class TTSContext(TextContext, tag=True, omit_defaults=True):
             audio_chunk_size: at most this many tokens to decode; None takes all.
             buffer: put up to this many decoded tokens in front, as the decoder's context.
 
-        ``decoded_index`` stays: whoever has decoded the tokens moves it with :meth:`set_decoded_index`.
+        ``decoded_index`` does not change: the caller moves it with :meth:`set_decoded_index` after decoding.
         """
         decoded, end = self._decoded_index, self._speech_token_end_idx
         context_size = min(buffer or 0, decoded)

@@ -1,4 +1,4 @@
-"""How far a request has come, and which task a pipeline serves."""
+"""The status of a request, and the task of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TextGenerationStatus(str, Enum):
     MAXIMUM_LENGTH = "maximum_length"
     """Prompt and output together reached the maximum length; the last token is part of the output."""
     CANCELLED = "cancelled"
-    """Whoever asked no longer wants the answer."""
+    """The request was cancelled."""
 
     @property
     def is_done(self) -> bool:

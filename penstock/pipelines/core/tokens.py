@@ -1,4 +1,4 @@
-"""The token array of a context and the indices into it: their only writer.
+"""`TokenBuffer`: the token array of a context and the indices into it. It is their only writer.
 
     array   | prompt ............. | generated ..... | zeros ........................ |
             0                prompt_len             end              a multiple of CHUNK_SIZE
@@ -8,12 +8,12 @@
     [0, start)        completed: computed, their keys and values are in the cache
     [start, active)   next_tokens: what the next step computes
     [active, end)     the rest of a prompt that is computed in chunks; else empty
-    [end, capacity)   room for tokens to come
+    [end, capacity)   unused
 
-    [completion_start, completion_end)   generated for the user and not handed out yet
+    [completion_start, completion_end)   generated output that was not returned yet
 
 ``committed`` counts the leading tokens whose cache blocks are final. A prompt is computed in chunks by
-setting ``active`` below ``end``; whoever finishes a chunk calls ``update``, which moves the window on.
+setting ``active`` below ``end``. ``update`` moves the window after each chunk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     tokens: npt.NDArray[Any]
-    """The whole array, room for tokens to come included; ``all_tokens`` is the part that is in use."""
+    """The whole array, including unused capacity; ``all_tokens`` is the used part."""
 
     _start_idx: int = 0
     _active_idx: int = -1
@@ -52,27 +52,27 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self._end_idx < 0:
             self._set_up()
         else:
-            self.tokens = np.array(self.tokens)  # writable and nobody else's
+            self.tokens = np.array(self.tokens)  # a writable copy
         self._check_indices(self._start_idx, self._active_idx, self._end_idx, self._committed_idx)
 
     @property
     def start_idx(self) -> int:
-        """Where the tokens to compute next begin; all before are in the cache."""
+        """Start of the tokens to compute next. All earlier tokens are in the cache."""
         return self._start_idx
 
     @property
     def active_idx(self) -> int:
-        """Where the tokens to compute next end."""
+        """End of the tokens to compute next."""
         return self._active_idx
 
     @property
     def end_idx(self) -> int:
-        """Where the tokens end."""
+        """Number of all tokens."""
         return self._end_idx
 
     @property
     def committed_idx(self) -> int:
-        """Up to where cache blocks are final."""
+        """Number of leading tokens whose cache blocks are final."""
         return self._committed_idx
 
     @property
@@ -112,8 +112,8 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         end_idx: int | None = None,
         committed_idx: int | None = None,
     ) -> None:
-        """Sets the indices that are given and leaves the tokens alone; ``ValueError``, and nothing set, where
-        they would not be ordered ``0 <= start < active <= end <= capacity``."""
+        """Set the given indices. Tokens do not change. Raises ``ValueError``, without a change, unless
+        ``0 <= start < active <= end <= capacity``."""
         start = self._start_idx if start_idx is None else start_idx
         active = self._active_idx if active_idx is None else active_idx
         end = self._end_idx if end_idx is None else end_idx
@@ -125,7 +125,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
     def bump_token_indices(
         self, start_idx: int = 0, active_idx: int = 0, end_idx: int = 0, committed_idx: int = 0
     ) -> None:
-        """Moves the indices by the given differences; checked like :meth:`set_token_indices`."""
+        """Move the indices by the given differences; checked like :meth:`set_token_indices`."""
         self.set_token_indices(
             self._start_idx + start_idx,
             self._active_idx + active_idx,
@@ -134,15 +134,14 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         )
 
     def compute_num_available_steps(self, max_seq_len: int) -> int:
-        """How many single-token steps fit until ``max_seq_len`` tokens are computed; can be 0 or less."""
+        """Return how many single-token steps fit into ``max_seq_len``; may be 0 or less."""
         return max_seq_len - (self._end_idx - self._active_idx + self._start_idx)
 
     def rollback(self, idx: int) -> None:
-        """Removes the last ``idx`` tokens before ``active_idx``, and the rest of a chunked prompt after it.
+        """Remove the last ``idx`` tokens before ``active_idx``, and the rest of a chunked prompt after it.
 
-        The last token that remains is to be computed next, even if it was computed already. ``ValueError``,
-        and nothing removed, where no token would remain. What was handed out is not handed out again when
-        it is regrown.
+        The last remaining token is computed next, even if it was computed before. Raises ``ValueError``,
+        without a change, if no token would remain. Tokens that were already returned are not returned again.
         """
         if idx < 0:
             raise ValueError(f"cannot roll back {idx} tokens: the number must be at least 0")
@@ -160,7 +159,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         self._completion_end_idx = min(self._completion_end_idx, end)
 
     def __eq__(self, other: object) -> bool:
-        """Equal in type and in every field by value, arrays included; spare room does not count."""
+        """Compare types and all fields by value, including arrays; unused capacity is ignored."""
         if type(other) is not type(self):
             return NotImplemented
         return np.array_equal(self.all_tokens, other.all_tokens) and all(
@@ -184,19 +183,19 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
                 setattr(self, name, tokens.size)
 
     def _append(self, token: int) -> int:
-        """Writes ``token`` behind the last one and takes it into the window; returns its position."""
+        """Append ``token``, extend the window to it and return its position."""
         position = self._end_idx
         if position >= self.tokens.size:
-            chunks = max(1, position // CHUNK_SIZE // 8)  # of long sequences an eighth: O(1) a token
+            chunks = max(1, position // CHUNK_SIZE // 8)  # an eighth of long sequences: amortised O(1)
             self.tokens = _padded(self.tokens, self.tokens.size + chunks * CHUNK_SIZE)
         self.tokens[position] = token
         self._active_idx = self._end_idx = position + 1
         return position
 
     def _show(self, position: int) -> None:
-        """Puts the token at ``position``, the last one, among those to hand out."""
+        """Add the last token, at ``position``, to the output."""
         if self._completion_start_idx == self._completion_end_idx:
-            self._completion_start_idx = position  # passes over a token that was hidden
+            self._completion_start_idx = position  # skips a token that is not part of the output
         self._completion_end_idx = position + 1
 
     def _check_indices(self, start: int, active: int, end: int, committed: int) -> None:
