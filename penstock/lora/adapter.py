@@ -172,7 +172,7 @@ def _check_copies(
         layer = own.removesuffix(".weight")
         if own in base:
             expected = base.tensor(own, base.shape(own))
-        elif layer in layers:  # a tied head, which has no tensor of its own
+        elif layer in layers:  # a tied head has no tensor
             expected = _unpacked(layers, layer)
         else:
             raise WeightsError(folder, f"{name} is neither part of an adapter nor a tensor of the model")

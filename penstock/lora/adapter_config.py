@@ -45,7 +45,7 @@ _WITHOUT_EFFECT = {
     "fan_in_fan_out",  # how the base's weight lies in memory
     "inference_mode",
     "loftq_config",
-    "lora_dropout",  # in training alone
+    "lora_dropout",  # used only in training
     "lora_ga_config",
     "megatron_core",
     "peft_version",

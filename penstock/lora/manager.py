@@ -69,7 +69,7 @@ class LoRAManager:
         self._loaded: dict[str, Adapter] = {}
         self._slots = AdapterSlots(config.max_loras, config.max_lora_rank, layers, dtype, device)
         self._uses: dict[str, _Use] = {}  # by request id
-        self._running: Counter[bytes] = Counter()  # digest -> requests that were let in with it
+        self._running: Counter[bytes] = Counter()  # digest -> admitted requests that use it
         for name, path in config.adapters:
             self.load(name, path)
 
@@ -188,7 +188,7 @@ class LoRAManager:
         adapter = self._loaded.get(context.adapter)
         if adapter is None:
             raise UnknownModelError(context.adapter, [*self._model_names, *self._loaded])
-        if use is not None:  # another request of the same id, which nobody has released
+        if use is not None:  # another request of the same id that was not released
             self.release(use.context)
         use = self._uses[context.request_id] = _Use(context, adapter)
         return use

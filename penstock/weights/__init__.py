@@ -1,4 +1,4 @@
-"""Checkpoints: where they are (`hub`), what their files hold (`safetensors`), their tensors (`loading`)."""
+"""Checkpoints: location (`hub`), headers (`safetensors`), formats (`formats`) and tensors (`tensors`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["Weights"]
 
 
-if not TYPE_CHECKING:  # who checks types is to notice names that are not there
+if not TYPE_CHECKING:  # type checkers must notice unknown names
 
     def __getattr__(name: str) -> object:
         # Reading a header or finding a checkpoint needs no torch; `Weights` does.

@@ -105,7 +105,7 @@ class StoredTensor:
 
 
 class GGUFFile:
-    """A GGUF file, or a model split over several, of which the first is given.
+    """A GGUF file, or the first file of a model that is split over several.
 
     Arrays are walked over when the file is opened, and read only when one is asked for: vocabularies have
     hundreds of thousands of entries.
@@ -118,7 +118,7 @@ class GGUFFile:
         self.path = path
         self._header = _read_header(path)
         self.metadata: Mapping[str, Any] = self._header.metadata
-        """Key -> value; arrays are to be had from `array`."""
+        """Key -> value. `array` returns arrays."""
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -139,7 +139,7 @@ class GGUFFile:
         return tensors
 
     def array(self, key: str) -> list[Any]:
-        """The array under ``key``, empty where there is none.
+        """Return the array under ``key``, empty if the file has none.
 
         Raises:
             WeightsError: what stands there is no array, or holds text that is not UTF-8.
@@ -150,7 +150,7 @@ class GGUFFile:
         return self._header.read_array(value)
 
     def floats(self, name: str) -> list[float] | None:
-        """The numbers of a small F32 tensor, None where there is none of this name.
+        """Return the numbers of a small F32 tensor, or None if the file has no tensor of this name.
 
         Raises:
             WeightsError: it is of another type, or large.

@@ -71,12 +71,12 @@ class _Keys:
         self._asked: set[str] = set()
 
     def get(self, key: str) -> Any:
-        """What stands under a key, None where there is none."""
+        """Return the value of a key, or None if the file has none."""
         self._asked.add(key)
         return self.file.metadata.get(self._prefix + key)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1; an error without a default where there is none."""
+        """Return a whole number of at least 1. Without a default, a missing key is an error."""
         value = self.get(key) if self.get(key) is not None else default
         if value is None:
             raise self.missing(key)
@@ -85,7 +85,7 @@ class _Keys:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0; an error without a default where there is none."""
+        """Return a number above 0. Without a default, a missing key is an error."""
         value = self.get(key) if self.get(key) is not None else default
         if value is None:
             raise self.missing(key)
@@ -94,7 +94,7 @@ class _Keys:
         return value
 
     def window(self) -> int | None:
-        """The size of the sliding window, None where there is none; 0 is none, too."""
+        """Return the size of the sliding window, or None if it is missing or 0."""
         return self.count("attention.sliding_window") if self.get("attention.sliding_window") else None
 
     def has(self, tensor: str) -> bool:
@@ -121,7 +121,7 @@ class _Keys:
         return WeightsError(self.file.path, f"{self._prefix}{key} {problem}, was {self.get(key)!r}")
 
     def unread(self) -> list[str]:
-        """The family's keys that nobody has asked for, but those known to change nothing."""
+        """Return the family's keys that were not read, except those known to have no effect."""
         keys = (key for key in self.file.metadata if key.startswith(self._prefix))
         known = self._asked | _WITHOUT_EFFECT
         return sorted(key for key in keys if key.removeprefix(self._prefix) not in known)
@@ -168,7 +168,7 @@ _WITHOUT_EFFECT = {
 
 
 def _decoder(keys: _Keys, *, partial_rotary: bool = False) -> dict[str, Any]:
-    """What all families but GPT-2 spell alike.
+    """Return the values whose keys all families except GPT-2 share.
 
     Args:
         keys: the file's keys.
@@ -341,7 +341,7 @@ def _gemma3(keys: _Keys) -> dict[str, Any]:
 
 def _gemma(keys: _Keys, layers_of_27b: int) -> dict[str, Any]:
     config = _decoder(keys)
-    # The 27B models alone scale scores by another size than that of a head; no key says so.
+    # Only the 27B models scale scores by a size other than that of a head; no key tells it.
     scalar: float = keys.head_dim
     if keys.count("block_count") == layers_of_27b:
         scalar = keys.count("embedding_length") // keys.count("attention.head_count")

@@ -119,7 +119,7 @@ _FAMILIES = {
 _WITHOUT_WEIGHTS = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd.*"
 )
-"""What the configuration tells of, or nobody needs: frequencies of the rotary embedding."""
+"""Tensors that are not needed: the configuration gives the frequencies of the rotary embedding."""
 
 
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:

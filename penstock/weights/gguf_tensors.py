@@ -1,7 +1,7 @@
 """The tensors of GGUF files as torch has them.
 
-Numbers come as floats, which the model then packs in its own encoding. Those of Q4_0 can also be had as the
-integers and scales that they are (`gguf_rows`), for an encoding with the same groups.
+Numbers are read as floats, which the loader packs in the encoding of the model. Q4_0 blocks can also be read
+as integer rows and scales (`gguf_rows`), for an encoding with the same groups.
 """
 
 from __future__ import annotations

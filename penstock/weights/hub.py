@@ -157,7 +157,7 @@ def _download(model_id: str, revision: str, gguf_file: str | None) -> Path:
 
 
 def _snapshot(model_id: str, revision: str, wanted: list[str]) -> Path:
-    """The folder of the files wanted, of which those that are not there yet are downloaded."""
+    """Return the folder of the requested files; download those that are missing."""
     from huggingface_hub import snapshot_download
 
     try:

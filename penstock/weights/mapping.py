@@ -54,15 +54,14 @@ def read_in_huge_pages(file: Path) -> None:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     content = map_in_huge_pages(file)
-    content[:: mmap.PAGESIZE].max()  # a look at each page
+    content[:: mmap.PAGESIZE].max()  # reads each page
 
 
 def drop_pages(tensor: Tensor) -> None:
-    """Takes the whole pages of a contiguous tensor that is mapped from a file, and was never written to, out
-    of this process; a look at them brings them back, from the system's cache of the file or the file itself.
+    """Drop the whole pages of a contiguous, unmodified tensor that is mapped from a file.
 
-    Without this a model that is packed as it is read takes twice its memory until the file is closed, in the
-    eyes of whoever limits a process by the pages it holds.
+    An access reads them again, from the page cache or from the file. Without this, a model that is packed
+    while it is read counts twice in the resident memory of the process until the file is closed.
     """
     page = mmap.PAGESIZE
     begin = -(-tensor.data_ptr() // page) * page
@@ -87,7 +86,7 @@ def _is_of_a_file(begin: int, end: int) -> bool:
 
 @cache
 def _madvise() -> ctypes._NamedFuncPointer | None:
-    """The C library's function; None where there is none of that meaning, as on Windows."""
+    """Return the C library's ``madvise``, or None if the system has none, such as Windows."""
     if not hasattr(mmap, "MADV_DONTNEED"):
         return None
     return ctypes.CDLL(None).madvise

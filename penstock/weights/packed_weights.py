@@ -1,9 +1,9 @@
-"""Packed weights in a file: a load that finds them maps what the kernels read, and packs nothing.
+"""Files of packed weights: a load maps what the kernels read, and packs nothing.
 
-``penstock warm-cache --pack`` writes such a file. It is a safetensors file
-(https://huggingface.co/docs/safetensors) of the layers in the order of their load, whose metadata says what
-they were made of: as soon as the checkpoint, the encoding or Penstock is another one, it counts for nothing.
-The system keeps its pages as it does those of the checkpoint, for all processes together.
+``penstock warm-cache --pack`` writes the file. It is a safetensors file
+(https://huggingface.co/docs/safetensors) of the layers in load order. Its metadata names the checkpoint, the
+encoding and the version of Penstock; if one of them differs, the file is not used. All processes share its
+pages in the page cache.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What a file says of a layer."""
+    """The description of a layer in the file."""
 
     encoding: str
     shape: tuple[int, int]  # [out, in]
     slices: tuple[LinearSlice, ...]
-    tensors: tuple[str, ...]  # what `PackedLinear` calls them
+    tensors: tuple[str, ...]  # names in `PackedLinear.tensors`
 
     @classmethod
     def of(cls, packed: PackedLinear) -> _Layer:
@@ -92,11 +92,11 @@ class _Layer:
 
 
 class PackedLayerReader:
-    """Hands out layers that were packed before, in the order of their load.
+    """Returns layers that were packed before, in load order.
 
     Args:
-        layers: what there is.
-        tensors: by place and name: ``3.panels``.
+        layers: descriptions of the layers.
+        tensors: tensors by index and name, such as ``3.panels``.
         layout: their memory layout.
     """
 
@@ -130,7 +130,7 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
         for place, layer in enumerate(packed)
         for name, tensor in layer.tensors.items()
     ]
-    named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # what would leave a gap comes last
+    named.sort(key=lambda item: item[1].nbytes % _ALIGNMENT != 0)  # tensors that would leave a gap come last
     layers = [_Layer.of(layer).fields() for layer in packed]
     header: dict[str, Any] = {
         "__metadata__": {"made_of": _made_of(key, layout), "layers": json.dumps(layers)}
@@ -160,10 +160,10 @@ def write_packed(key: PackedKey, packed: Sequence[PackedLinear]) -> Path:
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """The header, and where the tensors begin.
+    """Return the header and the offset of the tensors.
 
     Raises:
-        WeightsError: the file is damaged: tensors do not lie in it, or do not fill their shapes.
+        WeightsError: the file is damaged: tensors lie outside it or do not match their shapes.
     """
     read_header(file)
     with file.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""What safetensors files hold, from their headers alone: no torch, no tensor is read.
+"""Headers of safetensors files. Loads no torch and reads no tensor.
 
 A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, byte range) and the
 tensors' bytes (https://huggingface.co/docs/safetensors).
@@ -83,7 +83,7 @@ def read_checkpoint_headers(path: Path) -> dict[str, TensorHeader]:
     """
     headers = _read_files(path)
     names = plain_names(headers)
-    if len(set(names.values())) < len(names):  # rather two names than a tensor that nobody sees
+    if len(set(names.values())) < len(names):  # keep the stored names, so that no tensor is lost
         return headers
     return {names[name]: header for name, header in headers.items()}
 

@@ -1,7 +1,7 @@
 """int8: weights as 8-bit integers with a float32 scale per output.
 
 ``weight`` is int8 ``[out, in]``. ``scales`` is float32 ``[out]``: the largest magnitude of a row / 127.
-The product quantizes each row of the activations with a scale of its own. Some activations of trained models
+The product quantizes each row of the activations separately. Some activations of trained models
 are much larger than the others (Dettmers et al. 2022, arXiv:2208.07339). They become integers of more than 8
 bits, see `penstock.kernels.quantized.quantize_activations`.
 """
