@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import uuid4
 
 import numpy as np
@@ -23,13 +23,13 @@ from penstock.pipelines.core import (
     PipelineTask,
     PoolingType,
 )
+from penstock.text.scoring import best_label, ranking, similarity
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
     from penstock.llm.batch_runner import BatchRunner
     from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 
-_Array: TypeAlias = npt.NDArray[Any]
 EmbeddingsInput: TypeAlias = str | Sequence[int]
 """A text, or its token ids including special tokens."""
 
@@ -233,11 +233,9 @@ class EmbeddingsMethods:
         Raises:
             InputError: an input cannot be served, or ``top_n`` is below 1.
         """
-        if top_n is not None and top_n < 1:
-            raise InputError(f"top_n must be at least 1, was {top_n}")
+        ranking(np.zeros(0), top_n)  # refuses an invalid top_n before the scores are computed
         scores = self.score(query, documents, use_tqdm, truncate=truncate, activation=activation)
-        order = np.argsort(-scores, kind="stable")[:top_n]
-        return [RerankResult(int(i), float(scores[i]), documents[i]) for i in order]
+        return [RerankResult(i, float(scores[i]), documents[i]) for i in ranking(scores, top_n)]
 
     def classify(
         self,
@@ -262,13 +260,9 @@ class EmbeddingsMethods:
         responses = self.encode(
             inputs, use_tqdm, outputs=("scores",), truncate=truncate, activation=activation
         )
-        labels = label_names(self.config.model.huggingface_config)
-        results = []
-        for response in responses:
-            assert response.scores is not None
-            best = int(response.scores.argmax())
-            results.append(Classification(labels.get(best, f"LABEL_{best}"), response.scores))
-        return results
+        config = self.config.model.huggingface_config
+        scores = [response.scores for response in responses if response.scores is not None]
+        return [Classification(best_label(config, one), one) for one in scores]
 
     def _similarities(
         self, queries: Sequence[str], texts: Sequence[str], use_tqdm: bool, truncate: bool
@@ -326,39 +320,8 @@ class EmbeddingsMethods:
         return context
 
 
-def similarity(first: npt.NDArray[Any], second: npt.NDArray[Any], kind: str) -> npt.NDArray[Any]:
-    """Return the similarity of the rows of two arrays ``[n, E]``: ``[n]``; distances are negated.
-
-    Raises:
-        InputError: the kind is unknown.
-    """
-    if kind not in _SIMILARITIES:
-        raise InputError(f"similarity_fn_name {kind!r} is unknown: use {', '.join(_SIMILARITIES)}")
-    return _SIMILARITIES[kind](first, second)
-
-
-def label_names(config: Mapping[str, Any]) -> dict[int, str]:
-    """Return the names of a classifier's labels by index, from ``id2label``."""
-    labels = config.get("id2label") or {}
-    return {int(index): str(labels[index]) for index in labels}
-
-
 def _is_single(inputs: Any) -> bool:
     """Return whether inputs are one text or one list of token ids."""
     return isinstance(inputs, str) or (
         len(inputs) > 0 and all(isinstance(one, int | np.integer) for one in inputs)
     )
-
-
-def _cosine(first: _Array, second: _Array) -> _Array:
-    norms: _Array = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-    products: _Array = (first * second).sum(1)
-    return products / np.maximum(norms, 1e-12)
-
-
-_SIMILARITIES: Mapping[str, Callable[[_Array, _Array], _Array]] = {
-    "cosine": _cosine,
-    "dot": lambda first, second: cast("_Array", (first * second).sum(1)),
-    "euclidean": lambda first, second: cast("_Array", -np.linalg.norm(first - second, axis=1)),
-    "manhattan": lambda first, second: cast("_Array", -np.abs(first - second).sum(1)),
-}

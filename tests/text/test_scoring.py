@@ -1,0 +1,46 @@
+"""Similarities, rankings and names of labels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.errors import InputError
+from penstock.text.scoring import best_label, label_names, ranking, similarity
+
+FIRST = np.array([[3.0, 4.0], [1.0, 0.0]], np.float32)
+SECOND = np.array([[4.0, 3.0], [0.0, 0.0]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("cosine", [24 / 25, 0.0]),
+        ("dot", [24.0, 0.0]),
+        ("euclidean", [-(2**0.5), -1.0]),
+        ("manhattan", [-2.0, -1.0]),
+    ],
+)
+def test_similarity(kind: str, expected: list[float]) -> None:
+    assert similarity(FIRST, SECOND, kind) == pytest.approx(expected)
+
+
+def test_an_unknown_similarity_is_refused() -> None:
+    with pytest.raises(InputError, match=r"'hamming' is unknown: use cosine, dot, euclidean, manhattan"):
+        similarity(FIRST, SECOND, "hamming")
+
+
+def test_ranking_is_stable_and_limited() -> None:
+    scores = np.array([0.5, 0.9, 0.5, -1.0])
+    assert ranking(scores) == [1, 0, 2, 3]
+    assert ranking(scores, 2) == [1, 0]
+    assert ranking(scores, 9) == [1, 0, 2, 3]
+    with pytest.raises(InputError, match="top_n must be at least 1, was 0"):
+        ranking(scores, 0)
+
+
+def test_label_names() -> None:
+    config = {"id2label": {"0": "negative", "1": "positive"}}
+    assert label_names(config) == {0: "negative", 1: "positive"}
+    assert best_label(config, np.array([0.1, 0.9])) == "positive"
+    assert best_label({}, np.array([0.1, 0.9])) == "LABEL_1"
