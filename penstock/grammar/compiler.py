@@ -1,4 +1,4 @@
-"""Grammars, compiled in a thread beside the model and kept for the requests to come."""
+"""Compile grammars in threads beside the model, and cache them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from penstock.text.tokenizer import TextTokenizer
 _logger = logging.getLogger(__name__)
 
 _EXTRAS = {"llguidance": "grammar", "xgrammar": "xgrammar"}
-_NICENESS = 5  # low, but not so low that a model on all cores starves it
+_NICENESS = 5  # low priority, but not so low that a model on all cores starves the thread
 _SWITCH_INTERVAL = 0.0005  # seconds
-_TURN = 1.0  # seconds that a grammar keeps the others waiting
-_MAX_THREADS = 4  # those of refused grammars counted: each holds a core and memory
+_EXCLUSIVE_SECONDS = 1.0  # other grammars wait this long for the current one
+_MAX_THREADS = 4  # includes threads of grammars that were refused: each uses a core and memory
 _STACK_SIZE = 64 << 20  # llguidance recurses over rules that refer to rules (`grammars.lark.writer`)
 
 
@@ -41,10 +41,10 @@ class CompiledGrammar(Protocol):
     """A compiled grammar."""
 
     num_bytes: int
-    is_usable: bool  # False where it must be compiled again
+    is_usable: bool  # False if it must be compiled again
 
     def new_matcher(self, ends: Sequence[int]) -> GrammarMatcher:
-        """A matcher at the beginning; ``ends`` are the tokens that end an output."""
+        """Return a matcher at its initial state. ``ends`` are the tokens that end an output."""
 
 
 class GrammarBackend(Protocol):
@@ -53,10 +53,10 @@ class GrammarBackend(Protocol):
     library: str
 
     def prepare(self) -> None:
-        """Reads the tokenizer."""
+        """Read the tokenizer."""
 
     def compile(self, grammar: Grammar, check_time: Callable[[], None]) -> CompiledGrammar:
-        """The compiled grammar; ``check_time`` raises when it has taken too long."""
+        """Return the compiled grammar. ``check_time`` raises at the time limit."""
 
 
 _BACKENDS: dict[str, Callable[[TextTokenizer, int, StructuredOutputConfig], GrammarBackend]] = {
@@ -66,18 +66,18 @@ _BACKENDS: dict[str, Callable[[TextTokenizer, int, StructuredOutputConfig], Gram
 
 
 class GrammarCompiler:
-    """Makes the matchers of contexts with a grammar, in threads beside the one that runs the model.
+    """Creates the matchers of contexts with a grammar, in threads beside the model's thread.
 
-    Low-priority threads compile one grammar after the other as long as each is quick. A slow one goes on
-    beside the next, so that a large schema does not delay small ones. One that is not done in time is
-    refused; others wait until one of the threads is free. Compiled grammars and refusals are kept within
-    ``grammar_cache_size`` bytes, the last used ones longest.
+    Low-priority threads compile the grammars one after another. If a grammar takes more than a second, the
+    next one starts beside it, so a large schema does not delay small ones. A grammar that exceeds the time
+    limit is refused. Further grammars wait for a free thread. Compiled grammars and refusals are cached
+    within ``grammar_cache_size`` bytes, and the least recently used ones are evicted.
 
-    All methods are called by one thread, the one that runs the model.
+    All methods must be called from the model's thread.
 
     Args:
-        tokenizer: says which bytes a token stands for, and which ends an output.
-        vocab_size: number of logits of the model, which may be more than the tokenizer has tokens.
+        tokenizer: provides the bytes of each token and the end-of-sequence tokens.
+        vocab_size: number of logits of the model, which may exceed the tokenizer's tokens.
         config: the limits.
     """
 
@@ -87,11 +87,11 @@ class GrammarCompiler:
         self.config = config if config is not None else StructuredOutputConfig()
         self._tokenizer = tokenizer
         self._backend = _BACKENDS[self.config.backend](tokenizer, vocab_size, self.config)
-        self._kept: OrderedDict[Grammar, CompiledGrammar | PenstockError] = OrderedDict()
-        self._kept_bytes = 0
-        self._waiting: OrderedDict[Grammar, float] = OrderedDict()  # since when
-        self._jobs: list[_Job] = []  # in time
-        self._stuck: list[_Job] = []  # beyond it
+        self._cache: OrderedDict[Grammar, CompiledGrammar | PenstockError] = OrderedDict()
+        self._cache_bytes = 0
+        self._waiting: OrderedDict[Grammar, float] = OrderedDict()  # grammar -> start of the wait
+        self._jobs: list[_Job] = []  # within the time limit
+        self._overdue: list[_Job] = []  # beyond the time limit, still running
 
     @property
     def is_available(self) -> bool:
@@ -99,52 +99,52 @@ class GrammarCompiler:
         return find_spec(self._backend.library) is not None
 
     def ready(self, context: TextContext) -> bool:
-        """Whether the context may run: it has no grammar, or its matcher, which this call gives it.
+        """Return whether the context can run: it has no grammar, or its matcher is set. Sets the matcher.
 
-        The first call begins the compilation; call again until it is True. The matcher of a context that
-        comes with generated tokens stands behind them.
+        The first call starts the compilation; later calls poll it. The matcher has accepted the tokens that
+        the context has already generated.
 
         Raises:
-            UnsupportedSchemaError: a JSON schema uses a keyword that cannot be honoured.
-            InputError: the grammar is wrong, too large, took too long, or does not go with the context.
-            UnavailableError: too many grammars are taking too long.
+            UnsupportedSchemaError: a JSON schema uses an unsupported keyword.
+            InputError: the grammar is invalid, too large or too slow, or refuses the context's tokens.
+            UnavailableError: all threads compile grammars beyond the time limit.
             MissingDependencyError: the library that compiles grammars is not installed.
         """
         if context.grammar is None or context.matcher is not None:
             return True
-        ends = self._ends_of(context)
+        ends = self._stop_token_ids(context)
         compiled = self._compiled(context.grammar)
         if compiled is None:
             return False
-        context.set_matcher(_matcher_behind(compiled, ends, context))
+        context.set_matcher(_matcher_after_generated(compiled, ends, context))
         return True
 
     def close(self) -> None:
-        """Begins nothing any more and drops what was kept; a grammar that is being compiled ends unseen."""
+        """Stop starting compilations and clear the cache. Results of running compilations are dropped."""
         self._waiting.clear()
-        self._kept.clear()
-        self._kept_bytes = 0
+        self._cache.clear()
+        self._cache_bytes = 0
 
     @property
-    def num_kept_bytes(self) -> int:
-        """Memory of the compiled grammars that are kept."""
-        return self._kept_bytes
+    def num_cached_bytes(self) -> int:
+        """Estimated memory of the cached grammars."""
+        return self._cache_bytes
 
-    def _ends_of(self, context: TextContext) -> list[int]:
+    def _stop_token_ids(self, context: TextContext) -> list[int]:
         ends = context.eos_token_ids
         if not ends and not context.ignore_eos:
             ends = self._tokenizer.eos_token_ids
         if not ends:
             reason = (
-                "an output ends where its grammar does: leave ignore_eos out, or give stop_token_ids"
+                "the output ends at the end of its grammar: remove ignore_eos, or set stop_token_ids"
                 if context.ignore_eos
-                else "the tokenizer names no token that ends an output: give stop_token_ids"
+                else "the tokenizer has no end-of-sequence token: set stop_token_ids"
             )
             raise UnsupportedFeatureError("a grammar without a token that ends the output", reason)
         return sorted(ends)
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar | None:
-        """The compiled grammar; None while it is being made."""
+        """Return the compiled grammar; None while it is being compiled."""
         if not self.is_available:
             raise MissingDependencyError(
                 self._backend.library, _EXTRAS[self.config.backend], "structured output"
@@ -152,23 +152,23 @@ class GrammarCompiler:
         size = len(grammar.text)
         if size > self.config.max_size:
             raise InputError(
-                f"the grammar has {size} characters, more than the {self.config.max_size} that are allowed: "
+                f"the grammar has {size} characters, the maximum is {self.config.max_size}: "
                 "make it smaller, or raise --max-grammar-size"
             )
-        self._look_at_jobs()
-        kept = self._kept.get(grammar)
+        self._collect_jobs()
+        kept = self._cache.get(grammar)
         if kept is not None and not isinstance(kept, PenstockError) and not kept.is_usable:
-            self._kept_bytes -= _num_bytes(grammar, self._kept.pop(grammar))
+            self._cache_bytes -= _num_bytes(grammar, self._cache.pop(grammar))
             kept = None
         if kept is not None:
-            self._kept.move_to_end(grammar)
+            self._cache.move_to_end(grammar)
             if isinstance(kept, PenstockError):
                 raise kept.with_traceback(None)
             return kept
         if all(job.grammar != grammar for job in self._jobs):
             since = self._waiting.setdefault(grammar, time.monotonic())
-            self._begin_next()
-            is_full = len(self._jobs) + len(self._stuck) >= _MAX_THREADS
+            self._start_next()
+            is_full = len(self._jobs) + len(self._overdue) >= _MAX_THREADS
             if (
                 grammar in self._waiting
                 and is_full
@@ -176,39 +176,39 @@ class GrammarCompiler:
             ):
                 del self._waiting[grammar]
                 raise UnavailableError(
-                    f"{len(self._jobs) + len(self._stuck)} other grammars are being compiled since more than "
-                    f"{self.config.compile_timeout:g} s: try again later",
+                    f"{len(self._jobs) + len(self._overdue)} other grammars have been compiling for more "
+                    f"than {self.config.compile_timeout:g} s: try again later",
                     retry_after=30,
                 )
         return None
 
-    def _look_at_jobs(self) -> None:
-        self._stuck = [job for job in self._stuck if not job.is_done.is_set()]
+    def _collect_jobs(self) -> None:
+        self._overdue = [job for job in self._overdue if not job.is_done.is_set()]
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             if job.is_done.is_set():
                 assert job.result is not None
-                self._keep(job.grammar, job.result)
+                self._store(job.grammar, job.result)
             elif job.seconds > self.config.compile_timeout:
-                self._stuck.append(job)
-                self._keep(job.grammar, _too_slow(job.grammar, self.config.compile_timeout))
+                self._overdue.append(job)
+                self._store(job.grammar, _too_slow(job.grammar, self.config.compile_timeout))
             else:
                 self._jobs.append(job)
-        self._begin_next()
+        self._start_next()
 
-    def _begin_next(self) -> None:
-        if not self._waiting or any(job.seconds <= _TURN for job in self._jobs):
+    def _start_next(self) -> None:
+        if not self._waiting or any(job.seconds <= _EXCLUSIVE_SECONDS for job in self._jobs):
             return
-        if len(self._jobs) + len(self._stuck) < _MAX_THREADS:
+        if len(self._jobs) + len(self._overdue) < _MAX_THREADS:
             grammar, _ = self._waiting.popitem(last=False)
             self._jobs.append(job := _Job(grammar, self._backend, self.config.compile_timeout))
             _start_thread(job.run)
 
-    def _keep(self, grammar: Grammar, result: CompiledGrammar | PenstockError) -> None:
-        self._kept[grammar] = result
-        self._kept_bytes += _num_bytes(grammar, result)
-        while self._kept_bytes > self.config.cache_size and len(self._kept) > 1:
-            self._kept_bytes -= _num_bytes(*self._kept.popitem(last=False))
+    def _store(self, grammar: Grammar, result: CompiledGrammar | PenstockError) -> None:
+        self._cache[grammar] = result
+        self._cache_bytes += _num_bytes(grammar, result)
+        while self._cache_bytes > self.config.cache_size and len(self._cache) > 1:
+            self._cache_bytes -= _num_bytes(*self._cache.popitem(last=False))
 
 
 @dataclass(slots=True)
@@ -218,30 +218,30 @@ class _Job:
     grammar: Grammar
     backend: GrammarBackend
     max_seconds: float
-    started: float | None = None  # not before the tokenizer is there, which is no fault of the grammar
+    started: float | None = None  # None while the tokenizer loads, which does not count
     result: CompiledGrammar | PenstockError | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 
     @property
     def seconds(self) -> float:
-        """How long the grammar has had."""
+        """Time since the compilation started."""
         return 0.0 if self.started is None else time.monotonic() - self.started
 
     def check_time(self) -> None:
-        """Raises when the grammar has had its time."""
+        """Raise `InputError` at the time limit."""
         if self.seconds > self.max_seconds:
             raise _too_slow(self.grammar, self.max_seconds)
 
     def run(self) -> None:
-        """Compiles the grammar and sets the result."""
+        """Compile the grammar and set the result."""
         _lower_priority()
-        with _QuickSwitches():
+        with _ShortSwitchInterval():
             self._compile()
         self.is_done.set()
 
     def _compile(self) -> None:
         try:
-            self.backend.prepare()  # outside of the time that the grammar has
+            self.backend.prepare()  # not part of the grammar's time
             self.started = time.monotonic()
             self.result = self.backend.compile(self.grammar, self.check_time)
         except PenstockError as error:
@@ -255,14 +255,16 @@ class _Job:
             )
 
 
-def _matcher_behind(compiled: CompiledGrammar, ends: list[int], context: TextContext) -> GrammarMatcher:
-    """A matcher that has accepted the context's generated tokens."""
+def _matcher_after_generated(
+    compiled: CompiledGrammar, ends: list[int], context: TextContext
+) -> GrammarMatcher:
+    """Return a matcher that has accepted the context's generated tokens."""
     matcher = compiled.new_matcher(ends)
     for place, token in enumerate(context.generated_tokens.tolist()):
         if not matcher.accept_token(token):
             raise InputError(
-                f"the grammar does not accept token {token}, number {place} of those that request "
-                f"{context.request_id} comes with"
+                f"the grammar does not accept token {token}, generated token {place} of request "
+                f"{context.request_id}"
             )
     return matcher
 
@@ -272,10 +274,10 @@ def _num_bytes(grammar: Grammar, result: CompiledGrammar | PenstockError) -> int
     return size if isinstance(result, PenstockError) else size + result.num_bytes
 
 
-class _QuickSwitches:
-    """While Python code compiles a grammar, other threads get the interpreter lock within half a millisecond.
+class _ShortSwitchInterval:
+    """Sets the interpreter's switch interval to half a millisecond while Python code compiles a grammar.
 
-    A step of the model takes the lock many times. With the usual 5 ms each time it would be slow.
+    A model step acquires the interpreter lock many times. With the default of 5 ms each, it would be slow.
     """
 
     _lock = threading.Lock()
@@ -283,17 +285,17 @@ class _QuickSwitches:
     _before = 0.0
 
     def __enter__(self) -> None:
-        with _QuickSwitches._lock:
-            if _QuickSwitches._num_inside == 0:
-                _QuickSwitches._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(_SWITCH_INTERVAL, _QuickSwitches._before))
-            _QuickSwitches._num_inside += 1
+        with _ShortSwitchInterval._lock:
+            if _ShortSwitchInterval._num_inside == 0:
+                _ShortSwitchInterval._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(_SWITCH_INTERVAL, _ShortSwitchInterval._before))
+            _ShortSwitchInterval._num_inside += 1
 
     def __exit__(self, *_: object) -> None:
-        with _QuickSwitches._lock:
-            _QuickSwitches._num_inside -= 1
-            if _QuickSwitches._num_inside == 0:
-                sys.setswitchinterval(_QuickSwitches._before)
+        with _ShortSwitchInterval._lock:
+            _ShortSwitchInterval._num_inside -= 1
+            if _ShortSwitchInterval._num_inside == 0:
+                sys.setswitchinterval(_ShortSwitchInterval._before)
 
 
 def _too_slow(grammar: Grammar, seconds: float) -> InputError:
@@ -305,7 +307,7 @@ def _too_slow(grammar: Grammar, seconds: float) -> InputError:
 
 
 def _start_thread(run: Callable[[], None]) -> None:
-    """Starts a thread with a large stack, of which only what is used takes memory."""
+    """Start a thread with a large stack. Only the used part takes memory."""
     before = threading.stack_size(_STACK_SIZE)
     try:
         threading.Thread(target=run, name="penstock-grammar", daemon=True).start()
@@ -314,7 +316,7 @@ def _start_thread(run: Callable[[], None]) -> None:
 
 
 def _lower_priority() -> None:
-    """Of this thread alone: on Linux a thread's id stands for a process here. Elsewhere it stays as it is."""
+    """Lower the priority of this thread on Linux, where setpriority accepts a thread id. Else do nothing."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,4 +1,4 @@
-"""Grammars compiled and matched by llguidance, within limits."""
+"""Compile and match grammars with llguidance, within limits on cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 _BYTES_PER_GRAMMAR = 160 << 10  # measured: lexer tables of a small grammar with a large vocabulary
-_BYTES_PER_CHARACTER = 24  # of the text that is compiled; measured with schemas of 1 to 1,000 properties
+_BYTES_PER_CHARACTER = 24  # of the compiled text; measured with schemas of 1 to 1,000 properties
 _MAX_THREADS = 4
 
 
@@ -32,7 +32,7 @@ class LLGuidanceBackend:
     """Compiles grammars for one tokenizer.
 
     Args:
-        tokenizer: says which bytes a token stands for.
+        tokenizer: provides the bytes of each token.
         vocab_size: number of logits of the model, which may exceed the tokenizer's tokens.
         config: the limits.
     """
@@ -45,11 +45,11 @@ class LLGuidanceBackend:
         self._config = config
 
     def prepare(self) -> None:
-        """Reads the tokenizer; takes a second or two for a large vocabulary."""
+        """Read the tokenizer. Takes a second or two for a large vocabulary."""
         assert self._ll_tokenizer
 
     def compile(self, grammar: Grammar, check_time: Callable[[], None]) -> CompiledLLGuidance:
-        """The compiled grammar.
+        """Return the compiled grammar.
 
         Raises:
             PenstockError: the grammar is not valid or exceeds a limit, or ``check_time`` raised.
@@ -61,7 +61,7 @@ class LLGuidanceBackend:
         )
         check_time()
         text = self._lark_text(source, check_time)
-        # Without forcing: the library would look ahead for the text that must come, however long it is.
+        # Without no_forcing, the library would search for forced text of any length.
         grammar_json = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + text)
         matcher = LLMatcher(self._ll_tokenizer, grammar_json, log_level=0, limits=self._limits)
         check_time()
@@ -74,7 +74,7 @@ class LLGuidanceBackend:
         if first.failure is not None:
             raise first.failure
         if not mask.any() and not first.is_completed():
-            raise InputError("the grammar allows no output at all: no token can begin one")
+            raise InputError("the grammar allows no output: no token can begin one")
         return compiled
 
     def _lark_text(self, source: GrammarSource, check_time: Callable[[], None]) -> str:
@@ -87,7 +87,7 @@ class LLGuidanceBackend:
 
     @cached_property
     def executor(self) -> LLExecutor:
-        """The threads that fill masks of several rows."""
+        """The threads that compute masks of several rows."""
         from llguidance import LLExecutor
 
         return LLExecutor(min(os.cpu_count() or 1, _MAX_THREADS))
@@ -112,15 +112,15 @@ class LLGuidanceBackend:
 
     @cached_property
     def tokens(self) -> list[bytes]:
-        """The bytes of each token."""
+        """Bytes of each token id."""
         return token_bytes(self._tokenizer.backend, self.vocab_size)
 
 
 class _Tokens:
-    """A tokenizer as llguidance reads it.
+    """Adapts a tokenizer to llguidance.
 
-    The tokens that end an output are the context's. So the token that llguidance takes for the end is one
-    more than the model has, and `LLGuidanceMatcher` handles the real ones.
+    Each context has its own end-of-sequence tokens. Therefore llguidance gets an additional token id after
+    the vocabulary as its end-of-sequence token, and `LLGuidanceMatcher` handles the real ones.
     """
 
     def __init__(self, tokenizer: TextTokenizer, tokens: list[bytes]) -> None:
@@ -139,12 +139,12 @@ class _Tokens:
 
 
 class CompiledLLGuidance:
-    """A compiled grammar; its matchers share what they compute lazily.
+    """A compiled grammar. Its matchers share lazily computed tables.
 
     Attributes:
-        num_bytes: an estimate of its memory.
-        is_usable: False once a matcher has met a limit. The states of the lexer are counted for all matchers
-            together, so later ones would meet it, too: the grammar must be compiled again.
+        num_bytes: estimated memory.
+        is_usable: False once a matcher has exceeded a limit. Lexer states are counted for all matchers
+        together, so later matchers would exceed it too: the grammar must be compiled again.
     """
 
     def __init__(
@@ -159,24 +159,24 @@ class CompiledLLGuidance:
 
     @property
     def executor(self) -> LLExecutor:
-        """The threads that fill masks of several rows."""
+        """The threads that compute masks of several rows."""
         return self._backend.executor
 
     def text_of(self, token: int) -> str:
-        """The text of a token; what is no whole character is replaced."""
+        """Return the text of a token, with U+FFFD for incomplete characters."""
         return self._backend.tokens[token].decode(errors="replace")
 
     def new_matcher(self, ends: Sequence[int]) -> LLGuidanceMatcher:
-        """A matcher at the beginning; ``ends`` are the tokens that end an output."""
+        """Return a matcher at its initial state. ``ends`` are the tokens that end an output."""
         return LLGuidanceMatcher(self, self._matcher.deep_copy(), ends)
 
 
 class LLGuidanceMatcher:
-    """A grammar's matcher, as `penstock.pipelines.core.GrammarMatcher` describes it.
+    """Implements `penstock.pipelines.core.GrammarMatcher` with llguidance.
 
     Attributes:
-        failure: set once a limit was exceeded. The matcher allows every token from then on, so that a mask
-            in a batch need not fail, and `accept_token` raises it.
+        failure: the error of an exceeded limit. From then on the matcher allows every token, so that the mask
+        of the batch succeeds, and `accept_token` raises the error.
     """
 
     def __init__(self, compiled: CompiledLLGuidance, matcher: LLMatcher, ends: Sequence[int]) -> None:
@@ -185,7 +185,7 @@ class LLGuidanceMatcher:
         self._matcher = matcher
         self._ends = list(ends)
         self._is_terminated = False
-        self._row: np.ndarray | None = None  # [W] uint32: the tokens that may come next, once computed
+        self._row: np.ndarray | None = None  # [W] uint32: cached mask of the next tokens
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -193,7 +193,7 @@ class LLGuidanceMatcher:
         return self._ends
 
     def accept_token(self, token: int) -> bool:
-        """Advances by a token; False, and nothing changes, where the grammar does not allow it.
+        """Advance by a token. Return False without a change if the grammar does not allow it.
 
         Raises:
             InputError: a limit was exceeded.
@@ -208,61 +208,61 @@ class LLGuidanceMatcher:
         if self._matcher.try_consume_tokens([token]) == 1:
             self._row = None
             return True
-        self._look_for_failure()
+        self._check_failure()
         if self.failure is None and self._row is not None and self._row[token >> 5] >> (token & 31) & 1:
-            # Its mask allows the token: the lexer, which all matchers of the grammar share, met a limit.
-            self._fail("the lexer met a limit")
+            # The mask allows the token, so the lexer, which all matchers of the grammar share, hit a limit.
+            self._set_failure("the lexer exceeded a limit")
         if self.failure is not None:
             raise self.failure
         return False
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes the last tokens back."""
+        """Undo the last tokens."""
         if num_tokens and self._is_terminated:
             self._is_terminated = False
             num_tokens -= 1
         if num_tokens:
             self._row = None
             self._matcher.rollback(num_tokens)
-            self._look_for_failure()
+            self._check_failure()
 
     def reset(self) -> None:
-        """Goes back to the beginning."""
+        """Return to the initial state."""
         self._is_terminated = False
         self._row = None
         self._matcher.reset()
 
     def is_terminated(self) -> bool:
-        """Whether a token has ended the output."""
+        """Return whether a token has ended the output."""
         return self._is_terminated
 
     def is_completed(self) -> bool:
-        """Whether the output may end here, or has ended."""
+        """Return whether the output can end here or has ended."""
         return self._is_terminated or self._matcher.is_accepting()
 
     def find_jump_forward_string(self) -> str:
-        """The text of the token that must come next; empty where there is a choice."""
+        """Return the text of the only possible next token; empty if several are possible."""
         fill_bitmasks([(self, 0)], torch.empty((1, -(-self._compiled.vocab_size // 32)), dtype=torch.int32))
         assert self._row is not None
         token = only_token(self._row)
         return "" if token is None else self._compiled.text_of(token)
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> None:
-        """Writes a row of ``bitmask``, ``[R, ceil(V / 32)]`` int32: the tokens that may come next."""
+        """Write the allowed next tokens to a row of ``bitmask``, ``[R, ceil(V / 32)]`` int32."""
         fill_bitmasks([(self, index)], bitmask)
 
-    def _look_for_failure(self) -> None:
+    def _check_failure(self) -> None:
         if self.failure is None and self._matcher.is_error():
-            self._fail(self._matcher.get_error())
+            self._set_failure(self._matcher.get_error())
 
-    def _fail(self, reason: str) -> None:
+    def _set_failure(self, reason: str) -> None:
         self._row = None
         self._compiled.is_usable = False
         self.failure = limit_error(self._compiled.grammar, reason)
 
     def _finish(self, row: np.ndarray, num_words: int) -> None:
-        """Keeps a computed row, with the tokens that end the output as the context wants them."""
-        self._look_for_failure()
+        """Store a computed row after setting the bits of the context's end-of-sequence tokens."""
+        self._check_failure()
         if self.failure is not None:
             self._row = np.full(num_words, 0xFFFFFFFF, dtype=np.uint32)
             return
@@ -277,11 +277,11 @@ class LLGuidanceMatcher:
 
 
 def fill_bitmasks(rows: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Tensor) -> None:
-    """Writes rows of ``bitmask``; computes those that are not known yet in threads of llguidance."""
+    """Write rows of ``bitmask``. Rows that are not cached are computed in threads of llguidance."""
     words = bitmask.numpy().view(np.uint32)
     new = [matcher for matcher, _ in rows if matcher._row is None]
     if new:
-        size = (new[0]._compiled.vocab_size + 32) // 32  # with the token that llguidance takes for the end
+        size = (new[0]._compiled.vocab_size + 32) // 32  # includes the additional end-of-sequence token
         computed = np.zeros((len(new), size), dtype=np.int32)
         if len(new) == 1:
             new[0]._matcher.unsafe_compute_mask_ptr(computed.ctypes.data, computed.nbytes)
@@ -297,7 +297,7 @@ def fill_bitmasks(rows: Sequence[tuple[LLGuidanceMatcher, int]], bitmask: Tensor
 
 
 def only_token(words: np.ndarray) -> int | None:
-    """The one token of a row; None where there are more, or none."""
+    """Return the only allowed token of a row; None if there are several or none."""
     places = np.flatnonzero(words)
     if len(places) != 1:
         return None
@@ -306,7 +306,7 @@ def only_token(words: np.ndarray) -> int | None:
 
 
 def limit_error(grammar: Grammar, message: str) -> InputError:
-    """The error of a grammar that llguidance refuses or cannot go on with."""
+    """Return the error for a grammar that llguidance refuses or cannot continue."""
     text = grammar.text if len(grammar.text) <= 80 else f"{grammar.text[:80]}..."
     reason = message.strip().splitlines()[0] if message.strip() else "no reason given"
     return InputError(

@@ -1,4 +1,4 @@
-"""Which tokens a context's grammar allows next: asked of its matcher, which is left where it was."""
+"""Compute which tokens a context's grammar allows next, without changing the state of its matcher."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from penstock.pipelines.core import GrammarMatcher, TextContext
 
 def grammar_bitmask(
     contexts: Sequence[TextContext],
-    sequences: np.ndarray,  # [R]: which context a row belongs to; the rows of one stand together
+    sequences: np.ndarray,  # [R]: context index of each row; rows of a context are adjacent
     vocabulary: int,
     drafts: Sequence[Sequence[int]] | None = None,
 ) -> Tensor | None:  # [R, ceil(V / 32)] int32
-    """The tokens that each row's grammar allows next, a bit a token; None where no context has a grammar.
+    """Return a bitmask of the tokens that each row's grammar allows next; None if no context has a grammar.
 
-    The first row of a context is for its next token, each later one for the token after one draft more.
-    Ids that the tokenizer has no token for (a padded vocabulary) are not allowed in rows with a grammar.
-    Rows behind a draft that the grammar refuses, or behind one that ends the output, are never sampled
-    from: they allow everything. So do rows whose grammar exceeds a limit: the matcher raises when it is given
-    the token, which ends that request alone.
+    The first row of a context is for its next token, and each further row follows one more draft token.
+    Rows with a grammar do not allow ids without a token (a padded vocabulary). Rows after a draft that the
+    grammar refuses or that ends the output are never sampled and allow all tokens. Rows whose grammar
+    exceeds a limit also allow all tokens: the matcher raises when it receives the token, which ends only that
+    request.
     """
     if all(context.matcher is None for context in contexts):
         return None
@@ -58,10 +58,10 @@ def grammar_bitmask(
 
 
 def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int]:
-    """The next tokens of a context as long as its grammar allows exactly one, at most ``limit``.
+    """Return the next tokens of a context while its grammar allows exactly one; at most ``limit``.
 
-    A token that ends the output is never among them: whoever samples it ends the context as always.
-    ``vocabulary`` is that of the logits. The matcher is left where it was.
+    They never contain a token that ends the output, which is sampled as usual. ``vocabulary`` is the number
+    of logits.
     """
     matcher = context.matcher
     if matcher is None or limit <= 0 or matcher.is_terminated() or not (is_certain := _is_certain(matcher)):
@@ -81,9 +81,9 @@ def forced_tokens(context: TextContext, limit: int, vocabulary: int) -> list[int
 
 
 def acceptable_drafts(context: TextContext, draft: list[int]) -> list[int]:
-    """The longest beginning of ``draft`` that the context's grammar accepts; all of it without a grammar.
+    """Return the longest prefix of ``draft`` that the context's grammar accepts; all of it without a grammar.
 
-    A draft may end with a token that ends the output; nothing follows one. The matcher is left where it was.
+    A token that ends the output can only be the last one.
     """
     matcher = context.matcher
     if matcher is None:
@@ -96,12 +96,12 @@ def acceptable_drafts(context: TextContext, draft: list[int]) -> list[int]:
 
 
 @contextmanager
-def going_ahead(context: TextContext) -> Iterator[Callable[[int], bool]]:
-    """Lets a context's matcher go on with tokens that are taken back at the end.
+def matcher_lookahead(context: TextContext) -> Iterator[Callable[[int], bool]]:
+    """Advance a context's matcher by draft tokens, and roll it back at the end.
 
-    In between `grammar_bitmask` says what may follow them. What it gives takes the next token and says
-    whether any may come after it: the grammar accepts it, and it does not end the output. Without a grammar
-    that is always so.
+    Yields a function that accepts the next token and returns whether further tokens can follow it: the
+    grammar accepts the token and it does not end the output. Without a grammar the result is always True.
+    Inside the block, `grammar_bitmask` returns the tokens that can follow the accepted ones.
     """
     matcher = context.matcher
     if matcher is None:
@@ -116,15 +116,15 @@ def _new_row(vocabulary: int) -> Tensor:  # [1, ceil(V / 32)] int32
 
 
 def _is_certain(matcher: GrammarMatcher) -> bool:
-    """Whether the next byte is certain: cheap, and it rules out nearly every position for a certain token."""
+    """Return whether only one next byte is possible: a cheap test that excludes most positions."""
     try:
         return bool(matcher.find_jump_forward_string())
-    except UnicodeDecodeError:  # certain bytes that are not a whole character
+    except UnicodeDecodeError:  # the only possible bytes are part of a character
         return True
 
 
 def _allowed_words(row: Tensor, vocabulary: int) -> np.ndarray:  # [ceil(V / 32)] uint32
-    """A filled row as words, in which the bits behind the vocabulary are cleared: they may be set."""
+    """Return a row as words, with the bits after the vocabulary cleared."""
     words: np.ndarray = row[0].numpy().view(np.uint32)
     if vocabulary % 32:
         words[-1] &= np.uint32((1 << vocabulary % 32) - 1)
@@ -132,7 +132,7 @@ def _allowed_words(row: Tensor, vocabulary: int) -> np.ndarray:  # [ceil(V / 32)
 
 
 class _Walk:
-    """Steps ahead that are taken back at the end."""
+    """Counts the tokens that a matcher has accepted, for a later rollback."""
 
     def __init__(self, matcher: GrammarMatcher) -> None:
         self._matcher = matcher
@@ -141,7 +141,7 @@ class _Walk:
     def accept(self, token: int) -> bool:
         try:
             accepted = bool(self._matcher.accept_token(token))
-        except InputError:  # raised again when the context takes its next token
+        except InputError:  # raised again when the context receives its next token
             return False
         self.length += accepted
         return accepted

@@ -1,4 +1,4 @@
-"""Whether a JSON schema can be honoured, said at once and without compiling it."""
+"""Checks of JSON schemas and grammars that need no compilation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.pipelines.core import Grammar
 
 
 def check_json_schema(schema: object) -> None:
-    """Refuses a schema that no grammar can be made of which lets through nothing else.
+    """Raise an error for a schema that cannot be enforced exactly.
 
     >>> check_json_schema({"type": "array", "uniqueItems": True})
     Traceback (most recent call last):
@@ -16,11 +16,11 @@ def check_json_schema(schema: object) -> None:
     penstock.errors.UnsupportedSchemaError: the JSON schema keyword 'uniqueItems' (at #) is not supported: ...
 
     Args:
-        schema: as ``json.loads`` gives it.
+        schema: the result of ``json.loads``.
 
     Raises:
-        UnsupportedSchemaError: names the keyword that cannot be honoured, and where it stands.
-        InputError: this is no schema, nothing satisfies it, or it is too large.
+        UnsupportedSchemaError: a keyword is not supported; names the keyword and its location.
+        InputError: this is not a schema, no value satisfies it, or it is too large.
     """
     try:
         schema_ebnf(schema)
@@ -29,13 +29,13 @@ def check_json_schema(schema: object) -> None:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Refuses a grammar of any kind as far as can be told without a tokenizer.
+    """Raise an error for an invalid grammar of any kind, as far as possible without a tokenizer.
 
-    EBNF and the formats of structural tags are looked at by the compilation alone.
+    EBNF and the formats of structural tags are checked only when they are compiled.
 
     Raises:
-        UnsupportedSchemaError: a JSON schema in it has a keyword that cannot be honoured.
-        InputError: the text is not of its kind.
+        UnsupportedSchemaError: a JSON schema in it has a keyword that is not supported.
+        InputError: the text is not valid for its kind.
     """
     try:
         grammar_source(grammar)

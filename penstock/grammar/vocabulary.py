@@ -1,4 +1,4 @@
-"""The bytes that each token stands for, read off a tokenizer without transformers."""
+"""The bytes of each token of a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from penstock.errors import UnsupportedFeatureError
+from penstock.text.token_bytes import BYTE_LEVEL
 
 _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """The bytes of every token id below ``vocab_size``, as they stand in the middle of a text.
+    """Return the bytes that each token id below ``vocab_size`` adds in the middle of a text.
 
-    Special tokens, which a detokenizer leaves out, begin with a byte that no text has, so that they never
-    spell a part of one. Ids without a token have no bytes.
+    Special tokens begin with a byte that UTF-8 text never contains, so they never match a part of a text.
+    Ids without a token have no bytes.
 
     Raises:
-        UnsupportedFeatureError: the tokens do not join to text byte by byte, as those of WordPiece.
+        UnsupportedFeatureError: the bytes of tokens do not concatenate to the text, as with WordPiece.
     """
     read = _reader(json.loads(tokenizer.to_str()))
     added = tokenizer.get_added_tokens_decoder()
@@ -37,7 +38,7 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
 
 
 NO_TEXT = b"\xff"
-"""No UTF-8 text has this byte."""
+"""UTF-8 text never contains this byte."""
 
 
 def _reader(description: dict[str, Any]) -> Any:
@@ -53,7 +54,7 @@ def _reader(description: dict[str, Any]) -> Any:
         return _read_metaspace
     raise UnsupportedFeatureError(
         "structured output with this tokenizer",
-        f"its tokens do not join to text byte by byte (decoder: {', '.join(kinds) or 'none'})",
+        f"the bytes of its tokens do not concatenate to the text (decoder: {', '.join(kinds) or 'none'})",
     )
 
 
@@ -65,8 +66,8 @@ def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 def _read_byte_level(token: str) -> bytes:
     try:
-        return bytes(_BYTES[letter] for letter in token)
-    except KeyError:  # decoders then take the whole token as it is
+        return bytes(BYTE_LEVEL[character] for character in token)
+    except KeyError:  # decoders then use the token's text
         return token.encode()
 
 
@@ -77,14 +78,3 @@ def _read_byte_fallback(token: str) -> bytes:
 
 def _read_metaspace(token: str) -> bytes:
     return token.replace("▁", " ").encode()
-
-
-def _byte_letters() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others begin at U+0100."""
-    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = (byte for byte in range(256) if byte not in shown)
-    letters = {chr(256 + index): byte for index, byte in enumerate(hidden)}
-    return letters | {chr(byte): byte for byte in shown}
-
-
-_BYTES = _byte_letters()

@@ -1,4 +1,4 @@
-"""Grammars compiled and matched by xgrammar, which has no limits of its own."""
+"""Compile and match grammars with xgrammar, which has no limits on cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class XGrammarBackend:
-    """Compiles grammars for one tokenizer; the arguments are those of `LLGuidanceBackend`."""
+    """Compiles grammars for one tokenizer. Arguments as for `LLGuidanceBackend`."""
 
     library = "xgrammar"
 
@@ -31,11 +31,11 @@ class XGrammarBackend:
         self._config = config
 
     def prepare(self) -> None:
-        """Reads the tokenizer; takes a second or two for a large vocabulary."""
+        """Read the tokenizer. Takes a second or two for a large vocabulary."""
         assert self._compiler
 
     def compile(self, grammar: Grammar, check_time: Callable[[], None]) -> CompiledXGrammar:
-        """The compiled grammar.
+        """Return the compiled grammar.
 
         Raises:
             PenstockError: the grammar is not valid.
@@ -51,7 +51,7 @@ class XGrammarBackend:
                 compiled = self._compiler.compile_grammar(source.text)
         except PenstockError:
             raise
-        except Exception as error:  # RuntimeError, tvm's errors and ValueError alike
+        except Exception as error:  # RuntimeError, ValueError and errors of tvm
             raise InputError(f"the {grammar.kind} grammar is not valid: {_plain(error)}") from None
         self._check_start(compiled)
         return CompiledXGrammar(compiled)
@@ -62,7 +62,7 @@ class XGrammarBackend:
         mask = torch.empty((1, -(-self._vocab_size // 32)), dtype=torch.int32)
         xgr.GrammarMatcher(compiled).fill_next_token_bitmask(mask)
         if not mask.any():
-            raise InputError("the grammar allows no output at all: no token can begin one")
+            raise InputError("the grammar allows no output: no token can begin one")
 
     def _token_id(self, token: str) -> int | None:
         token_id = self._tokenizer.backend.token_to_id(token)
@@ -73,9 +73,9 @@ class XGrammarBackend:
         import xgrammar as xgr
 
         tokens = token_bytes(self._tokenizer.backend, self._vocab_size)
-        ends = sorted(self._tokenizer.eos_token_ids)  # each matcher brings its own
+        ends = sorted(self._tokenizer.eos_token_ids)  # each matcher overrides them
         info = xgr.TokenizerInfo(tokens, xgr.VocabType.RAW, vocab_size=self._vocab_size, stop_token_ids=ends)
-        # Few threads: the cores belong to the model. No cache: `GrammarCompiler` has one with a bound.
+        # Few threads, because the model needs the cores. No cache, because `GrammarCompiler` has one.
         threads = max((os.cpu_count() or 1) // 4, 1)
         return xgr.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
 
@@ -90,7 +90,7 @@ class CompiledXGrammar:
         self._compiled = compiled
 
     def new_matcher(self, ends: Sequence[int]) -> GrammarMatcher:
-        """A matcher at the beginning; ``ends`` are the tokens that end an output."""
+        """Return a matcher at its initial state. ``ends`` are the tokens that end an output."""
         import xgrammar as xgr
 
         matcher: GrammarMatcher = xgr.GrammarMatcher(self._compiled, override_stop_tokens=list(ends))
@@ -98,7 +98,7 @@ class CompiledXGrammar:
 
 
 def _plain(error: Exception) -> str:
-    """The library's message without its time stamp, source line and anything after the first line."""
+    """Return the first line of the library's message, without time stamp and source line."""
     text = str(error).strip() or type(error).__name__
     line = text.splitlines()[0].rpartition("] ")[2]
     return line.partition(": ")[2] if line.startswith("/") else line

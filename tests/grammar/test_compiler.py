@@ -55,12 +55,12 @@ def test_every_kind_of_grammar(kind: str, text: Any, inside: str, outside: str) 
     assert not accepts(wait(grammars, context_for(kind, text)), outside)
 
 
-def test_the_matcher_stands_behind_generated_tokens() -> None:
+def test_the_matcher_has_accepted_generated_tokens() -> None:
     context = wait(new_compiler(), context_for("regex", "abc", generated=b"ab"))
     context.update(ord("c"))
     context.update(EOS)
     assert context.is_done
-    with pytest.raises(InputError, match="token 120, number 0"):
+    with pytest.raises(InputError, match="token 120, generated token 0"):
         wait(new_compiler(), context_for("regex", "abc", generated=b"x"))
 
 
@@ -103,7 +103,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_dropped(monkeypatch: pytes
     assert [grammar.text for grammar in compiled] == ["a", "b"]
     for number in range(12):
         wait(grammars, context_for("regex", f"x{number}"))
-    assert 0 < grammars.num_kept_bytes <= 600_000
+    assert 0 < grammars.num_cached_bytes <= 600_000
     wait(grammars, context_for("regex", "a"))
     assert compiled[-1].text == "a"
 
@@ -266,7 +266,7 @@ def test_a_slow_one_goes_on_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> 
         return original(grammar, **options)
 
     monkeypatch.setattr(llguidance_backend, "grammar_source", slow)
-    monkeypatch.setattr(compiler, "_TURN", 0.05)
+    monkeypatch.setattr(compiler, "_EXCLUSIVE_SECONDS", 0.05)
     grammars = new_compiler(compile_timeout=60)
     try:
         assert not grammars.ready(context_for("regex", "slow"))
@@ -278,7 +278,7 @@ def test_a_slow_one_goes_on_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_too_large_is_refused_at_once() -> None:
-    with pytest.raises(InputError, match="11 characters, more than the 10"):
+    with pytest.raises(InputError, match="11 characters, the maximum is 10"):
         new_compiler(max_size=10).ready(context_for("regex", "a" * 11))
 
 

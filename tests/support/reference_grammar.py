@@ -35,9 +35,9 @@ def _ends(node: Node, text: str, at: int, known: Ends) -> frozenset[int]:
         return ends
     assert isinstance(node, Repeat)
     ends = frozenset({at})
-    for _ in range(node.least):
+    for _ in range(node.min_count):
         ends = _all(node.part, text, ends, known)
-    rounds = len(text) + 1 if node.most is None else node.most - node.least
+    rounds = len(text) + 1 if node.max_count is None else node.max_count - node.min_count
     for _ in range(rounds):
         ends |= _all(node.part, text, ends, known)
     return ends

@@ -1,4 +1,4 @@
-"""Translation of EBNF and structural tags to llguidance's notation: rules over lexemes."""
+"""Translate EBNF and structural tags to llguidance's Lark notation: rules over lexemes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Where the longest match of a lexeme is not the one that the rules need.
+"""Find lexemes whose longest match may differ from the match that the rules need.
 
-A lexer that takes the longest match is exact if no text w of a lexeme, followed by a character that the rules
-allow behind that lexeme, is the beginning of a longer text of any lexeme. This module searches for such
-texts among the lexemes that may begin at the same place (`places`). It treats long repetitions as endless and
-forgets what a rule is nested in, so it may report a conflict where there is none; it never misses one.
+A longest-match lexer is exact if no text w of a lexeme, followed by a character that the rules allow after
+that lexeme, is the prefix of a longer text of any lexeme. This module searches for such texts among the
+lexemes that may start at the same position (`positions`). It treats long repetitions as unbounded and ignores
+the nesting of rules. It may therefore report a conflict that does not exist, but it never misses one.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from penstock.grammar.lark.nodes import (
     TextUntil,
     walk,
 )
-from penstock.grammar.lark.places import Places
+from penstock.grammar.lark.positions import LexemePositions
 
-_MAX_COUNTED = 3  # repetitions with higher bounds count as endless
-MAX_WORK = 600_000  # automaton states visited, with repetition; about two seconds
+_MAX_COUNTED = 3  # repetitions with higher bounds are treated as unbounded
+MAX_WORK = 600_000  # visits of automaton states; about two seconds
 
 
-def conflicting(
+def find_conflicts(
     rules: Rules,
     lexemes: dict[str, Node],
     parts: Rules,
     root: str,
     check_time: Callable[[], None],
 ) -> tuple[dict[str, str], int]:
-    """Names of lexemes that may go on where another one, or they themselves, should have ended.
+    """Return the lexemes that may continue where a lexeme must end.
 
-    Each comes with the name of that other one.
+    Maps the name of each to the name of the lexeme that must end, which may be the same one.
 
     Args:
-        rules: refer to each other and to lexemes.
-        lexemes: refer to rules of ``parts``.
-        parts: what lexemes are made of.
+        rules: rules over lexemes.
+        lexemes: their nodes refer to rules of ``parts``.
+        parts: the rules that lexemes refer to.
         root: the name of the first rule.
-        check_time: called now and then; raises when the search has taken too long.
+        check_time: called regularly; raises at the time limit.
 
     Returns:
-        The names, and the number of states visited. Above `MAX_WORK` the search was not finished.
+        The names, and the number of visited states. Above `MAX_WORK` the search was not finished.
     """
     atoms = _Atoms(lexemes, parts)
     nfa = _Nfa(atoms, parts)
@@ -59,17 +59,17 @@ def conflicting(
         for name, node in lexemes.items():
             nfa.add_lexeme(name, node)
         check_time()
-        places = Places(rules, lexemes, nfa.nullable, nfa.first_of_lexemes(), root)
+        places = LexemePositions(rules, lexemes, nfa.nullable, nfa.first_of_lexemes(), root)
         check_time()
         found: dict[str, str] = {}
-        known: dict[frozenset[str], set[frozenset[str]]] = {}  # lexemes of a group: which are alike
+        known: dict[frozenset[str], set[frozenset[str]]] = {}  # lexemes of a group -> overlapping pairs
         seen, pending = {places.start}, [places.start]
         while pending:
             group = pending.pop()
             names = places.lexemes_at(group)
             if names not in known:
                 check_time()
-                longer, known[names] = _longer_matches(nfa, names, places.characters_behind)
+                longer, known[names] = _longer_matches(nfa, names, places.follow_sets)
                 for name, other in longer.items():
                     found.setdefault(name, other)
             for following in places.next_groups(group, known[names]):
@@ -78,31 +78,31 @@ def conflicting(
                     seen.add(following)
                     pending.append(following)
         return found, nfa.work
-    except _TooMuchWork:
+    except _WorkLimitError:
         return {}, nfa.work
 
 
-class _TooMuchWork(Exception):
+class _WorkLimitError(Exception):
     pass
 
 
 def _longer_matches(
     nfa: _Nfa, names: frozenset[str], follow: dict[str, int]
 ) -> tuple[dict[str, str], set[frozenset[str]]]:
-    """A search of the deterministic automaton of lexemes that may begin at the same place.
+    """Search the deterministic automaton of lexemes that may start at the same position.
 
     Returns:
-        The lexemes that may go on where others should have ended, and pairs that have a text in common.
+        The lexemes that may continue where others must end, and the pairs that have a text in common.
     """
     found: dict[str, str] = {}
-    alike: set[frozenset[str]] = set()
+    overlapping: set[frozenset[str]] = set()
     start = nfa.closure([nfa.starts[name] for name in sorted(names)])
     seen, pending = {start}, [start]
     while pending:
         states = pending.pop()
         if states != start:
             ends = sorted(nfa.finals[state] for state in states if state in nfa.finals)
-            alike.update(frozenset(pair) for pair in combinations(ends, 2))
+            overlapping.update(frozenset(pair) for pair in combinations(ends, 2))
             for ended in ends:
                 after = follow.get(ended, 0)
                 for state in states:
@@ -113,11 +113,11 @@ def _longer_matches(
             if following not in seen:
                 seen.add(following)
                 pending.append(following)
-    return {name: other for name, other in found.items() if nfa.sizes[name] > 1}, alike
+    return {name: other for name, other in found.items() if nfa.sizes[name] > 1}, overlapping
 
 
 def _steps(nfa: _Nfa, states: frozenset[int]) -> Iterator[set[int]]:
-    """The sets of states that one character leads to, each set once."""
+    """Yield the sets of states that one character leads to, each set once."""
     edges = [edge for state in states for edge in nfa.edges[state]]
     classes: dict[int, set[int]] = {}  # disjoint sets of atoms -> targets
     for mask, target in edges:
@@ -139,7 +139,7 @@ def _steps(nfa: _Nfa, states: frozenset[int]) -> Iterator[set[int]]:
 
 
 class _Atoms:
-    """Classes of characters that no expression tells apart, as bits of an integer."""
+    """Classes of characters that no expression distinguishes, as bits of an integer."""
 
     def __init__(self, lexemes: dict[str, Node], parts: Rules) -> None:
         bounds = {0, 0xD800, 0xE000, 0x110000}
@@ -159,7 +159,7 @@ class _Atoms:
         self.everything = self.mask(ANY_CHARACTER)
 
     def mask(self, ranges: Ranges) -> int:
-        """The bits of the characters."""
+        """Return the bits of character ranges."""
         if ranges not in self._masks:
             mask = 0
             for low, high in ranges:
@@ -168,7 +168,7 @@ class _Atoms:
         return self._masks[ranges]
 
     def point(self, sign: str) -> int:
-        """The bit of one character."""
+        """Return the bit of one character."""
         return self.mask(((ord(sign), ord(sign)),))
 
 
@@ -187,7 +187,7 @@ class _Nfa:
         self._owner = ""
         self._closures: dict[int, frozenset[int]] = {}
         self._empty: list[list[int]] = []
-        self.edges: list[list[tuple[int, int]]] = []  # of a state: mask of characters, next state
+        self.edges: list[list[tuple[int, int]]] = []  # per state: (mask of characters, next state)
         self.owners: list[str] = []
         self.starts: dict[str, int] = {}
         self.finals: dict[int, str] = {}
@@ -208,7 +208,7 @@ class _Nfa:
             self.nullable.add(name)
 
     def first_of_lexemes(self) -> dict[str, int]:
-        """The characters that each lexeme may begin with."""
+        """Return the characters that each lexeme may begin with."""
         result = {}
         for name, start in self.starts.items():
             mask = 0
@@ -219,7 +219,7 @@ class _Nfa:
         return result
 
     def closure(self, states: object) -> frozenset[int]:
-        """The states together with those that no character leads to."""
+        """Return the states with those reachable by empty transitions."""
         result: set[int] = set()
         for state in states:  # type: ignore[attr-defined]
             if state not in self._closures:
@@ -236,14 +236,14 @@ class _Nfa:
         return frozenset(result)
 
     def count(self, work: int) -> None:
-        """Counts work.
+        """Count work.
 
         Raises:
-            _TooMuchWork: it is too much.
+            _WorkLimitError: the sum exceeds `MAX_WORK`.
         """
         self.work += work
         if self.work > MAX_WORK:
-            raise _TooMuchWork
+            raise _WorkLimitError
 
     def _state(self) -> int:
         self.edges.append([])
@@ -252,7 +252,7 @@ class _Nfa:
         return len(self.edges) - 1
 
     def _add(self, node: Node, start: int) -> int:
-        """Adds a path for a node and gives the state at its end, which nothing leaves yet."""
+        """Add a path for a node and return its end state, which has no transitions yet."""
         if isinstance(node, Chars):
             end = self._state()
             self.edges[start].append((self._atoms.mask(node.ranges), end))
@@ -282,16 +282,16 @@ class _Nfa:
         return self._add_free_text(node, start)
 
     def _add_repeat(self, node: Repeat, start: int) -> int:
-        for _ in range(min(node.least, _MAX_COUNTED)):
+        for _ in range(min(node.min_count, _MAX_COUNTED)):
             start = self._add(node.part, start)
         end = self._state()
-        if node.most is None or node.most > _MAX_COUNTED:
+        if node.max_count is None or node.max_count > _MAX_COUNTED:
             loop = self._state()
             self._empty[start].append(loop)
             self._empty[self._add(node.part, loop)].append(loop)
             self._empty[loop].append(end)
             return end
-        for _ in range(node.most - node.least):
+        for _ in range(node.max_count - node.min_count):
             first = self._state()
             self._empty[start] += [first, end]
             start = self._add(node.part, first)
@@ -299,7 +299,7 @@ class _Nfa:
         return end
 
     def _add_free_text(self, node: FreeText | TextUntil, start: int) -> int:
-        """The automaton that looks for several words at once; a state for each beginning of a word."""
+        """Add an Aho-Corasick automaton of several words, with one state per prefix of a word."""
         words = [word for word in _texts(node) if word]
         heads = {word[:length] for word in words for length in range(len(word) + 1)} | {""}
         end = self._state()

@@ -1,6 +1,6 @@
-"""Reading EBNF: rules ``name ::= expression``, as GBNF and xgrammar write them.
+"""Read EBNF: rules ``name ::= expression``, in the notation of GBNF and xgrammar.
 
-An expression has texts ("..."), classes of characters ([a-z], [^a-z]), any character (.), references,
+An expression has strings ("..."), character classes ([a-z], [^a-z]), any character (.), references,
 groups, ``|`` and the repetitions ``*``, ``+``, ``?``, ``{n}``, ``{m,n}`` and ``{m,}``. Comments begin with #.
 """
 
@@ -39,11 +39,11 @@ _SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a":
 
 
 def read_ebnf(text: str) -> Rules:
-    """The rules of a grammar; ``root`` is among them.
+    """Return the rules of a grammar, including ``root``.
 
     Raises:
-        InputError: the text is no grammar; the message names the place.
-        UnsupportedFeatureError: it uses a construct that is not supported.
+        InputError: the text is not a grammar; the message has line and column.
+        UnsupportedFeatureError: it uses an unsupported construct.
     """
     return _Reader(text).rules()
 
@@ -105,14 +105,14 @@ class _Reader:
                 bounds = _BOUNDS.match(self._text, self._at)
                 if bounds is None:
                     self._fail("{ begins no repetition: write {n}, {m,n} or {m,}")
-                least = int(bounds[1])
-                most = least if bounds[2] is None else int(bounds[3]) if bounds[3] else None
-                if max(least, most or 0) > _MAX_REPEAT:
+                min_count = int(bounds[1])
+                max_count = min_count if bounds[2] is None else int(bounds[3]) if bounds[3] else None
+                if max(min_count, max_count or 0) > _MAX_REPEAT:
                     self._fail(f"a repetition of more than {_MAX_REPEAT} times")
-                if most is not None and most < least:
+                if max_count is not None and max_count < min_count:
                     self._fail("a repetition whose bounds are out of order")
                 self._at = bounds.end()
-                part = repeated(part, least, most)
+                part = repeated(part, min_count, max_count)
             else:
                 return part
 
@@ -171,7 +171,7 @@ class _Reader:
         return Chars(tuple(whole))
 
     def _signs(self, text: str) -> list[tuple[int, bool]]:
-        """The code points of a text or class, and whether each was written with a backslash."""
+        """Return the code points of a string or class, and whether each has a backslash."""
         result = []
         for sign in _SIGN.finditer(text):
             if sign[6] is not None:

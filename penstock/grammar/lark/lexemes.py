@@ -1,8 +1,8 @@
-"""Dividing a grammar into lexemes, which regular expressions match, and rules over them.
+"""Divide a grammar into lexemes, which are regular expressions, and rules over lexemes.
 
 llguidance matches lexemes with lazily built automata, which is fast, and rules with an Earley parser, which
-is slow for single characters. Its lexer takes the longest match of all the lexemes that may come next. A
-division is exact where the longest match is the only one that the rules can go on from (`conflicts`).
+is slow for single characters. Its lexer takes the longest match of all lexemes that may come next. A division
+is exact if the longest match is the only one after which the rules can continue (`conflicts`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.grammar.lark.conflicts import MAX_WORK, conflicting
+from penstock.grammar.lark.conflicts import MAX_WORK, find_conflicts
 from penstock.grammar.lark.nodes import (
     ANY_CHARACTER,
     EMPTY,
@@ -33,9 +33,9 @@ from penstock.grammar.lark.nodes import (
 )
 from penstock.grammar.lark.simplify import order
 
-MAX_LEXEME_SIZE = 1_000  # nodes of a lexeme beside others, with its rules expanded
-MAX_ONLY_LEXEME_SIZE = 50_000  # of a lexeme that is the whole grammar
-MAX_LEXEME_DEPTH = 300  # of rules in a lexeme: the library recurses over them
+MAX_LEXEME_SIZE = 1_000  # nodes of one of several lexemes, with its rules expanded
+MAX_ONLY_LEXEME_SIZE = 50_000  # nodes of a lexeme that is the whole grammar
+MAX_LEXEME_DEPTH = 300  # nested rules in a lexeme: the library recurses over them
 ANY_SIZE = 1 << 59
 _TOO_LARGE = 1 << 60
 
@@ -45,10 +45,10 @@ class Division:
     """A grammar as rules over lexemes.
 
     Attributes:
-        rules: refer to each other, to lexemes and to tokens.
-        lexemes: by name; they refer to rules of ``parts``.
+        rules: rules over lexemes and tokens.
+        lexemes: name -> node, which refers to rules of ``parts``.
         parts: the rules that lexemes refer to.
-        root: the name of the rule that the output matches.
+        root: the name of the start rule.
     """
 
     rules: Rules
@@ -58,16 +58,16 @@ class Division:
 
 
 class FreeTextConflict(Exception):
-    """Free text stands beside something that it may contain, and a lexer cannot tell them apart."""
+    """Free text is adjacent to an expression that it may contain; a lexer cannot distinguish them."""
 
 
 def divide(
     rules: Rules, root: str, check_time: Callable[[], None], max_only_size: int = MAX_ONLY_LEXEME_SIZE
 ) -> Division:
-    """A division of simplified rules that matches the same texts as the rules.
+    """Divide simplified rules. The division matches the same texts as the rules.
 
     Raises:
-        FreeTextConflict: free text, which cannot be divided, stands beside something that it may contain.
+        FreeTextConflict: free text, which cannot be divided, is next to an expression that it may contain.
     """
     regular = _Regular(rules)
     if regular.is_lexeme(Ref(root), max_only_size):
@@ -76,20 +76,20 @@ def divide(
     total = 0
     while total <= MAX_WORK:
         division = _Divider(rules, regular, split).divide(root)
-        found, work = conflicting(division.rules, division.lexemes, rules, division.root, check_time)
+        found, work = find_conflicts(division.rules, division.lexemes, rules, division.root, check_time)
         total += work
         if not found and work <= MAX_WORK:
             return division
         for name, other in found.items():
             node = division.lexemes[name]
             split[node] = _pieces(node, division.lexemes[other])
-    # Lexemes of one character each need no search: none of them goes on where another one ends.
+    # Lexemes of one character need no search: none of them can continue after another one ends.
     regular.max_size = 1
     return _Divider(rules, regular, {}).divide(root)
 
 
 def _pieces(node: Node, beginning: Node) -> list[Node]:
-    """The parts of a lexeme; where it begins like another one, that beginning and the rest."""
+    """Return the parts of a lexeme. A common prefix with another lexeme becomes a part."""
     parts = node.parts if isinstance(node, Seq) else (node,)
     if beginning != node:
         heads = beginning.parts if isinstance(beginning, Seq) else (beginning,)
@@ -106,7 +106,7 @@ def _pieces(node: Node, beginning: Node) -> list[Node]:
 
 
 class _Regular:
-    """Which nodes can be a lexeme, and how large they are with their rules expanded."""
+    """Decides which nodes can be a lexeme, and computes their size with rules expanded."""
 
     def __init__(self, rules: Rules) -> None:
         self.max_size = MAX_LEXEME_SIZE
@@ -119,16 +119,16 @@ class _Regular:
             below = [one.name for one in walk(node) if isinstance(one, Ref)]
             self._depths[name] = 1 + max((self._depths.get(one, 0) for one in below), default=0)
 
-    def is_lexeme(self, node: Node, most: int | None = None) -> bool:
-        """Whether a regular expression of at most this size can match the node."""
-        most = self.max_size if most is None else most
-        if isinstance(node, Ref) and most == 1:
+    def is_lexeme(self, node: Node, max_count: int | None = None) -> bool:
+        """Return whether a regular expression of at most this size can match the node."""
+        max_count = self.max_size if max_count is None else max_count
+        if isinstance(node, Ref) and max_count == 1:
             return False
         depth = max((self._depths[one.name] for one in walk(node) if isinstance(one, Ref)), default=0)
-        return self.size(node) <= most and depth <= MAX_LEXEME_DEPTH
+        return self.size(node) <= max_count and depth <= MAX_LEXEME_DEPTH
 
     def size(self, node: Node) -> int:
-        """The number of nodes and characters, with rules expanded."""
+        """Return the number of nodes and characters, with rules expanded."""
         if isinstance(node, Ref):
             return self._sizes.get(node.name, _TOO_LARGE)
         if isinstance(node, Tokens):
@@ -160,35 +160,35 @@ class _Divider:
         while self._pending:
             name = self._pending.pop()
             if f"rule_{name}" not in self._placed:
-                self._placed[f"rule_{name}"] = self._place(self._source[name])
+                self._placed[f"rule_{name}"] = self._rule(self._source[name])
         lexemes = {name: node for node, name in self._names.items()}
         return Division(self._placed, lexemes, self._source, f"rule_{root}")
 
-    def _place(self, node: Node) -> Node:
-        """The node over lexemes, as few as possible."""
+    def _rule(self, node: Node) -> Node:
+        """Return the node over lexemes, with as few lexemes as possible."""
         if node == EMPTY:
             return node
         if self._regular.is_lexeme(node) and node not in self._split:
             return self._lexeme(node)
         if isinstance(node, Seq):
-            return sequence(map(self._place, self._split.get(node) or self._runs(node.parts)))
+            return sequence(map(self._rule, self._split.get(node) or self._runs(node.parts)))
         if isinstance(node, Alt):
             if node in self._split:
-                return choice(map(self._place, node.options))
+                return choice(map(self._rule, node.options))
             regular = [option for option in node.options if self._regular.is_lexeme(option)]
             joined = choice(regular) if regular else None
             if joined is None or joined in self._split or not self._regular.is_lexeme(joined):
-                return choice(map(self._place, node.options))
+                return choice(map(self._rule, node.options))
             others = [option for option in node.options if not self._regular.is_lexeme(option)]
-            return choice([self._lexeme(joined), *map(self._place, others)])
+            return choice([self._lexeme(joined), *map(self._rule, others)])
         if isinstance(node, Repeat):
-            return self._place_repeat(node)
+            return self._repeat_rule(node)
         if isinstance(node, Ref):
             self._pending.append(node.name)
             return Ref(f"rule_{node.name}")
         if isinstance(node, Text):
             pieces = self._split.get(node) or [Text(sign) for sign in node.text]
-            return sequence(self._place(piece) for piece in pieces)
+            return sequence(self._rule(piece) for piece in pieces)
         if node == FreeText():
             return Repeat(self._lexeme(Chars(ANY_CHARACTER)), 0, None)
         if isinstance(node, FreeText | TextUntil):
@@ -196,8 +196,8 @@ class _Divider:
         assert isinstance(node, Tokens | Chars)
         return node if isinstance(node, Tokens) else self._lexeme(node)
 
-    def _place_repeat(self, node: Repeat) -> Node:
-        """A repetition in which all that is regular between two other options is one lexeme.
+    def _repeat_rule(self, node: Repeat) -> Node:
+        """Return a repetition with one lexeme for all regular options between two other options.
 
         With a regular option r and another option n, ``(r | n)*`` is written ``r* (n r*)*``.
         """
@@ -207,18 +207,20 @@ class _Divider:
         if (
             not regular
             or not others
-            or node.most is not None
-            or node.least > 1
+            or node.max_count is not None
+            or node.min_count > 1
             or self._regular.max_size == 1
         ):
-            return Repeat(self._place(node.part), node.least, node.most)
+            return Repeat(self._rule(node.part), node.min_count, node.max_count)
         between = repeated(choice(regular), 0, None)
-        part = self._place(sequence([choice(others), between]))
-        whole = sequence([self._place(between), repeated(part, node.least, None)])
-        return whole if node.least == 0 else choice([whole, self._place(repeated(choice(regular), 1, None))])
+        part = self._rule(sequence([choice(others), between]))
+        whole = sequence([self._rule(between), repeated(part, node.min_count, None)])
+        return (
+            whole if node.min_count == 0 else choice([whole, self._rule(repeated(choice(regular), 1, None))])
+        )
 
     def _runs(self, parts: tuple[Node, ...]) -> list[Node]:
-        """Adjacent regular parts joined, as long as they fit in a lexeme."""
+        """Join adjacent regular parts while they fit into a lexeme."""
         result: list[Node] = []
         run: list[Node] = []
         for part in parts:

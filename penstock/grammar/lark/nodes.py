@@ -1,4 +1,4 @@
-"""Expressions of a grammar as a tree, and the operations on them that preserve the language."""
+"""Expression trees of a grammar, and operations that preserve the language."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Chars:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """This text, at least one character."""
+    """A string of at least one character."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """The parts one after the other; none of them is the empty text."""
+    """A sequence of parts; none of them is the empty text."""
 
     parts: tuple[Node, ...]
 
@@ -40,23 +40,23 @@ class Alt:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A part ``least`` to ``most`` times; None is no upper bound."""
+    """A part ``min_count`` to ``max_count`` times; None means unbounded."""
 
     part: Node
-    least: int
-    most: int | None
+    min_count: int
+    max_count: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """What a rule matches."""
+    """A reference to a rule."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One token with an id in these ranges, or with ``negated`` outside of them; never as text."""
+    """One token with an id in these ranges, or outside them if ``negated``. Does not match text."""
 
     ranges: Ranges
     negated: bool = False
@@ -64,7 +64,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class FreeText:
-    """Any text, empty or not, that contains none of ``excludes``."""
+    """Any text, possibly empty, that contains none of ``excludes``."""
 
     excludes: tuple[str, ...] = ()
 
@@ -73,7 +73,7 @@ class FreeText:
 class TextUntil:
     """Any text that ends with the first occurrence of ``end`` and contains none of ``excludes``.
 
-    None of ``others`` occurs in it before; one may end where ``end`` ends.
+    None of ``others`` occurs before; one may end at the same character as ``end``.
     """
 
     end: str
@@ -88,7 +88,7 @@ NOTHING = Alt(())
 
 
 def sequence(parts: Iterable[Node]) -> Node:
-    """One part after the other, with nested sequences and adjacent texts joined."""
+    """Return a sequence, with nested sequences and adjacent strings joined."""
     result: list[Node] = []
     for part in parts:
         for one in part.parts if isinstance(part, Seq) else (part,):
@@ -103,10 +103,10 @@ def sequence(parts: Iterable[Node]) -> Node:
 
 
 def choice(options: Iterable[Node]) -> Node:
-    """One of the options, with nested choices joined, equal options removed and common endings shared.
+    """Return a choice, with nested choices joined, equal options removed and common suffixes shared.
 
-    ``a x | b x`` becomes ``(a | b) x`` where ``x`` is a rule or a text: rules that each refer twice to the
-    next one would otherwise double with every level when they are expanded.
+    ``a x | b x`` becomes ``(a | b) x`` if ``x`` is a rule or a string. Otherwise, rules that each refer twice
+    to the next one would double in size with every level of expansion.
     """
     flat: dict[Node, None] = {}
     for option in options:
@@ -127,19 +127,19 @@ def choice(options: Iterable[Node]) -> Node:
     return result[0] if len(result) == 1 else Alt(tuple(result))
 
 
-def repeated(part: Node, least: int, most: int | None) -> Node:
-    """A part so many times, in its simplest form."""
-    if most == 0 or part == EMPTY:
+def repeated(part: Node, min_count: int, max_count: int | None) -> Node:
+    """Return a repetition in its simplest form."""
+    if max_count == 0 or part == EMPTY:
         return EMPTY
     if part == NOTHING:
-        return EMPTY if least == 0 else NOTHING
-    if (least, most) == (1, 1):
+        return EMPTY if min_count == 0 else NOTHING
+    if (min_count, max_count) == (1, 1):
         return part
-    return Repeat(part, least, most)
+    return Repeat(part, min_count, max_count)
 
 
 def children(node: Node) -> tuple[Node, ...]:
-    """The direct parts of a node."""
+    """Return the direct children of a node."""
     if isinstance(node, Seq):
         return node.parts
     if isinstance(node, Alt):
@@ -148,7 +148,7 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """The node and everything below it, references not followed."""
+    """Yield the node and all descendants, without following references."""
     pending = [node]
     while pending:
         one = pending.pop()
@@ -157,5 +157,5 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def references(node: Node) -> set[str]:
-    """Names of the rules that a node refers to directly."""
+    """Return the names of the rules that a node refers to directly."""
     return {one.name for one in walk(node) if isinstance(one, Ref)}

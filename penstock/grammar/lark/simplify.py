@@ -1,4 +1,4 @@
-"""Simplifying rules without changing their language: only useful rules, and loops instead of recursion."""
+"""Simplify rules without changing their language: remove unused rules, replace recursion by loops."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from penstock.grammar.lark.nodes import (
 
 
 def simplified(rules: Rules, root: str) -> Rules:
-    """The rules that ``root`` needs, each of which matches some finite text.
+    """Return the rules that ``root`` uses and that match some finite text.
 
     Raises:
-        InputError: no finite text matches ``root``.
+        InputError: ``root`` matches no finite text.
     """
     productive = _productive(rules)
     if root not in productive:
-        raise InputError("the grammar allows no output at all: no text comes to an end")
+        raise InputError("the grammar allows no output: it matches no finite text")
     useful = {name: _without_recursion(name, _only(rules[name], productive)) for name in productive}
     return _reachable(_with_counts(_reachable(useful, root)), root)
 
@@ -46,14 +46,14 @@ def _reachable(rules: Rules, root: str) -> Rules:
 
 
 def _with_counts(rules: Rules) -> Rules:
-    """The rules, with repetitions where each of a chain of rules stands for one more of the same part."""
-    counted: dict[str, tuple[Node, int, int, Node]] = {}  # part, least and most times, what follows
+    """Return the rules with repetitions instead of chains of rules that each add the same part."""
+    counted: dict[str, tuple[Node, int, int, Node]] = {}  # part, minimum, maximum, following node
     result = dict(rules)
     for name in order(rules)[0]:
         found = _counted(rules[name], counted)
         if found is not None:
-            counted[name] = part, least, most, end = found
-            result[name] = sequence([repeated(part, least, most), end])
+            counted[name] = part, min_count, max_count, end = found
+            result[name] = sequence([repeated(part, min_count, max_count), end])
     return result
 
 
@@ -73,14 +73,14 @@ def _counted(
         return None
     *parts, ref = links[0].parts
     assert isinstance(ref, Ref)
-    part, least, most, end = counted[ref.name]
-    if sequence(parts) != part or (others and (others[0] != end or least > 0)):
+    part, min_count, max_count, end = counted[ref.name]
+    if sequence(parts) != part or (others and (others[0] != end or min_count > 0)):
         return None
-    return part, 0 if others else least + 1, most + 1, end
+    return part, 0 if others else min_count + 1, max_count + 1, end
 
 
 def unrolled(rules: Rules, root: str, times: int) -> Rules:
-    """The rules without recursion: stricter, as a rule refers to recursive ones ``times`` times at most."""
+    """Return rules without recursion. They are stricter: recursion is limited to ``times`` levels."""
     recursive = order(rules)[1]
     result: Rules = {}
     pending = [(root, times)]
@@ -96,7 +96,7 @@ def unrolled(rules: Rules, root: str, times: int) -> Rules:
 def _at_level(
     node: Node, user: str, recursive: set[str], left: int, times: int, pending: list[tuple[str, int]]
 ) -> Node:
-    """The node of a rule with references to copies of recursive rules; without those that go too deep."""
+    """Return a node with references to copies of recursive rules, without too deep references."""
 
     def at_level(one: Node) -> Node:
         if isinstance(one, Ref):
@@ -109,13 +109,13 @@ def _at_level(
             return sequence(map(at_level, one.parts))
         if isinstance(one, Alt):
             return choice(map(at_level, one.options))
-        return repeated(at_level(one.part), one.least, one.most) if isinstance(one, Repeat) else one
+        return repeated(at_level(one.part), one.min_count, one.max_count) if isinstance(one, Repeat) else one
 
     return at_level(node)
 
 
 def order(rules: Rules) -> tuple[list[str], set[str], int]:
-    """The names, each behind those that it refers to; the recursive ones; and the depth of the search."""
+    """Return the names in post-order, the recursive ones, and the depth of the search."""
     below = {name: sorted(references(node) & rules.keys()) for name, node in rules.items()}
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -124,7 +124,7 @@ def order(rules: Rules) -> tuple[list[str], set[str], int]:
     done: list[str] = []
     recursive: set[str] = set()
     deepest = 0
-    for start in rules:  # Tarjan's algorithm with a stack of its own
+    for start in rules:  # Tarjan's algorithm with an explicit stack
         calls = [] if start in index else [(start, iter(below[start]))]
         while calls:
             name, rest = calls[-1]
@@ -154,7 +154,7 @@ def order(rules: Rules) -> tuple[list[str], set[str], int]:
 
 
 def _productive(rules: Rules) -> set[str]:
-    """The rules that some finite text matches."""
+    """Return the rules that match some finite text."""
     users: dict[str, list[str]] = {}
     for name, node in rules.items():
         for other in references(node):
@@ -174,13 +174,13 @@ def _matches_some(node: Node, productive: set[str]) -> bool:
         return node.name in productive
     if isinstance(node, Alt):
         return any(_matches_some(option, productive) for option in node.options)
-    if isinstance(node, Repeat) and node.least == 0:
+    if isinstance(node, Repeat) and node.min_count == 0:
         return True
     return all(_matches_some(part, productive) for part in children(node))
 
 
 def _only(node: Node, productive: set[str]) -> Node:
-    """The node without the options that no finite text matches."""
+    """Return the node without options that match no finite text."""
     if isinstance(node, Ref):
         return node if node.name in productive else NOTHING
     if isinstance(node, Alt):
@@ -188,12 +188,12 @@ def _only(node: Node, productive: set[str]) -> Node:
     if isinstance(node, Seq):
         return sequence(_only(part, productive) for part in node.parts)
     if isinstance(node, Repeat):
-        return repeated(_only(node.part, productive), node.least, node.most)
+        return repeated(_only(node.part, productive), node.min_count, node.max_count)
     return node
 
 
 def _without_recursion(name: str, node: Node) -> Node:
-    """A loop where a rule refers to itself at its end alone, or its beginning: x = a x | b is a* b."""
+    """Replace left or right recursion by a loop: ``x = a x | b`` becomes ``a* b``."""
     if not _has(node, name):
         return node
     for at_end in (True, False):
@@ -210,7 +210,7 @@ def _has(node: Node, name: str) -> bool:
 
 
 def _linear(node: Node, name: str, at_end: bool) -> tuple[Node, Node] | None:
-    """What stands beside the reference to ``name``, and the alternatives without it; None elsewhere."""
+    """Return the rest of the recursive options and the other options; None if recursion is elsewhere."""
     if node == Ref(name):
         return EMPTY, NOTHING
     if not _has(node, name):
@@ -229,7 +229,7 @@ def _linear(node: Node, name: str, at_end: bool) -> tuple[Node, Node] | None:
         if any(pair is None for pair in pairs):
             return None
         return choice(pair[0] for pair in pairs if pair), choice(pair[1] for pair in pairs if pair)
-    if isinstance(node, Repeat) and (node.least, node.most) == (0, 1):
+    if isinstance(node, Repeat) and (node.min_count, node.max_count) == (0, 1):
         found = _linear(node.part, name, at_end)
         return None if found is None else (found[0], choice([found[1], EMPTY]))
     return None

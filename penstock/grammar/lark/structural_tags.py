@@ -1,4 +1,4 @@
-"""Reading structural tags: trees of formats, whose schemas and expressions are EBNF by now."""
+"""Read structural tags: trees of formats, whose schemas and expressions are already EBNF."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from penstock.grammar.lark.nodes import (
 
 
 def read_structural_tag(text: str) -> Rules:
-    """The rules of a structural tag; ``root`` is among them.
+    """Return the rules of a structural tag, including ``root``.
 
     Raises:
-        InputError: it is no structural tag; the message names the format.
+        InputError: the text is not a structural tag; the message names the format.
         UnsupportedFeatureError: a format has a field that is not supported.
     """
     tag = json.loads(text)
@@ -47,7 +47,7 @@ class _Reader:
         self._num_grammars = 0
 
     def node(self, part: Any) -> Node:
-        """The texts and tokens of a format."""
+        """Return the node of a format."""
         match _kind(part):
             case "const_string":
                 return _text(_field(part, "value", str))
@@ -94,10 +94,14 @@ class _Reader:
         return Ref(f"{prefix}root")
 
     def _repeat(self, part: Any) -> Node:
-        least, most = _field(part, "min", int), _field(part, "max", int)
-        if least < 0 or (most != -1 and most < least):
-            raise InputError(f"a repeat of a structural_tag has impossible bounds: {least} and {most}")
-        return repeated(self.node(_field(part, "content", dict)), least, None if most == -1 else most)
+        min_count, max_count = _field(part, "min", int), _field(part, "max", int)
+        if min_count < 0 or (max_count != -1 and max_count < min_count):
+            raise InputError(
+                f"a repeat of a structural_tag has impossible bounds: {min_count} and {max_count}"
+            )
+        return repeated(
+            self.node(_field(part, "content", dict)), min_count, None if max_count == -1 else max_count
+        )
 
     def _tag(self, part: Any) -> Node:
         begin, end = part.get("begin"), part.get("end")
@@ -116,7 +120,7 @@ class _Reader:
         return self.node(content)
 
     def _ended(self, part: Any, ends: tuple[str, ...]) -> Node:
-        """A format and one of ``ends`` behind it; free text goes as far as the first of them."""
+        """Return a format followed by one of ``ends``. Free text ends at the first of them."""
         if ends == ("",):
             return self.node(part)
         closing = choice(map(_text, ends))
@@ -144,8 +148,8 @@ class _Reader:
         return tags if part.get("at_least_one") else choice([EMPTY, tags])
 
     def _triggered(self, part: Any, ends: tuple[str, ...]) -> Node:
-        """Free text in which what follows a trigger is given; up to one of ``ends``, if there are any."""
-        behind = self._behind_triggers(part)
+        """Return free text in which triggers start formats, up to one of ``ends`` if there are any."""
+        behind = self._contents_by_trigger(part)
         excludes, triggers = _words(part, "excludes"), tuple(behind)
         only_one = part.get("stop_after_first") or (part["type"] == "dispatch" and not part.get("loop", True))
         words = (*triggers, *ends)
@@ -165,7 +169,7 @@ class _Reader:
         first = choice(map(self.node, _list(part, "tags")))
         return sequence([first, closing if only_one else whole])
 
-    def _behind_triggers(self, part: Any) -> dict[str, Node]:
+    def _contents_by_trigger(self, part: Any) -> dict[str, Node]:
         behind: dict[str, list[Node]] = {}
         if part["type"] == "dispatch":
             for rule in _list(part, "rules"):
@@ -181,7 +185,7 @@ class _Reader:
                 if len(fitting) != 1 or not isinstance(begin, str):
                     raise InputError(
                         f"each tag of triggered_tags must begin with one trigger, {begin!r} begins with "
-                        f"{len(fitting)} of them"
+                        f"{len(fitting)} triggers"
                     )
                 rest = {**tag, "begin": begin[len(fitting[0]) :]}
                 behind.setdefault(fitting[0], []).append(self.node(rest))
@@ -190,7 +194,7 @@ class _Reader:
         return {trigger: choice(contents) for trigger, contents in behind.items()}
 
     def _token_triggered(self, part: Any, ends: list[tuple[int, int]]) -> Node:
-        """As `_triggered`, where triggers are tokens and the text between them is any other tokens."""
+        """As `_triggered`, but triggers are tokens, and all other tokens are allowed between them."""
         if part["type"] == "token_dispatch":
             rules = _list(part, "rules")
             if not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
@@ -214,7 +218,7 @@ class _Reader:
 def _until(
     wanted: tuple[str, ...], triggers: tuple[str, ...], ends: tuple[str, ...], excludes: tuple[str, ...]
 ) -> Node:
-    """Free text up to the first of several words, which is one of those that are ``wanted``."""
+    """Return free text up to the first of several words, which must be one of ``wanted``."""
     if "" in ends:
         raise InputError("free text in a tag of a structural_tag needs an end that is not empty")
     words = {*triggers, *ends}
@@ -278,5 +282,5 @@ def _renamed(node: Node, prefix: str) -> Node:
     if isinstance(node, Alt):
         return Alt(tuple(_renamed(option, prefix) for option in node.options))
     if isinstance(node, Repeat):
-        return Repeat(_renamed(node.part, prefix), node.least, node.most)
+        return Repeat(_renamed(node.part, prefix), node.min_count, node.max_count)
     return node

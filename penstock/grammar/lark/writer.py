@@ -1,4 +1,4 @@
-"""Writing a division of a grammar in llguidance's notation."""
+"""Write a divided grammar in llguidance's Lark notation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from penstock.grammar.lark.nodes import (
 )
 from penstock.grammar.lark.simplify import order, simplified, unrolled
 
-MAX_UNROLLED = 12  # times that rules refer to themselves where they must be one lexeme
-MAX_RULE_DEPTH = 3_000  # of rules that refer to rules: the library recurses over them
+MAX_UNROLLED = 12  # levels of recursion in rules that must be one lexeme
+MAX_RULE_DEPTH = 3_000  # longest chain of references: the library recurses over them
 
 
 def _no_limit() -> None:
@@ -33,16 +33,16 @@ def _no_limit() -> None:
 
 
 def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None] = _no_limit) -> str:
-    """The grammar of ``root`` in llguidance's notation.
+    """Return the grammar of ``root`` in llguidance's Lark notation.
 
     Args:
-        rules: refer to each other.
-        root: the name of the rule that the whole output matches.
-        check_time: called now and then; raises when the translation has taken too long.
+        rules: all rules by name.
+        root: the name of the start rule.
+        check_time: called regularly; raises at the time limit.
 
     Raises:
-        InputError: no finite text matches, or rules refer to each other in too long a chain.
-        UnsupportedFeatureError: free text stands beside something that it may contain.
+        InputError: the grammar matches no finite text, or a chain of references is too long.
+        UnsupportedFeatureError: free text is adjacent to an expression that it may contain.
     """
     simple = simplified(rules, root)
     check_time()
@@ -55,14 +55,14 @@ def lark_text(rules: Rules, root: str = "root", *, check_time: Callable[[], None
 
 
 def _as_one_lexeme(rules: Rules, root: str, check_time: Callable[[], None]) -> Division:
-    """The grammar as one lexeme, in which rules refer to themselves a limited number of times."""
+    """Return the grammar as one lexeme with limited recursion."""
     try:
         bounded = simplified(unrolled(rules, root, MAX_UNROLLED), root)
         return divide(bounded, root, check_time, ANY_SIZE)
     except (FreeTextConflict, InputError):
         raise UnsupportedFeatureError(
-            "a structural tag with free text beside formats that may go on like it",
-            "end the free text with a marker that is no token, or make the formats flatter",
+            "a structural tag with free text next to formats that it may contain",
+            "end the free text with a marker that is not a token, or make the formats flatter",
         ) from None
 
 
@@ -96,7 +96,7 @@ class _Writer:
         return f"P{self._numbers.setdefault(f'part {name}', len(self._numbers))}"
 
     def _rule(self, node: Node) -> str:
-        """A node over lexemes and tokens."""
+        """Write a node over lexemes and tokens."""
         if isinstance(node, Ref):
             return self._name(node.name)
         if isinstance(node, Tokens):
@@ -105,7 +105,7 @@ class _Writer:
         return _combined(node, self._rule)
 
     def _terminal(self, node: Node) -> str:
-        """A node of a lexeme: a regular expression where no rule is in it."""
+        """Write a node of a lexeme. Without references it is a regular expression."""
         if node == EMPTY:
             return '""'
         if not any(isinstance(one, Ref | FreeText | TextUntil) for one in walk(node)):
@@ -123,9 +123,9 @@ class _Writer:
 _ANY = "/(?s:.*)/"
 
 
-def _without(words: tuple[str, ...], behind: str = "(?s:.*)") -> str:
-    """What contains none of the words, followed by ``behind``."""
-    return f"~/(?s:.*)(?:{'|'.join(map(_quoted, words))}){behind}/"
+def _without(words: tuple[str, ...], suffix: str = "(?s:.*)") -> str:
+    """Return an expression for text without any of the words followed by ``suffix``."""
+    return f"~/(?s:.*)(?:{'|'.join(map(_quoted, words))}){suffix}/"
 
 
 def _combined(node: Node, write: object) -> str:
@@ -145,13 +145,13 @@ def _grouped(node: Node, write: object) -> str:
 
 
 def _times(node: Repeat) -> str:
-    if (node.least, node.most) == (0, 1):
+    if (node.min_count, node.max_count) == (0, 1):
         return "?"
-    if node.most is None and node.least < 2:
-        return "+" if node.least else "*"
-    if node.least == node.most:
-        return f"{{{node.least}}}"
-    return f"{{{node.least},{'' if node.most is None else node.most}}}"
+    if node.max_count is None and node.min_count < 2:
+        return "+" if node.min_count else "*"
+    if node.min_count == node.max_count:
+        return f"{{{node.min_count}}}"
+    return f"{{{node.min_count},{'' if node.max_count is None else node.max_count}}}"
 
 
 def _regex(node: Node) -> str:
@@ -182,6 +182,6 @@ def _check_depth(rules: Rules) -> None:
     depth = order(rules)[2]
     if depth > MAX_RULE_DEPTH:
         raise InputError(
-            f"the grammar has {depth} rules that refer to each other in one chain, {MAX_RULE_DEPTH} are the "
-            "most: make it flatter"
+            f"the grammar has a chain of {depth} rules that refer to each other, the maximum is "
+            f"{MAX_RULE_DEPTH}: make it flatter"
         )

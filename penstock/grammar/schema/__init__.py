@@ -1,6 +1,6 @@
-"""Grammars as requests give them -> EBNF, in plain Python: no library for grammars, no torch.
+"""Convert the grammars of requests to EBNF, in plain Python without a grammar library or torch.
 
-So the server can refuse what no grammar can be made of before a request goes anywhere.
+The server can therefore refuse unsupported grammars before it submits a request.
 """
 
 from __future__ import annotations

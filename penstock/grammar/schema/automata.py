@@ -1,8 +1,8 @@
-"""Automata of strings that satisfy several conditions at once: expressions, exclusions and a length.
+"""Automata of strings that satisfy several conditions: expressions, excluded expressions and a length.
 
-An expression is followed by its partial derivatives: a position is what of the expression is still to come, a
-state the set of positions that a text may have reached. Repetitions are counted only as far as a text goes,
-so bounds such as {0,100000} cost nothing until they are used.
+States are built from partial derivatives: a position is the rest of the expression that is still to match,
+and a state is the set of positions that a text may have reached. Repetitions are expanded only as far as a
+text goes, so bounds such as {0,100000} cost nothing until they are reached.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from penstock.grammar.schema import regex
 from penstock.grammar.schema.ebnf import Ranges, union
 
 MAX_STATES = 400
-_MAX_FOUND = 2000  # before equivalent states are made one
-_MAX_POSITIONS = 4000  # that one state may consist of, and steps to find them
-_MAX_WORK = 300_000  # borders of characters and positions that are looked at for one expression
+_MAX_FOUND = 2000  # states before minimisation
+_MAX_POSITIONS = 4000  # positions of one state, and steps to find them
+_MAX_WORK = 300_000  # character ranges and positions visited for one expression
 
-_END = 0  # the position behind the whole expression
-_Row: TypeAlias = list[tuple[int, int, frozenset[int]]]  # first and last character, positions behind it
+_END = 0  # the position after the whole expression
+_Row: TypeAlias = list[tuple[int, int, frozenset[int]]]  # first and last character, next positions
 _State: TypeAlias = tuple[tuple[frozenset[int], ...], int]  # positions of each expression; characters counted
 
 
 class TooLargeError(Exception):
-    """An automaton has more states than are allowed."""
+    """An automaton has more states than `MAX_STATES`."""
 
 
 @dataclass(slots=True)
 class Automaton:
-    """States, of which the first is where a text begins."""
+    """A deterministic automaton. The first state is the start."""
 
     steps: list[list[tuple[Ranges, int]]] = field(default_factory=list)
     accepting: list[bool] = field(default_factory=list)
 
     @property
     def shortest(self) -> list[int]:
-        """The fewest characters that may follow each state."""
+        """Minimum number of characters from each state to an end."""
         sources = _sources(self)
         fewest = [0 if is_end else -1 for is_end in self.accepting]
         pending = [state for state, is_end in enumerate(self.accepting) if is_end]
@@ -53,10 +53,10 @@ class Automaton:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The fewest and the most characters of a text; None without an end."""
+    """Minimum and maximum number of characters; None means no maximum."""
 
-    least: int = 0
-    most: int | None = None
+    min_count: int = 0
+    max_count: int | None = None
 
 
 def intersection(
@@ -64,12 +64,12 @@ def intersection(
     excluded: Sequence[regex.Node],
     bound: Bound,
 ) -> Automaton | None:
-    """The minimal automaton of the texts that match all of ``wanted`` and none of ``excluded``.
+    """Return the minimal automaton of texts that match all of ``wanted`` and none of ``excluded``.
 
-    Returns None where there is no such text.
+    Returns None if there is no such text.
 
     Raises:
-        TooLargeError: it has more than `MAX_STATES` states.
+        TooLargeError: the automaton has more than `MAX_STATES` states.
     """
     product = _Product(wanted, excluded, bound)
     start = product.start
@@ -106,30 +106,32 @@ class _Positions:
         self._steps: dict[int, tuple[bool, list[tuple[Ranges, int]]]] = {}
         self._rows: dict[frozenset[int], _Row] = {}
         self._work = 0
-        self._measured: dict[int, tuple[int, int | None]] = {}  # lengths by the identity of a node
-        self.start = frozenset({self._behind(self._shared(tree), _END)})
+        self._measured: dict[int, tuple[int, int | None]] = {}  # id of a node -> its lengths
+        self.start = frozenset({self._position_of(self._shared(tree), _END)})
 
     def shortest(self, positions: frozenset[int]) -> int:
-        """How few characters may follow."""
+        """Return the minimum number of characters that follow."""
         return min(self._lengths[position][0] for position in positions)
 
     def longest(self, positions: frozenset[int]) -> int | None:
-        """How many characters may follow; None without an end."""
+        """Return the maximum number of characters that follow; None if unbounded."""
         highs = [self._lengths[position][1] for position in positions]
         return None if None in highs else max((high or 0 for high in highs), default=0)
 
     def can_end(self, positions: frozenset[int]) -> bool:
-        """Whether a text may end here."""
+        """Return whether a text may end here."""
         return any(self._step(position)[0] for position in positions)
 
     def row(self, positions: frozenset[int]) -> _Row:
-        """Where the characters lead, in their order."""
+        """Return the transitions in the order of the characters."""
         if positions not in self._rows:
             self._rows[positions] = self._new_row(positions)
         return self._rows[positions]
 
     def _new_row(self, positions: frozenset[int]) -> _Row:
-        events: list[tuple[int, int, int]] = []  # a border, and which position begins or ends there
+        events: list[
+            tuple[int, int, int]
+        ] = []  # a range boundary, and the position that begins or ends there
         for position in positions:
             for ranges, rest in self._step(position)[1]:
                 for low, high in ranges:
@@ -150,7 +152,7 @@ class _Positions:
         return result
 
     def _step(self, position: int) -> tuple[bool, list[tuple[Ranges, int]]]:
-        """Whether the text may end at a position, and which characters lead where."""
+        """Return whether the text may end at a position, and its transitions."""
         if position not in self._steps:
             self._steps[position] = self._followed(position)
         return self._steps[position]
@@ -176,18 +178,18 @@ class _Positions:
                 found.append((node.ranges, rest))
             elif isinstance(node, regex.Seq):
                 for part in reversed(node.parts):
-                    rest = self._behind(part, rest)
+                    rest = self._position_of(part, rest)
                 pending.append(rest)
             elif isinstance(node, regex.Alt):
-                pending += [self._behind(option, rest) for option in node.options]
+                pending += [self._position_of(option, rest) for option in node.options]
             else:
                 assert isinstance(node, regex.Repeat)
-                if node.least == 0:
+                if node.min_count == 0:
                     pending.append(rest)
-                if node.most != 0:
-                    most = None if node.most is None else node.most - 1
-                    again = self._repeat(node.part, max(node.least - 1, 0), most)
-                    pending.append(self._behind(node.part, self._behind(again, rest)))
+                if node.max_count != 0:
+                    max_count = None if node.max_count is None else node.max_count - 1
+                    again = self._repeat(node.part, max(node.min_count - 1, 0), max_count)
+                    pending.append(self._position_of(node.part, self._position_of(again, rest)))
         return can_end, found
 
     def _count(self, work: int) -> None:
@@ -195,8 +197,8 @@ class _Positions:
         if self._work > _MAX_WORK:
             raise TooLargeError
 
-    def _behind(self, node: regex.Node, rest: int) -> int:
-        """The position where ``node`` comes next, and then what comes at ``rest``."""
+    def _position_of(self, node: regex.Node, rest: int) -> int:
+        """Return the position for ``node`` followed by position ``rest``."""
         key = (id(node), rest)
         if key not in self._numbers:
             if id(node) not in self._measured:
@@ -210,13 +212,15 @@ class _Positions:
             )
         return self._numbers[key]
 
-    def _repeat(self, part: regex.Node, least: int, most: int | None) -> regex.Node:
-        return self._nodes.setdefault((regex.Repeat, id(part), least, most), regex.Repeat(part, least, most))
+    def _repeat(self, part: regex.Node, min_count: int, max_count: int | None) -> regex.Node:
+        return self._nodes.setdefault(
+            (regex.Repeat, id(part), min_count, max_count), regex.Repeat(part, min_count, max_count)
+        )
 
     def _shared(self, node: regex.Node) -> regex.Node:
-        """The tree with equal parts as one object, so that positions compare by identity."""
+        """Return the tree with equal parts as one object, so that positions compare by identity."""
         if isinstance(node, regex.Repeat):
-            return self._repeat(self._shared(node.part), node.least, node.most)
+            return self._repeat(self._shared(node.part), node.min_count, node.max_count)
         if isinstance(node, regex.Seq):
             parts = tuple(map(self._shared, node.parts))
             return self._nodes.setdefault((regex.Seq, *map(id, parts)), regex.Seq(parts))
@@ -227,59 +231,59 @@ class _Positions:
 
 
 class _Product:
-    """Expressions followed at the same time, and the characters counted."""
+    """The product automaton of several expressions and a character count."""
 
     def __init__(self, wanted: Sequence[regex.Node], excluded: Sequence[regex.Node], bound: Bound) -> None:
         self._all = [_Positions(tree) for tree in (*wanted, *excluded)]
         self._wanted = self._all[: len(wanted)]
         self._bound = bound
-        self.start = self._settled(tuple(one.start for one in self._all), 0)
+        self.start = self._normalized(tuple(one.start for one in self._all), 0)
 
     def accepts(self, state: _State) -> bool:
-        """Whether a text may end here."""
+        """Return whether a text may end here."""
         sets, count = state
-        if 0 <= count < self._bound.least:
+        if 0 <= count < self._bound.min_count:
             return False
         ends = [one.can_end(positions) for one, positions in zip(self._all, sets, strict=True)]
         split = len(self._wanted)
         return all(ends[:split]) and not any(ends[split:])
 
     def steps(self, state: _State) -> Iterator[tuple[Ranges, _State]]:
-        """Which characters lead where."""
+        """Yield (characters, next state)."""
         sets, count = state
-        if self._bound.most is not None and count >= self._bound.most:
+        if self._bound.max_count is not None and count >= self._bound.max_count:
             return
         rows = [one.row(positions) for one, positions in zip(self._all, sets, strict=True)]
         for low, high, target in _merged_rows(rows, len(self._wanted)):
             if self._is_short(target, count + 1):
-                yield ((low, high),), self._settled(target, count + 1 if count >= 0 else -1)
+                yield ((low, high),), self._normalized(target, count + 1 if count >= 0 else -1)
 
     def _is_short(self, sets: tuple[frozenset[int], ...], count: int) -> bool:
-        """Whether a text may still end within the bound."""
-        if self._bound.most is None or count <= 0:
+        """Return whether a text may still end within the maximum length."""
+        if self._bound.max_count is None or count <= 0:
             return True
-        left = self._bound.most - count
+        left = self._bound.max_count - count
         return all(
             one.shortest(positions) <= left for one, positions in zip(self._wanted, sets, strict=False)
         )
 
-    def _settled(self, sets: tuple[frozenset[int], ...], count: int) -> _State:
-        """The state; its count is -1 where neither bound can be missed any more."""
-        least, most = self._bound.least, self._bound.most
-        if count >= 0 and most is not None:
+    def _normalized(self, sets: tuple[frozenset[int], ...], count: int) -> _State:
+        """Return the state, with count -1 if the length can no longer violate a bound."""
+        min_count, max_count = self._bound.min_count, self._bound.max_count
+        if count >= 0 and max_count is not None:
             longest = [one.longest(positions) for one, positions in zip(self._wanted, sets, strict=False)]
-            is_safe = any(high is not None and count + high <= most for high in longest)
+            is_safe = any(high is not None and count + high <= max_count for high in longest)
         else:
-            is_safe = most is None or count < 0
-        if count < 0 or (is_safe and count >= least):
+            is_safe = max_count is None or count < 0
+        if count < 0 or (is_safe and count >= min_count):
             return sets, -1
-        return sets, min(count, least) if is_safe else count
+        return sets, min(count, min_count) if is_safe else count
 
 
 def _merged_rows(
     rows: Sequence[_Row], num_wanted: int
 ) -> Iterator[tuple[int, int, tuple[frozenset[int], ...]]]:
-    """The characters that every wanted expression may read, and the positions of all behind them."""
+    """Yield the characters that every wanted expression accepts, with the next positions of all."""
     events: list[tuple[int, int, frozenset[int]]] = []
     for index, row in enumerate(rows):
         for low, high, target in row:
@@ -288,7 +292,7 @@ def _merged_rows(
         events += [(border, -1, frozenset()) for border in (0, 0xD800, 0xE000, 0x110000)]
     targets = [frozenset[int]()] * len(rows)
     start = 0
-    # At a border, the end of one range comes before the begin of another.
+    # At a boundary, the end of one range comes before the start of another.
     events.sort(key=lambda event: (event[0], bool(event[2])))
     for border, group in itertools.groupby(events, key=lambda event: event[0]):
         is_character = start < border <= 0x110000 and start != 0xD800
@@ -301,7 +305,7 @@ def _merged_rows(
 
 
 def _live(automaton: Automaton) -> Automaton | None:
-    """Without the states from which no text comes to an end."""
+    """Return the automaton without states that cannot reach an end."""
     sources = _sources(automaton)
     pending = [state for state, is_end in enumerate(automaton.accepting) if is_end]
     live = set(pending)
@@ -321,7 +325,7 @@ def _live(automaton: Automaton) -> Automaton | None:
 
 
 def _minimal(automaton: Automaton | None) -> Automaton | None:
-    """With equivalent states as one (Moore's refinement)."""
+    """Return the minimal automaton (Moore's partition refinement)."""
     if automaton is None:
         return None
     classes = _by_distance(automaton)
@@ -343,7 +347,7 @@ def _minimal(automaton: Automaton | None) -> Automaton | None:
 
 
 def _sources(automaton: Automaton) -> list[list[int]]:
-    """From which states each state is reached."""
+    """Return the predecessors of each state."""
     sources: list[list[int]] = [[] for _ in automaton.steps]
     for state, row in enumerate(automaton.steps):
         for _, target in row:
@@ -352,25 +356,25 @@ def _sources(automaton: Automaton) -> list[list[int]]:
 
 
 def _by_distance(automaton: Automaton) -> list[int]:
-    """Classes of states by the fewest and the most characters that may follow.
+    """Return classes of states by the minimum and maximum number of characters that follow.
 
-    Equivalent states are in the same class. Without this the refinement takes a round for each character of
-    the longest text.
+    Equivalent states are in the same class. Without this start, the refinement needs one round per character
+    of the longest text.
     """
     sources = _sources(automaton)
     fewest = automaton.shortest
-    most = [-1] * len(automaton.steps)  # -1 where a text may go on without end
+    max_count = [-1] * len(automaton.steps)  # -1 if the length is unbounded
     missing = [len(row) for row in automaton.steps]
     pending = [state for state, left in enumerate(missing) if not left]
     for state in pending:
-        most[state] = max((most[target] + 1 for _, target in automaton.steps[state]), default=0)
+        max_count[state] = max((max_count[target] + 1 for _, target in automaton.steps[state]), default=0)
         for source in sources[state]:
             missing[source] -= 1
             if not missing[source]:
                 pending.append(source)
     keys: dict[object, int] = {}
     return [
-        keys.setdefault((automaton.accepting[state], fewest[state], most[state]), len(keys))
+        keys.setdefault((automaton.accepting[state], fewest[state], max_count[state]), len(keys))
         for state in range(len(automaton.steps))
     ]
 
@@ -378,7 +382,7 @@ def _by_distance(automaton: Automaton) -> list[int]:
 def _merged(
     row: Sequence[tuple[Ranges, int]], classes: Sequence[int]
 ) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-    """The steps by the class of their target."""
+    """Return the transitions grouped by the class of their target."""
     found: dict[int, list[tuple[int, int]]] = {}
     for ranges, target in row:
         found.setdefault(classes[target], []).extend(ranges)

@@ -1,4 +1,4 @@
-"""Automata up to a length: characters that repeat are counted in blocks, so that few rules are enough."""
+"""Automata with a maximum length. Repeated characters are counted in blocks, which needs few rules."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from penstock.grammar.schema.automata import Automaton
 from penstock.grammar.schema.ebnf import NOTHING, Ranges, Rules, choice, repeated, sequence
 
 MAX_COUNTED = 700  # rules
-_MAX_FINE = 400  # rules, for blocks that are smaller than they need be
+_MAX_FINE = 400  # rules, for blocks smaller than necessary
 _BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A state, and how many characters may still come."""
+class _CountedState:
+    """A state of the automaton with the number of characters that may still follow."""
 
     state: int
     left: int
-    is_mixed: bool = False  # whether it was entered by its own detour
+    is_mixed: bool = False  # whether it was entered through its own detour
 
 
 class Counting:
-    """Which places an automaton has up to a length.
+    """The counted states of an automaton up to a length.
 
-    Where a character repeats, what is left is rounded down to whole blocks, unless no text would fit then.
-    That leaves out some texts near the length.
+    At a repeated character, the remaining length is rounded down to whole blocks, unless no text would fit
+    then. This excludes some texts near the maximum length.
 
-    A *detour* leads from such a state back to it, as an escaped character does in a URI. Behind the first
-    one, characters and detours count the same, so that not every one of them costs a block.
+    A *detour* leads from a state with a repeated character back to it, such as an escaped character in a URI.
+    After the first detour, characters and detours count the same, so that not every detour costs a block.
     """
 
-    def __init__(self, automaton: Automaton, most: int, block: int) -> None:
+    def __init__(self, automaton: Automaton, max_count: int, block: int) -> None:
         self.automaton = automaton
-        self.most = most
+        self.max_count = max_count
         self.block = block
         self.shortest = automaton.shortest
         self.loops: list[Ranges | None] = [
@@ -60,30 +60,32 @@ class Counting:
     def _is_passage(self, state: int) -> bool:
         return not self.automaton.accepting[state] and len(self.automaton.steps[state]) == 1
 
-    def entered(self, state: int, left: int, source: int | None = None) -> _Place | None:
-        """The place; None where no text fits."""
+    def enter(self, state: int, left: int, source: int | None = None) -> _CountedState | None:
+        """Return the counted state; None if no text fits."""
         if left < self.shortest[state]:
             return None
         if self.loops[state] is None:
-            return _Place(state, left)
+            return _CountedState(state, left)
         if left - left % self.block >= self.shortest[state]:
             left -= left % self.block
-        return _Place(state, left, source is not None and source in self.detours.get(state, ([], []))[1])
+        return _CountedState(
+            state, left, source is not None and source in self.detours.get(state, ([], []))[1]
+        )
 
-    def exits(self, place: _Place, left: int) -> Iterator[tuple[Ranges, _Place]]:
-        """The steps to other states."""
+    def exits(self, place: _CountedState, left: int) -> Iterator[tuple[Ranges, _CountedState]]:
+        """Yield the transitions to other states."""
         first = self.detours[place.state][1][0] if place.is_mixed else None
         for ranges, target in self.automaton.steps[place.state]:
             if target in (place.state, first):
                 continue
-            if (entered := self.entered(target, left - 1, place.state)) is not None:
-                yield ranges, entered
+            if (enter := self.enter(target, left - 1, place.state)) is not None:
+                yield ranges, enter
 
-    def own(self, place: _Place) -> tuple[int, int, bool]:
-        """How often a state's own character may come before another, and how many characters that takes.
+    def self_loops(self, place: _CountedState) -> tuple[int, int, bool]:
+        """Return (repetitions, characters per repetition, whether a whole block fits) of a state's loop.
 
-        Also whether a whole block may come, and then the same place with less. The last characters, less
-        than a block, are all spent where they are left.
+        The repetitions come before another character. The last characters, fewer than a block, are used in
+        the state that is left.
         """
         if self.loops[place.state] is None:
             return 0, 0, False
@@ -94,46 +96,46 @@ class Counting:
         times = (place.left - self.shortest[place.state]) // size
         return times, times * size, False
 
-    def less(self, place: _Place) -> _Place:
-        """The place behind a whole block."""
-        return _Place(place.state, place.left - self.block, place.is_mixed)
+    def after_block(self, place: _CountedState) -> _CountedState:
+        """Return the counted state after a whole block."""
+        return _CountedState(place.state, place.left - self.block, place.is_mixed)
 
-    def places(self, most: int) -> int:
-        """How many places there are; it stops counting at ``most``."""
+    def places(self, max_count: int) -> int:
+        """Return the number of counted states; stops counting at ``max_count``."""
         seen = {self.start}
         pending = [self.start]
-        while pending and len(seen) < most:
+        while pending and len(seen) < max_count:
             place = pending.pop()
-            _, spent, has_block = self.own(place)
-            found = [entered for _, entered in self.exits(place, place.left - spent)]
-            for one in [*found, self.less(place)] if has_block else found:
+            _, spent, has_block = self.self_loops(place)
+            found = [enter for _, enter in self.exits(place, place.left - spent)]
+            for one in [*found, self.after_block(place)] if has_block else found:
                 if one not in seen:
                     seen.add(one)
                     pending.append(one)
         return len(seen)
 
     @property
-    def start(self) -> _Place:
-        """Where a text begins."""
-        entered = self.entered(0, self.most)
-        assert entered is not None
-        return entered
+    def start(self) -> _CountedState:
+        """The start state."""
+        enter = self.enter(0, self.max_count)
+        assert enter is not None
+        return enter
 
 
-def counting_of(automaton: Automaton, most: int) -> Counting | None:
-    """The places of an automaton up to a length, at most `MAX_COUNTED` of them, with the smallest blocks.
+def counting_of(automaton: Automaton, max_count: int) -> Counting | None:
+    """Return the counted states of an automaton up to a length, with the smallest possible blocks.
 
-    Returns None where there are more, or no text is as short as that.
+    Returns None if there are more than `MAX_COUNTED`, or if no text is short enough.
     """
-    if automaton.shortest[0] > most:
+    if automaton.shortest[0] > max_count:
         return None
     block = 1
-    while block <= max(most // _BLOCKS, 1):
-        counting = Counting(automaton, most, block)
+    while block <= max(max_count // _BLOCKS, 1):
+        counting = Counting(automaton, max_count, block)
         if counting.places(_MAX_FINE + 1) <= _MAX_FINE:
             return counting
         block *= 2
-    counting = Counting(automaton, most, max(most // _BLOCKS, 1))
+    counting = Counting(automaton, max_count, max(max_count // _BLOCKS, 1))
     return counting if counting.places(MAX_COUNTED + 1) <= MAX_COUNTED else None
 
 
@@ -141,10 +143,10 @@ class CountedWriter:
     """Writes the rules of an automaton up to a length.
 
     Args:
-        rules: where they are added.
-        counting: the places.
-        options: gives the ways to write one character.
-        end: what follows where a text may end.
+        rules: receives the new rules.
+        counting: the counted states.
+        options: returns the spellings of one character.
+        end: the expression after the end of a text.
     """
 
     def __init__(
@@ -154,38 +156,38 @@ class CountedWriter:
         self._counting = counting
         self._options = options
         self._end = end
-        self._names: dict[_Place, str] = {}
-        self._pending: list[_Place] = []
+        self._names: dict[_CountedState, str] = {}
+        self._pending: list[_CountedState] = []
 
     def write(self) -> str:
-        """The first rule."""
+        """Return the start rule."""
         first = self._name(self._counting.start)
         while self._pending:
             place = self._pending.pop()
             self._rules.define(self._names[place], choice(self._body(place)))
         return first
 
-    def _name(self, place: _Place) -> str:
+    def _name(self, place: _CountedState) -> str:
         if place not in self._names:
             self._names[place] = self._rules.reserve("state")
             self._pending.append(place)
         return self._names[place]
 
-    def _body(self, place: _Place) -> list[str]:
-        times, spent, has_block = self._counting.own(place)
-        exits = self._exits(place, place.left - spent)
+    def _body(self, place: _CountedState) -> list[str]:
+        times, spent, has_block = self._counting.self_loops(place)
+        exits = self._write_exits(place, place.left - spent)
         if times == 0 and not has_block:
             return exits
-        # Fewer than a block and then something else, or a whole block: a text has one reading.
-        own = self._own(place)
-        some = self._rules.add("some", repeated(own, 0, times)) if times else NOTHING
+        # Fewer than a block and then another character, or a whole block: each text has one derivation.
+        self_loops = self._write_self_loops(place)
+        some = self._rules.add("some", repeated(self_loops, 0, times)) if times else NOTHING
         result = [sequence(some, choice(exits))] if exits else []
         if has_block:
-            whole = self._rules.add("block", repeated(own, times + 1, times + 1))
-            result.append(sequence(whole, self._name(self._counting.less(place))))
+            whole = self._rules.add("block", repeated(self_loops, times + 1, times + 1))
+            result.append(sequence(whole, self._name(self._counting.after_block(place))))
         return result
 
-    def _own(self, place: _Place) -> str:
+    def _write_self_loops(self, place: _CountedState) -> str:
         loop = self._counting.loops[place.state]
         assert loop is not None
         options = self._options(loop)
@@ -194,8 +196,8 @@ class CountedWriter:
             options = [*options, sequence(*(choice(self._options(ranges)) for ranges in read))]
         return choice(options)
 
-    def _exits(self, place: _Place, left: int) -> list[str]:
+    def _write_exits(self, place: _CountedState, left: int) -> list[str]:
         result = [self._end] if self._counting.automaton.accepting[place.state] else []
-        for ranges, entered in self._counting.exits(place, left):
-            result += [sequence(one, self._name(entered)) for one in self._options(ranges)]
+        for ranges, enter in self._counting.exits(place, left):
+            result += [sequence(one, self._name(enter)) for one in self._options(ranges)]
         return result

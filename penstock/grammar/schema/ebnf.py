@@ -1,4 +1,4 @@
-"""Writing grammars in the notation that xgrammar compiles: literals, classes of characters, named rules."""
+"""Write EBNF in xgrammar's notation: literals, character classes, named rules."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.errors import InputError
 MAX_RULES = 20_000
 LAST_CHARACTER = 0x10FFFF
 NOTHING = '""'
-_PLAIN_IN_TEXT = " !#$%&()*+,-./:;<=>?@[]_{|}~"  # punctuation that means itself inside quotation marks
+_PLAIN_IN_TEXT = " !#$%&()*+,-./:;<=>?@[]_{|}~"  # punctuation without special meaning in quotes
 
-Ranges = Sequence[tuple[int, int]]  # code points, both ends included, ascending and apart
-ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, LAST_CHARACTER))  # what UTF-8 can write
+Ranges = Sequence[tuple[int, int]]  # code points, both ends included, ascending, with gaps between
+ALL_CHARACTERS: Ranges = ((0, 0xD7FF), (0xE000, LAST_CHARACTER))  # all that UTF-8 can encode
 
 
 class Rules:
-    """The rules of a grammar. Equal bodies share a rule; names tell what a rule is for."""
+    """The rules of a grammar. Equal bodies share a rule. Names show the purpose of a rule."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, str] = {}
@@ -26,7 +26,7 @@ class Rules:
         return name in self._bodies
 
     def add(self, purpose: str, body: str) -> str:
-        """The name of a rule with this body."""
+        """Return the name of a rule with this body."""
         name = self._names.get(body)
         if name is None:
             name = self.reserve(purpose)
@@ -35,7 +35,7 @@ class Rules:
         return name
 
     def reserve(self, purpose: str) -> str:
-        """A name whose body comes later, by `define`: so rules refer to themselves."""
+        """Return a name whose body `define` sets later. Recursive rules need this."""
         if len(self._bodies) >= MAX_RULES:
             raise InputError(f"the grammar needs more than {MAX_RULES} rules: make it smaller or flatter")
         name = f"{purpose}_{len(self._bodies)}"
@@ -43,22 +43,22 @@ class Rules:
         return name
 
     def define(self, name: str, body: str) -> None:
-        """Gives a reserved name its body."""
+        """Set the body of a reserved name."""
         self._bodies[name] = body
 
     def text(self, root: str) -> str:
-        """The grammar, ``root`` the expression that the whole output must match."""
+        """Return the grammar. ``root`` is the expression that the whole output must match."""
         lines = [f"{name} ::= {body}" for name, body in self._bodies.items()]
         return "\n".join([f"root ::= {root}", *lines, ""])
 
 
 def literal(text: str) -> str:
-    """The text itself."""
+    """Return a literal."""
     return '"' + "".join(map(_escaped, text)) + '"' if text else NOTHING
 
 
 def char_class(ranges: Ranges) -> str:
-    """One character of these; there must be some."""
+    """Return a class of at least one character."""
     assert ranges, "a class without characters matches nothing"
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return literal(chr(ranges[0][0]))
@@ -67,30 +67,32 @@ def char_class(ranges: Ranges) -> str:
 
 
 def sequence(*parts: str) -> str:
-    """One behind the other."""
+    """Return a sequence."""
     return " ".join(part for part in parts if part != NOTHING) or NOTHING
 
 
 def choice(alternatives: Iterable[str]) -> str:
-    """One of them; there must be some."""
+    """Return a choice of at least one alternative."""
     unique = list(dict.fromkeys(alternatives))
     assert unique, "a choice of nothing"
     return unique[0] if len(unique) == 1 else f"({' | '.join(unique)})"
 
 
-def repeated(part: str, least: int, most: int | None) -> str:
-    """``least`` to ``most`` times, None without an end."""
-    if most == 0 or part == NOTHING:
+def repeated(part: str, min_count: int, max_count: int | None) -> str:
+    """Return a repetition. ``max_count`` None means unbounded."""
+    if max_count == 0 or part == NOTHING:
         return NOTHING
-    if (least, most) == (1, 1):
+    if (min_count, max_count) == (1, 1):
         return part
-    times = {(0, 1): "?", (0, None): "*", (1, None): "+"}.get((least, most))
-    bounds = "" if most is None else str(most)
-    return f"({part}){times or (f'{{{least}}}' if least == most else f'{{{least},{bounds}}}')}"
+    times = {(0, 1): "?", (0, None): "*", (1, None): "+"}.get((min_count, max_count))
+    bounds = "" if max_count is None else str(max_count)
+    return (
+        f"({part}){times or (f'{{{min_count}}}' if min_count == max_count else f'{{{min_count},{bounds}}}')}"
+    )
 
 
 def without(ranges: Ranges, removed: Ranges) -> list[tuple[int, int]]:
-    """The characters of ``ranges`` that are not among ``removed``."""
+    """Return the characters of ``ranges`` that are not in ``removed``."""
     result = list(ranges)
     for low, high in removed:
         result = [
@@ -103,7 +105,7 @@ def without(ranges: Ranges, removed: Ranges) -> list[tuple[int, int]]:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in order and apart."""
+    """Return sorted ranges that neither overlap nor touch."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:
@@ -124,5 +126,5 @@ def _in_class(point: int) -> str:
 
 def _code(point: int) -> str:
     if 0xD800 <= point <= 0xDFFF:
-        raise InputError(f"the grammar has a lone surrogate, U+{point:04X}, which no text can have")
+        raise InputError(f"the grammar has a lone surrogate, U+{point:04X}, which UTF-8 cannot encode")
     return f"\\u{point:04x}" if point < 0x10000 else f"\\U{point:08x}"

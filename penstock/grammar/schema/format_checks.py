@@ -1,4 +1,4 @@
-"""Whether a string has a format, for the formats whose rules go beyond a regular expression."""
+"""Checks of string formats that need more than a regular expression."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _REGEX_TOKEN = re.compile(
 
 
 def full_match(expression: re.Pattern[str], value: str) -> bool:
-    """Whether an expression matches the whole of a value."""
+    """Return whether an expression matches the whole of a value."""
     return expression.fullmatch(value) is not None
 
 
 def is_time(value: str) -> bool:
-    """Whether a string is a time of RFC 3339; a leap second is the last one of a UTC day."""
+    """Return whether a string is a time of RFC 3339; a leap second is the last one of a UTC day."""
     return _leap_minutes(value) is not False
 
 
 def is_date_time(value: str) -> bool:
-    """Whether a string is a date and time of RFC 3339; a leap second is the last one of a UTC month."""
+    """Return whether a string is a date-time of RFC 3339. A leap second must end a UTC month."""
     day = _day(value[:10])
     minutes = _leap_minutes(value[11:]) if value[10:11] in ("T", "t") else False
     if day is None or minutes is False:
@@ -45,7 +45,7 @@ def is_date_time(value: str) -> bool:
     if minutes is None:
         return True
     try:
-        following = day + timedelta(days=minutes // 1440 + 1)  # behind the UTC day of the leap second
+        following = day + timedelta(days=minutes // 1440 + 1)  # after the UTC day of the leap second
     except OverflowError:
         return False
     return following.day == 1 and following.month in (1, 7)
@@ -60,7 +60,7 @@ def _day(value: str) -> date | None:
 
 
 def _leap_minutes(value: str) -> int | bool | None:
-    """The UTC minute of a leap second, counted from the local day; None for another time, False for none."""
+    """Return the UTC minute of a leap second from the local day; None for other times, False if invalid."""
     parts = _TIME.fullmatch(value)
     if parts is None:
         return False
@@ -73,7 +73,7 @@ def _leap_minutes(value: str) -> int | bool | None:
 
 
 def is_hostname(value: str) -> bool:
-    """Whether a string is a host name of RFC 1123; A-labels must be valid (RFC 5891)."""
+    """Return whether a string is a host name of RFC 1123; A-labels must be valid (RFC 5891)."""
     return len(value) <= 253 and all(map(_is_ldh_label, value.split(".")))
 
 
@@ -91,8 +91,8 @@ def _is_ldh_label(label: str) -> bool:
 
 
 def is_idn_hostname(value: str) -> bool:
-    """Whether a string is an internationalised host name of RFC 5890."""
-    if len(value) > 253:  # the ASCII form is no shorter
+    """Return whether a string is an internationalised host name of RFC 5890."""
+    if len(value) > 253:  # the ASCII form is at least as long
         return False
     labels = _IDN_DOTS.split(value)
     total = 0
@@ -110,12 +110,12 @@ def is_idn_hostname(value: str) -> bool:
 
 
 def is_email(value: str) -> bool:
-    """Whether a string is a mailbox of RFC 5321."""
+    """Return whether a string is a mailbox of RFC 5321."""
     return value.isascii() and is_idn_email(value)
 
 
 def is_idn_email(value: str) -> bool:
-    """Whether a string is a mailbox of RFC 6531."""
+    """Return whether a string is a mailbox of RFC 6531."""
     local, at, domain = value.rpartition("@")
     if not at or len(local.encode(errors="replace")) > 64 or len(value.encode(errors="replace")) > 254:
         return False
@@ -127,7 +127,7 @@ def is_idn_email(value: str) -> bool:
 
 
 def _is_address(text: str) -> bool:
-    """Whether a text is an address as it stands in the brackets of a mailbox."""
+    """Return whether a text is an address in the brackets of a mailbox."""
     if text[:5].lower() != "ipv6:":
         return _IPV4.fullmatch(text) is not None
     try:
@@ -140,7 +140,7 @@ def _is_address(text: str) -> bool:
 
 
 def is_regex(value: str) -> bool:
-    """Whether a string is a regular expression of ECMA 262."""
+    """Return whether a string is a regular expression of ECMA 262."""
     at = groups = highest = 0
     depth = 0
     names: set[str] = set()
@@ -155,7 +155,7 @@ def is_regex(value: str) -> bool:
             continue
         token = match.group() if (match := _REGEX_TOKEN.match(value, at)) else ""
         at += len(token)
-        if token == "\\":  # an escape that is none
+        if token == "\\":  # an invalid escape
             return False
         is_quantifier = token[0] in "*+?" or (token[0] == "{" and len(token) > 1)
         if is_quantifier:
@@ -166,7 +166,7 @@ def is_regex(value: str) -> bool:
         if token[0] == "(":
             depth += 1
             if token == "(" and value[at : at + 1] == "?":
-                return False  # (? with something that ECMA 262 does not have
+                return False  # (? with a construct that ECMA 262 does not have
             if token == "(" or (token.startswith("(?<") and token[-1] == ">"):
                 groups += 1
             if token.startswith("(?<") and token[-1] == ">":
@@ -191,9 +191,9 @@ def _is_ordered(quantifier: str) -> bool:
 
 
 def _class_end(value: str, at: int) -> int:
-    """Where what follows a class begins; -1 where the class is not valid."""
+    """Return the index after a class; -1 if the class is not valid."""
     at += value[at : at + 1] == "^"
-    before: int | None = None  # the character that a range may begin with
+    before: int | None = None  # the possible first character of a range
     in_range = False
     while at < len(value) and value[at] != "]":
         token = match.group() if (match := _REGEX_TOKEN.match(value, at)) else ""
@@ -212,7 +212,7 @@ def _class_end(value: str, at: int) -> int:
 
 
 def _point(token: str) -> int | None:
-    """The character that a member of a class is; None for several."""
+    """Return the single character of a class member; None for several characters."""
     if len(token) == 1:
         return ord(token)
     if token[1] in "dDwWsSpP":

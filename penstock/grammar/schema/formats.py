@@ -1,7 +1,7 @@
-"""Formats of strings: what a grammar writes of each, and which values have it.
+"""String formats: an expression for grammars, and a check of values, for each format.
 
-A grammar writes nothing that is not of the format. Where the whole format would need too large a grammar, it
-leaves out the values that the comments name; `has_format` accepts them all the same.
+An expression matches only values of the format. If the whole format would need too large a grammar, the
+expression excludes the values that the comments name; `has_format` accepts them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from penstock.grammar.schema.regex_tree import Node
 _MONTHS = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
 _LEAP = "[0-9]{2}(?:0[48]|[2468][048]|[13579][26])-02-29"
 _LEAP_CENTURY = "(?:0[48]|[2468][048]|[13579][26])00-02-29"
-_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # not 0000, which Python's dates lack
+_YEAR = (
+    "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"  # not 0000, which Python's dates do not support
+)
 _DATE = f"(?:{_YEAR}-{_MONTHS}|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}|{_LEAP_CENTURY})"
 _HOUR_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _FRACTION = "(?:\\.[0-9]+)?"
@@ -28,7 +30,7 @@ _TIME = f"{_HOUR_MINUTE}:[0-5][0-9]{_FRACTION}(?:[Zz]|[+-]{_HOUR_MINUTE})"
 
 
 def _leap_seconds() -> tuple[str, str]:
-    """Times with the second 60 on the local day of UTC and on the next one, for offsets of half hours."""
+    """Return times with second 60 on the local day in UTC and on the next, for offsets of half hours."""
     same = [f"23:59:60{_FRACTION}(?:[Zz]|[+-]00:00)"]
     following = [f"{hour:02}:29:60{_FRACTION}\\+{hour:02}:30" for hour in range(24)]
     for hour in range(23):
@@ -58,23 +60,23 @@ _GROUP = "[0-9A-Fa-f]{1,4}"
 
 
 def _ipv6(groups: int) -> str:
-    """IPv6 addresses (RFC 4291, 2.2), whose ``::`` stands beside at most so many groups."""
+    """Return IPv6 addresses (RFC 4291, 2.2) with at most ``groups`` groups next to ``::``."""
 
     def more(left: int) -> str:
-        """What may come behind a group that comes behind ``::``."""
+        """Return the expression after a group that follows ``::``."""
         if left == 0:
             return ""
         options = f"{_GROUP}{more(left - 1)}" + (f"|{_IPV4}" if left >= 2 else "")
         return f"(?::(?:{options}))?"
 
     def shortened(left: int) -> str:
-        """What may come behind ``::``."""
+        """Return the expression after ``::``."""
         if left == 0:
             return ""
         return f"(?:{_GROUP}{more(left - 1)}" + (f"|{_IPV4}" if left >= 2 else "") + ")?"
 
     def after(count: int) -> str:
-        """What comes behind so many groups at the beginning."""
+        """Return the expression after ``count`` groups at the start."""
         if count == 8:
             return ""
         options = [f"{_GROUP}{after(count + 1)}"]
@@ -90,15 +92,15 @@ def _ipv6(groups: int) -> str:
 _IPV6 = _ipv6(7)
 
 
-def _label(most: int) -> str:
-    """A label of a host name (RFC 1123), without hyphens in both third and fourth place (RFC 5891)."""
+def _label(max_count: int) -> str:
+    """Return a label of a host name (RFC 1123) without hyphens at both positions 3 and 4 (RFC 5891)."""
     return (
         "[A-Za-z0-9](?:[A-Za-z0-9-]{0,2}[A-Za-z0-9]"
-        f"|[A-Za-z0-9-](?:[A-Za-z0-9][A-Za-z0-9-]|-[A-Za-z0-9])[A-Za-z0-9-]{{0,{most - 5}}}[A-Za-z0-9])?"
+        f"|[A-Za-z0-9-](?:[A-Za-z0-9][A-Za-z0-9-]|-[A-Za-z0-9])[A-Za-z0-9-]{{0,{max_count - 5}}}[A-Za-z0-9])?"
     )
 
 
-# Left out: names of 253 characters at most whose labels are longer than all of these combinations.
+# Excluded: valid names (at most 253 characters) whose labels are longer than all of these combinations.
 _HOST = (
     f"(?:{_label(63)}(?:\\.{_label(63)}){{0,2}}(?:\\.{_label(61)})?"
     f"|{_label(63)}(?:\\.{_label(26)}){{0,7}}|{_label(15)}(?:\\.{_label(15)}){{0,14}})"
@@ -109,17 +111,17 @@ _MAIL_HOST = (  # 189 characters, so that an address has at most 254 (RFC 5321, 
 )
 _LITERAL = f"\\[(?:{_IPV4}|[Ii][Pp][Vv]6:{_ipv6(6)})\\]"
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
-# Left out: local parts of more than 32 characters with several dots that are longer than all of these.
+# Excluded: local parts of more than 32 characters with several dots that are longer than all of these.
 _LOCAL = f"(?:{_ATOM}{{1,64}}|{_ATOM}(?:\\.?{_ATOM}){{0,31}}|{_ATOM}{{1,31}}\\.{_ATOM}{{1,32}})"
 _QUOTED = '"(?:[ !#-\\[\\]-~]|\\\\[ -~]){0,31}"'  # of at most 64 characters
 _EMAIL = f"(?:{_LOCAL}|{_QUOTED})@(?:{_MAIL_HOST}|{_LITERAL})"
 
-# Letters of many scripts that IDNA 2008 allows without conditions; all others are left out.
+# Letters of many scripts that IDNA 2008 allows without conditions. All others are excluded.
 _LETTERS = (
     "\u00df-\u00f6\u00f8-\u00ff\u03b1-\u03c1\u03c3-\u03ce\u0430-\u045f\u0561-\u0586\u0905-\u0939\u0e01-\u0e2e\u0e40-\u0e44"
     "\u10d0-\u10f0\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 )
-_MARKS = "\u093e-\u094d\u0e30-\u0e32\u0e34-\u0e3a\u0e45-\u0e4e"  # which begin no label
+_MARKS = "\u093e-\u094d\u0e30-\u0e32\u0e34-\u0e3a\u0e45-\u0e4e"  # cannot begin a label
 _RIGHT_TO_LEFT = "\u05d0-\u05ea\u0621-\u063a\u0641-\u064a\u067e\u0686\u0698\u06a9\u06af\u06cc"
 _MIXED = f"[{_LETTERS}][a-z0-9]{{0,4}}(?:-[a-z0-9]{{1,4}})?"
 _ONE = f"(?:[a-z0-9]{{1,16}}-?)?[{_LETTERS}][a-z0-9]{{0,16}}(?:-[a-z0-9]{{1,14}})?"
@@ -150,14 +152,14 @@ _PRIVATE = f"\ue000-\uf8ff{chr(0xF0000)}-{chr(0xFFFFD)}{chr(0x100000)}-{chr(0x10
 
 
 def _some(characters: str) -> str:
-    """Any number of these characters and of escaped ones."""
+    """Return any number of these characters and of percent-encoded ones."""
     return f"[{characters}-]*(?:{_ESCAPED}[{characters}-]*)*"
 
 
 def _uri(more: str, in_query: str, *, is_reference: bool, is_simple: bool = False) -> str:
-    """URIs; ``more`` are characters that IRIs have besides, everywhere or in the query.
+    """Return URIs. ``more`` and ``in_query`` are additional characters of IRIs, everywhere or in the query.
 
-    Simple ones have no address in brackets.
+    Simple URIs have no address in brackets.
     """
     plain = f"{_UNRESERVED}{_SUB_DELIMS}{more}"
     host_bracket = f"\\[(?:{_IPV6}|[Vv][0-9A-Fa-f]+\\.[{_UNRESERVED}{_SUB_DELIMS}:-]+)\\]"
@@ -174,7 +176,7 @@ def _uri(more: str, in_query: str, *, is_reference: bool, is_simple: bool = Fals
     return f"(?:{absolute}|{rooted}|{no_scheme})?{tail}"
 
 
-# RFC 6570: operators that are reserved for later are no templates yet.
+# RFC 6570, without the operators that are reserved for extensions.
 _VARIABLE = f"(?:[A-Za-z0-9_]|{_ESCAPED})(?:\\.?(?:[A-Za-z0-9_]|{_ESCAPED}))*(?::[1-9][0-9]{{0,3}}|\\*)?"
 _IN_TEMPLATE = f"!#$&(-;=?-\\[\\]_a-z~{_UCS}{_PRIVATE}"
 _TEMPLATE = f"(?:[{_IN_TEMPLATE}]|{_ESCAPED}|\\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\\}})*"
@@ -202,7 +204,7 @@ SUPPORTED: Mapping[str, str] = {
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
 }
-"""Regular expressions of the formats that a grammar can write."""
+"""Regular expressions of the formats that a grammar can generate."""
 
 _LONG_LABEL = _label(63).replace("{0,58}", "*")
 _LONG_HOST = f"{_LONG_LABEL}(?:\\.{_LONG_LABEL})*"
@@ -218,11 +220,11 @@ SIMPLE: Mapping[str, tuple[str, int | None]] = {
     "email": (f"{_ATOM}+(?:\\.{_ATOM}+)*@{_LONG_HOST}", 63),
     "idn-email": (f"{_ATOM}+(?:\\.{_ATOM}+)*@{_LONG_HOST}", 63),
 }
-"""Expressions of most values of a format, for grammars that combine it with other bounds; each is right for
-strings up to a length."""
+"""Smaller expressions of most values of a format, for grammars that combine it with other bounds. Each is
+valid for strings up to a length."""
 
 UNSUPPORTED = frozenset({"regex"})
-"""What the standard defines besides: values are tested, no grammar is made. Others are only remarks."""
+"""Further formats of the standard: only values of enum and const are tested. Other names are annotations."""
 
 _CHECKS: Mapping[str, Callable[[str], bool]] = {
     "time": format_checks.is_time,
@@ -237,15 +239,15 @@ _CHECKS: Mapping[str, Callable[[str], bool]] = {
 
 @cache
 def format_tree(name: str) -> Node:
-    """The expression of a supported format."""
+    """Return the expression of a supported format."""
     return parse_regex(SUPPORTED[name], search=False)
 
 
 @cache
-def simple_tree(name: str, most: int | None) -> Node | None:
-    """A smaller expression of a supported format for strings up to a length; None where there is none."""
+def simple_tree(name: str, max_count: int | None) -> Node | None:
+    """Return a smaller expression of a format for strings up to a length; None if there is none."""
     expression, longest = SIMPLE.get(name, ("", 0))
-    if longest is not None and (most is None or most > longest):
+    if longest is not None and (max_count is None or max_count > longest):
         return None
     return parse_regex(expression, search=False)
 
@@ -256,7 +258,7 @@ def _compiled(name: str) -> re.Pattern[str]:
 
 
 def has_format(name: str, value: str) -> bool:
-    """Whether a string has a format; every string has one that the standard does not define."""
+    """Return whether a string has a format. Formats that the standard does not define accept all strings."""
     if name in _CHECKS:
         return _CHECKS[name](value)
     return name not in SUPPORTED or full_match(_compiled(name), value)

@@ -1,4 +1,4 @@
-"""Labels of internationalised host names: IDNA 2008, from the properties that Python knows of characters."""
+"""Labels of internationalised host names (IDNA 2008), checked with Python's character properties."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _IGNORED = [(0xFE00, 0xFE0F), (0x180B, 0x180F), (0xE0000, 0xE0FFF), (0x20D0, 0x2
 
 
 def is_u_label(label: str) -> bool:
-    """Whether a label with characters beyond ASCII may be registered (RFC 5891, 4.2).
+    """Return whether a label with non-ASCII characters may be registered (RFC 5891, 4.2).
 
-    The joiners are let in behind a virama alone, which is stricter than RFC 5892 for the non-joiner.
+    Joiners are allowed only after a virama, which is stricter than RFC 5892 for the non-joiner.
     """
     if not label or label.startswith("-") or label.endswith("-") or label[2:4] == "--":
         return False
@@ -46,7 +46,7 @@ def _is_allowed(label: str, place: int) -> bool:
 
 
 def _is_valid(sign: str) -> bool:
-    """Whether a character may stand anywhere (PVALID of RFC 5892)."""
+    """Return whether a character is allowed everywhere (PVALID of RFC 5892)."""
     point = ord(sign)
     if point in _ALWAYS or point in _NEVER:
         return point in _ALWAYS
@@ -61,7 +61,7 @@ def _is_valid(sign: str) -> bool:
 
 
 def _has_direction(label: str) -> bool:
-    """Whether a label holds to one direction of writing (RFC 5893)."""
+    """Return whether a label satisfies the rules for writing directions (RFC 5893)."""
     kinds = [unicodedata.bidirectional(sign) for sign in label]
     if not {"R", "AL", "AN"} & set(kinds):
         return True

@@ -1,4 +1,4 @@
-"""What two shapes have in common, and which values have a shape."""
+"""Intersect shapes, and test values against shapes."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ from penstock.grammar.schema.shapes import (
 MAX_SHAPES = 1000
 
 
-def meet_all(schemas: Schemas, first: Sequence[Shape], second: Sequence[Shape], node: Node) -> list[Shape]:
-    """What is in one of the first and in one of the second."""
-    return union([_met(schemas, first, second)], node)
+def intersect_all(
+    schemas: Schemas, first: Sequence[Shape], second: Sequence[Shape], node: Node
+) -> list[Shape]:
+    """Return the intersection of two unions of shapes."""
+    return union([_intersections(schemas, first, second)], node)
 
 
-def _met(schemas: Schemas, first: Sequence[Shape], second: Sequence[Shape]) -> Iterator[Shape]:
+def _intersections(schemas: Schemas, first: Sequence[Shape], second: Sequence[Shape]) -> Iterator[Shape]:
     listed = {identity(b.value) for b in second if isinstance(b, Literal)}
     wide = [b for b in second if not isinstance(b, Literal)]
     for a in first:
-        if isinstance(a, Literal):  # of long lists not each with each
+        if isinstance(a, Literal):  # avoids comparing each pair of long lists
             if identity(a.value) in listed or any(has_shape(schemas, b, a.value) for b in wide):
                 yield a
         else:
-            yield from (met for b in second if (met := _meet(schemas, a, b)) is not None)
+            yield from (met for b in second if (met := _intersect(schemas, a, b)) is not None)
 
 
 def union(options: Sequence[Iterable[Shape]], node: Node) -> list[Shape]:
-    """All shapes of several lists, each value once."""
+    """Return all shapes of several lists, without duplicate values."""
     result: list[Shape] = []
     literals: set[Any] = set()
     for shape in (shape for option in options for shape in option):
@@ -56,43 +58,45 @@ def union(options: Sequence[Iterable[Shape]], node: Node) -> list[Shape]:
         elif len(result) - len(literals) > MAX_SHAPES:
             raise InputError(
                 f"the JSON schema at {node.where} has more than {MAX_SHAPES} combinations: "
-                "use fewer anyOf and oneOf inside each other"
+                "nest fewer anyOf and oneOf"
             )
         result.append(shape)
     return result
 
 
-def _meet(schemas: Schemas, a: Shape, b: Shape) -> Shape | None:
+def _intersect(schemas: Schemas, a: Shape, b: Shape) -> Shape | None:
     if isinstance(b, Literal):
         a, b = b, a
     if isinstance(a, Literal):
         return a if has_shape(schemas, b, a.value) else None
     if isinstance(a, Numeric) and isinstance(b, Numeric):
         factor = math.lcm(a.multiple_of, b.multiple_of)
-        where = a.said_at if a.multiple_of > 1 else b.said_at
+        where = a.source if a.multiple_of > 1 else b.source
         return Numeric(a.bounds.both(b.bounds), a.is_integer or b.is_integer, factor, where)
     if isinstance(a, StringShape) and isinstance(b, StringShape):
-        return meet_texts(a, b)
+        return intersect_strings(a, b)
     if isinstance(a, Array) and isinstance(b, Array):
         length = max(len(a.prefix), len(b.prefix))
         prefix = tuple(both(a.item(i), b.item(i)) for i in range(length))
         items = both(a.items, b.items)
         unique_at = a.unique_at or b.unique_at
-        return Array(prefix, items, max(a.least, b.least), _smaller(a.most, b.most), unique_at)
+        return Array(
+            prefix, items, max(a.min_count, b.min_count), _smaller(a.max_count, b.max_count), unique_at
+        )
     if isinstance(a, Object) and isinstance(b, Object):
-        return _meet_objects(a, b)
+        return _intersect_objects(a, b)
     return None
 
 
-def meet_texts(a: StringShape, b: StringShape) -> StringShape:
-    """The strings of both."""
+def intersect_strings(a: StringShape, b: StringShape) -> StringShape:
+    """Return the strings in both shapes."""
     conditions = tuple(dict.fromkeys((*a.conditions, *b.conditions)))
-    return StringShape(max(a.least, b.least), _smaller(a.most, b.most), conditions)
+    return StringShape(max(a.min_count, b.min_count), _smaller(a.max_count, b.max_count), conditions)
 
 
-def _meet_objects(a: Object, b: Object) -> Object:
+def _intersect_objects(a: Object, b: Object) -> Object:
     for one, other in ((a, b), (b, a)):
-        if one.names is not None and (other.properties or other.required or other.says_others):
+        if one.names is not None and (other.properties or other.required or other.restricts_others):
             reason = "not together with propertyNames, nor with a second schema of the same object"
             raise UnsupportedSchemaError("patternProperties", one.minimum_at, reason)
     names = [*a.properties, *(name for name in b.properties if name not in a.properties)]
@@ -100,40 +104,40 @@ def _meet_objects(a: Object, b: Object) -> Object:
         {name: both(a.property(name), b.property(name)) for name in names},
         a.required | b.required,
         both(a.others, b.others),
-        a.says_others or b.says_others,
+        a.restricts_others or b.restricts_others,
         a.names or b.names,
-        max(a.least, b.least),
-        _smaller(a.most, b.most),
-        a.minimum_at if a.least >= b.least else b.minimum_at,
+        max(a.min_count, b.min_count),
+        _smaller(a.max_count, b.max_count),
+        a.minimum_at if a.min_count >= b.min_count else b.minimum_at,
     )
 
 
 def has_shape(schemas: Schemas, shape: Shape, value: Any) -> bool:
-    """Whether a value has a shape."""
+    """Return whether a value has a shape."""
     if isinstance(shape, Literal):
         return bool(identity(shape.value) == identity(value))
     if isinstance(shape, Numeric):
         return is_number(value) and _fits(shape, decimal_of(value))
     if isinstance(shape, StringShape):
         return isinstance(value, str) and (
-            shape.least <= len(value) <= or_endless(shape.most)
+            shape.min_count <= len(value) <= or_infinity(shape.max_count)
             and all(satisfies(condition, value) for condition in shape.conditions)
         )
     if isinstance(shape, Array):
         return isinstance(value, list) and (
-            shape.least <= len(value) <= or_endless(shape.most)
+            shape.min_count <= len(value) <= or_infinity(shape.max_count)
             and (shape.unique_at is None or are_unique(value))
             and all(schemas.accepts(shape.item(i), one) for i, one in enumerate(value))
         )
     return isinstance(value, dict) and (
         shape.required <= value.keys()
-        and shape.least <= len(value) <= or_endless(shape.most)
+        and shape.min_count <= len(value) <= or_infinity(shape.max_count)
         and all(_has_property(schemas, shape, name, one) for name, one in value.items())
     )
 
 
 def satisfies(condition: Condition, value: str) -> bool:
-    """Whether a string satisfies a pattern or a format."""
+    """Return whether a string satisfies a pattern or a format."""
     if condition.format is not None:
         return has_format(condition.format, value)
     return regex.matches(condition.tree, value) != condition.is_negated
@@ -148,7 +152,7 @@ def _has_property(schemas: Schemas, shape: Object, name: str, value: Any) -> boo
 def _fits(shape: Numeric, value: Decimal) -> bool:
     if not shape.bounds.contains(value):
         return False
-    whole = int(value)  # Decimal's own % knows 28 digits
+    whole = int(value)  # Decimal's % is limited to 28 digits
     return not shape.is_integer or (value == whole and whole % shape.multiple_of == 0)
 
 
@@ -156,6 +160,6 @@ def _smaller(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else min(a, b)
 
 
-def or_endless(most: int | None) -> float:
-    """A bound for comparing."""
-    return math.inf if most is None else most
+def or_infinity(max_count: int | None) -> float:
+    """Return the bound for comparisons, with infinity for None."""
+    return math.inf if max_count is None else max_count

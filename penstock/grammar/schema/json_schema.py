@@ -1,7 +1,7 @@
-"""JSON schemas -> EBNF. What the grammar lets through is valid JSON that satisfies the schema, nothing else.
+"""Convert JSON schemas to EBNF. The grammar accepts only valid JSON that satisfies the schema.
 
-It is stricter than the schema in the ways of writing that `schema_ebnf` names, and nowhere looser: a keyword
-that would need that is refused (`reader`).
+The grammar is stricter than the schema in the spellings that `schema_ebnf` lists, and never less strict: a
+keyword that cannot be enforced is refused (`reader`).
 """
 
 from __future__ import annotations
@@ -30,31 +30,35 @@ from penstock.grammar.schema.shapes import (
 from penstock.grammar.schema.strings import ESCAPE, StringWriter
 from penstock.grammar.schema.unique import UniqueWriter
 
-_MAX_COUNTED = 200  # properties of an object whose number is bounded
+_MAX_COUNTED = 200  # properties of an object with minProperties or maxProperties
 _MAX_FACTOR = 100
 _ENUMERATED = 1000
 
 
 def schema_ebnf(schema: Any, *, compact: bool = False, escaped: str = "") -> str:
-    """The grammar of a JSON schema, ``root`` its first rule.
+    """Return the grammar of a JSON schema. ``root`` is its start rule.
 
-    Stricter than the schema in this: properties come in the order in which the schema names them; an object
-    whose schema names some and does not speak of others has no others; whole numbers are written without
-    point and exponent, bounded ones without exponent; names and strings with a pattern are written with the
-    shortest escapes, strings of a bounded length above 256 without any; other white space than
-    after ``{ [ , :`` and before ``] }`` is not written; unique items of more than 8 values come in the order
-    of the schema; rare forms of formats are left out (`formats`), and strings near a maximum length beside a
-    format or pattern whose exact grammar would be large (`languages`).
+    The grammar is stricter than the schema:
+
+    - Properties come in the order of the schema. If the schema names properties and has no rule for others,
+     there are no others.
+    - Integers have no decimal point and no exponent; bounded numbers have no exponent.
+    - Names and strings with a pattern use the shortest escapes. Strings with a maximum length above 256 have
+     no escapes.
+    - White space is allowed only after ``{ [ , :`` and before ``] }``.
+    - Unique items with more than 8 values come in the order of the schema.
+    - Rare forms of formats are excluded (`formats`). If the exact grammar of a format or pattern with a
+     maximum length would be large, strings near that length are excluded (`languages`).
 
     Args:
-        schema: as ``json.loads`` gives it.
-        compact: without any white space.
-        escaped: characters that no string has as they are, only as escapes: where the text that the value
-            stands in gives them a meaning.
+        schema: the result of ``json.loads``.
+        compact: allow no white space.
+        escaped: characters that strings contain only as escapes, because the surrounding format gives them a
+           meaning.
 
     Raises:
-        UnsupportedSchemaError: a keyword cannot be honoured.
-        InputError: this is no schema, or nothing satisfies it.
+        UnsupportedSchemaError: a keyword is not supported.
+        InputError: this is not a schema, or no value satisfies it.
     """
     return _Writer(Reader(schema), compact, escaped).text()
 
@@ -73,7 +77,7 @@ class _Writer:
     def text(self) -> str:
         root = self._reader.root
         if not self._productive.holds(root):
-            raise InputError("nothing satisfies the JSON schema: its parts exclude each other")
+            raise InputError("no value satisfies the JSON schema: its parts exclude each other")
         top = self._value(root)
         while self._to_write:
             conjunction, name = self._to_write.pop()
@@ -81,12 +85,12 @@ class _Writer:
             options = [option for option in written if option is not None]
             if not options:
                 where = conjunction[0].where
-                raise InputError(f"nothing satisfies the JSON schema at {where}: bounds exclude each other")
+                raise InputError(f"no value satisfies the JSON schema at {where}: bounds exclude each other")
             self._rules.define(name, choice(options))
         return self._rules.text(top)
 
     def _value(self, conjunction: Conjunction) -> str:
-        """The rule of a value; whoever asks first has it written."""
+        """Return the rule of a value. The first call writes the rule."""
         key = key_of(conjunction)
         name = self._names.get(key)
         if name is None:
@@ -95,7 +99,7 @@ class _Writer:
         return name
 
     def _shape(self, shape: Shape) -> str | None:
-        """The shape's grammar; None where nothing has it."""
+        """Return the expression of a shape; None if no value has it."""
         if not self._productive.has(shape):
             return None
         if isinstance(shape, Literal):
@@ -107,7 +111,7 @@ class _Writer:
         return self._array(shape) if isinstance(shape, Array) else self._object(shape)
 
     def _literal(self, value: Any) -> str:
-        """One value, with the white space that any other would have."""
+        """Return the expression of one value, with optional white space as for other values."""
         if not isinstance(value, list | dict) or not value:
             return self._written(value)
         space = self._space or NOTHING
@@ -122,7 +126,7 @@ class _Writer:
         return sequence(literal("{"), space, f" {comma} ".join(pairs), space, literal("}"))
 
     def _written(self, value: Any) -> str:
-        """A scalar or a name, as it is always written."""
+        """Return the JSON text of a scalar or a name."""
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         for point in self._escaped:
             text = text.replace(chr(point), f"{ESCAPE}u{point:04x}")
@@ -151,7 +155,7 @@ class _Writer:
                 f"{factor} with these bounds: only without bounds and up to {_MAX_FACTOR}, "
                 f"or with both bounds and up to {_ENUMERATED} multiples between them"
             )
-            raise UnsupportedSchemaError("multipleOf", shape.said_at, reason)
+            raise UnsupportedSchemaError("multipleOf", shape.source, reason)
         names = [self._rules.reserve("remainder") for _ in range(factor)]
         for remainder, name in enumerate(names):
             steps = [
@@ -165,37 +169,39 @@ class _Writer:
 
     def _array(self, shape: Array) -> str | None:
         length = len(shape.prefix)
-        most = shape.most
+        max_count = shape.max_count
         for index, item in enumerate(shape.prefix):
             if not self._productive.holds(item):
-                most = index if most is None else min(most, index)
+                max_count = index if max_count is None else min(max_count, index)
                 break
         if not self._productive.holds(shape.items):
-            most = length if most is None else min(most, length)
-        if most is not None and shape.least > most:
+            max_count = length if max_count is None else min(max_count, length)
+        if max_count is not None and shape.min_count > max_count:
             return None
-        if most == 0:
+        if max_count == 0:
             return sequence(literal("["), self._space or NOTHING, literal("]"))
         comma = sequence(literal(","), self._space or NOTHING)
-        if shape.unique_at is not None and (most is None or most > 1):
-            return self._unique(replace(shape, most=most), comma)
-        # From the last on: what may follow an item.
-        end = length if most is None else min(most, length)
+        if shape.unique_at is not None and (max_count is None or max_count > 1):
+            return self._unique(replace(shape, max_count=max_count), comma)
+        # Built from the last item backwards: the expression after each item.
+        end = length if max_count is None else min(max_count, length)
         rest = NOTHING
-        if most is None or most > length:
+        if max_count is None or max_count > length:
             more = sequence(comma, self._value(shape.items))
             started = max(length, 1)  # items before the repeated ones
-            rest = repeated(more, max(shape.least - started, 0), None if most is None else most - started)
+            rest = repeated(
+                more, max(shape.min_count - started, 0), None if max_count is None else max_count - started
+            )
         for index in range(end - 1, 0, -1):
             following = sequence(comma, self._value(shape.prefix[index]), rest)
-            rest = following if shape.least > index else repeated(following, 0, 1)
+            rest = following if shape.min_count > index else repeated(following, 0, 1)
         first = self._value(shape.item(0))
         inner = sequence(first, rest, self._space or NOTHING)
-        content = inner if shape.least > 0 else repeated(inner, 0, 1)
+        content = inner if shape.min_count > 0 else repeated(inner, 0, 1)
         return sequence(literal("["), self._space or NOTHING, content, literal("]"))
 
     def _unique(self, shape: Array, comma: str) -> str | None:
-        """An array that has no item twice."""
+        """Return the expression of an array with unique items."""
         items = UniqueWriter(self._rules, self._reader, self._literal, comma).items(shape)
         if items is None:
             return None
@@ -210,11 +216,11 @@ class _Writer:
             *sorted(shape.required - shape.properties.keys()),
         ]
         others = None if is_closed(shape) or not self._productive.holds(shape.others) else self._other(shape)
-        counted = shape.least > len(shape.required) or shape.most is not None
+        counted = shape.min_count > len(shape.required) or shape.max_count is not None
         if counted and len(names) > _MAX_COUNTED:
             reason = f"the number of properties is bounded only where at most {_MAX_COUNTED} are named"
             raise UnsupportedSchemaError("minProperties", shape.minimum_at, reason)
-        if shape.least > len(names) + (others is not None):
+        if shape.min_count > len(names) + (others is not None):
             if others is None:
                 return None
             reason = "of properties that may repeat a name only one counts: name them in properties"
@@ -229,7 +235,7 @@ class _Writer:
         return sequence(name, literal(":"), self._space or NOTHING, self._value(value))
 
     def _other(self, shape: Object) -> str | None:
-        """A property that the schema does not name; None where no name is one."""
+        """Return the expression of a property that the schema does not name; None if none is allowed."""
         if shape.names is not None:
             name = self._strings.text(shape.names) if is_possible(shape.names) else None
             if name is None:

@@ -1,4 +1,4 @@
-"""Single keywords of a JSON schema: their values, checked, and how JSON values compare."""
+"""Read and check the values of single JSON schema keywords, and compare JSON values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_COUNT = 1_000_000_000
 
 
 def identity(value: Any) -> Any:
-    """Equal for values that JSON schema calls equal: 1 and 1.0 are, 1 and true are not."""
+    """Return a key that is equal for equal JSON values: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, dict):
         return ("object", frozenset((name, identity(one)) for name, one in value.items()))
     if isinstance(value, list):
@@ -24,12 +24,12 @@ def identity(value: Any) -> Any:
 
 
 def are_unique(values: list[Any]) -> bool:
-    """Whether no two values are equal."""
+    """Return whether no two values are equal."""
     return len({identity(value) for value in values}) == len(values)
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value has no float that JSON cannot write."""
+    """Return whether a value contains no infinity and no NaN."""
     if isinstance(value, dict):
         return all(map(is_finite, value.values()))
     if isinstance(value, list):
@@ -38,17 +38,17 @@ def is_finite(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a JSON number: true and false are none."""
+    """Return whether a value is a JSON number. true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def decimal_of(value: int | float) -> Decimal:
-    """A number as it is written."""
+    """Return the decimal number of a value's JSON text."""
     return Decimal(repr(value))
 
 
 def number_of(node: Node, keyword: str) -> Decimal | None:
-    """The number that a keyword has; None without the keyword."""
+    """Return the number of a keyword; None without the keyword."""
     value = node.schema.get(keyword)
     if value is None and keyword not in node.schema:
         return None
@@ -60,9 +60,9 @@ def number_of(node: Node, keyword: str) -> Decimal | None:
     return number
 
 
-def counts_of(node: Node, least: str, most: str) -> tuple[int, int | None]:
-    """The bounds that two keywords set to a number of things."""
-    low, high = _count(node, least), _count(node, most)
+def counts_of(node: Node, min_count: str, max_count: str) -> tuple[int, int | None]:
+    """Return (minimum, maximum) of two keywords for a count; the maximum may be None."""
+    low, high = _count(node, min_count), _count(node, max_count)
     return low or 0, high
 
 
@@ -75,11 +75,11 @@ def _count(node: Node, keyword: str) -> int | None:
     count = int(value)
     if count > _MAX_COUNT and keyword.startswith("min"):
         raise UnsupportedSchemaError(keyword, node.where, f"{count} is more than {_MAX_COUNT}")
-    return min(count, _MAX_COUNT)  # no output is as long as that
+    return min(count, _MAX_COUNT)  # every output is shorter
 
 
 def mapping_of(node: Node, keyword: str) -> dict[str, Any]:
-    """The object that a keyword has; empty without the keyword."""
+    """Return the object of a keyword; empty without the keyword."""
     value = node.schema.get(keyword, {})
     if not isinstance(value, dict):
         raise wrong(node, keyword, "an object")
@@ -87,14 +87,14 @@ def mapping_of(node: Node, keyword: str) -> dict[str, Any]:
 
 
 def strings_of(node: Node, keyword: str, value: Any) -> list[str]:
-    """The value that a keyword has, which must be strings."""
+    """Return the value of a keyword that must be a list of strings."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise wrong(node, keyword, "an array of strings")
     return value
 
 
 def types_of(node: Node) -> list[str]:
-    """The types that a schema lets in."""
+    """Return the types that a schema allows."""
     given = node.schema.get("type", list(TYPES))
     types = [given] if isinstance(given, str) else given
     if not isinstance(types, list) or not types or not all(isinstance(one, str) for one in types):
@@ -105,7 +105,7 @@ def types_of(node: Node) -> list[str]:
 
 
 def pattern_of(node: Node) -> tuple[regex.Node, list[tuple[regex.Node, bool]]]:
-    """What the pattern of a schema matches, and its lookaheads as `regex.parse_pattern` gives them."""
+    """Return the result of `regex.parse_pattern` for the pattern of a schema."""
     pattern = node.schema["pattern"]
     if not isinstance(pattern, str):
         raise wrong(node, "pattern", "a string")
@@ -116,7 +116,7 @@ def pattern_of(node: Node) -> tuple[regex.Node, list[tuple[regex.Node, bool]]]:
 
 
 def format_of(node: Node) -> str:
-    """The name of a schema's format; empty without one."""
+    """Return the name of a schema's format; empty without a format."""
     name = node.schema.get("format", "")
     if not isinstance(name, str):
         raise wrong(node, "format", "a string")
@@ -124,26 +124,26 @@ def format_of(node: Node) -> str:
 
 
 def wrong(node: Node, keyword: str, legal: str) -> InputError:
-    """The error of a keyword whose value is not what it can be."""
+    """Return the error for a keyword with an invalid value."""
     shown = repr(node.schema[keyword])
     shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
     return InputError(f"the JSON schema keyword {keyword!r} (at {node.where}) must be {legal}, was {shown}")
 
 
 def escaped(name: str) -> str:
-    """A name as a part of a pointer (RFC 6901)."""
+    """Return a name escaped for a JSON pointer (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def array_index(name: str) -> int:
-    """A part of a pointer as the index of an array: no sign, no leading zeros (RFC 6901)."""
+    """Return the array index of a pointer's part: no sign, no leading zeros (RFC 6901)."""
     if name != "0" and not (name.isascii() and name.isdigit() and name[0] != "0"):
         raise IndexError(name)
     return int(name)
 
 
 def branches_of(node: Node, keyword: str) -> list[Node]:
-    """The schemas of ``allOf``, ``anyOf`` or ``oneOf``; none without the keyword."""
+    """Return the schemas of ``allOf``, ``anyOf`` or ``oneOf``; empty without the keyword."""
     branches = node.schema.get(keyword, [])
     if not isinstance(branches, list) or (keyword in node.schema and not branches):
         raise wrong(node, keyword, "an array that is not empty")

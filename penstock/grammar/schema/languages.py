@@ -1,4 +1,4 @@
-"""The strings of a shape, as one expression or one automaton."""
+"""Convert the conditions of a string shape to one expression or one automaton."""
 
 from __future__ import annotations
 
@@ -17,38 +17,40 @@ from penstock.grammar.schema.shapes import StringShape
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The strings of an automaton up to a length, and those of an expression."""
+    """The union of an automaton's strings up to a length and of an expression's strings."""
 
     counting: Counting
     beside: regex.Node | None
 
 
 Language: TypeAlias = regex.Node | Automaton | Counted
-_SHORT = 63  # for which the simple expressions of all formats are right
+_SHORT = 63  # length up to which the simple expressions of all formats are valid
 
 
 @lru_cache(maxsize=128)
 def language_of(text: StringShape) -> Language | None:
-    """The strings of a shape with conditions; None where there are none.
+    """Return the strings of a shape with conditions; None if no string satisfies them.
 
-    The result is exact where its automaton is small. Otherwise it leaves some strings out: those near a
-    maximum length, and rare forms of a format (`formats.SIMPLE`).
+    The result is exact if its automaton is small. Otherwise it excludes some strings: those near a maximum
+    length, and rare forms of a format (`formats.SIMPLE`).
 
     Raises:
         UnsupportedSchemaError: the automaton is too large.
     """
     wanted = [condition.tree for condition in text.conditions if not condition.is_negated]
     excluded = [condition.tree for condition in text.conditions if condition.is_negated]
-    bound = Bound(text.least, text.most)
+    bound = Bound(text.min_count, text.max_count)
     if len(wanted) == 1 and not excluded:
         simple = _with_length(wanted[0], bound)
         if simple is not None:
             return simple
     for tree in wanted:
         low, high = regex.lengths(tree)
-        if (bound.most is not None and low > bound.most) or (high is not None and high < bound.least):
+        if (bound.max_count is not None and low > bound.max_count) or (
+            high is not None and high < bound.min_count
+        ):
             return None
-    if bound.most is not None and bound.least > bound.most:
+    if bound.max_count is not None and bound.min_count > bound.max_count:
         return None
     try:
         return intersection(wanted, excluded, bound)
@@ -59,7 +61,7 @@ def language_of(text: StringShape) -> Language | None:
         condition = text.conditions[-1]
         raise UnsupportedSchemaError(
             condition.keyword,
-            condition.said_by.where,
+            condition.source.where,
             "its grammar is too large together with the other bounds, patterns and formats of the string: "
             "use shorter lengths or a single pattern",
         )
@@ -67,70 +69,74 @@ def language_of(text: StringShape) -> Language | None:
 
 
 def _narrowed(text: StringShape, wanted: list[regex.Node], excluded: list[regex.Node]) -> Language | None:
-    """Most of the strings of a shape; None where that fails."""
+    """Return most strings of a shape; None if that automaton is also too large."""
     beside = None
-    if len(wanted) == 1 and not excluded and text.most is not None:
-        beside = shortened(wanted[0], text.most)
-        if regex.lengths(beside)[0] < text.least:
+    if len(wanted) == 1 and not excluded and text.max_count is not None:
+        beside = shortened(wanted[0], text.max_count)
+        if regex.lengths(beside)[0] < text.min_count:
             beside = None
-    for most in dict.fromkeys((text.most, _SHORT)):
-        if most is None or (most >= text.least and most <= (text.most or most)):
+    for max_count in dict.fromkeys((text.max_count, _SHORT)):
+        if max_count is None or (max_count >= text.min_count and max_count <= (text.max_count or max_count)):
             trees = [
-                (simple_tree(condition.format, most) if condition.format else None) or condition.tree
+                (simple_tree(condition.format, max_count) if condition.format else None) or condition.tree
                 for condition in text.conditions
                 if not condition.is_negated
             ]
             try:
-                automaton = intersection(trees, excluded, Bound(text.least))
+                automaton = intersection(trees, excluded, Bound(text.min_count))
             except TooLargeError:
                 continue
             if automaton is None:
                 continue
-            if most is None:
+            if max_count is None:
                 return automaton
-            counting = counting_of(automaton, most)
+            counting = counting_of(automaton, max_count)
             if counting is not None:
                 return Counted(counting, beside)
     return beside
 
 
 def _with_length(tree: regex.Node, bound: Bound) -> regex.Node | None:
-    """The expression, where its length is in the bound or can be written into its only repetition."""
+    """Return the expression if its length is within the bound or can be set in its only repetition."""
     while isinstance(tree, regex.Seq) and len(tree.parts) == 1:
         tree = tree.parts[0]
     low, high = regex.lengths(tree)
-    if low >= bound.least and (bound.most is None or (high is not None and high <= bound.most)):
+    if low >= bound.min_count and (bound.max_count is None or (high is not None and high <= bound.max_count)):
         return tree
     if isinstance(tree, regex.Repeat) and isinstance(tree.part, regex.Char):
-        least = max(tree.least, bound.least)
-        most = tree.most if bound.most is None else min(bound.most, tree.most or bound.most)
-        if most is None or least <= most:
-            return regex.Repeat(tree.part, least, most)
+        min_count = max(tree.min_count, bound.min_count)
+        max_count = (
+            tree.max_count
+            if bound.max_count is None
+            else min(bound.max_count, tree.max_count or bound.max_count)
+        )
+        if max_count is None or min_count <= max_count:
+            return regex.Repeat(tree.part, min_count, max_count)
     return None
 
 
-def shortened(node: regex.Node, most: int) -> regex.Node:
-    """Texts of an expression that have at most so many characters.
+def shortened(node: regex.Node, max_count: int) -> regex.Node:
+    """Return an expression for the texts with at most ``max_count`` characters.
 
     Args:
         node: the expression, whose shortest text fits.
-        most: the characters, which are shared out among the repetitions.
+        max_count: the maximum length, which is distributed among the repetitions.
     """
     low, high = regex.lengths(node)
-    assert low <= most
-    if high is not None and high <= most:
+    assert low <= max_count
+    if high is not None and high <= max_count:
         return node
     if isinstance(node, regex.Alt):
-        fitting = [option for option in node.options if regex.lengths(option)[0] <= most]
-        return regex.Alt(tuple(shortened(option, most) for option in fitting))
+        fitting = [option for option in node.options if regex.lengths(option)[0] <= max_count]
+        return regex.Alt(tuple(shortened(option, max_count) for option in fitting))
     if isinstance(node, regex.Repeat):
-        return _shortened_repeat(node, most)
+        return _shortened_repeat(node, max_count)
     assert isinstance(node, regex.Seq)
     lengths = [regex.lengths(part) for part in node.parts]
     wishes = {i: None if b is None else b - a for i, (a, b) in enumerate(lengths) if a != b}
-    spare = most - low
+    spare = max_count - low
     budgets = {i: a for i, (a, _) in enumerate(lengths)}
-    # Those that need least get all they need; the rest is shared evenly.
+    # Repetitions with the smallest need get all of it; the rest is distributed evenly.
     for done, i in enumerate(sorted(wishes, key=lambda i: (wishes[i] is None, wishes[i] or 0))):
         share = spare // (len(wishes) - done)
         wish = wishes[i]
@@ -140,16 +146,18 @@ def shortened(node: regex.Node, most: int) -> regex.Node:
     return regex.Seq(tuple(shortened(part, budgets[i]) for i, part in enumerate(node.parts)))
 
 
-def _shortened_repeat(node: regex.Repeat, most: int) -> regex.Node:
+def _shortened_repeat(node: regex.Repeat, max_count: int) -> regex.Node:
     low, high = regex.lengths(node.part)
     if low == high == 1:
-        return regex.Repeat(node.part, node.least, most if node.most is None else min(node.most, most))
-    at_most = most if node.most is None else node.most
-    # A part of middling size, as often as it fits.
-    size = max(low, most if at_most <= 1 else isqrt(most * max(low, 1)))
+        return regex.Repeat(
+            node.part, node.min_count, max_count if node.max_count is None else min(node.max_count, max_count)
+        )
+    at_most = max_count if node.max_count is None else node.max_count
+    # A part of medium size, as often as it fits.
+    size = max(low, max_count if at_most <= 1 else isqrt(max_count * max(low, 1)))
     if high is not None:
         size = min(size, high)
-    if node.least > 0:
-        size = max(min(size, most // node.least), low)
-    times = min(at_most, most // size) if size else node.least
-    return regex.Repeat(shortened(node.part, size), node.least, times)
+    if node.min_count > 0:
+        size = max(min(size, max_count // node.min_count), low)
+    times = min(at_most, max_count // size) if size else node.min_count
+    return regex.Repeat(shortened(node.part, size), node.min_count, times)

@@ -1,4 +1,4 @@
-"""The members of an object as a grammar: which may follow which, and how many there may be."""
+"""Write the members of an object as a grammar: their order and their number."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from penstock.grammar.schema.shapes import Object
 
 
 class Members:
-    """The members of an object: its named properties in order, each there or not, then others.
+    """The members of an object: its named properties in order, required or optional, then others.
 
-    The grammar is a chain of states: which property comes next, whether one came before (then a comma is
-    due), and how many did where their number is bounded.
+    The grammar is a chain of states. A state has the next property, whether a member came before (which needs
+    a comma), and the number of members so far if their number is bounded.
     """
 
     def __init__(
@@ -18,14 +18,14 @@ class Members:
     ) -> None:
         self._rules = rules
         self._required = [name in shape.required for name in names]
-        self._least = shape.least if counted else 0
-        self._most = shape.most
+        self._least = shape.min_count if counted else 0
+        self._most = shape.max_count
         self._counted = counted
         self._comma = comma
-        self._space = space  # before the closing brace, where there are members
+        self._space = space  # before the closing brace of an object with members
 
     def write(self, pairs: list[str], others: str | None) -> str | None:
-        """All members; None where the bounds let none be written."""
+        """Return the expression of all members; None if the bounds cannot be satisfied."""
         states: dict[int, str | None] = {}
         highest = len(pairs) if self._counted else 1
         for count in range(highest + 1):
@@ -45,18 +45,20 @@ class Members:
         return states[0]
 
     def _others(self, other: str | None, count: int) -> str | None:
-        """What follows the last named property when ``count`` came before."""
-        least = most = None
+        """Return the expression after the last named property, with ``count`` members so far."""
+        min_count = max_count = None
         if self._counted:
-            least = self._least - count
-            most = None if self._most is None else self._most - count
-        missing = max(least or 0, 0)  # one other makes up for one, as more may repeat its name
-        if missing > (other is not None) or (most is not None and most < missing):
+            min_count = self._least - count
+            max_count = None if self._most is None else self._most - count
+        missing = max(
+            min_count or 0, 0
+        )  # only one other member counts, because further ones may repeat its name
+        if missing > (other is not None) or (max_count is not None and max_count < missing):
             return None
-        if other is None or most == 0:
+        if other is None or max_count == 0:
             return self._space if count else NOTHING
         more = sequence(self._comma, other)
         if count:
-            return self._rules.add("others", sequence(repeated(more, missing, most), self._space))
-        first = sequence(other, repeated(more, 0, None if most is None else most - 1), self._space)
+            return self._rules.add("others", sequence(repeated(more, missing, max_count), self._space))
+        first = sequence(other, repeated(more, 0, None if max_count is None else max_count - 1), self._space)
         return self._rules.add("others", first if missing else repeated(first, 0, 1))

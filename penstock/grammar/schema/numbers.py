@@ -1,4 +1,4 @@
-"""Numbers between bounds -> EBNF, over the digits that JSON writes them with."""
+"""Convert numeric bounds to EBNF over decimal digits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from decimal import Decimal
 from penstock.grammar.schema.ebnf import NOTHING, choice, literal, repeated, sequence
 
 _DIGIT = "[0-9]"
-_FRACTION = 17  # digits behind the point where bounds are given: as many as a float has
-_EXACT = 15  # decimal digits that a float always keeps apart
+_FRACTION = 17  # digits after the point for bounded numbers: as many as a float has
+_EXACT = 15  # decimal digits that a float always distinguishes
 _FAR, _NEAR = Decimal(10**14), Decimal(10**9)
 
 ANY_INTEGER = '"-"? ("0" | [1-9] [0-9]*)'
@@ -19,7 +19,7 @@ ANY_NUMBER = f'{ANY_INTEGER} ("." [0-9]+)? ([eE] [+\\-]? ([0-9] | [1-9] [0-9] | 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """An interval; None is no bound on that side."""
+    """An interval. None means no bound on that side."""
 
     low: Decimal | None = None
     high: Decimal | None = None
@@ -27,13 +27,13 @@ class Bounds:
     without_high: bool = False
 
     def contains(self, value: Decimal) -> bool:
-        """Whether the value lies in it."""
+        """Return whether the interval contains the value."""
         above = self.low is None or value > self.low or (value == self.low and not self.without_low)
         below = self.high is None or value < self.high or (value == self.high and not self.without_high)
         return above and below
 
     def both(self, other: Bounds) -> Bounds:
-        """What lies in this and in the other."""
+        """Return the intersection of two intervals."""
         low, without_low = max(
             ((b.low, b.without_low) for b in (self, other)),
             key=lambda bound: (bound[0] is not None, bound[0] or 0, bound[1]),
@@ -46,13 +46,13 @@ class Bounds:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no number lies in it."""
+        """Return whether the interval contains no number."""
         if self.low is None or self.high is None:
             return False
         return self.low > self.high or (self.low == self.high and (self.without_low or self.without_high))
 
     def integers(self) -> tuple[int | None, int | None]:
-        """The least and the greatest integer in it; None without a bound."""
+        """Return the smallest and the largest integer in the interval; None without a bound."""
         low = high = None
         if self.low is not None:
             low = int(self.low.to_integral_value("ROUND_CEILING"))
@@ -67,7 +67,7 @@ UNBOUNDED = Bounds()
 
 
 def integers_between(low: int | None, high: int | None) -> str | None:
-    """The integers from ``low`` to ``high``; None where there are none."""
+    """Return an expression for the integers from ``low`` to ``high``; None if there are none."""
     if low is None and high is None:
         return ANY_INTEGER
     options: list[str] = []
@@ -80,14 +80,14 @@ def integers_between(low: int | None, high: int | None) -> str | None:
 
 
 def numbers_between(bounds: Bounds) -> str | None:
-    """The decimal numbers in an interval, without exponents; None where there are none.
+    """Return an expression for the numbers in an interval, without exponents; None if there are none.
 
-    Beside bounds of 15 digits and more those with a fraction stay small.
+    With bounds of 15 or more digits, numbers with a fraction stay clear of the bounds.
     """
     if bounds.low is None and bounds.high is None:
         return ANY_NUMBER
     if any(bound is not None and bound.copy_abs() >= _FAR for bound in (bounds.low, bounds.high)):
-        # Read as a float, a number with a fraction could be rounded past such a bound; an integer is not.
+        # Parsed as a float, a number with a fraction could be rounded past the bound. An integer cannot.
         close = bounds.both(Bounds(-_NEAR, _NEAR))
         near = None if close.is_empty else numbers_between(close)
         parts = [part for part in (integers_between(*bounds.integers()), near) if part is not None]
@@ -96,7 +96,7 @@ def numbers_between(bounds: Bounds) -> str | None:
     if bounds.low is None or bounds.low < 0 or (bounds.low == 0 and not bounds.without_low):
         if bounds.low is None or bounds.low < 0:
             mirrored = Bounds(
-                # copy_negate is exact, where a minus sign rounds to 28 digits.
+                # copy_negate is exact; the minus operator rounds to 28 digits.
                 Decimal(0) if bounds.high is None or bounds.high > 0 else bounds.high.copy_negate(),
                 None if bounds.low is None else bounds.low.copy_negate(),
                 bounds.high is not None and bounds.high <= 0 and bounds.without_high,
@@ -112,7 +112,7 @@ def numbers_between(bounds: Bounds) -> str | None:
 
 
 def _naturals(low: int, high: int | None) -> list[str]:
-    """The integers from ``low``, at least 0, to ``high``, as alternatives."""
+    """Return the integers from ``low`` (at least 0) to ``high``, as alternatives."""
     options = []
     longest = len(str(low)) if high is None else len(str(high))
     for size in range(len(str(low)), longest + 1):
@@ -126,7 +126,7 @@ def _naturals(low: int, high: int | None) -> list[str]:
 
 
 def _same_size(low: str, high: str) -> list[str]:
-    """Strings of digits from ``low`` to ``high``, which are of one size."""
+    """Return strings of digits from ``low`` to ``high``, which have the same length."""
     if not low:
         return [NOTHING]
     if low[0] == high[0]:
@@ -148,13 +148,13 @@ def _same_size(low: str, high: str) -> list[str]:
 
 
 def _decimals(bounds: Bounds) -> Iterator[str]:
-    """The numbers of an interval that begins at 0 or above."""
+    """Yield the numbers of an interval whose lower bound is at least 0."""
     assert bounds.low is not None
     if bounds.is_empty:
         return
     digits = _FRACTION
     if bounds.without_low or bounds.without_high:
-        # So close to a bound that a float cannot tell the two apart, a number would count as the bound.
+        # A number so close to a bound that a float cannot distinguish them would be parsed as the bound.
         whole = max(int(bounds.low), int(bounds.high or 0))
         digits = max(_EXACT - len(str(whole)), 1)
     low, low_fraction = _split(bounds.low)
@@ -187,11 +187,11 @@ def _with_fraction(whole: str, fraction: tuple[bool, str | None]) -> Iterator[st
         yield whole
 
 
-_Bound = tuple[str, bool] | None  # digits behind the point, and whether they themselves are left out
+_Bound = tuple[str, bool] | None  # digits after the point, and whether the bound is exclusive
 
 
 def _fraction(low: _Bound, high: _Bound, digits: int) -> tuple[bool, str | None]:
-    """Digits behind the point, at most so many: (whether there may be none, what there may be)."""
+    """Return (whether the fraction may be missing, its expression) for at most ``digits`` digits."""
     may_be_absent = _allows_zero(low, high)
     options = []
     if digits > 0:
@@ -215,25 +215,25 @@ def _allows_zero(low: _Bound, high: _Bound) -> bool:
 
 
 def _steps(low: _Bound, high: _Bound) -> Iterator[tuple[int, int, _Bound, _Bound]]:
-    """The next digit: ranges of it, each with the bounds of what follows."""
+    """Yield ranges of the next digit with the bounds of the digits after it."""
     if low is not None and not low[0] and not low[1]:
         low = None
-    least = 0 if low is None else int(low[0][:1] or "0")
-    most = 9 if high is None else int(high[0][:1] or "0")
+    min_count = 0 if low is None else int(low[0][:1] or "0")
+    max_count = 9 if high is None else int(high[0][:1] or "0")
     rest_low: _Bound = None if low is None else (low[0][1:], low[1])
     rest_high: _Bound = None if high is None else (high[0][1:], high[1])
-    if least == most:
-        yield least, most, rest_low, rest_high
+    if min_count == max_count:
+        yield min_count, max_count, rest_low, rest_high
         return
-    if least > most:
+    if min_count > max_count:
         return
-    first, last = least, most
+    first, last = min_count, max_count
     if low is not None:
-        yield least, least, rest_low, None
+        yield min_count, min_count, rest_low, None
         first += 1
     if high is not None:
         last -= 1
     if first <= last:
         yield first, last, None, None
     if high is not None:
-        yield most, most, None, rest_high
+        yield max_count, max_count, None, rest_high

@@ -1,4 +1,4 @@
-"""``oneOf``: what is in exactly one of several schemas, where that can be told."""
+"""``oneOf``: values of exactly one of several schemas, if this can be decided."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import UnsupportedSchemaError
-from penstock.grammar.schema.intersections import has_shape, meet_all, or_endless, union
+from penstock.grammar.schema.intersections import has_shape, intersect_all, or_infinity, union
 from penstock.grammar.schema.keywords import branches_of, identity
 from penstock.grammar.schema.shapes import (
     NEVER,
@@ -24,13 +24,14 @@ from penstock.grammar.schema.shapes import (
 
 
 def exactly_one(schemas: Schemas, node: Node, found: Sequence[Shape]) -> list[Shape]:
-    """What is in ``found`` and in exactly one branch; refused where that cannot be told.
+    """Return the shapes of ``found`` that are in exactly one branch; refuse schemas that are undecidable.
 
-    What two branches have alike is left out of both. Of two objects that may both match, each is taken
-    without a property that the other requires.
+    The intersection of two branches is removed from both. If two object shapes may overlap, each is taken
+    without a property that the other one requires.
     """
     options = [
-        meet_all(schemas, found, schemas.shapes((branch,)), node) for branch in branches_of(node, "oneOf")
+        intersect_all(schemas, found, schemas.shapes((branch,)), node)
+        for branch in branches_of(node, "oneOf")
     ]
     num_branches = Counter(
         key
@@ -52,7 +53,7 @@ def exactly_one(schemas: Schemas, node: Node, found: Sequence[Shape]) -> list[Sh
 def _only(
     schemas: Schemas, shape: Shape, index: int, rivals: Sequence[tuple[int, Shape]], node: Node
 ) -> Shape:
-    """The shape without what its rivals match too."""
+    """Return the shape without the values that its rivals match too."""
     for other, rival in rivals:
         if other != index and not _are_apart(schemas, shape, rival):
             narrowed = _without(schemas, shape, rival)
@@ -63,10 +64,10 @@ def _only(
 
 
 def _without(schemas: Schemas, shape: Shape, rival: Shape) -> Shape | None:
-    """Of an object's shape what the rival does not match: it lacks a property that this requires."""
+    """Return the part of an object shape that the rival does not match: without a property it requires."""
     if not isinstance(shape, Object) or not isinstance(rival, Object):
         return None
-    # A name that the shape's pattern matches would be written all the same.
+    # A name that matches the shape's pattern would still be allowed.
     missing = [
         name
         for name in sorted(rival.required - shape.required)
@@ -74,7 +75,7 @@ def _without(schemas: Schemas, shape: Shape, rival: Shape) -> Shape | None:
     ]
     if not missing:
         return None
-    # One that the shape does not name anyway costs it least.
+    # A property that the shape does not name excludes the fewest values.
     name = min(missing, key=lambda name: name in shape.properties)
     return replace(shape, properties={**shape.properties, name: NEVER})
 
@@ -84,7 +85,7 @@ def _is_never(conjunction: Conjunction) -> bool:
 
 
 def _are_apart(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
-    """Whether it is certain that no value that is written for one is one of the other."""
+    """Return whether the two shapes certainly have no value in common."""
     if isinstance(b, Literal):
         a, b = b, a
     if isinstance(a, Literal):
@@ -94,9 +95,9 @@ def _are_apart(schemas: Schemas, a: Shape, b: Shape, depth: int = 0) -> bool:
     if isinstance(a, Numeric) and isinstance(b, Numeric):
         return a.bounds.both(b.bounds).is_empty
     if isinstance(a, StringShape) and isinstance(b, StringShape):
-        return a.least > or_endless(b.most) or b.least > or_endless(a.most)
+        return a.min_count > or_infinity(b.max_count) or b.min_count > or_infinity(a.max_count)
     if isinstance(a, Array) and isinstance(b, Array):
-        return a.least > or_endless(b.most) or b.least > or_endless(a.most)
+        return a.min_count > or_infinity(b.max_count) or b.min_count > or_infinity(a.max_count)
     assert isinstance(a, Object)
     assert isinstance(b, Object)
     if any(_is_never(b.property(name)) for name in a.required - b.required):

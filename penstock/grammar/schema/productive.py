@@ -1,4 +1,4 @@
-"""Which schemas can be satisfied at all, by values that come to an end."""
+"""Find the schemas that some finite value satisfies."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from penstock.grammar.schema.unique import has_enough_items
 
 @dataclass(slots=True)
 class _Needs:
-    """Which conjunctions must be satisfiable for a shape to be."""
+    """The conjunctions that must be satisfiable for a shape to be satisfiable."""
 
-    key: tuple[str, ...]  # of the conjunction that the shape belongs to
-    all: set[tuple[str, ...]]  # each of them
+    key: tuple[str, ...]  # the conjunction of the shape
+    all: set[tuple[str, ...]]  # each of these must be satisfiable
     some: Counter[tuple[str, ...]]  # of these, which stand for so many properties, ``missing``
     missing: int
 
     @property
-    def are_met(self) -> bool:
+    def is_satisfied(self) -> bool:
         return not self.all and self.missing <= 0
 
-    def meet(self, key: tuple[str, ...]) -> None:
-        """Counts a conjunction as satisfiable."""
+    def mark_satisfiable(self, key: tuple[str, ...]) -> None:
+        """Record that a conjunction is satisfiable."""
         self.all.discard(key)
         self.missing -= self.some.pop(key, 0)
 
 
 class Productive:
-    """Which conjunctions some finite value satisfies.
+    """Computes which conjunctions some finite value satisfies.
 
-    A schema that can only be satisfied by a value that holds such a value again has none; a grammar that went
-    into one would never come to an end.
+    A recursive schema whose every value contains another value of the schema has no finite value. A grammar
+    for it would never end.
     """
 
     def __init__(self, schemas: Schemas) -> None:
@@ -54,17 +54,17 @@ class Productive:
         self._known: dict[tuple[str, ...], bool] = {}
 
     def holds(self, conjunction: Conjunction) -> bool:
-        """Whether some value satisfies a conjunction."""
+        """Return whether some value satisfies a conjunction."""
         key = key_of(conjunction)
         if key not in self._known:
-            self._settle(conjunction)
+            self._compute(conjunction)
         return self._known[key]
 
     def has(self, shape: Shape) -> bool:
-        """Whether some value has the shape."""
+        """Return whether some value has the shape."""
         if not self._is_possible(shape) or not all(self.holds(one) for one in _needed(shape)):
             return False
-        if not isinstance(shape, Object) or shape.least <= len(shape.required):
+        if not isinstance(shape, Object) or shape.min_count <= len(shape.required):
             return True
         some, missing = _optional(shape)
         return sum(self.holds(one) for one in some) >= missing
@@ -75,17 +75,17 @@ class Productive:
         )
 
     def _needs(self, key: tuple[str, ...], shape: Shape) -> _Needs:
-        """What a shape still needs, beside what is known."""
+        """Return the unresolved needs of a shape."""
         needed = {key_of(one) for one in _needed(shape)}
         some, missing = _optional(shape)
         result = _Needs(key, needed, Counter(key_of(one) for one in some), missing)
         for one in [*needed, *result.some]:
             if self._known.get(one):
-                result.meet(one)
+                result.mark_satisfiable(one)
         return result
 
-    def _settle(self, conjunction: Conjunction) -> None:
-        """All that is reachable from here: at first nothing is satisfiable, then what needs only what is."""
+    def _compute(self, conjunction: Conjunction) -> None:
+        """Compute the least fixpoint: a shape is satisfiable if all of its needs are."""
         reached: dict[tuple[str, ...], list[Shape]] = {}
         open_ones = [conjunction]
         while open_ones:
@@ -107,7 +107,7 @@ class Productive:
                 needs = self._needs(key, shape)
                 for one in needs.all | set(needs.some):
                     waiting.setdefault(one, []).append(needs)
-                if needs.are_met:
+                if needs.is_satisfied:
                     ready.append(key)
         while ready:
             key = ready.pop()
@@ -115,17 +115,17 @@ class Productive:
                 continue
             holds.add(key)
             for needs in waiting.get(key, []):
-                needs.meet(key)
-                if needs.are_met:
+                needs.mark_satisfiable(key)
+                if needs.is_satisfied:
                     ready.append(needs.key)
         for key in reached:
             self._known[key] = key in holds
 
 
 def _needed(shape: Shape) -> Iterator[Conjunction]:
-    """What every value of a shape holds."""
+    """Yield the conjunctions that every value of a shape contains."""
     if isinstance(shape, Array):
-        for index in range(min(shape.least, len(shape.prefix) + 1)):
+        for index in range(min(shape.min_count, len(shape.prefix) + 1)):
             yield shape.item(index)
     elif isinstance(shape, Object):
         for name in sorted(shape.required):
@@ -133,17 +133,17 @@ def _needed(shape: Shape) -> Iterator[Conjunction]:
 
 
 def _optional(shape: Shape) -> tuple[list[Conjunction], int]:
-    """Properties that an object may have, and how many of them it must have."""
-    if not isinstance(shape, Object) or shape.least <= len(shape.required):
+    """Return the optional properties of an object, and how many of them are needed."""
+    if not isinstance(shape, Object) or shape.min_count <= len(shape.required):
         return [], 0
     named = [one for name, one in shape.properties.items() if name not in shape.required]
     others = [] if is_closed(shape) else [shape.others]
-    # Other properties may repeat a name, so that only one of them counts; more are refused later.
-    return [*named, *others * (shape.least - len(shape.required))], shape.least - len(shape.required)
+    # Other properties may repeat a name, so only one of them counts. More are refused later.
+    return [*named, *others * (shape.min_count - len(shape.required))], shape.min_count - len(shape.required)
 
 
 def is_possible(shape: Shape) -> bool:
-    """Whether a shape's own bounds let some value be."""
+    """Return whether the bounds of a shape allow some value."""
     if isinstance(shape, Literal):
         return True
     if isinstance(shape, Numeric):
@@ -151,8 +151,8 @@ def is_possible(shape: Shape) -> bool:
     if isinstance(shape, Object):
         if shape.required - shape.properties.keys() and shape.names is not None:
             return False
-        return shape.most is None or max(shape.least, len(shape.required)) <= shape.most
-    if shape.most is not None and shape.least > shape.most:
+        return shape.max_count is None or max(shape.min_count, len(shape.required)) <= shape.max_count
+    if shape.max_count is not None and shape.min_count > shape.max_count:
         return False
     return not isinstance(shape, StringShape) or not shape.conditions or language_of(shape) is not None
 

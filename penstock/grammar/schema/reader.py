@@ -1,6 +1,6 @@
-"""JSON schemas, taken apart: which shapes a value may have, each of one JSON type.
+"""Read JSON schemas: convert each to the shapes that a value may have, each of one JSON type.
 
-Here every keyword is read, and those that no grammar can be made of are refused by name.
+This module reads every keyword and refuses unsupported ones by name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from penstock.errors import InputError, UnsupportedSchemaError
-from penstock.grammar.schema.intersections import meet_all, union
+from penstock.grammar.schema.intersections import intersect_all, union
 from penstock.grammar.schema.keywords import (
     array_index,
     branches_of,
@@ -35,10 +35,10 @@ class Reader:
     """Reads one schema document.
 
     Args:
-        document: the schema as ``json.loads`` gives it.
+        document: the result of ``json.loads``.
 
-    Every method raises UnsupportedSchemaError for a keyword that cannot be honoured, with its place, and
-    InputError for what is no schema.
+    Every method raises UnsupportedSchemaError with the location of an unsupported keyword, and InputError for
+    an invalid schema.
     """
 
     def __init__(self, document: Any) -> None:
@@ -49,7 +49,7 @@ class Reader:
         self._validator = Validator(self._resolve, REFUSED)
 
     def shapes(self, conjunction: Conjunction) -> list[Shape]:
-        """The alternatives of a conjunction; none where nothing satisfies it."""
+        """Return the alternatives of a conjunction; empty if no value satisfies it."""
         key = key_of(conjunction)
         if key not in self._shapes:
             if key in self._open:
@@ -63,20 +63,20 @@ class Reader:
         return self._shapes[key]
 
     def accepts(self, conjunction: Conjunction, value: Any) -> bool:
-        """Whether a value satisfies a conjunction."""
+        """Return whether a value satisfies a conjunction."""
         return all(self._validator.accepts(node, value) for node in conjunction)
 
     def _found(self, conjunction: Conjunction) -> list[Shape]:
         listed = next((values for node in conjunction if (values := self._listed(node)) is not None), None)
-        if listed is not None:  # each value is tested, also against what no grammar can be made of
+        if listed is not None:  # each value is tested against all keywords, also unsupported ones
             return [Literal(value) for value in listed if self.accepts(conjunction, value)]
         found = all_types()
         for node in conjunction:
-            found = meet_all(self, found, self._read(node), node)
+            found = intersect_all(self, found, self._read(node), node)
         return found
 
     def _listed(self, node: Node, depth: int = 0) -> list[Any] | None:
-        """The values that a schema lists in const or enum, itself or in what applies to the same value."""
+        """Return the values of const or enum, in the schema or in schemas that apply to the same value."""
         schema = node.schema
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return None
@@ -112,12 +112,12 @@ class Reader:
         if "$id" in schema and node.where != "#":
             raise UnsupportedSchemaError("$id", node.where, "only the outermost schema may have one")
         found = typed_shapes(self, node, self._is_of_older_draft)
-        for group in self._applied(node):
-            found = meet_all(self, found, group, node)
+        for group in self._applied_shapes(node):
+            found = intersect_all(self, found, group, node)
         return exactly_one(self, node, found) if "oneOf" in schema else found
 
-    def _applied(self, node: Node) -> Iterator[list[Shape]]:
-        """The shapes of each schema, or group of schemas, that applies to the same value."""
+    def _applied_shapes(self, node: Node) -> Iterator[list[Shape]]:
+        """Yield the shapes of each schema, or group of schemas, that applies to the same value."""
         schema = node.schema
         if "$ref" in schema:
             yield self.shapes((self._resolve(node),))
@@ -134,7 +134,7 @@ class Reader:
             for name, one in mapping_of(node, "dependentSchemas").items()
         ]
         for index, (name, consequence) in enumerate(needed):
-            where = f"{node.where}#dependent/{index}"  # no pointer of the document
+            where = f"{node.where}#dependent/{index}"  # not a pointer into the document
             absent = Node({"properties": {name: False}}, f"{where}/absent")
             yield union([self.shapes((absent,)), self.shapes((Node(consequence, where),))], node)
 
@@ -162,13 +162,13 @@ class Reader:
 
     @cached_property
     def _is_of_older_draft(self) -> bool:
-        """Whether the document says that ``items`` is for all items."""
+        """Return whether the document's draft applies ``items`` to all items."""
         name = self._document.get("$schema") if isinstance(self._document, dict) else None
         return isinstance(name, str) and ("/draft-0" in name or "/draft/2019-09/" in name)
 
 
 def _is_text(value: Any) -> bool:
-    """Whether UTF-8 can write a value: it cannot write half of a surrogate pair."""
+    """Return whether UTF-8 can encode a value. It cannot encode half of a surrogate pair."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Regular expressions as trees: their lengths, their EBNF, and the texts that match."""
+"""Operations on regular expression trees: lengths, conversion to EBNF, matching."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
 
 
 def lengths(node: Node) -> tuple[int, int | None]:
-    """The fewest and the most characters of a text that matches; None without an end."""
+    """Return the minimum and maximum length of matching texts; None if unbounded."""
     if isinstance(node, Char):
         return 1, 1
     if isinstance(node, Repeat):
-        least, most = lengths(node.part)
-        no_end = most is None or (node.most is None and most > 0)
-        return least * node.least, None if no_end else (most or 0) * (node.most or 0)
+        min_count, max_count = lengths(node.part)
+        no_end = max_count is None or (node.max_count is None and max_count > 0)
+        return min_count * node.min_count, None if no_end else (max_count or 0) * (node.max_count or 0)
     if isinstance(node, Seq):
         pairs = [lengths(part) for part in node.parts]
         return sum(low for low, _ in pairs), _sum([high for _, high in pairs])
@@ -46,19 +46,19 @@ def to_ebnf(
     write: Callable[[Ranges, int, int | None], str],
     share: Callable[[str], str] = lambda body: body,
 ) -> str:
-    """The tree in EBNF.
+    """Convert the tree to EBNF.
 
     Args:
         node: the tree.
-        write: writes characters of given ranges, so many at least and at most (None: without an end).
-        share: gives a part of the result in another form, such as the name of a rule.
+        write: writes characters of given ranges with a minimum and a maximum count (None: unbounded).
+        share: replaces a part of the result, for example by the name of a rule.
     """
     if isinstance(node, Char):
         return write(node.ranges, 1, 1)
     if isinstance(node, Repeat):
-        if isinstance(node.part, Char) and node.most != 0:
-            return write(node.part.ranges, node.least, node.most)
-        return repeated(to_ebnf(node.part, write, share), node.least, node.most)
+        if isinstance(node.part, Char) and node.max_count != 0:
+            return write(node.part.ranges, node.min_count, node.max_count)
+        return repeated(to_ebnf(node.part, write, share), node.min_count, node.max_count)
     if isinstance(node, Seq):
         return sequence(*(to_ebnf(part, write, share) for part in node.parts)) if node.parts else NOTHING
     assert isinstance(node, Alt)
@@ -66,17 +66,22 @@ def to_ebnf(
 
 
 def to_plain_ebnf(node: Node) -> str:
-    """The tree in EBNF, its characters as they are."""
-    return to_ebnf(node, lambda ranges, least, most: repeated(char_class(ranges), least, most))
+    """Convert the tree to EBNF without escaping characters."""
+    return to_ebnf(
+        node, lambda ranges, min_count, max_count: repeated(char_class(ranges), min_count, max_count)
+    )
 
 
 def matches(node: Node, text: str) -> bool:
-    """Whether the whole text matches. Takes no more than polynomial time, as Python's ``re`` may."""
+    """Return whether the whole text matches.
+
+    Runs in polynomial time; Python's ``re`` can take exponential time.
+    """
     return len(text) in _ends(node, text, frozenset({0}))
 
 
 def _ends(node: Node, text: str, starts: frozenset[int]) -> frozenset[int]:
-    """Where a match may end that begins at one of ``starts``."""
+    """Return the possible ends of matches that begin at one of ``starts``."""
     if isinstance(node, Char):
         inside = (i for i in starts if i < len(text))
         return frozenset(i + 1 for i in inside if any(a <= ord(text[i]) <= b for a, b in node.ranges))
@@ -87,12 +92,12 @@ def _ends(node: Node, text: str, starts: frozenset[int]) -> frozenset[int]:
     if isinstance(node, Alt):
         return frozenset().union(*(_ends(option, text, starts) for option in node.options))
     assert isinstance(node, Repeat)
-    for _ in range(node.least):
+    for _ in range(node.min_count):
         before, starts = starts, _ends(node.part, text, starts)
         if starts == before:
             break
     found = newest = starts
-    rounds = len(text) + 1 if node.most is None else node.most - node.least
+    rounds = len(text) + 1 if node.max_count is None else node.max_count - node.min_count
     for _ in range(min(rounds, len(text) + 1)):
         newest = _ends(node.part, text, newest) - found
         if not newest:

@@ -1,7 +1,7 @@
-"""Regular expressions -> EBNF: the part of ECMA 262 that describes a regular language, and nothing looser.
+"""Parse regular expressions: the part of ECMA 262 that describes regular languages.
 
-Classes keep to what ECMA 262 and Python agree on: ``\\d`` and ``\\w`` are ASCII; ``\\D``, ``\\W`` and ``\\S``
-leave out the characters that one of the two would not count among them.
+Character classes contain the characters on which ECMA 262 and Python agree: ``\\d`` and ``\\w`` are ASCII;
+``\\D``, ``\\W`` and ``\\S`` exclude the characters that one of the two dialects excludes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLASSES = {
     "s": _SPACE_OF_BOTH,
     "S": without(ALL_CHARACTERS, [*_SPACE, *_ALSO_SPACE_IN_PYTHON]),
 }
-_WIDER: dict[str, Ranges] = {  # what only one of the two counts among a class
+_WIDER: dict[str, Ranges] = {  # characters that only one of the two dialects has in a class
     "d": without(ALL_CHARACTERS, _ASCII),
     "w": without(ALL_CHARACTERS, _ASCII),
     "D": without(ALL_CHARACTERS, _DIGITS),
@@ -47,15 +47,15 @@ _ANYTHING = Repeat(Char(tuple(map(tuple, ALL_CHARACTERS))), 0, None)  # type: ig
 
 
 def parse_regex(pattern: str, *, search: bool) -> Node:
-    """The texts that match, as a tree without anchors.
+    """Return the matching texts as a tree without anchors.
 
     Args:
         pattern: the expression.
-        search: whether a match anywhere in the text is enough, as for a schema's ``pattern``; otherwise the
-            whole text must match.
+        search: whether a match anywhere in the text is sufficient, as for a schema's ``pattern``. Otherwise
+           the whole text must match.
 
     Raises:
-        InputError: it is not valid, or uses what no grammar can be made of (the message names it).
+        InputError: the expression is invalid or has an unsupported construct, which the message names.
     """
     parser = _Parser(pattern)
     tree = parser.alternatives(0)
@@ -65,10 +65,10 @@ def parse_regex(pattern: str, *, search: bool) -> Node:
 
 
 def parse_pattern(pattern: str) -> tuple[Node, list[tuple[Node, bool]]]:
-    """The texts in which a schema's ``pattern`` matches, and its lookaheads.
+    """Return the texts in which a schema's ``pattern`` matches, and its lookaheads.
 
-    Lookaheads are supported directly behind the ^ that begins the pattern. Each is a tree that the whole text
-    must match, or must not match where the flag is True.
+    Lookaheads are supported directly after a ^ at the start of the pattern. Each is a tree that the whole
+    text must match, or must not match if its flag is True.
 
     Raises:
         InputError: as `parse_regex`.
@@ -100,7 +100,7 @@ def _anchored(tree: Node, pattern: str, *, starts: bool, ends: bool, is_wide: bo
 
 
 def _whole(option: Node, starts: bool, ends: bool, pattern: str, is_wide: bool) -> Node:
-    """An alternative of the top level: its anchors taken off, and made to match the whole text."""
+    """Return a top-level alternative without anchors, extended to match the whole text."""
     parts = list(option.parts if isinstance(option, Seq) else (option,))
     while parts and parts[0] == Anchor("^"):
         starts = True
@@ -133,8 +133,8 @@ class _Parser:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._at = 0
-        # Whether a class holds what either ECMA 262 or Python counts among it, instead of what both do:
-        # what a negated lookahead must not match.
+        # Whether a class contains the characters of either dialect instead of both. Negated lookaheads need
+        # this.
         self._is_wide = False
         if any("\ud800" <= sign <= "\udfff" for sign in pattern):
             raise self.error("a surrogate, which no text can have,")
@@ -148,11 +148,11 @@ class _Parser:
         return InputError(f"the regular expression {shown!r} has {what} at position {self._at}")
 
     def skip(self, count: int) -> None:
-        """Goes on behind so many characters."""
+        """Skip characters."""
         self._at += count
 
     def lookahead(self, *, is_wide: bool) -> Node:
-        """What stands in a lookahead, up to its closing parenthesis."""
+        """Parse the content of a lookahead up to its closing parenthesis."""
         self._is_wide = is_wide
         inner = self.alternatives(1)
         self._is_wide = False
@@ -175,7 +175,7 @@ class _Parser:
         return parts[0] if len(parts) == 1 else Seq(tuple(parts))
 
     def _quantified(self, atom: Node) -> Node:
-        least, most = 1, 1
+        min_count, max_count = 1, 1
         bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(self._peek())
         if bounds is not None:
             self._at += 1
@@ -185,25 +185,25 @@ class _Parser:
             return atom
         if isinstance(atom, Anchor):
             raise self.error("a repeated ^ or $")
-        self._take("?")  # lazy or not, the same texts match
+        self._take("?")  # lazy and greedy repetitions match the same texts
         if self._peek() in tuple("*+?{"):
             raise self.error("a repetition of a repetition")
-        least, most = bounds  # type: ignore[assignment]
-        return Repeat(atom, least, most)
+        min_count, max_count = bounds  # type: ignore[assignment]
+        return Repeat(atom, min_count, max_count)
 
     def _bounds(self) -> tuple[int, int | None]:
         end = self._pattern.find("}", self._at)
         low, comma, high = self._pattern[self._at + 1 : max(end, self._at + 1)].partition(",")
         if end < 0 or not _is_number(low) or not (high == "" or _is_number(high)):
             raise self.error("a { that begins no repetition (write \\{ for the character)")
-        least = int(low)
-        most = (int(high) if high else None) if comma else least
-        if max(least, most or 0) > _MAX_REPEAT:
+        min_count = int(low)
+        max_count = (int(high) if high else None) if comma else min_count
+        if max(min_count, max_count or 0) > _MAX_REPEAT:
             raise self.error(f"a repetition of more than {_MAX_REPEAT} times")
-        if most is not None and least > most:
+        if max_count is not None and min_count > max_count:
             raise self.error("a repetition whose bounds are out of order")
         self._at = end + 1
-        return least, most
+        return min_count, max_count
 
     def _atom(self, depth: int) -> Node:
         sign = self._next()
@@ -236,7 +236,7 @@ class _Parser:
     def _class(self) -> Node:
         negated = self._take("^")
         ranges: list[tuple[int, int]] = []
-        others: list[tuple[int, int]] = []  # what else a negated class must not have
+        others: list[tuple[int, int]] = []  # further characters that a negated class excludes
         while not self._take("]"):
             low, wider = self._member()
             if self._peek() == "-" and self.rest[1:2] not in ("]", ""):
@@ -256,7 +256,7 @@ class _Parser:
         return Char(tuple(ranges))
 
     def _member(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """A member of a class, and the characters that some take it to have besides."""
+        """Return the characters of a class member, and further ones that only one dialect includes."""
         sign = self._next()
         if sign != "\\":
             return [(ord(sign), ord(sign))], []

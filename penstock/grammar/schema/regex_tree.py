@@ -15,25 +15,25 @@ class Char:
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """Parts one behind the other."""
+    """A sequence of parts."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    """One of several."""
+    """One of several options."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A part ``least`` to ``most`` times, None without an end."""
+    """A part ``min_count`` to ``max_count`` times; None means unbounded."""
 
     part: Node
-    least: int
-    most: int | None
+    min_count: int
+    max_count: int | None
 
 
 @dataclass(frozen=True, slots=True)

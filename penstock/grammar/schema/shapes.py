@@ -1,4 +1,4 @@
-"""The shapes that a JSON value may have, each of one JSON type, and the keywords that none can be made of.
+"""The shapes that a JSON value may have, each of one JSON type, and the unsupported keywords.
 
 A value must satisfy a *conjunction* of schemas (``allOf``, ``$ref`` beside other keywords, the same property
 in two schemas). `reader.Reader` multiplies it out into alternatives of shapes.
@@ -32,7 +32,7 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A schema and where it stands."""
+    """A schema and its location in the document."""
 
     schema: Any
     where: str
@@ -57,59 +57,59 @@ class Numeric:
     bounds: Bounds = UNBOUNDED
     is_integer: bool = False
     multiple_of: int = 1
-    said_at: str = "#"
+    source: str = "#"
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What a pattern or a format says about a string."""
+    """The condition of a pattern or a format on a string."""
 
     tree: regex.Node
-    said_by: Node = field(compare=False)
+    source: Node = field(compare=False)
     keyword: str = field(compare=False)
-    is_negated: bool = False  # whether the string must not match: a negated lookahead
+    is_negated: bool = False  # a negated lookahead: the string must not match
     format: str | None = None  # the format, whose check of a value may accept more than the tree
 
 
 @dataclass(frozen=True, slots=True)
 class StringShape:
-    """Strings of some length that satisfy conditions."""
+    """Strings with bounds on the length and further conditions."""
 
-    least: int = 0
-    most: int | None = None
+    min_count: int = 0
+    max_count: int | None = None
     conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """Arrays: the first items, then others."""
+    """Arrays: schemas of the first items, then of all others."""
 
     prefix: tuple[Conjunction, ...] = ()
     items: Conjunction = ANYTHING
-    least: int = 0
-    most: int | None = None
+    min_count: int = 0
+    max_count: int | None = None
     unique_at: Node | None = field(default=None, compare=False)  # whose uniqueItems it is
 
     def item(self, index: int) -> Conjunction:
-        """What the item at an index must satisfy."""
+        """Return the conjunction that the item at an index must satisfy."""
         return self.prefix[index] if index < len(self.prefix) else self.items
 
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """Objects: properties by name, and others."""
+    """Objects: schemas of named properties and of all others."""
 
     properties: dict[str, Conjunction] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
     others: Conjunction = ANYTHING
-    says_others: bool = False  # whether a schema says anything about them
-    names: StringShape | None = None  # how the names of the others are written
-    least: int = 0
-    most: int | None = None
+    restricts_others: bool = False  # whether a schema has a rule for other properties
+    names: StringShape | None = None  # the names of the other properties
+    min_count: int = 0
+    max_count: int | None = None
     minimum_at: str = "#"
 
     def property(self, name: str) -> Conjunction:
-        """What the property of a name must satisfy."""
+        """Return the conjunction that a property must satisfy."""
         return self.properties.get(name, self.others)
 
 
@@ -117,29 +117,29 @@ Shape: TypeAlias = Literal | Numeric | StringShape | Array | Object
 
 
 class Schemas(Protocol):
-    """What shapes that hold schemas ask of the document: `reader.Reader`."""
+    """The part of `reader.Reader` that shapes with nested schemas use."""
 
     def shapes(self, conjunction: Conjunction) -> list[Shape]:
-        """The alternatives of a conjunction; none where nothing satisfies it."""
+        """Return the alternatives of a conjunction; empty if no value satisfies it."""
         ...
 
     def accepts(self, conjunction: Conjunction, value: Any) -> bool:
-        """Whether a value satisfies a conjunction."""
+        """Return whether a value satisfies a conjunction."""
         ...
 
 
 def is_closed(shape: Object) -> bool:
-    """Whether only its own properties are written: it says so, or it names some and says nothing else."""
-    if shape.says_others:
+    """Return whether other properties are excluded: by a rule, or because it names some without a rule."""
+    if shape.restricts_others:
         return shape.others != ANYTHING and any(node.schema is False for node in shape.others)
     return bool(shape.properties or shape.required)
 
 
 def key_of(conjunction: Conjunction) -> tuple[str, ...]:
-    """Equal for conjunctions of the same schemas."""
+    """Return a key that is equal for conjunctions of the same schemas."""
     return tuple(sorted({node.where for node in conjunction}))
 
 
 def both(a: Conjunction, b: Conjunction) -> Conjunction:
-    """The schemas of both, each once."""
+    """Return the schemas of both conjunctions without duplicates."""
     return tuple({node.where: node for node in (*a, *b)}.values())

@@ -1,4 +1,4 @@
-"""What each kind of grammar is for xgrammar: EBNF, or a structural tag whose parts are EBNF."""
+"""Convert each kind of grammar to EBNF, or to a structural tag whose parts are EBNF."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.pipelines.core import Grammar
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """Text that xgrammar compiles, and which of its notations it is."""
+    """The text of a grammar and its notation."""
 
     notation: Literal["ebnf", "structural_tag"]
     text: str
@@ -25,19 +25,19 @@ class GrammarSource:
 def grammar_source(
     grammar: Grammar, *, compact: bool = False, token_id: Callable[[str], int | None] | None = None
 ) -> GrammarSource:
-    """The grammar in a notation that xgrammar compiles exactly.
+    """Return the grammar in a notation that the back ends compile exactly.
 
-    JSON schemas, regular expressions and choices become EBNF here: xgrammar's own readers of them are looser
-    than they say in places. Those inside a structural tag become EBNF too.
+    JSON schemas, regular expressions and choices become EBNF here, also inside structural tags, because
+    xgrammar's own readers accept more than the schema in some cases.
 
     Args:
         grammar: of any kind.
         compact: JSON without white space.
-        token_id: the id of a token by its text, for structural tags that name tokens.
+        token_id: returns the id of a token's text, for structural tags that name tokens.
 
     Raises:
-        UnsupportedSchemaError: a JSON schema has a keyword that cannot be honoured.
-        InputError: the text is not of its kind.
+        UnsupportedSchemaError: a JSON schema has an unsupported keyword.
+        InputError: the text is not valid for its kind.
     """
     match grammar.kind:
         case "json_schema":
@@ -56,10 +56,10 @@ def grammar_source(
 
 
 def load_json(grammar: Grammar) -> Any:
-    """The text of a grammar that is JSON.
+    """Parse the text of a grammar as JSON.
 
     Raises:
-        InputError: it is not.
+       InputError: the text is not JSON.
     """
     try:
         return json.loads(grammar.text, parse_constant=_refuse_constant)
@@ -70,7 +70,7 @@ def load_json(grammar: Grammar) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _regex_ebnf(pattern: str) -> str:
@@ -85,7 +85,7 @@ def _choice_ebnf(choices: Any) -> str:
 
 
 def _exact(part: Any, compact: bool, token_id: Callable[[str], int | None] | None, depth: int) -> Any:
-    """A structural tag whose schemas and expressions are EBNF, and whose named tokens are ids."""
+    """Return a structural tag with EBNF instead of schemas and expressions, and ids instead of tokens."""
     if depth > 50:
         raise InputError("the structural_tag is nested too deeply")
     if isinstance(part, list):
@@ -97,11 +97,11 @@ def _exact(part: Any, compact: bool, token_id: Callable[[str], int | None] | Non
         if part.get("style", "json") != "json" or part.get("any_order") or part.get("excludes"):
             raise UnsupportedFeatureError(
                 f"a structural tag with style {part.get('style', 'json')!r}, any_order or excludes",
-                "JSON schemas are written as JSON, their properties in order",
+                "JSON schemas produce JSON with properties in order",
             )
         if part.get("max_whitespace_cnt") is not None:
             raise UnsupportedFeatureError(
-                "a structural tag with max_whitespace_cnt", "--json-whitespace says how JSON is written"
+                "a structural tag with max_whitespace_cnt", "--json-whitespace controls white space"
             )
         ebnf = schema_ebnf(part.get("json_schema"), compact=compact, escaped=part.get("escaped", ""))
         return {"type": "grammar", "grammar": ebnf}
@@ -123,5 +123,5 @@ def _exact(part: Any, compact: bool, token_id: Callable[[str], int | None] | Non
 def _known(token: str, token_id: Callable[[str], int | None]) -> int:
     found = token_id(token)
     if found is None:
-        raise InputError(f"the structural tag names a token that this model has not: {token!r}")
+        raise InputError(f"the structural tag names a token that this model does not have: {token!r}")
     return found

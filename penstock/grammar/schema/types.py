@@ -1,4 +1,4 @@
-"""The types that a schema lets in, and the keywords that belong to each."""
+"""Read the types that a schema allows and the keywords of each type."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "dependen
 
 
 def all_types() -> list[Shape]:
-    """What a schema that says nothing lets in."""
+    """Return the shapes of an empty schema."""
     return [Literal(None), Literal(True), Literal(False), Numeric(), StringShape(), Array(), Object()]
 
 
 def typed_shapes(schemas: Schemas, node: Node, is_older: bool) -> list[Shape]:
-    """A shape for each type that a schema lets in, its keywords of that type read.
+    """Return a shape for each type that a schema allows, with the keywords of that type.
 
     Args:
-        schemas: the document.
+        schemas: reads nested schemas.
         node: the schema.
-        is_older: the document is of a draft in which ``items`` is for all items.
+        is_older: the document's draft applies ``items`` to all items.
     """
     types = types_of(node)
     shapes: list[Shape] = []
@@ -84,7 +84,7 @@ def _numeric(node: Node, is_integer: bool) -> Numeric:
 
 
 def _text(node: Node) -> StringShape:
-    least, most = counts_of(node, "minLength", "maxLength")
+    min_count, max_count = counts_of(node, "minLength", "maxLength")
     conditions: list[Condition] = []
     pattern = node.schema.get("pattern")
     if pattern is not None:
@@ -98,7 +98,7 @@ def _text(node: Node) -> StringShape:
         raise UnsupportedSchemaError("format", node.where, reason)
     if name in formats.SUPPORTED:
         conditions.append(Condition(formats.format_tree(name), node, "format", format=name))
-    return StringShape(least, most, tuple(conditions))
+    return StringShape(min_count, max_count, tuple(conditions))
 
 
 def _array(node: Node, is_older: bool) -> Array:
@@ -106,7 +106,7 @@ def _array(node: Node, is_older: bool) -> Array:
     unique = schema.get("uniqueItems", False)
     if not isinstance(unique, bool):
         raise wrong(node, "uniqueItems", "true or false")
-    least, most = counts_of(node, "minItems", "maxItems")
+    min_count, max_count = counts_of(node, "minItems", "maxItems")
     if "prefixItems" in schema and is_older:
         reason = "the draft that $schema names does not know it: name draft 2020-12"
         raise UnsupportedSchemaError("prefixItems", node.where, reason)
@@ -122,7 +122,7 @@ def _array(node: Node, is_older: bool) -> Array:
         items = (Node(schema["items"], f"{node.where}/items"),)
     elif _closes(node, "unevaluatedItems"):
         items = NEVER
-    return Array(prefix, items, least, most, node if unique else None)
+    return Array(prefix, items, min_count, max_count, node if unique else None)
 
 
 def _object(schemas: Schemas, node: Node) -> Object:
@@ -132,20 +132,20 @@ def _object(schemas: Schemas, node: Node) -> Object:
         for name, one in mapping_of(node, "properties").items()
     }
     required = frozenset(strings_of(node, "required", schema.get("required", [])))
-    least, most = counts_of(node, "minProperties", "maxProperties")
-    others, says_others, names = ANYTHING, False, None
+    min_count, max_count = counts_of(node, "minProperties", "maxProperties")
+    others, restricts_others, names = ANYTHING, False, None
     if "additionalProperties" in schema:
         others = (Node(schema["additionalProperties"], f"{node.where}/additionalProperties"),)
-        says_others = True
+        restricts_others = True
     elif _closes(node, "unevaluatedProperties"):
-        others, says_others = NEVER, True
-    result = Object(properties, required, others, says_others, names, least, most, node.where)
+        others, restricts_others = NEVER, True
+    result = Object(properties, required, others, restricts_others, names, min_count, max_count, node.where)
     result = _with_patterns(schemas, node, result)
     return _with_names(schemas, node, result)
 
 
 def _closes(node: Node, keyword: str) -> bool:
-    """Whether ``unevaluated...`` lets nothing else in."""
+    """Return whether ``unevaluated...`` excludes all others."""
     if node.schema.get(keyword, True) is True:
         return False
     if node.schema[keyword] is not False:
@@ -167,7 +167,7 @@ def _with_patterns(schemas: Schemas, node: Node, result: Object) -> Object:
     if len(patterns) > 1:
         raise refuse("with more than one pattern, as a name may match several")
     ((pattern, one),) = patterns.items()
-    if result.says_others and schemas.shapes(result.others):
+    if result.restricts_others and schemas.shapes(result.others):
         raise refuse("only where additionalProperties is false or absent")
     names = _text(Node({"pattern": pattern}, f"{node.where}/patternProperties"))
     for name in {*result.properties, *result.required}:
@@ -175,10 +175,10 @@ def _with_patterns(schemas: Schemas, node: Node, result: Object) -> Object:
             raise refuse(f"the property {name!r} matches the pattern {pattern!r} too")
     others = (Node(one, f"{node.where}/patternProperties/{escaped(pattern)}"),)
     properties = result.properties
-    if not result.says_others:  # then names beside the pattern are free, and required ones are written
+    if not result.restricts_others:  # other names are then allowed, and required ones are added
         unnamed = sorted(result.required - properties.keys())
         properties = properties | dict.fromkeys(unnamed, ANYTHING)
-    return replace(result, properties=properties, others=others, says_others=True, names=names)
+    return replace(result, properties=properties, others=others, restricts_others=True, names=names)
 
 
 def _with_names(schemas: Schemas, node: Node, result: Object) -> Object:
@@ -198,11 +198,11 @@ def _with_names(schemas: Schemas, node: Node, result: Object) -> Object:
     if not any(isinstance(shape, StringShape) for shape in allowed):
         listed = [one.value for one in allowed if isinstance(one, Literal)]
         properties |= {name: properties.get(name, result.others) for name in listed}
-        return replace(result, properties=properties, others=NEVER, says_others=True)
-    if result.says_others and not schemas.shapes(result.others):
+        return replace(result, properties=properties, others=NEVER, restricts_others=True)
+    if result.restricts_others and not schemas.shapes(result.others):
         return replace(result, properties=properties)
     if len(allowed) > 1 or result.properties or result.required:
         reason = "only by itself, or with names that are listed by enum"
         raise UnsupportedSchemaError("propertyNames", node.where, reason)
     assert isinstance(allowed[0], StringShape)
-    return replace(result, says_others=True, names=allowed[0])
+    return replace(result, restricts_others=True, names=allowed[0])

@@ -1,4 +1,4 @@
-"""Arrays with ``uniqueItems``: of few values, each at most once."""
+"""Arrays with ``uniqueItems`` over few values."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from penstock.grammar.schema.ebnf import NOTHING, Rules, choice, sequence
 from penstock.grammar.schema.keywords import identity
 from penstock.grammar.schema.shapes import Array, Conjunction, Literal, Numeric, Schemas
 
-MAX_SUBSETS = 256  # of values that were written already
+MAX_SUBSETS = 256  # sets of values that are already in the array
 MAX_VALUES = 1000
 
 
 def has_enough_items(schemas: Schemas, shape: Array) -> bool:
-    """Whether an array can have its fewest items without repeating one."""
-    if shape.least < 2:
+    """Return whether an array can have its minimum number of items without repeating one."""
+    if shape.min_count < 2:
         return True
     if shape.prefix:
         lists = [
-            listed_values(schemas, shape.item(i)) for i in range(min(shape.least, len(shape.prefix) + 1))
+            listed_values(schemas, shape.item(i)) for i in range(min(shape.min_count, len(shape.prefix) + 1))
         ]
-        return any(one is None for one in lists) or _are_distinct(lists, shape.least)  # type: ignore[arg-type]
+        return any(one is None for one in lists) or _are_distinct(lists, shape.min_count)  # type: ignore[arg-type]
     values = listed_values(schemas, shape.items)
-    return values is None or len(values) >= shape.least
+    return values is None or len(values) >= shape.min_count
 
 
 def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[Any] | None:
-    """The values of a conjunction, each once; None where they are not listed and not few integers."""
+    """Return the distinct values of a conjunction; None unless they are listed or few integers."""
     found: dict[Hashable, Any] = {}
     for shape in schemas.shapes(conjunction):
         if isinstance(shape, Literal):
@@ -47,16 +47,16 @@ def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[Any] | Non
 
 
 class UniqueWriter:
-    """Writes the items of arrays that have none twice.
+    """Writes arrays with unique items.
 
-    Few values come in any order. Of more values, each comes behind those that the schema lists before it: a
-    rule for each set of values that were written would be too much.
+    Few values may come in any order. More values come in the order of the schema, because any order would
+    need one rule per set of values that are already in the array.
 
     Args:
-        rules: where rules are added.
-        schemas: the document.
+        rules: receives the new rules.
+        schemas: reads nested schemas.
         write: writes one value.
-        comma: what separates two items.
+        comma: the separator of two items.
     """
 
     def __init__(self, rules: Rules, schemas: Schemas, write: Callable[[Any], str], comma: str) -> None:
@@ -66,20 +66,24 @@ class UniqueWriter:
         self._comma = comma
 
     def items(self, shape: Array) -> str | None:
-        """The items of an array, without what stands around them; None where the bounds let none be.
+        """Return the items of an array, without brackets; None if the bounds cannot be satisfied.
 
         Raises:
             UnsupportedSchemaError: the values are not listed, or are too many for an array with a prefix.
         """
-        prefix = [self._values(shape, one) for one in shape.prefix[: shape.most]]
-        rest = self._values(shape, shape.items) if shape.most is None or shape.most > len(prefix) else []
-        most = len(prefix) + len(rest)
-        most = most if shape.most is None else min(most, shape.most)
-        if shape.least > most:
+        prefix = [self._values(shape, one) for one in shape.prefix[: shape.max_count]]
+        rest = (
+            self._values(shape, shape.items)
+            if shape.max_count is None or shape.max_count > len(prefix)
+            else []
+        )
+        max_count = len(prefix) + len(rest)
+        max_count = max_count if shape.max_count is None else min(max_count, shape.max_count)
+        if shape.min_count > max_count:
             return None
-        if not prefix and sum(comb(len(rest), size) for size in range(most + 1)) > MAX_SUBSETS:
-            return self._in_order(rest, shape.least, most)
-        return _AnyOrder(self, shape, prefix, rest, most).write()
+        if not prefix and sum(comb(len(rest), size) for size in range(max_count + 1)) > MAX_SUBSETS:
+            return self._in_order(rest, shape.min_count, max_count)
+        return _AnyOrder(self, shape, prefix, rest, max_count).write()
 
     def _values(self, shape: Array, conjunction: Conjunction) -> list[Any]:
         values = listed_values(self._schemas, conjunction)
@@ -90,27 +94,29 @@ class UniqueWriter:
         return values
 
     def refused(self, shape: Array, reason: str) -> UnsupportedSchemaError:
-        """The error of an array that cannot be written."""
+        """Return the error for an unsupported array."""
         assert shape.unique_at is not None
         return UnsupportedSchemaError("uniqueItems", shape.unique_at.where, reason)
 
     def add(self, options: list[str]) -> str | None:
-        """A rule of these options; None without any."""
+        """Return a rule of the options; None without options."""
         return self._rules.add("unique", choice(options)) if options else None
 
     def item(self, value: Any, is_first: bool) -> str:
-        """A value, behind the comma that it needs."""
+        """Return a value, after a comma unless it is the first."""
         return sequence(NOTHING if is_first else self._comma, self._rules.add("item", self._write(value)))
 
-    def _in_order(self, values: list[Any], least: int, most: int) -> str | None:
-        """Values in the order of the schema. Counted only where a bound can be missed."""
-        highest = max(least, most if most < len(values) else 1)
-        following: list[str | None] = [NOTHING if count >= least else None for count in range(highest + 1)]
+    def _in_order(self, values: list[Any], min_count: int, max_count: int) -> str | None:
+        """Return values in the order of the schema. Items are counted only if a bound can be violated."""
+        highest = max(min_count, max_count if max_count < len(values) else 1)
+        following: list[str | None] = [
+            NOTHING if count >= min_count else None for count in range(highest + 1)
+        ]
         for value in reversed(values):
             before: list[str | None] = []
             for count in range(highest + 1):
                 options = []
-                can_add = count < most or most == len(values)
+                can_add = count < max_count or max_count == len(values)
                 if can_add and (after := following[min(count + 1, highest)]) is not None:
                     options.append(sequence(self.item(value, count == 0), after))
                 if (skipped := following[count]) is not None:
@@ -121,31 +127,31 @@ class UniqueWriter:
 
 
 class _AnyOrder:
-    """The items of one array, in any order; a rule for each set of values that were written."""
+    """The items of one array in any order, with one rule per set of values already in the array."""
 
     def __init__(
-        self, writer: UniqueWriter, shape: Array, prefix: list[list[Any]], rest: list[Any], most: int
+        self, writer: UniqueWriter, shape: Array, prefix: list[list[Any]], rest: list[Any], max_count: int
     ) -> None:
         self._writer = writer
         self._shape = shape
         self._prefix = prefix
         self._rest = rest
-        self._most = most
+        self._most = max_count
         self._known: dict[tuple[int, frozenset[Hashable]], str | None] = {}
 
     def write(self) -> str | None:
-        """All items; None where there can be no array."""
+        """Return all items; None if there can be no array."""
         return self._after(0, frozenset())
 
     def _after(self, count: int, used: frozenset[Hashable]) -> str | None:
-        """What may come behind so many items."""
+        """Return the expression after ``count`` items."""
         key = (count, used)
         if key not in self._known:
             if len(self._known) > 2 * MAX_SUBSETS:
                 reason = f"with prefixItems, only up to {2 * MAX_SUBSETS} sets of items"
                 raise self._writer.refused(self._shape, reason)
             self._known[key] = None
-            options = [NOTHING] if count >= self._shape.least else []
+            options = [NOTHING] if count >= self._shape.min_count else []
             if count < self._most:
                 values = self._prefix[count] if count < len(self._prefix) else self._rest
                 for value in values:
@@ -156,12 +162,12 @@ class _AnyOrder:
         return self._known[key]
 
 
-def _are_distinct(lists: list[list[Any]], least: int) -> bool:
-    """Whether each item can be another value: one of its list, or of the last list behind that."""
-    wanted = [*lists, *[lists[-1]] * (least - len(lists))]
-    if least > sum(map(len, lists)):
+def _are_distinct(lists: list[list[Any]], min_count: int) -> bool:
+    """Return whether the items can have distinct values, each from its list (or the last list)."""
+    wanted = [*lists, *[lists[-1]] * (min_count - len(lists))]
+    if min_count > sum(map(len, lists)):
         return False
-    taken: dict[Hashable, int] = {}  # value -> the place that has it
+    taken: dict[Hashable, int] = {}  # value -> index of the item that has it
 
     def place(index: int, seen: set[Hashable]) -> bool:
         for value in wanted[index]:
@@ -173,4 +179,4 @@ def _are_distinct(lists: list[list[Any]], least: int) -> bool:
                     return True
         return False
 
-    return all(place(index, set()) for index in range(least))
+    return all(place(index, set()) for index in range(min_count))

@@ -1,6 +1,6 @@
-"""Whether a value satisfies a schema: for values that `enum`, `const` and other keywords list.
+"""Test whether a value satisfies a schema. Used for the values of `enum`, `const` and other keywords.
 
-All keywords are evaluated here, also those that no grammar can be made of.
+All keywords are evaluated here, also those that grammars do not support.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from penstock.grammar.schema.shapes import Node
 
 _MAX_DEPTH = 100
 _KNOWN = frozenset({"not", "if", "then", "else", "contains", "minContains", "maxContains"})
-_SAME_IN_ALL = frozenset(map(chr, range(32, 127)))  # characters that dialects of expressions classify alike
+_SAME_IN_ALL = frozenset(map(chr, range(32, 127)))  # characters that all regex dialects classify equally
 
 
-class _DoubtfulError(Exception):
+class _DialectsDifferError(Exception):
     """Dialects of regular expressions differ on a value."""
 
 
@@ -42,8 +42,8 @@ class Validator:
     """Evaluates schemas of one document.
 
     Args:
-        resolve: gives the schema that the $ref of a schema leads to.
-        refused: the keywords that are not supported, and why.
+        resolve: returns the schema that a $ref refers to.
+        refused: unsupported keyword -> reason.
     """
 
     def __init__(self, resolve: Callable[[Node], Node], refused: dict[str, str]) -> None:
@@ -54,15 +54,15 @@ class Validator:
         self._depth = 0
 
     def accepts(self, node: Node, value: Any) -> bool:
-        """Whether a value satisfies a schema.
+        """Return whether a value satisfies a schema.
 
         Raises:
-            UnsupportedSchemaError: a keyword cannot be honoured.
-            InputError: this is no schema.
+            UnsupportedSchemaError: a keyword is not supported.
+            InputError: this is not a schema.
         """
         try:
             return self._holds(node, value)
-        except _DoubtfulError:
+        except _DialectsDifferError:
             return False
         finally:
             self._depth = 0
@@ -86,12 +86,12 @@ class Validator:
         try:
             return all(
                 check(node, value) for check in (_has_type, self._is_listed, *self._checks(value))
-            ) and (self._applied(node, value))
+            ) and (self._satisfies_applied(node, value))
         finally:
             self._depth -= 1
 
     def _checks(self, value: Any) -> Iterator[Callable[[Node, Any], bool]]:
-        """The checks of keywords for the type of a value."""
+        """Yield the keyword checks for the type of a value."""
         if is_number(value):
             yield _fits
         elif isinstance(value, str):
@@ -121,7 +121,7 @@ class Validator:
         return has_format(format_of(node), value)
 
     def _matches(self, node: Node, value: str) -> bool:
-        """Whether a text matches the pattern of a schema."""
+        """Return whether a text matches the pattern of a schema."""
         pattern = node.schema["pattern"]
         if not isinstance(pattern, str) or pattern not in self._patterns:
             self._patterns[pattern if isinstance(pattern, str) else ""] = pattern_of(node)
@@ -130,7 +130,7 @@ class Validator:
             regex.matches(one, value) != is_negated for one, is_negated in lookaheads
         )
         if not found and not set(value) <= _SAME_IN_ALL and ("\\" in pattern or "." in pattern):
-            raise _DoubtfulError
+            raise _DialectsDifferError
         return found
 
     def _is_array(self, node: Node, value: list[Any]) -> bool:
@@ -145,16 +145,16 @@ class Validator:
         if isinstance(schema.get("items"), list):
             reason = "an array of schemas is an old spelling: use prefixItems"
             raise UnsupportedSchemaError("items", node.where, reason)
-        rest = schema["items"] if "items" in schema else _lets_others(node, "unevaluatedItems")
+        rest = schema["items"] if "items" in schema else _allows_others(node, "unevaluatedItems")
         parts = [_under(node, f"prefixItems/{i}", one) for i, one in enumerate(prefix)]
         parts += [_under(node, "items", rest)] * (len(value) - len(parts))
         if not all(self._holds(part, one) for part, one in zip(parts, value, strict=False)):
             return False
         if "contains" not in schema:
             return True
-        least, most = counts_of(node, "minContains", "maxContains")
+        min_count, max_count = counts_of(node, "minContains", "maxContains")
         count = sum(self._holds(_under(node, "contains", schema["contains"]), one) for one in value)
-        return _is_between(count, (least if "minContains" in schema else 1, most))
+        return _is_between(count, (min_count if "minContains" in schema else 1, max_count))
 
     def _is_object(self, node: Node, value: dict[str, Any]) -> bool:
         schema = node.schema
@@ -185,7 +185,7 @@ class Validator:
         if not parts:
             is_said = "additionalProperties" in schema
             others = (
-                schema["additionalProperties"] if is_said else _lets_others(node, "unevaluatedProperties")
+                schema["additionalProperties"] if is_said else _allows_others(node, "unevaluatedProperties")
             )
             parts.append(_under(node, "additionalProperties", others))
         if "propertyNames" in schema and not self._holds(
@@ -194,8 +194,8 @@ class Validator:
             return False
         return all(self._holds(part, value) for part in parts)
 
-    def _applied(self, node: Node, value: Any) -> bool:
-        """Whether a value satisfies the schemas that apply to itself."""
+    def _satisfies_applied(self, node: Node, value: Any) -> bool:
+        """Return whether a value satisfies the nested schemas that apply to the same value."""
         schema = node.schema
         if "$ref" in schema and not self._holds(self._resolve(node), value):
             return False
@@ -255,8 +255,8 @@ def _fits(node: Node, value: int | float) -> bool:
     return top * factor_bottom % (bottom * factor_top) == 0
 
 
-def _lets_others(node: Node, keyword: str) -> bool:
-    """What an ``unevaluated...`` says, which must be true or false."""
+def _allows_others(node: Node, keyword: str) -> bool:
+    """Return the value of an ``unevaluated...`` keyword, which must be true or false."""
     given = node.schema.get(keyword, True)
     applicators = ("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "if")
     if given is not True and (given is not False or any(one in node.schema for one in applicators)):

@@ -29,7 +29,7 @@ from torch import Tensor
 from penstock.architectures.model import KVCacheMixin, PipelineModel
 from penstock.config import LoRAConfig, ModelConfig, PipelineConfig, SpeculativeConfig
 from penstock.errors import ConfigError, InsufficientBlocksError
-from penstock.grammar import going_ahead, grammar_bitmask
+from penstock.grammar import grammar_bitmask, matcher_lookahead
 from penstock.kv_cache import KVCacheManager, KVCacheSpec, claim
 from penstock.memory import estimate_adapters_size, plan_memory, wanted_block_size
 from penstock.pipelines.core import TextContext
@@ -213,13 +213,16 @@ class DraftModelProposer:
         drafted = [state for state, _ in drafting]
         logits = logits[rows]
         with ExitStack() as stack:
-            goes_on = {f.context.request_id: stack.enter_context(going_ahead(f.context)) for f in drafted}
+            can_continue = {
+                f.context.request_id: stack.enter_context(matcher_lookahead(f.context)) for f in drafted
+            }
             while drafting:
                 self._sample([state for state, _ in drafting], logits)
                 drafting = [
                     (state, width)
                     for state, width in drafting
-                    if goes_on[state.context.request_id](state.drafted[-1]) and len(state.drafted) < width
+                    if can_continue[state.context.request_id](state.drafted[-1])
+                    and len(state.drafted) < width
                 ]
                 if drafting:
                     for state, _ in drafting:

@@ -40,7 +40,7 @@ NOTHING: list[Any] = [
 
 @pytest.mark.parametrize("nothing", NOTHING, ids=str)
 def test_the_part_alone_is_refused(nothing: Any) -> None:
-    with pytest.raises(InputError, match="nothing satisfies"):
+    with pytest.raises(InputError, match="no value satisfies"):
         schema_ebnf(nothing)
 
 
@@ -69,7 +69,7 @@ def test_the_rest_is_written(nothing: Any, name: str, inside: str) -> None:
 
 
 def test_a_required_part_refuses_the_whole() -> None:
-    with pytest.raises(InputError, match="nothing satisfies"):
+    with pytest.raises(InputError, match="no value satisfies"):
         schema_ebnf({"type": "object", "properties": {"a": NOTHING[2]}, "required": ["a"]})
 
 

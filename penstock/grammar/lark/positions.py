@@ -1,4 +1,4 @@
-"""Where lexemes stand in rules: what may come behind each, and which may begin at the same place."""
+"""Positions of lexemes in rules: which can follow each other, and which can start at the same position."""
 
 from __future__ import annotations
 
@@ -7,58 +7,63 @@ from collections.abc import Iterator
 from penstock.grammar.lark.nodes import Alt, Node, Ref, Repeat, Rules, Seq, children, walk
 
 
-class Places:
-    """The places of lexemes in rules; sets of places are the bits of an integer.
+class LexemePositions:
+    """The occurrences of lexemes in rules. Sets of positions are bits of an integer.
 
     Attributes:
-        start: the group of places that a text may begin with.
+        start: the positions at which a text can start.
         characters_behind: the characters that may come behind each lexeme, as bits like ``firsts``.
 
     Args:
-        rules: refer to each other and to lexemes.
-        lexemes: the names of all lexemes.
-        nullable: lexemes that the empty text matches.
+        rules: rules over lexemes.
+        lexemes: all lexemes by name.
+        nullable: lexemes that match the empty text.
         firsts: the characters that each lexeme may begin with, as bits.
-        root: the name of the first rule.
+        root: the name of the start rule.
     """
 
     def __init__(
-        self, rules: Rules, lexemes: dict[str, Node], nullable: set[str], firsts: dict[str, int], root: str
+        self,
+        rules: Rules,
+        lexemes: dict[str, Node],
+        nullable: set[str],
+        first_sets: dict[str, int],
+        root: str,
     ) -> None:
         self._lexemes = lexemes
-        self._owners: list[str] = []  # the lexeme at each place
+        self._owners: list[str] = []  # the lexeme at each position
         numbered = {name: self._numbered(node) for name, node in rules.items()}
         names = [_name(place) for place in range(len(self._owners))]
         bits = {name: 1 << place for place, name in enumerate(names)}
         empty = {name for name, owner in zip(names, self._owners, strict=True) if owner in nullable}
         follow = _Follow(numbered, empty, bits)
-        behind = follow.all_behind(root)
+        behind = follow.follow_sets_from(root)
         self.start = follow.first(root)
         self._behind = [behind.get(name, 0) for name in names]
-        self.characters_behind: dict[str, int] = dict.fromkeys(lexemes, 0)
+        self.follow_sets: dict[str, int] = dict.fromkeys(lexemes, 0)
         for place, owner in enumerate(self._owners):
             for other in _bits(self._behind[place]):
-                self.characters_behind[owner] |= firsts[self._owners[other]]
+                self.follow_sets[owner] |= first_sets[self._owners[other]]
 
     def lexemes_at(self, group: int) -> frozenset[str]:
-        """The lexemes that stand at the places of a group."""
+        """Return the lexemes at the positions of a group."""
         return frozenset(self._owners[place] for place in _bits(group))
 
-    def next_groups(self, group: int, alike: set[frozenset[str]]) -> list[int]:
-        """The groups of places that may come behind those of a group, which may begin at the same place.
+    def next_groups(self, group: int, overlapping: set[frozenset[str]]) -> list[int]:
+        """Return groups of positions that can follow a group. Lexemes of a group may start together.
 
         Args:
-            group: places.
+            group: the positions.
             alike: pairs of their lexemes that have a text in common, so that both may have ended with it.
         """
         behind: dict[str, int] = {}
         for place in _bits(group):
             owner = self._owners[place]
             behind[owner] = behind.get(owner, 0) | self._behind[place]
-        return _joined(behind, alike)
+        return _joined(behind, overlapping)
 
     def _numbered(self, node: Node) -> Node:
-        """The node with another name for each place of a lexeme."""
+        """Return the node with a separate name for each occurrence of a lexeme."""
         if isinstance(node, Ref) and node.name in self._lexemes:
             self._owners.append(node.name)
             return Ref(_name(len(self._owners) - 1))
@@ -67,11 +72,11 @@ class Places:
         if isinstance(node, Alt):
             return Alt(tuple(map(self._numbered, node.options)))
         if isinstance(node, Repeat):
-            return Repeat(self._numbered(node.part), node.least, node.most)
+            return Repeat(self._numbered(node.part), node.min_count, node.max_count)
         return node
 
 
-def _joined(places: dict[str, int], alike: set[frozenset[str]]) -> list[int]:
+def _joined(places: dict[str, int], overlapping: set[frozenset[str]]) -> list[int]:
     """The values, those of lexemes that are alike together."""
     result: list[int] = []
     left = dict(places)
@@ -80,7 +85,7 @@ def _joined(places: dict[str, int], alike: set[frozenset[str]]) -> list[int]:
         pending = [name]
         while pending:
             one = pending.pop()
-            for other in [other for other in left if frozenset((one, other)) in alike]:
+            for other in [other for other in left if frozenset((one, other)) in overlapping]:
                 mask |= left.pop(other)
                 pending.append(other)
         result.append(mask)
@@ -99,22 +104,22 @@ def _name(place: int) -> str:
 
 
 class _Follow:
-    """What may come behind each part of rules."""
+    """Computes first and follow sets of rules."""
 
-    def __init__(self, rules: Rules, nullable: set[str], firsts: dict[str, int]) -> None:
+    def __init__(self, rules: Rules, nullable: set[str], first_sets: dict[str, int]) -> None:
         self._rules = rules
         self._nullable = set(nullable)
-        self._firsts = dict(firsts)
+        self._firsts = dict(first_sets)
         self._follow: dict[str, int] = {}
         self._pending: list[str] = []
-        self._settle_firsts()
+        self._compute_first_sets()
 
     def first(self, name: str) -> int:
-        """What a rule may begin with."""
+        """Return the first set of a rule."""
         return self._firsts.get(name, 0)
 
-    def all_behind(self, root: str) -> dict[str, int]:
-        """What may come behind each rule and each place."""
+    def follow_sets_from(self, root: str) -> dict[str, int]:
+        """Return the follow set of each rule and each position."""
         self._follow[root] = 0
         self._pending = [root]
         while self._pending:
@@ -122,7 +127,7 @@ class _Follow:
             self._visit(self._rules[name], self._follow[name])
         return self._follow
 
-    def _settle_firsts(self) -> None:
+    def _compute_first_sets(self) -> None:
         users: dict[str, set[str]] = {}
         for name, node in self._rules.items():
             for one in walk(node):
@@ -139,7 +144,7 @@ class _Follow:
                 pending.update(dict.fromkeys(users.get(name, ())))
 
     def _first(self, node: Node) -> tuple[int, bool]:
-        """What a node may begin with, and whether the empty text matches."""
+        """Return the first set of a node, and whether it matches the empty text."""
         if isinstance(node, Ref):
             return self._firsts.get(node.name, 0), node.name in self._nullable
         if isinstance(node, Seq):
@@ -155,7 +160,7 @@ class _Follow:
         for first, _ in pairs:
             mask |= first
         is_nullable = any(one for _, one in pairs)
-        return mask, is_nullable or (isinstance(node, Repeat) and node.least == 0)
+        return mask, is_nullable or (isinstance(node, Repeat) and node.min_count == 0)
 
     def _visit(self, node: Node, after: int) -> None:
         if isinstance(node, Ref):
@@ -170,7 +175,7 @@ class _Follow:
                 first, is_nullable = self._first(part)
                 after = first | after if is_nullable else first
         elif isinstance(node, Repeat):
-            self._visit(node.part, after | (0 if node.most == 1 else self._first(node.part)[0]))
+            self._visit(node.part, after | (0 if node.max_count == 1 else self._first(node.part)[0]))
         else:
             for child in children(node):
                 self._visit(child, after)
