@@ -54,7 +54,7 @@ class LexemePositions:
 
         Args:
             group: the positions.
-            alike: pairs of their lexemes that have a text in common, so that both may have ended with it.
+            overlapping: pairs of lexemes that have a text in common, so that both may have ended.
         """
         behind: dict[str, int] = {}
         for place in _bits(group):
@@ -77,7 +77,7 @@ class LexemePositions:
 
 
 def _joined(places: dict[str, int], overlapping: set[frozenset[str]]) -> list[int]:
-    """The values, those of lexemes that are alike together."""
+    """Return the values, merged for lexemes that overlap."""
     result: list[int] = []
     left = dict(places)
     while left:

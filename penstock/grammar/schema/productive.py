@@ -29,7 +29,7 @@ class _Needs:
 
     key: tuple[str, ...]  # the conjunction of the shape
     all: set[tuple[str, ...]]  # each of these must be satisfiable
-    some: Counter[tuple[str, ...]]  # of these, which stand for so many properties, ``missing``
+    some: Counter[tuple[str, ...]]  # at least ``missing`` properties of these
     missing: int
 
     @property

@@ -129,8 +129,8 @@ class StringWriter:
         """Return ``min_count`` to ``max_count`` characters, followed by ``end``.
 
         xgrammar precomputes a mask for each state of a rule, but checks tokens that cross the end of a rule
-        one by one. Therefore a class is repeated inside its rule, a count has one rule per character, and the end
-        is part of the last rule. Otherwise a mask takes a thousand times longer.
+        one by one. Therefore a class is repeated inside its rule, a count has one rule per character, and the
+        end is part of the last rule. Otherwise a mask takes a thousand times longer.
         """
         plain, escape = spelling
         if plain is None or escape is None:
