@@ -1,6 +1,6 @@
-"""The machine's devices: what they are called, and how much memory they have.
+"""The devices of this machine: their names and their memory.
 
-This module, ``engine`` and ``kernels`` are the only places that know device names.
+Only this module, ``engine`` and ``kernels`` know device names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # who checks types is to notice names that are not there
+if not TYPE_CHECKING:  # a type checker must report names that do not exist
 
     def __getattr__(name: str) -> object:
         # A Buffer *is* a torch.Tensor; resolved on first use so that importing this module loads no torch.
@@ -47,7 +47,7 @@ if not TYPE_CHECKING:  # who checks types is to notice names that are not there
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """Names a device before it is opened: ``cpu``, ``gpu:0``."""
+    """The name of a device that is not opened yet: ``cpu``, ``gpu:0``."""
 
     id: int = 0
     device_type: str = "cpu"
@@ -60,12 +60,12 @@ class DeviceSpec:
 
     @staticmethod
     def cpu(id: int = 0) -> DeviceSpec:
-        """The host's processor."""
+        """Return the CPU of the host."""
         return DeviceSpec(id, "cpu")
 
     @staticmethod
     def accelerator(id: int = 0) -> DeviceSpec:
-        """The host's NVIDIA GPU number ``id``."""
+        """Return NVIDIA GPU number ``id`` of the host."""
         return DeviceSpec(id, "gpu")
 
     @property
@@ -79,18 +79,18 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An opened device. Make one with `CPU`, `Accelerator` or `load_devices`."""
+    """An opened device. `CPU`, `Accelerator` and `load_devices` create devices."""
 
     spec: DeviceSpec
 
     @property
     def id(self) -> int:
-        """The device's number among those of its kind."""
+        """The number of the device among those of its type."""
         return self.spec.id
 
     @property
     def is_host(self) -> bool:
-        """Whether the device is the host's processor."""
+        """Whether the device is the CPU of the host."""
         return self.spec.device_type == "cpu"
 
     @property
@@ -100,14 +100,14 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device as torch names it."""
+        """The torch device."""
         import torch
 
         return torch.device("cpu") if self.is_host else torch.device("cuda", self.id)
 
     @property
     def stats(self) -> Mapping[str, int]:
-        """``total_memory`` and ``free_memory`` in bytes, as they are now."""
+        """The current ``total_memory`` and ``free_memory`` in bytes."""
         if self.is_host:
             total, free = _host_memory()
             return {"total_memory": total, "free_memory": free}
@@ -121,15 +121,15 @@ class Device:
 
 
 def CPU(id: int = 0) -> Device:  # the page's name
-    """The host's processor as a device."""
+    """Return the CPU of the host as a device."""
     return Device(DeviceSpec.cpu(id))
 
 
 def Accelerator(id: int = 0) -> Device:  # the page's name
-    """NVIDIA GPU number ``id`` as a device.
+    """Return NVIDIA GPU number ``id`` as a device.
 
     Raises:
-        ConfigError: there is no such GPU.
+        ConfigError: the GPU does not exist.
     """
     count = accelerator_count()
     if id >= count:
@@ -138,28 +138,28 @@ def Accelerator(id: int = 0) -> Device:  # the page's name
 
 
 def accelerator_count() -> int:
-    """How many NVIDIA GPUs torch can use."""
+    """Return the number of NVIDIA GPUs that torch can use."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def scan_available_devices() -> list[DeviceSpec]:
-    """All GPUs of the host, or its processor where it has none."""
+    """Return all GPUs of the host, or its CPU if it has none."""
     return [DeviceSpec.accelerator(i) for i in range(accelerator_count())] or [DeviceSpec.cpu()]
 
 
 def load_devices(specs: Sequence[DeviceSpec]) -> list[Device]:
-    """Opens the devices named.
+    """Open devices.
 
     Raises:
-        ConfigError: one of them does not exist.
+        ConfigError: a device does not exist.
     """
     return [CPU() if spec.device_type == "cpu" else Accelerator(spec.id) for spec in specs]
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros. In host memory a page of it is taken from the system when it is first written."""
+    """Return a tensor of zeros. In host memory the system allocates a page on its first write."""
     import numpy as np
     import torch
 
@@ -183,7 +183,7 @@ def _host_memory() -> tuple[int, int]:
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = page * os.sysconf("SC_AVPHYS_PAGES")
-    try:  # what the page cache holds can be had, which sysconf does not count
+    try:  # the page cache counts as available, but not in sysconf
         with open("/proc/meminfo") as meminfo:
             fields = dict(line.split(":", 1) for line in meminfo)
         free = int(fields["MemAvailable"].split()[0]) * 1024

@@ -1,4 +1,4 @@
-"""What every start has in common."""
+"""Garbage collection during imports and loads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """No garbage is collected meanwhile, for imports and loads.
+    """Disable garbage collection during imports and loads.
 
-    What they make stays, and there is so much of it that the collector, which looks at all of it again and
-    again, takes a fifth of the time until a small model is ready.
+    They create many long-lived objects, which the collector would traverse repeatedly. For a small model this
+    takes a fifth of the start-up time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -22,5 +22,5 @@ def gc_disabled() -> Iterator[None]:
         if was_enabled:
             if not gc.get_freeze_count():
                 gc.freeze()
-                gc.unfreeze()  # to the oldest generation, without a look: else the next one is at all of it
+                gc.unfreeze()  # moves all objects to the oldest generation without traversing them
             gc.enable()

@@ -1,8 +1,8 @@
-"""The progress of this process, counted where another process can read it.
+"""A progress counter of this process that another process can read.
 
-Code that may take long calls `beat` after each part of its work: a layer, a tensor that was read, a weight
-that was packed. The kernels count their pieces in the same place. This tells a process that works from one
-that hangs inside a step, although neither answers.
+Long-running code calls `beat` after each part of its work: a layer, a tensor read, a weight packed. The
+kernels increase the same counter. So the supervisor can distinguish a process that computes a long step from
+one that hangs, although neither answers messages.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _SIZE = ctypes.sizeof(ctypes.c_int64)
 
 
 class ProgressFile:
-    """A count in a file, which the process that makes progress increases and another one reads.
+    """A counter in a file. The process that makes progress increases it, and another process reads it.
 
     Args:
-        path: where the file is made.
+        path: where to create the file.
     """
 
     def __init__(self, path: str) -> None:
@@ -29,7 +29,7 @@ class ProgressFile:
 
     @property
     def count(self) -> int:
-        """The count as it is now."""
+        """The current count."""
         return int.from_bytes(self._pages[:_SIZE], "little", signed=True)
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ _counter = ctypes.c_int64()
 def publish(path: str) -> None:
     """Count the progress of this process in a `ProgressFile` from now on.
 
-    Comes before the kernels are opened, which learn the counter's address once.
+    Call it before the kernels are opened: they receive the counter's address once.
     """
     global _counter
     with open(path, "r+b") as file:
@@ -52,10 +52,10 @@ def publish(path: str) -> None:
 
 
 def beat() -> None:
-    """Count some progress. Takes some 50 ns. Two threads at once may count one."""
+    """Increase the counter. Takes 50 ns. Two concurrent calls may count as one."""
     _counter.value += 1
 
 
 def counter_address() -> int:
-    """Return where the counter is in the memory of this process."""
+    """Return the address of the counter in the memory of this process."""
     return ctypes.addressof(_counter)

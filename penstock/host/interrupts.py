@@ -1,4 +1,4 @@
-"""Ctrl-C, held back while bookkeeping is half done."""
+"""Deferring Ctrl-C until bookkeeping is complete."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
-    """Lets the block end before Ctrl-C becomes a `KeyboardInterrupt`; a second Ctrl-C passes at once.
+    """Defer the `KeyboardInterrupt` of a Ctrl-C to the end of the block; a second Ctrl-C raises at once.
 
-    A block that goes on for long calls what it is given wherever a held Ctrl-C may pass. Does nothing outside
-    the main thread, inside another such block, or where somebody has a handler of their own.
+    Yields a function that raises a deferred `KeyboardInterrupt`. A long block calls it at safe points. Does
+    nothing outside the main thread, inside another such block, or if the program has its own handler.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -28,13 +28,13 @@ def deferred_interrupts() -> Iterator[Callable[[], None]]:
         if num_caught > 1:
             raise KeyboardInterrupt
 
-    def let_through() -> None:
+    def raise_deferred() -> None:
         if num_caught:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, hold)
     try:
-        yield let_through
+        yield raise_deferred
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    let_through()
+    raise_deferred()

@@ -1,7 +1,7 @@
-"""What Linux's control groups leave to this process: the memory and the time of a container or a service.
+"""Limits of Linux control groups on this process: memory and CPU time of a container or a service.
 
-The system's own figures (``/proc/meminfo``, the number of cores) are those of the whole machine, in a
-container too. Control groups of versions 2 and 1 are read; a group is limited by those above it.
+The figures of the system (``/proc/meminfo``, the number of cores) describe the whole machine, even inside a
+container. Control groups of versions 1 and 2 are read. The limits of parent groups apply to a group too.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def memory() -> tuple[int, int] | None:
-    """The least limit and the least that is free, in bytes; None where nothing limits memory.
+    """Return the lowest limit and the lowest free memory, in bytes; None without a limit.
 
-    The file cache is charged to a group, but goes as soon as memory is short: it counts as free.
+    The file cache is charged to a group but is dropped when memory is short, so it counts as free.
     """
     limits, free = [], []
     for folder, version in _groups("memory"):
@@ -32,22 +32,22 @@ _MEMORY_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def cores() -> float | None:
-    """How many cores' worth of time the process gets; None where nothing limits it."""
-    shares = []
+    """Return the CPU limit of the process in cores; None without a limit."""
+    limits = []
     for folder, version in _groups("cpu"):
         if version == 2:
             words = (_text(folder / "cpu.max") or "").split()  # "max 100000" without a limit
         else:
             words = [_text(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]  # -1 without
         if len(words) == 2 and all(word.isdigit() and int(word) for word in words):
-            shares.append(int(words[0]) / int(words[1]))
-    return min(shares, default=None)
+            limits.append(int(words[0]) / int(words[1]))
+    return min(limits, default=None)
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """The folders of this process's group and of those above it, each with the version of its files.
+    """Yield the folders of this process's group and of its parents, each with its version of control groups.
 
-    A container sees its own group at the top, whatever path its processes are told that they are in.
+    In a container, the own group is mounted at the top, although ``/proc/self/cgroup`` may name another path.
     """
     for line in (_text(_MEMBERSHIP) or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -63,7 +63,7 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _file_cache(folder: Path, prefix: str) -> int:
-    """Bytes of the page cache that a group is charged for, without shared memory."""
+    """Return the bytes of the page cache that are charged to a group, without shared memory."""
     wanted = (f"{prefix}inactive_file", f"{prefix}active_file")
     rows = (line.split() for line in (_text(folder / "memory.stat") or "").splitlines())
     return sum(int(value) for name, value in rows if name in wanted)

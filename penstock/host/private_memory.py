@@ -1,8 +1,8 @@
 """A limit on the private memory of this process, beyond which allocations fail.
 
-The limit is that of Linux on data (``RLIMIT_DATA``): private pages that may be written. Linux also counts
-files that are mapped privately, as weights are, although nothing writes to them. So the limit of the system
-is kept above ours by the size of what is mapped.
+The limit is ``RLIMIT_DATA`` of Linux, which counts private writable pages. Linux also counts files that are
+mapped privately, such as weights, although nothing writes to them. Therefore the system's limit is set to
+ours plus the size of the mapped files.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock.errors import ConfigError, InsufficientMemoryError
 _limit: int | None = None
 
 _WORDS = ("can't allocate memory", "Cannot allocate memory", "bad_alloc", "can't start new thread")
-"""What errors of other types say where memory lacks: torch's, the dynamic linker's, Python's of threads."""
+"""Messages of failed allocations in other exceptions: those of torch, the dynamic linker and threads."""
 
 
 def limit() -> int | None:
-    """Return the limit in bytes, None without one."""
+    """Return the limit in bytes, or None without a limit."""
     return _limit
 
 
@@ -41,7 +41,7 @@ def bound(num_bytes: int) -> None:
 
 
 def free() -> int | None:
-    """Return the bytes that are left below the limit, None without one."""
+    """Return the free bytes below the limit, or None without a limit."""
     if _limit is None:
         return None
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -50,7 +50,7 @@ def free() -> int | None:
 
 @contextmanager
 def mapping(num_bytes: int) -> Iterator[None]:
-    """Leave room for a file of so many bytes that is mapped meanwhile: it is not counted."""
+    """Raise the system's limit while a file of ``num_bytes`` bytes is mapped; the file does not count."""
     if _limit is None:
         yield
         return
@@ -62,35 +62,37 @@ def mapping(num_bytes: int) -> Iterator[None]:
 
 
 def follow_mapped_files() -> None:
-    """Adapt the system's limit to the files that are mapped now. Does nothing without a limit."""
+    """Adapt the system's limit to the currently mapped files. Does nothing without a limit."""
     if _limit is not None:
         _set(_limit + _num_mapped())
 
 
 def is_exceeded(error: BaseException) -> bool:
-    """Return whether an error, or its cause, says that an allocation failed while there is a limit."""
+    """Return whether there is a limit, and an error or its cause reports a failed allocation."""
     cause: BaseException | None = error if _limit is not None else None
     while cause is not None:
-        lacks = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
-        if lacks or any(words in str(cause) for words in _WORDS):
+        has_no_memory = isinstance(cause, MemoryError) or (
+            isinstance(cause, OSError) and cause.errno == errno.ENOMEM
+        )
+        if has_no_memory or any(words in str(cause) for words in _WORDS):
             return True
         cause = cause.__cause__
     return False
 
 
 def error_of_requests() -> InsufficientMemoryError:
-    """Return what requests end with that ran when the limit was reached."""
+    """Return the error of requests that were running when the limit was reached."""
     size = _limit or 0
     return InsufficientMemoryError(
         f"the worker has reached its limit of {size:,} bytes of private memory (--worker-memory-limit) "
-        "and is started again: send a shorter request, or one with fewer choices, or raise the limit",
+        "and restarts: send a shorter request, or one with fewer choices, or raise the limit",
         needed=size,
         available=size,
     )
 
 
 def error_of_load() -> ConfigError:
-    """Return what a load ends with that has reached the limit."""
+    """Return the error of a load that reached the limit."""
     size = f"{_limit or 0:,} bytes"
     return ConfigError(
         "worker_memory_limit", f"the model cannot be loaded within {size} of private memory: raise it"
@@ -102,7 +104,7 @@ def _set(num_bytes: int) -> None:
 
 
 def _num_mapped() -> int:
-    """Bytes of files that are mapped privately and writable."""
+    """Return the bytes of files that are mapped privately and writable."""
     size = 0
     for line in (
         Path("/proc/self/maps").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Progress bars of a load and of a batch, on standard error, where that is a terminal."""
+"""Progress bars for loading and generating, on standard error if it is a terminal."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-_MIN_LOAD = 256 << 20  # bytes; what is less is there before a bar is read
+_MIN_LOAD = 256 << 20  # bytes; smaller loads end before a user can read the bar
 
 
 class LoadingProgress:
-    """Counts the bytes of a checkpoint as they are read and packed, or checked. In the end it vanishes.
+    """A bar that counts the bytes of a checkpoint read and packed, or checked. It vanishes at the end.
 
     Args:
-        num_bytes: how many there are.
-        title: what is done with them.
+        num_bytes: total.
+        title: text before the bar.
     """
 
     def __init__(self, num_bytes: int, *, title: str = "loading") -> None:
@@ -43,7 +43,7 @@ class LoadingProgress:
         self._task = self._bar.add_task(title, total=num_bytes)
 
     def advance(self, num_bytes: int) -> None:
-        """Adds the bytes of one tensor, or of a part of a file."""
+        """Add the bytes of a tensor, or of a part of a file."""
         if not self._bar.disable:
             self._bar.update(self._task, advance=num_bytes)
 
@@ -58,10 +58,10 @@ class LoadingProgress:
 
 
 class GenerationProgress:
-    """Counts prompts and tokens.
+    """A bar that counts finished prompts and tokens per second.
 
     Args:
-        num_prompts: how many there are.
+        num_prompts: total.
         shown: draw the bar, if standard error is a terminal.
     """
 
@@ -80,7 +80,7 @@ class GenerationProgress:
         self._task = self._bar.add_task("prompts", total=num_prompts, speed="")
 
     def advance(self, *, num_tokens: int, num_prompts: int) -> None:
-        """Adds the tokens of one step, and the prompts that it finished."""
+        """Add the tokens of one step, and the prompts that it finished."""
         if self._bar.disable:
             return
         self._num_tokens += num_tokens

@@ -1,7 +1,7 @@
-"""The plain tensor structs that kernels read. Letters as everywhere:
+"""The tensor structs that operations read. Letters in shapes:
 
 T tokens of the ragged batch, B sequences, H heads, K kv heads, D head dim, S block size, N blocks,
-M blocks a sequence at most in this step, V vocabulary, L layers, E hidden size.
+M maximum blocks per sequence in this step, V vocabulary, L layers, E hidden size.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """What one attention layer sees of the paged KV cache in one step."""
+    """The paged KV cache of one attention layer in one step."""
 
     cache: Tensor  # [2, N, K, S, D]: keys, then values
     block_tables: Tensor  # [B, M] int32; block 0 is the null block: freed, or beyond the sequence
-    slots: Tensor  # [T] int64: where each row is stored, block * S + offset
-    window: int | None = None  # a query sees itself and the window - 1 keys before it
+    slots: Tensor  # [T] int64: slot of each row, block * S + offset
+    window: int | None = None  # a query attends to itself and the window - 1 keys before it
     scales: Tensor | None = None  # [2, N, K, S] float32 for an int8 cache
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroupInputs:
-    """The block tables of one group of layers, shared by all of its layers."""
+    """The block tables that all layers of a group share."""
 
     block_tables: Tensor  # [B, M] int32
     slots: Tensor  # [T] int64
     window: int | None = None
 
     def slots_at(self, positions: Tensor, block_size: int) -> Tensor:  # [n, B] of [n, B]
-        """Where the rows at some positions of each sequence are stored, whose blocks are reserved."""
+        """Return the slots of positions of each sequence; their blocks must be reserved."""
         blocks = self.block_tables.long().gather(1, (positions // block_size).T).T
         return blocks * block_size + positions % block_size
 
@@ -44,7 +44,7 @@ class KVGroupInputs:
 class KVCacheInputs:
     """The KV cache of the batch in one step."""
 
-    lengths: Tensor  # [B] int32: keys of each sequence once this step's rows are stored
+    lengths: Tensor  # [B] int32: keys per sequence, including the rows of this step
     groups: tuple[KVGroupInputs, ...]
     group_of_layer: tuple[int, ...]  # [L]
     caches: tuple[Tensor, ...]  # L of [2, N, K, S, D]
@@ -52,15 +52,15 @@ class KVCacheInputs:
     block_size: int
 
     def layer(self, index: int) -> LayerKV:
-        """The view of layer ``index``."""
+        """Return the cache of layer ``index``."""
         group = self.groups[self.group_of_layer[index]]
         return LayerKV(self.caches[index], group.block_tables, group.slots, group.window, self.scales[index])
 
     def advance(self) -> KVCacheInputs:
-        """The inputs of the next step of the same batch, in which each sequence adds one row.
+        """Return the inputs of the next step of the same batch, in which each sequence adds one row.
 
-        The blocks for it are reserved already (``KVCache.reserve(context, lookahead)``), so this needs no
-        look at the block pool and runs on the device.
+        The blocks must be reserved (``KVCache.reserve(context, lookahead)``). So this runs on the device
+        without the block pool.
         """
         positions = self.lengths.long()  # [B]: the next row's position is the length so far
         groups = []
@@ -71,20 +71,20 @@ class KVCacheInputs:
 
 @dataclass(frozen=True)
 class LoRAInputs:
-    """The adapters of one step: which row uses which, and their matrices by checkpoint name."""
+    """The adapters of one step: the adapter of each row, and the matrices by checkpoint name."""
 
     rows: Tensor  # [T] int64: index of the row's adapter, -1 for none
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     """Slice name, e.g. ``model.layers.0.self_attn.q_proj`` -> A ``[n, R, in]``, B ``[n, out, R]``.
 
-    The adapter's scale is part of B. B is read fastest where it is a view of ``[n, R, out]``."""
+    The adapter's scale is part of B. B is read fastest as a view of ``[n, R, out]``."""
     ranks: Mapping[str, Tensor] = field(default_factory=dict)
-    """Slice name -> ``[n]`` int64 in the host's memory: how many of the R ranks each adapter uses; 0 where
-    it leaves the slice alone. All of them for a slice that is missing here."""
+    """Slice name -> ``[n]`` int64 in host memory: ranks that each adapter uses, 0 if it has no matrices for
+    the slice. Adapters use all R ranks of a slice that is missing here."""
 
     @cached_property
     def groups(self) -> tuple[tuple[int, Tensor], ...]:
-        """Each adapter that some row has, ascending, and its rows ``[P]`` int64."""
+        """The adapters of this step, ascending, each with its rows ``[P]`` int64."""
         rows = self.rows.cpu().numpy()
         order = np.argsort(rows, kind="stable")[(rows < 0).sum() :]
         adapters, counts = np.unique(rows[order], return_counts=True)
@@ -92,11 +92,11 @@ class LoRAInputs:
         return tuple(zip(adapters.tolist(), own, strict=True))
 
     def take(self, rows: Tensor) -> LoRAInputs:
-        """The same adapters for some of the rows, ``rows [R]`` int64: those that a layer goes on with."""
+        """Return the adapters of a selection of rows, ``rows [R]`` int64."""
         return replace(self, rows=self.rows[rows])
 
     def on(self, names: Iterable[str]) -> LoRAInputs | None:
-        """What the adapters have for these slices; None for nothing."""
+        """Return the matrices of these slices only, or None if there are none."""
         own = [name for name in names if name in self.matrices]
         if not own:
             return None
@@ -106,16 +106,16 @@ class LoRAInputs:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """How each row of logits is to be sampled; see `Ops.sample`."""
+    """Sampling parameters of each row of logits; see `Ops.sample`."""
 
     temperature: Tensor  # [R] float32; 0 is greedy
     top_k: Tensor  # [R] int64; 0 keeps all tokens
     top_p: Tensor  # [R] float32; 1 keeps all tokens
     min_p: Tensor  # [R] float32; 0 keeps all tokens
-    uniforms: Tensor  # [R] float64 in [0, 1): the row's draw, a function of (seed, position) alone
+    uniforms: Tensor  # [R] float64 in [0, 1): the draw, a function of (seed, position)
 
     def take(self, rows: Tensor) -> SamplingInputs:
-        """The same for some of the rows, ``rows [n]`` int64, or for some of them several times."""
+        """Return the parameters of a selection of rows, ``rows [n]`` int64; rows may repeat."""
         return SamplingInputs(
             self.temperature[rows],
             self.top_k[rows],

@@ -1,4 +1,4 @@
-"""What one forward passes from layer to layer."""
+"""`StepInputs`: the inputs of a forward that all layers share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.kernels.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What all layers share in one step. Passed down the model: a forward reads no global state."""
+    """The inputs that all layers share in one step. A forward reads no global state."""
 
     ops: Ops
     positions: Tensor  # [T] int64
@@ -20,5 +20,5 @@ class StepInputs:
     kv: KVCacheInputs | None = None
     lora: LoRAInputs | None = None
     text_lengths: Tensor | None = None
-    """[T] int64: the text length that rotary embeddings which change with it use for each row, see
+    """[T] int64: the text length of each row, for rotary embeddings that depend on it; see
     `penstock.architectures.decoder`."""

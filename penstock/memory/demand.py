@@ -1,4 +1,4 @@
-"""How many sequences run at once, and how many blocks of the KV cache they need."""
+"""Default sizes of batches and steps, and the KV cache blocks that sequences need."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def default_sizes(pipeline_config: PipelineConfig) -> DefaultSizes:
 
 
 MAX_DRAFT_ROWS = 256
-"""Drafts of a step, of all sequences together: each has a row of logits."""
+"""Drafts per step over all sequences; each has a row of logits."""
 
 
 def wanted_logit_rows(pipeline_config: PipelineConfig) -> int:
-    """Rows of logits that a step is planned for: one a sequence, and one a draft."""
+    """Return the planned rows of logits per step: one per sequence and one per draft."""
     batch_size = wanted_batch_size(pipeline_config)
     return batch_size + min(batch_size * pipeline_config.speculative.max_drafts, MAX_DRAFT_ROWS)
 
 
 class BlockDemand:
-    """How many blocks sequences need of each group, and what they take.
+    """The number of KV cache blocks that sequences need in each group, and their size.
 
-    All numbers grow with the length and with the batch size, so that the largest that fits can be found
-    by halves. Those of a group with a window stop growing with the length: blocks behind it are freed.
+    All numbers grow with the length and the batch size, so that a binary search finds the largest that fits.
+    In a group with a sliding window the number does not grow beyond the window: earlier blocks are freed.
     """
 
     def __init__(self, pipeline_config: PipelineConfig, spec: KVCacheSpec) -> None:
@@ -69,37 +69,37 @@ class BlockDemand:
         self._chunk_size = wanted_step_size(pipeline_config) if chunks else None
 
     def size(self, num_blocks: tuple[int, ...]) -> int:
-        """Bytes of that many blocks of each group."""
+        """Return the bytes of these numbers of blocks per group."""
         return sum(count * size for count, size in zip(num_blocks, self._bytes_per_block, strict=True))
 
-    def least(self, length: int, batch_size: int) -> tuple[int, ...]:
-        """One whole sequence, or a block for each of the batch, whichever is more; and the null block."""
+    def minimum(self, length: int, batch_size: int) -> tuple[int, ...]:
+        """Return the minimum: one whole sequence or one block per sequence, and the null block."""
         return tuple(max(self._one(group, length), batch_size) + 1 for group in self._groups)
 
     def fill(self, length: int, batch_size: int, budget: int) -> tuple[int, ...]:
-        """The most blocks within the budget, equally many in all groups, but none without a use."""
-        least = self.least(length, batch_size)
-        most = [self._all(group, length, batch_size) + 1 for group in self._groups]
+        """Return the most blocks within the budget: equally many per group, up to what a group can use."""
+        lowest = self.minimum(length, batch_size)
+        highest = [self._all(group, length, batch_size) + 1 for group in self._groups]
 
         def blocks(count: int) -> tuple[int, ...]:
-            return tuple(min(max(low, count), high) for low, high in zip(least, most, strict=True))
+            return tuple(min(max(low, count), high) for low, high in zip(lowest, highest, strict=True))
 
-        return blocks(largest(max(most), lambda count: self.size(blocks(count)) <= budget))
+        return blocks(largest(max(highest), lambda count: self.size(blocks(count)) <= budget))
 
     def _one(self, group: KVGroup, length: int) -> int:
-        """One sequence, the chunk it is being extended by among it."""
+        """Return the blocks of one sequence, including the chunk that extends it."""
         rows = None if self._chunk_size is None else self._chunk_size + self._num_steps - 1
         return group.max_blocks(length, self._block_size, rows)
 
     def _all(self, group: KVGroup, length: int, batch_size: int) -> int:
-        """A whole batch, which shares the tokens of a step: not every window has a chunk ahead of it."""
-        each_alone = batch_size * self._one(group, length)
+        """Return the blocks of a batch. The sequences share the tokens of a step: not all have a full chunk."""
+        unshared = batch_size * self._one(group, length)
         if self._chunk_size is None:
-            return each_alone
+            return unshared
         decoding = group.max_blocks(length, self._block_size, self._num_steps)
-        return min(each_alone, batch_size * (decoding + 1) + -(-self._chunk_size // self._block_size))
+        return min(unshared, batch_size * (decoding + 1) + -(-self._chunk_size // self._block_size))
 
 
 def largest(upper: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to ``upper`` that fits, 0 where none does; all below a fitting one fit."""
+    """Return the largest number from 1 to ``upper`` that fits, or 0. All numbers below a fitting one fit."""
     return bisect_right(range(1, upper + 1), False, key=lambda count: not fits(count))

@@ -220,7 +220,7 @@ def _plan_cache(
     batch_size = wanted_batch_size(pipeline_config)
 
     def fits(length: int, batch_size: int) -> bool:
-        return demand.size(demand.least(length, batch_size)) <= budget
+        return demand.size(demand.minimum(length, batch_size)) <= budget
 
     def longest(batch_size: int) -> int:
         return largest(length, lambda candidate: fits(candidate, batch_size))
@@ -234,7 +234,7 @@ def _plan_cache(
         suggested_length = longest(1) if fixed_length else 1
         refuse_cache(
             pipeline_config,
-            needed=demand.size(demand.least(chosen_length, chosen_batch)),
+            needed=demand.size(demand.minimum(chosen_length, chosen_batch)),
             available=budget,
             suggested_length=suggested_length,
             suggested_batch_size=broadest(suggested_length or 1),

@@ -1,4 +1,4 @@
-"""Experts: all that a batch visits in one call, their weights found in a table of addresses."""
+"""Experts: one call for all experts that a batch uses; a table holds the addresses of their weights."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from penstock.kernels.linear import PackedLinear
 from penstock.kernels.ops import Gating
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-"""Activations as csrc numbers them."""
+"""Numbers of the activations in csrc."""
 
-_CLAMPED = 4  # beside the activations
+_CLAMPED = 4  # in addition to the activations
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Where the weights of experts lie that are all alike."""
+    """Addresses of the weights of experts that have one encoding and shape."""
 
     addresses: Tensor  # [N, 2, 3] int64: panels, scales and bias of gate_up and of down; 0 for none
-    gate_up: PackedLinear  # of one of them
+    gate_up: PackedLinear  # of one expert, as a sample
     down: PackedLinear
-    names: frozenset[str]  # of all of them, in the checkpoint
+    names: frozenset[str]  # of all linears, in the checkpoint
 
 
 class CpuExperts(CpuLinear):
-    """Experts that no adapter is on, for float32 and bfloat16 activations.
+    """Experts without adapters, for float32 and bfloat16 activations.
 
     Args:
         kernels: those of one instruction set.
@@ -108,14 +108,14 @@ class CpuExperts(CpuLinear):
         return out
 
     def _table_of(self, packed: PackedExperts) -> _Table | None:
-        """Made when the experts are first met; None if the kernel cannot take them."""
+        """Return the table of experts, built on first use; None if the kernel does not support them."""
         if packed not in self._tables:
             self._tables[packed] = _table_of(packed)
         return self._tables[packed]
 
 
 def _table_of(packed: PackedExperts) -> _Table | None:
-    if not (_are_alike(packed.gate_up) and _are_alike(packed.down)):
+    if not (_have_one_form(packed.gate_up) and _have_one_form(packed.down)):
         return None
     gate_up, down = packed.gate_up[0], packed.down[0]
     if gate_up.out_features != 2 * down.in_features or gate_up.in_features != down.out_features:
@@ -125,8 +125,8 @@ def _table_of(packed: PackedExperts) -> _Table | None:
     return _Table(addresses, gate_up, down, frozenset(packed.slice_names()))
 
 
-def _are_alike(linears: Sequence[PackedLinear]) -> bool:
-    """Whether they are in panels, and differ in nothing but the numbers."""
+def _have_one_form(linears: Sequence[PackedLinear]) -> bool:
+    """Return whether all linears are in panels and have one encoding, shape and bias type."""
     return all(one.layout == "panels" for one in linears) and len({_form(one) for one in linears}) == 1
 
 
@@ -141,5 +141,5 @@ def _addresses_of(linear: PackedLinear) -> list[int]:
 
 
 def _fits(linear: PackedLinear, dtype: torch.dtype) -> bool:
-    """Whether there is a product with activations of this type, and the bias is of it too."""
+    """Return whether the kernel multiplies activations of this type, and the bias has this type."""
     return takes(linear.encoding, dtype) and (linear.bias is None or linear.bias.dtype == dtype)
