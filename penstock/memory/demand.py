@@ -92,7 +92,7 @@ class BlockDemand:
         return group.max_blocks(length, self._block_size, rows)
 
     def _all(self, group: KVGroup, length: int, batch_size: int) -> int:
-        """Return the blocks of a batch. The sequences share the tokens of a step: not all have a full chunk."""
+        """Return the blocks of a batch. Sequences share the tokens of a step: not all have a full chunk."""
         unshared = batch_size * self._one(group, length)
         if self._chunk_size is None:
             return unshared
