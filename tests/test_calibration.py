@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import write_checkpoint
+from support.checkpoints import DECODERS, write_checkpoint
 from support.running import open_pipeline
 from torch import Tensor
 
@@ -24,15 +24,15 @@ from penstock.host import memory as host_memory
 from penstock.host.progress import LoadingProgress
 from penstock.kernels import ENCODINGS, PackedLinear, unpack_linear
 from penstock.kernels.cpu import available_isas, library
-from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig
+from penstock.pipelines import PipelineConfig
 
 needs_kernels = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 INT4 = {"quantization_encoding": "int4"}
-DECODERS = [one.name for one in PIPELINE_REGISTRY.architectures if one.tiny_config is not None]
+NAMES = [one.name for one in DECODERS if one.tiny_config is not None]
 
 
 def checkpoint_of(name: str, folder: Path, **sizes: int) -> Path:
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
+    (architecture,) = (one for one in DECODERS if one.name == name)
     assert architecture.tiny_config is not None
     return write_checkpoint(folder, architecture.tiny_config() | sizes)
 
@@ -62,7 +62,7 @@ def blocks_of(checkpoint: Path) -> Any:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_layers_of_every_architecture_are_calibrated(
     name: str, tmp_path: Path, seen: list[tuple[Tensor, Tensor | None]]
 ) -> None:

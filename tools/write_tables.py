@@ -18,6 +18,7 @@ from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.grammar.schema import formats as string_formats
 from penstock.grammar.schema import shapes
 from penstock.lora import adapter_config
+from penstock.pipelines.core import PipelineTask
 from penstock.serve import playground
 from penstock.serve.api import (
     adapters,
@@ -241,12 +242,19 @@ def architectures() -> str:
     rows = []
     for one in PIPELINE_REGISTRY.architectures:
         text = (importlib.import_module(cast(str, one.package)).__doc__ or "").split("\n\n")[0]
-        known_as = ", ".join(map(code, GGUF_OF.get(one.name, ())))
+        is_decoder = one.task is PipelineTask.TEXT_GENERATION
+        known_as = ", ".join(map(code, GGUF_OF.get(one.name, ()) if is_decoder else ()))
         weights = ", ".join(one.encodings)
         rows.append(
-            [code(one.name), " ".join(text.replace("``", "`").split()).rstrip("."), weights, known_as]
+            [
+                code(one.name),
+                one.task.option,
+                " ".join(text.replace("``", "`").split()).rstrip("."),
+                weights,
+                known_as,
+            ]
         )
-    return table("model_type | models | weights | GGUF", rows)
+    return table("model_type | task | models | weights | GGUF", rows)
 
 
 GGUF_OF: Mapping[str, tuple[str, ...]] = {

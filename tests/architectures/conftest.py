@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import oracle, write_checkpoint
+from support.checkpoints import DECODERS, oracle, write_checkpoint
 
-from penstock.pipelines import PIPELINE_REGISTRY
-
-ARCHITECTURES = PIPELINE_REGISTRY.architectures
+ARCHITECTURES = DECODERS
 
 
 @pytest.fixture(scope="session", params=ARCHITECTURES, ids=lambda architecture: architecture.name)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import write_checkpoint
+from support.checkpoints import DECODERS, write_checkpoint
 from support.networks import held_bytes, parts_of
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import PackedExperts, PackedLinear
+from penstock.kernels.encodings import int4
 from penstock.nn import Attention, Experts
-from penstock.nn import loader as loading
-from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
+from penstock.pipelines import TextGenerationPipeline
 
 PROMPT = random_tokens(30, 130, seed=7)
 _WIDER = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_embd", "n_inner", "head_dim")
@@ -30,9 +30,7 @@ def wide_config(tiny: dict[str, Any]) -> dict[str, Any]:
     return wide | ({"query_pre_attn_scalar": wide["head_dim"]} if "query_pre_attn_scalar" in wide else {})
 
 
-@pytest.fixture(
-    scope="module", params=PIPELINE_REGISTRY.architectures, ids=lambda architecture: architecture.name
-)
+@pytest.fixture(scope="module", params=DECODERS, ids=lambda architecture: architecture.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("encodings")
     write_checkpoint(folder, wide_config(request.param.tiny_config()))
@@ -46,7 +44,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def opened(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> TextGenerationPipeline:
     if encoding == "int4":
-        monkeypatch.setattr(loading, "NARROW", 0)  # nothing is narrow
+        monkeypatch.setattr(int4, "NARROW", 0)  # nothing is narrow
     encoding = "int4" if encoding == "int5" else encoding
     return open_pipeline(checkpoint, quantization_encoding=encoding, num_threads=1)
 
@@ -79,11 +77,11 @@ def test_the_size_foretold(checkpoint: Path, encoding: str, monkeypatch: pytest.
 def test_narrow_experts_of_a_wide_model_have_four_bits(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
+    (architecture,) = (one for one in DECODERS if one.name == name)
     assert architecture.tiny_config is not None
     sizes = {"hidden_size": 192, "intermediate_size": 64, "moe_intermediate_size": 64}
     checkpoint = write_checkpoint(tmp_path, architecture.tiny_config() | sizes)
-    monkeypatch.setattr(loading, "NARROW", 192)
+    monkeypatch.setattr(int4, "NARROW", 192)
     pipeline = open_pipeline(checkpoint, quantization_encoding="int4", num_threads=1)
     model: Any = pipeline.model
     experts = [one for one in parts_of(model.network) if isinstance(one, PackedExperts)]

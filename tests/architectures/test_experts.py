@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import oracle, oracle_logits, write_checkpoint
+from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
 from support.encodings import HalvedEncoding
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
@@ -25,12 +25,12 @@ from penstock.kernels import (
     pack_linear,
     unpack_linear,
 )
-from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig, TextGenerationPipeline
+from penstock.pipelines import PipelineConfig, TextGenerationPipeline
 from penstock.weights.formats.mxfp4 import dequantize
 
 TOKENS = random_tokens(60, 130, seed=5)
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")
-TINY = {one.name: one.tiny_config for one in PIPELINE_REGISTRY.architectures if one.tiny_config is not None}
+TINY = {one.name: one.tiny_config for one in DECODERS if one.tiny_config is not None}
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:

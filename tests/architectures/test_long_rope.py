@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_greedy, write_checkpoint
+from support.checkpoints import DECODERS, oracle, oracle_greedy, write_checkpoint
 from support.running import context_of, generate, open_pipeline, random_tokens
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM, SamplingParams
-from penstock.pipelines import PIPELINE_REGISTRY
 from penstock.pipelines.core import TextContext
 from penstock.scheduler import Scheduler
 
@@ -25,7 +24,7 @@ FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 
 
 
 def config_of(family: str) -> dict[str, Any]:
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == family)
+    (architecture,) = (one for one in DECODERS if one.name == family)
     assert architecture.tiny_config is not None
     rope = FACTORS | {"rope_type": "longrope", "original_max_position_embeddings": LIMIT}
     changed = {

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import oracle_logits, write_checkpoint
+from support.checkpoints import DECODERS, oracle_logits, write_checkpoint
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import Activation, KVCacheInputs, Ops
 from penstock.kv_cache import KVCacheManager
 from penstock.nn import DecoderNetwork, Head, RotaryConfig
-from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
+from penstock.pipelines import TextGenerationPipeline
 
 TOKENS = random_tokens(60, 130, seed=9)
 
@@ -175,7 +175,7 @@ def test_altered_networks(pipeline: TextGenerationPipeline, reference: Any) -> N
 
 def test_every_alteration_is_one_for_some_architecture(tmp_path: Path) -> None:
     networks = []
-    for architecture in PIPELINE_REGISTRY.architectures:
+    for architecture in DECODERS:
         assert architecture.tiny_config is not None
         folder = write_checkpoint(tmp_path / architecture.name, architecture.tiny_config())
         model: Any = open_pipeline(folder).model
@@ -232,7 +232,7 @@ def test_stale_prefix_block(pipeline: TextGenerationPipeline, reference: Any) ->
 
 def test_swapped_layers(tmp_path: Path) -> None:
     """Two layers of the checkpoint exchanged: the oracle is not blind to the order of blocks."""
-    for architecture in PIPELINE_REGISTRY.architectures:
+    for architecture in DECODERS:
         assert architecture.tiny_config is not None
         folder = write_checkpoint(tmp_path / architecture.name, architecture.tiny_config())
         straight = step_logits(open_pipeline(folder), [context_of(TOKENS)])[0]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.checkpoints import DECODERS
 
 from penstock.architectures.gpt2.config import GPT2Config
 from penstock.config import HuggingFaceConfig
 from penstock.errors import CheckpointError, ConfigError
-from penstock.pipelines import PIPELINE_REGISTRY
 
 SLIDING = ["sliding_attention"] * 3
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -17,7 +17,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] 
 
 def read(family: str, changes: dict[str, Any]) -> Any:
     """What an architecture makes of its tiny configuration with these changes."""
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == family)
+    (architecture,) = (one for one in DECODERS if one.name == family)
     assert architecture.tiny_config is not None
     config = HuggingFaceConfig(architecture.tiny_config() | changes)
     if family == "gpt2":

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import oracle, oracle_logits, write_checkpoint
+from support.checkpoints import DECODERS, oracle, oracle_logits, write_checkpoint
 from support.running import context_of, open_pipeline, random_tokens, step_logits
 
 from penstock.architectures.registry import SupportedArchitecture
-from penstock.pipelines import PIPELINE_REGISTRY
 
 TOKENS = random_tokens(20, 130, seed=1)
 HEAD = "lm_head.weight"
 
 
-@pytest.fixture(params=PIPELINE_REGISTRY.architectures, ids=lambda architecture: architecture.name)
+@pytest.fixture(params=DECODERS, ids=lambda architecture: architecture.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A checkpoint whose head is not its embedding table, though ``config.json`` says so."""
     return write_untied(tmp_path, request.param)

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import oracle, oracle_logits, oracle_step, write_checkpoint
+from support.checkpoints import DECODERS, oracle, oracle_logits, oracle_step, write_checkpoint
 from support.running import context_of, feed, open_pipeline, random_tokens, step_logits
-
-from penstock.pipelines import PIPELINE_REGISTRY
 
 LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 7.5]}
 LLAMA3 = {
@@ -152,7 +150,7 @@ CASES = [(family, name) for family, variants in VARIANTS.items() for name in var
 
 
 def config_of(family: str, variant: dict[str, Any]) -> dict[str, Any]:
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == family)
+    (architecture,) = (one for one in DECODERS if one.name == family)
     assert architecture.tiny_config is not None
     config = architecture.tiny_config() | variant
     return {key: value for key, value in config.items() if value != "absent"}
@@ -183,5 +181,5 @@ def test_variant(family: str, name: str, tmp_path: Path) -> None:
 
 
 def test_every_dense_family_has_variants() -> None:
-    assert set(VARIANTS) <= {architecture.name for architecture in PIPELINE_REGISTRY.architectures}
+    assert set(VARIANTS) <= {architecture.name for architecture in DECODERS}
     assert all(VARIANTS.values())

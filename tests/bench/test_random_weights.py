@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from support.checkpoints import write_checkpoint
+from support.checkpoints import DECODERS, write_checkpoint
 
 from penstock import LLM, SamplingParams
-from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.bench.random_weights import (
     SHAPES,
     config_of_shape,
@@ -20,7 +19,7 @@ from penstock.bench.random_weights import (
 )
 from penstock.errors import InputError, UnknownArchitectureError
 
-TINY = {one.name: one.tiny_config() for one in PIPELINE_REGISTRY.architectures if one.tiny_config}
+TINY = {one.name: one.tiny_config() for one in DECODERS if one.tiny_config}
 
 
 def depth_of(config: dict[str, Any]) -> str:

@@ -18,16 +18,17 @@ def test_the_table_has_a_row_for_each_architecture() -> None:
     assert result.exit_code == 0
     rows = [line.split() for line in result.stdout.split("\n\n")[0].splitlines()[1:]]
     assert [row[0] for row in rows] == [one.name for one in PIPELINE_REGISTRY.architectures]
-    assert all(row[1] == "text_generation" and row[2] == "float32," for row in rows)
+    assert [row[1] for row in rows] == [one.task.value for one in PIPELINE_REGISTRY.architectures]
+    assert all(row[2] == "float32," for row in rows)
     assert "hermes" in result.stdout
     assert "Q4_K" in result.stdout
 
 
 def test_json_has_all_entries() -> None:
     found = json.loads(CliRunner().invoke(cli, ["list", "--json"]).stdout)
-    by_name = {one["name"]: one for one in found["architectures"]}
+    by_name = {(one["name"], one["task"]): one for one in found["architectures"]}
     for architecture in PIPELINE_REGISTRY.architectures:
-        told = by_name.pop(architecture.name)
+        told = by_name.pop((architecture.name, architecture.task.value))
         assert tuple(told["encodings"]) == architecture.encodings
         assert tuple(told["examples"]) == architecture.example_repo_ids
     assert not by_name

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import load_file, save_file
-from support.checkpoints import write_checkpoint
+from support.checkpoints import DECODERS, write_checkpoint
 from support.gguf_files import GGMLQuantizationType, tokenizer_metadata, write_gguf
 from support.tiny_llm import write_tiny_llm
 
-from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.cli import cli
 from penstock.kernels.cpu import available_isas
 from penstock.weights import tensors as loading
@@ -80,9 +79,9 @@ def test_weights_are_packed_in_advance(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(list((tmp_path / "cache" / "penstock" / "packed").iterdir())) == 2, "one an encoding"
 
 
-@pytest.mark.parametrize("name", [one.name for one in PIPELINE_REGISTRY.architectures])
+@pytest.mark.parametrize("name", [one.name for one in DECODERS])
 def test_every_architecture_can_be_checked(name: str, tmp_path: Path) -> None:
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
+    (architecture,) = (one for one in DECODERS if one.name == name)
     assert architecture.tiny_config is not None
     folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), architecture.tiny_config())
     (model,) = told("--model", folder)["models"]
@@ -172,7 +171,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
     """Each expert's matrix counts as one tensor."""
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == "gpt_oss")
+    (architecture,) = (one for one in DECODERS if one.name == "gpt_oss")
     assert architecture.tiny_config is not None
     folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), architecture.tiny_config())
     file = folder / "model.safetensors"

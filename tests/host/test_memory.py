@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.checkpoints import DECODERS
 from support.random_draws import examples
 
 from penstock import LLM, SamplingParams, assembly
@@ -27,7 +28,7 @@ from penstock.host.memory import PrefaultedBuffer, PrefaultedMemory
 from penstock.kernels.cpu import available_isas
 from penstock.kernels.reference import ReferenceOps
 from penstock.memory import estimate_packed_size, estimate_weights_size
-from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig
+from penstock.pipelines import PipelineConfig
 
 MB = 1 << 20
 PROMPT = [1, 5, 9, 3, 7, 2]
@@ -41,7 +42,7 @@ def resident() -> int:
 
 
 def tiny_config(name: str) -> dict[str, Any]:
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
+    (architecture,) = (one for one in DECODERS if one.name == name)
     assert architecture.tiny_config is not None
     return dict(architecture.tiny_config())
 
@@ -125,7 +126,7 @@ def test_the_planner_counts_prefaulted_memory_as_free(tiny: Path, monkeypatch: p
     monkeypatch.setattr(host_memory, "_reservations", WeakSet())  # those of other tests
     monkeypatch.setattr("penstock.host.limits.memory", lambda: (1 << 30, 1 << 29))
     config = PipelineConfig.from_flat({"model_path": str(tiny)})
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == "llama")
+    (architecture,) = (one for one in DECODERS if one.name == "llama")
     with PrefaultedMemory(3 * MB) as memory:
         assert memory._buffer is not None
         memory._buffer._thread.join()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import write_checkpoint
+from support.checkpoints import DECODERS, write_checkpoint
 from support.running import context_of, generate, open_pipeline, random_tokens
 
 from penstock.driver import CPU, Device, DeviceSpec
@@ -16,7 +16,6 @@ from penstock.engine import InferenceSession
 from penstock.errors import ConfigError
 from penstock.kernels import BACKENDS, Backend, BackendRegistry, DefaultSizes
 from penstock.kernels.reference import ReferenceOps
-from penstock.pipelines import PIPELINE_REGISTRY
 
 FAKE = '''
 """A back end that counts calls and replays recorded steps operation by operation."""
@@ -80,7 +79,7 @@ BACKEND = Backend(
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (llama,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == "llama")
+    (llama,) = (one for one in DECODERS if one.name == "llama")
     assert llama.tiny_config is not None
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), llama.tiny_config())
 

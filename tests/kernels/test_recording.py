@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import write_checkpoint
+from support.checkpoints import DECODERS, write_checkpoint
 from support.running import context_of, open_pipeline, random_tokens
 
 from penstock.kernels import OPERATIONS, Ops, StepInputs
 from penstock.kernels.operations import UnrecordableStepError
 from penstock.kernels.recording import Plan, record
 from penstock.kernels.reference import ReferenceOps
-from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
+from penstock.pipelines import TextGenerationPipeline
 
 
-@pytest.fixture(
-    scope="module", params=PIPELINE_REGISTRY.architectures, ids=lambda architecture: architecture.name
-)
+@pytest.fixture(scope="module", params=DECODERS, ids=lambda architecture: architecture.name)
 def pipeline(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> TextGenerationPipeline:

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.architectures.llama import tiny_config
 from penstock.kernels import cpu, graph
 from penstock.kernels.cpu.plan import CompiledPlan
-from penstock.nn import loader as loading
+from penstock.kernels.encodings import int4
 from penstock.pipelines import TextGenerationPipeline
 
 pytestmark = pytest.mark.skipif(not cpu.available_isas(), reason="the C++ kernels are not built")
@@ -42,7 +42,7 @@ def test_alone_and_eager(
     checkpoint: Path, encoding: str, kv_type: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if encoding == "int4":
-        monkeypatch.setattr(loading, "NARROW", 0)  # no layer is narrow
+        monkeypatch.setattr(int4, "NARROW", 0)  # no layer is narrow
     encoding = "int4" if encoding == "int5" else encoding
     config: dict[str, Any] = {"quantization_encoding": encoding, "kv_cache_dtype": kv_type}
     alone = opened(checkpoint, planned=False, **config)

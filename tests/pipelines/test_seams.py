@@ -12,21 +12,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import write_checkpoint
+from support.checkpoints import DECODERS, write_checkpoint
 from support.encodings import HalvedEncoding
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
 from penstock.kernels import ENCODINGS, LoRAInputs
-from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
+from penstock.pipelines import TextGenerationPipeline
 from penstock.pipelines.core import SamplingParams, TextContext
 from penstock.weights import Weights
 
 PROMPT = random_tokens(30, 130, seed=7)
 
 
-@pytest.fixture(
-    scope="module", params=PIPELINE_REGISTRY.architectures, ids=lambda architecture: architecture.name
-)
+@pytest.fixture(scope="module", params=DECODERS, ids=lambda architecture: architecture.name)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("seams"), request.param.tiny_config())
 

@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.architectures.registry import PIPELINE_REGISTRY
+from penstock.pipelines.core import PipelineTask
+
+DECODERS = PIPELINE_REGISTRY.of_task(PipelineTask.TEXT_GENERATION)
+"""The records of all architectures that generate text."""
+
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> Path:
     """Saves a model of this ``config.json`` with weights large enough for every mistake to show.

@@ -12,14 +12,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file, save_file
-from support.checkpoints import write_checkpoint
+from support.checkpoints import DECODERS, write_checkpoint
 from support.gguf_files import ARCHITECTURES, add_config, converted, finish, tokenizer_metadata, write_gguf
 from support.networks import held_bytes
 from support.running import context_of, open_pipeline, step_logits
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM, SamplingParams
-from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.config import HuggingFaceConfig, PipelineConfig
 from penstock.errors import UnknownArchitectureError, WeightsError
 from penstock.kernels import unpack_linear
@@ -63,7 +62,7 @@ TOKENS = [
 
 
 def checkpoint_of(family: str, folder: Path, **changes: Any) -> Path:
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == family)
+    (architecture,) = (one for one in DECODERS if one.name == family)
     assert architecture.tiny_config
     config = architecture.tiny_config() | IMPLIED.get(family, {}) | changes
     return write_checkpoint(folder / family, config)

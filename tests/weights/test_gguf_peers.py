@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from support.checkpoints import DECODERS
 from support.gguf_files import (
     ARCHITECTURES,
     pieces_of,
@@ -21,7 +22,6 @@ from support.gguf_files import (
 from support.running import context_of, open_pipeline, step_logits
 
 from penstock import LLM, SamplingParams
-from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.text.tokenizer_files import read_tokenizer_files
 from penstock.weights import Weights
 from tests.weights.test_gguf_models import TOKENS, checkpoint_of
@@ -124,4 +124,4 @@ def test_text(name: str, tmp_path: Path, shared_data: Path) -> None:
 
 
 def test_the_families_are_those_of_the_registry() -> None:
-    assert set(ARCHITECTURES) <= {architecture.name for architecture in PIPELINE_REGISTRY.architectures}
+    assert set(ARCHITECTURES) <= {architecture.name for architecture in DECODERS}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import write_checkpoint
+from support.checkpoints import DECODERS, write_checkpoint
 from support.running import context_of, open_pipeline, step_logits
 
 from penstock.assembly import pack_checkpoint
@@ -20,7 +20,7 @@ from penstock.kernels import PackedLinear
 from penstock.kernels.cpu import available_isas
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.reference import ReferenceOps
-from penstock.pipelines import PIPELINE_REGISTRY, PipelineConfig
+from penstock.pipelines import PipelineConfig
 from penstock.weights import packed_weights
 from penstock.weights.packed_file import PackedKey
 
@@ -66,7 +66,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checkpoint_of(name: str, folder: Path) -> Path:
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
+    (architecture,) = (one for one in DECODERS if one.name == name)
     assert architecture.tiny_config is not None
     return write_checkpoint(folder, architecture.tiny_config())
 

@@ -8,14 +8,14 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from support.checkpoints import write_checkpoint
+from support.checkpoints import DECODERS, write_checkpoint
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
 from penstock.architectures import network_model
 from penstock.host import memory as host_memory
 from penstock.host.memory import num_reserved
 from penstock.kernels.cpu import available_isas
-from penstock.pipelines import PIPELINE_REGISTRY, TextGenerationPipeline
+from penstock.pipelines import TextGenerationPipeline
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 
@@ -29,7 +29,7 @@ NAMES = ["llama", "gpt2", "qwen2", "gemma2", "qwen3_moe"]
 
 
 def checkpoint_of(name: str, folder: Path) -> Path:
-    (architecture,) = (one for one in PIPELINE_REGISTRY.architectures if one.name == name)
+    (architecture,) = (one for one in DECODERS if one.name == name)
     assert architecture.tiny_config is not None
     return write_checkpoint(folder, architecture.tiny_config())
 
