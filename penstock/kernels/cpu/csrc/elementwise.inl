@@ -244,7 +244,7 @@ static int64_t work(const Add& a) { return ELEMENT * a.n * a.F; }
 static void run(const Add& a, const Team& team) { WITH_TYPE(a.type, T, add<T>(a, team)); }
 KERNEL(add, Add)
 
-struct Change {  // x [n, F], rows strided; out [n, F]: each number by itself
+struct Change {  // x [n, F], rows strided; out [n, F]; elementwise
   int64_t type, function;  // 0 to 3: the activations; 4: times factor; 5: factor * tanh(x / factor)
   const void* x;
   void* out;
@@ -307,7 +307,7 @@ static void run(const ClampedSwiGLU& a, const Team& team) { WITH_TYPE(a.type, T,
 KERNEL(clamped_swiglu, ClampedSwiGLU)
 
 struct Route {  // logits [n, N], rows strided; topk_weights, topk_ids [n, top]
-  int64_t type, rule;  // 0 all, 1 all_normed, 2 chosen: over whom the softmax is
+  int64_t type, rule;  // 0 all, 1 all_normed, 2 chosen: the set of the softmax
   const void* logits;
   float* topk_weights;
   int64_t* topk_ids;
@@ -325,7 +325,7 @@ INLINE int64_t smallest_missing(const int64_t* numbers, int64_t count) {
 
 template <class T> static void route(const Route& a, const Team& team) {
   over_rows(team, a.n, [=](int64_t begin, int64_t end) {
-    float* left = (float*)penstock_scratch(OWN, (a.N + a.top) * sizeof(float));  // what is not chosen yet
+    float* left = (float*)penstock_scratch(OWN, (a.N + a.top) * sizeof(float));  // scores not selected yet
     float* scores = left + a.N;
     for (int64_t row = begin; row < end; row++) {
       const T* logits = (const T*)a.logits + row * a.stride;

@@ -1,4 +1,4 @@
-// Experts: out [rows, E] = the sum over each row's chosen experts of down(gate(gate_up(x))) times its share.
+// Experts: out [rows, E] = the weighted sum over each row's top-k experts of down(gate(gate_up(x))).
 //
 // A place is one row's visit to one expert. Places are sorted by expert, so that the rows of an expert lie together
 // and its weights are read once for them; the products are those of linear.inl and quantized.inl, panel by panel, and

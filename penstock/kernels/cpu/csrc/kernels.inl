@@ -1,12 +1,12 @@
-// All kernels, compiled once for each instruction set by kernels_*.cpp, which names it:
+// All kernels. kernels_*.cpp compiles them once per instruction set, and defines
 //   PENSTOCK_ISA    the suffix of the exported symbols: generic, avx2, avx512_vnni or avx512
 //   PENSTOCK_LANES  floats in a vector
-//   PENSTOCK_DOT    1 where there are bfloat16 dot products (AVX-512 BF16)
+//   PENSTOCK_DOT    1 if there are bfloat16 dot products (AVX-512 BF16)
 //
 // The C ABI: each kernel takes one struct of 8-byte fields, which Python packs as bytes. Strides are in elements;
-// types are 0 = float32, 1 = bfloat16. Callers check shapes and types, kernels trust them. A kernel returns -1, or
-// where an argument is bad. It may be called with the GIL held or released. Only one thread of a process should call
-// them: each that does gets an OpenMP team of its own.
+// types are 0 = float32, 1 = bfloat16. The caller checks shapes and types; kernels do not. A kernel returns -1, or the
+// index of a bad argument. It may be called with or without the GIL. Only one thread of a process should call kernels:
+// OpenMP creates one team per calling thread.
 
 #include <omp.h>
 #include <sched.h>
@@ -36,7 +36,7 @@
 #define VISIBLE __attribute__((visibility("default")))
 #define EXPORT(type, name) extern "C" VISIBLE type SYMBOL(name)
 
-// Names T the element type that `type` stands for, and runs the rest.
+// Defines T as the element type of `type`, and runs the statements.
 #define WITH_TYPE(type, T, ...) \
   do {                          \
     if ((type) == 0) {          \
@@ -48,7 +48,7 @@
     }                           \
   } while (0)
 
-// A namespace of its own: the linker must not take one instruction set's copy of a function for another's.
+// One namespace per instruction set: the linker must not merge functions of different instruction sets.
 namespace PENSTOCK_ISA {
 
 constexpr int W = PENSTOCK_LANES;

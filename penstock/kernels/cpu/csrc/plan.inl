@@ -5,19 +5,19 @@ struct Step {
   const void* arguments;
 };
 
-// Kept by the caller from one run to the next. Where another process uses a core of ours, the team waits at every
-// barrier until that core's thread gets its turn, milliseconds each time; one thread alone is never stopped long.
-struct Neighbours {
-  int64_t alone_until;  // ns: one thread runs all until then
-  int64_t pause;        // ns, of the last time; 0 where no waiting was seen since
+// How much other processes use the cores; the caller keeps it from run to run. If another process uses one of the cores,
+// the team waits milliseconds at every barrier for that core's thread. A single thread does not wait.
+struct CoreContention {
+  int64_t alone_until;  // ns: until this time one thread runs everything
+  int64_t pause;        // ns: length of the last single-threaded period; 0 after a run without waiting
 };
 
-constexpr int64_t FARTHEST = 8;  // steps that are looked ahead
-constexpr int64_t LONG_WAIT = 1000000;                             // ns in a step, before the team is given up
-constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;  // ns; doubled while waiting goes on
+constexpr int64_t FARTHEST = 8;  // steps to search ahead
+constexpr int64_t LONG_WAIT = 1000000;                             // ns waited in a step before the team is dissolved
+constexpr int64_t SHORTEST_PAUSE = 20000000, LONGEST_PAUSE = 1000000000;  // ns; doubled while the waiting continues
 
-// What this thread reads first of the next operation that says so. It is fetched while the thread waits for others:
-// for the end of an operation, or while small ones run on another thread. Memory would have nothing to do meanwhile.
+// Returns what this thread reads first in the next operation that has a `first_read`. The thread prefetches it while
+// it waits at a barrier, when the memory is otherwise idle.
 static Ahead next_read(const Step* steps, int64_t from, int64_t count, const Team& team) {
   for (int64_t i = from; i < min(from + FARTHEST, count); i++) {
     Ahead ahead = steps[i].operation->first_read(steps[i].arguments, team);
@@ -26,11 +26,11 @@ static Ahead next_read(const Step* steps, int64_t from, int64_t count, const Tea
   return {};
 }
 
-// Small operations run on one thread, and several in a row without a barrier.
+// Runs the steps. Small operations run on thread 0, consecutive ones without a barrier.
 static void run_steps(const Step* steps, int64_t count, Team team) {
   TeamState& state = *team.state;
   const int64_t begin = nanoseconds();
-  bool alone = false;  // whether thread 0 is ahead of the others
+  bool alone = false;  // whether thread 0 has run steps since the last barrier
   Ahead ahead = team.size > 1 ? next_read(steps, 0, count, team) : Ahead{};
   for (int64_t i = 0; i < count; i++) {
     const Step& step = steps[i];
@@ -40,9 +40,9 @@ static void run_steps(const Step* steps, int64_t count, Team team) {
       alone = true;
       continue;
     }
-    // Waiting for a third of the time is no uneven share of the work.
+    // Waiting a third of the time is not explained by an uneven distribution of the work.
     if (team.rank == 0 && state.waited > LONG_WAIT && 3 * state.waited > nanoseconds() - begin)
-      __atomic_store_n(&state.last, i, __ATOMIC_RELAXED);  // the others read it behind the next barrier
+      __atomic_store_n(&state.last, i, __ATOMIC_RELAXED);  // the other threads read it after the next barrier
     if (alone) team.barrier(ahead);
     alone = false;
     step.operation->run(step.arguments, team);
@@ -55,85 +55,86 @@ static void run_steps(const Step* steps, int64_t count, Team team) {
   }
 }
 
-// What one thread alone, or a team, does: body(team). Keeps what it learns about others who use the cores.
-template <class Body> INLINE void with_team(TeamState& state, Neighbours& neighbours, Body body) {
-  if (omp_get_max_threads() == 1 || nanoseconds() < neighbours.alone_until) {
+// Calls body(team) on one thread or on all, and updates the contention of the cores.
+template <class Body> INLINE void with_team(TeamState& state, CoreContention& contention, Body body) {
+  if (omp_get_max_threads() == 1 || nanoseconds() < contention.alone_until) {
     body(Team{1, 0, &state, -1});
     return;
   }
 #pragma omp parallel
   body(Team{omp_get_num_threads(), omp_get_thread_num(), &state, -1});
-  neighbours.pause = state.last < 0 ? 0 : min(max(2 * neighbours.pause, SHORTEST_PAUSE), LONGEST_PAUSE);
-  neighbours.alone_until = state.last < 0 ? 0 : nanoseconds() + neighbours.pause;
+  contention.pause = state.last < 0 ? 0 : min(max(2 * contention.pause, SHORTEST_PAUSE), LONGEST_PAUSE);
+  contention.alone_until = state.last < 0 ? 0 : nanoseconds() + contention.pause;
 }
 
-// -1, or the number of a step with a bad argument; the rest was run nevertheless.
-EXPORT(int64_t, run_plan)(const Step* steps, int64_t count, Neighbours& neighbours) {
+// Returns -1, or the index of the first step with a bad argument; the other steps have run too.
+EXPORT(int64_t, run_plan)(const Step* steps, int64_t count, CoreContention& contention) {
   TeamState state = {};
   state.failed = state.last = -1;
-  with_team(state, neighbours, [&](const Team& team) { run_steps(steps, count, team); });
+  with_team(state, contention, [&](const Team& team) { run_steps(steps, count, team); });
   return state.failed;
 }
 
-// An input of the plan that differs from round to round: the first round's `bytes` lie at `from`, then the next one's.
-struct Varied {
+// An input of the plan that differs from step to step: `from` holds num_bytes for each step, one after the other.
+struct VaryingArgument {
   char* to;
   const char* from;
-  int64_t bytes;
+  int64_t num_bytes;
 };
 
-// A plan whose last step samples a token for each row into `tokens`, where its first steps read them in the next round.
-struct Rounds {
+// A plan that runs num_steps times. Its last operation samples one token per row into `tokens`, which the first
+// operations read in the next run.
+struct LoopArguments {
   const Step* steps;
   int64_t count;
-  const Varied* varied;
-  int64_t num_varied, rounds, rows;
+  const VaryingArgument* varied;
+  int64_t num_varied, num_steps, rows;
   int64_t* tokens;      // [rows]
-  const int64_t* ends;  // [rows, num_ends]: tokens after which a row's further ones are not wanted; -1: none
+  const int64_t* ends;  // [rows, num_ends]: tokens that end a row; -1: padding
   int64_t num_ends;
-  int64_t* sampled;     // [rounds, rows]
-  int64_t done;         // rounds that were run: all, or until each row has had an end
+  int64_t* sampled;     // [num_steps, rows]
+  int64_t done;         // steps that ran: all, or until every row has ended
 };
 
-// Puts a round's tokens away; whether some row goes on. -1 stands for a row that is no distribution: it goes on with
-// any token, as what comes of it is not used.
-static bool take_tokens(const Rounds& a, int64_t round) {
-  bool goes_on = false;
+// Stores the tokens of a step. Returns whether a row continues. A row of non-finite logits (-1) continues with token 0,
+// because its later tokens are not used.
+static bool store_tokens(const LoopArguments& a, int64_t step) {
+  bool is_running = false;
   for (int64_t row = 0; row < a.rows; row++) {
-    a.sampled[round * a.rows + row] = a.tokens[row];
+    a.sampled[step * a.rows + row] = a.tokens[row];
     if (a.tokens[row] < 0) a.tokens[row] = 0;
     bool has_ended = false;
-    for (int64_t i = 0; i <= round; i++)
+    for (int64_t i = 0; i <= step; i++)
       for (int64_t k = 0; k < a.num_ends; k++)
         has_ended |= a.sampled[i * a.rows + row] >= 0 && a.sampled[i * a.rows + row] == a.ends[row * a.num_ends + k];
-    goes_on |= !has_ended;
+    is_running |= !has_ended;
   }
-  return goes_on;
+  return is_running;
 }
 
-// As run_plan, several times in a row.
-EXPORT(int64_t, run_loop)(Rounds& a, Neighbours& neighbours) {
+// Runs a plan several times, see LoopArguments. Returns as run_plan.
+EXPORT(int64_t, run_loop)(LoopArguments& a, CoreContention& contention) {
   TeamState state = {};
   state.failed = state.last = -1;
   a.done = 0;
-  bool goes_on = true;  // written by thread 0 between barriers
-  with_team(state, neighbours, [&](Team team) {
-    for (int64_t round = 0; round < a.rounds && goes_on && state.failed < 0; round++) {
+  bool is_running = true;  // written by thread 0 between barriers
+  with_team(state, contention, [&](Team team) {
+    for (int64_t step = 0; step < a.num_steps && is_running && state.failed < 0; step++) {
       if (team.rank == 0) {
         for (int64_t i = 0; i < a.num_varied; i++)
-          __builtin_memcpy(a.varied[i].to, a.varied[i].from + round * a.varied[i].bytes, a.varied[i].bytes);
+          __builtin_memcpy(a.varied[i].to, a.varied[i].from + step * a.varied[i].num_bytes, a.varied[i].num_bytes);
         state.waited = 0;
       }
       team.barrier();
       run_steps(a.steps, a.count, team);
-      if (state.last >= 0) {  // the team was given up
+      if (state.last >= 0) {  // the team was dissolved
         if (team.rank) return;
         team.size = 1;
       }
       team.barrier();
       if (team.rank == 0) {
-        goes_on = take_tokens(a, round);
-        a.done = round + 1;
+        is_running = store_tokens(a, step);
+        a.done = step + 1;
       }
       team.barrier();
     }

@@ -1,18 +1,18 @@
-// The threads that run an operation together. All of them call its `run`; what they do in turn is separated by
-// barriers, which spin: the others are at work and arrive within microseconds.
+// The team of threads that runs an operation. All threads call its `run`; barriers separate the phases of the work.
+// Barriers spin, because the other threads are working and arrive within microseconds.
 
-constexpr int64_t SPIN = 200000;  // ns that a thread spins at a barrier; then it sleeps, as the core may be wanted
+constexpr int64_t SPIN = 200000;  // ns that a thread spins at a barrier; then it sleeps, because another process may need the core
 
-// What the threads of a team share. Lives on the stack of the thread that opened the region.
+// State shared by the threads of a team, on the stack of the thread that opened the parallel region.
 struct TeamState {
-  alignas(64) int32_t arrived;  // at the barrier
+  alignas(64) int32_t arrived;  // number of threads at the barrier
   int32_t sleepers;
   alignas(64) int32_t generation;  // counts barriers; threads wait for it to change
-  alignas(64) int64_t next;        // piece to hand out
-  alignas(64) void* shared[2];     // by generation: a slow thread still reads while the next one is written
-  int64_t failed;                  // what `fail` was told; -1: nothing
-  int64_t waited;                  // ns that thread 0 waited longer than it spins
-  int64_t last;                    // step of a plan after which the others leave; -1: none
+  alignas(64) int64_t next;        // next piece of work to assign
+  alignas(64) void* shared[2];     // indexed by generation: a slow thread may still read the previous value
+  int64_t failed;                  // argument of `fail`; -1: none
+  int64_t waited;                  // ns that thread 0 waited at barriers after spinning
+  int64_t last;                    // step of a plan after which all threads but thread 0 leave; -1: none
 };
 
 INLINE int64_t nanoseconds() {
@@ -31,7 +31,7 @@ INLINE void pause() {
 #endif
 }
 
-// Memory that a thread will read soon: fetched, line by line, while it has nothing else to do.
+// Memory that a thread will read soon. It prefetches the memory line by line while it waits.
 struct Ahead {
   const char *next, *end;
   INLINE_MEMBER void fetch() {
@@ -40,7 +40,7 @@ struct Ahead {
   }
 };
 
-// Waits until the generation is no longer `old`. Returns the ns of it, or 0 where spinning was enough.
+// Waits until the generation differs from `old`. Returns the ns waited, or 0 if spinning was enough.
 static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, int32_t old, Ahead& ahead) {
   const int64_t begin = nanoseconds();
   do {
@@ -50,7 +50,7 @@ static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, i
       else pause();
     }
   } while (nanoseconds() - begin < SPIN);
-  // Somebody else has a core of ours. Asleep, this one is free for the thread that we wait for.
+  // Another process uses one of the cores. Sleeping frees this core for the thread that we wait for.
 #if defined(__linux__)
   __atomic_fetch_add(&state.sleepers, 1, __ATOMIC_SEQ_CST);
   while (__atomic_load_n(&state.generation, __ATOMIC_SEQ_CST) == old)
@@ -62,13 +62,13 @@ static __attribute__((noinline)) int64_t wait_for_generation(TeamState& state, i
   return nanoseconds() - begin;
 }
 
-// Each thread has its own copy.
+// The view that one thread has of its team; each thread has its own copy.
 struct Team {
   int64_t size, rank;
   TeamState* state;
-  int64_t record;  // of the step plan; -1: none
+  int64_t record;  // index in the step plan; -1: none
 
-  // Returns once all threads of the team are here.
+  // Returns when all threads of the team have called it.
   INLINE_MEMBER void barrier() const {
     Ahead nothing = {};
     barrier(nothing);
@@ -90,7 +90,7 @@ struct Team {
 #endif
   }
 
-  // Rank 0's pointer, for all; a barrier. What the others pass is ignored.
+  // Returns rank 0's pointer to all threads; acts as a barrier. Pointers of other ranks are ignored.
   template <class T> INLINE_MEMBER T* share(T* pointer) const {
     if (size == 1) return pointer;
     void** slot = &state->shared[__atomic_load_n(&state->generation, __ATOMIC_RELAXED) & 1];
@@ -99,8 +99,8 @@ struct Team {
     return (T*)*slot;
   }
 
-  // Reports a bad argument: `place` says where, in an operation that was called alone; a plan returns the first
-  // record that failed. The operation goes on, its result is worth nothing.
+  // Reports a bad argument. A single operation returns its index `place`; a plan returns the first record that
+  // failed. The operation continues, and its result is undefined.
   INLINE_MEMBER void fail(int64_t place) const {
     int64_t none = -1;
     __atomic_compare_exchange_n(&state->failed, &none, record < 0 ? place : record, false, __ATOMIC_RELAXED,
@@ -108,15 +108,14 @@ struct Team {
   }
 };
 
-// Counts a piece of work as done. One thread of a team does, so that no two write to the same cache line.
+// Counts a finished piece of work as progress. Only rank 0 counts, to avoid contention for the cache line.
 INLINE void count_progress(const Team& team) {
   if (team.rank) return;
   __atomic_store_n(penstock_progress, __atomic_load_n(penstock_progress, __ATOMIC_RELAXED) + 1, __ATOMIC_RELAXED);
 }
 
-// Hands out pieces 0:count, each to the thread that asks next: body(piece). A thread's first is that of its rank,
-// which it may have fetched something for. No barrier at the end. At most once between two barriers, which start the
-// count anew.
+// Calls body(piece) for the pieces 0:count, assigned dynamically. The first piece of a thread is its rank, so that the
+// thread can prefetch for it. No barrier at the end. Call it at most once between two barriers: they reset the count.
 template <class Body> INLINE void over_pieces(const Team& team, int64_t count, Body body) {
   if (team.size == 1) {
     for (int64_t piece = 0; piece < count; piece++) {
@@ -132,19 +131,19 @@ template <class Body> INLINE void over_pieces(const Team& team, int64_t count, B
   }
 }
 
-// Calls body(begin, end) on ranges that cover 0:rows, one for each thread. No barrier at the end.
+// Calls body(begin, end) with one range of rows per thread; the ranges cover 0:rows. No barrier at the end.
 template <class Body> INLINE void over_rows(const Team& team, int64_t rows, Body body) {
   const int64_t begin = rows * team.rank / team.size, end = rows * (team.rank + 1) / team.size;
   if (begin < end) body(begin, end);
 }
 
-// Work, in multiply-adds, below which one thread runs an operation alone: waking the others costs more than they
-// save when it is called by itself, and still a barrier or two in a plan, whose threads are awake.
+// Work, in multiply-adds, below which a single thread runs an operation. For a single call, waking the other threads
+// costs more than they save. In a plan the threads are awake, and the cost is one or two barriers.
 constexpr int64_t PARALLEL_WORK = 1 << 16;
 constexpr int64_t ALONE = 4 * PARALLEL_WORK, ALONE_IN_PLAN = PARALLEL_WORK;
-constexpr int64_t ELEMENT = 4;  // an element that is loaded, changed and stored, in multiply-adds
+constexpr int64_t ELEMENT = 4;  // cost of loading, changing and storing an element, in multiply-adds
 
-// One operation, called by itself. -1, or what it told `fail`.
+// Runs a single operation. Returns -1, or the argument of `fail`.
 template <class Args> INLINE int64_t run_alone(const Args& a) {
   TeamState state = {};
   state.failed = state.last = -1;
@@ -157,21 +156,21 @@ template <class Args> INLINE int64_t run_alone(const Args& a) {
   return state.failed;
 }
 
-// What a thread of the team reads first, and is known before the operation begins: weights. Nothing, unless an
-// operation says so by a function of its own.
+// Returns the memory that a thread reads first, if it is known before the operation starts (weights). Operations
+// overload this function; the default is nothing.
 template <class Args> INLINE Ahead first_read(const Args&, const Team&) { return {}; }
 
-// How a plan runs an operation whose arguments it does not know.
+// The functions with which a plan runs an operation of unknown argument type.
 struct Operation {
   int64_t (*work)(const void* arguments);
   void (*run)(const void* arguments, const Team& team);
   Ahead (*first_read)(const void* arguments, const Team& team);
 };
 
-// Exports the kernel `name`: as a function to call, and as an operation of the step plan. Needs
-//   int64_t work(const Args&)            in multiply-adds; known before the step begins, and the same for all threads
-//   void run(const Args&, const Team&)   called by all threads of the team; whoever calls it puts a barrier behind
-// and may have
+// Exports the kernel `name` as a function and as an operation of the step plan. Requires
+//   int64_t work(const Args&)            in multiply-adds; known before the step starts, and equal for all threads
+//   void run(const Args&, const Team&)   called by all threads of the team; the caller adds a barrier
+// and optionally
 //   Ahead first_read(const Args&, const Team&)
 #define KERNEL(name, Args)                                                                          \
   EXPORT(int64_t, name)(const Args& a) { return run_alone(a); }                                     \
