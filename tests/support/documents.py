@@ -1,4 +1,4 @@
-"""What the pages show, taken out of them, and a server for what they send."""
+"""Extract code blocks from the documentation, and run a server for its HTTP examples."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-_WITH_TESTS_OF_THEIR_OWN = {
+_PAGES_WITH_OWN_TEST = {
     "adding-a-model.md",
+    "adding-a-task.md",
     "adding-a-back-end.md",
     "adding-an-encoding.md",
     "adding-a-checkpoint-format.md",
 }
 PAGES = sorted(
-    page
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
-    if page.name not in _WITH_TESTS_OF_THEIR_OWN
+    page for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")] if page.name not in _PAGES_WITH_OWN_TEST
 )
 EXAMPLES = ROOT / "examples"
 URL = "http://127.0.0.1:8000"
-"""Where the pages have their server."""
+"""Address of the server in the documentation."""
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code in a page."""
+    """A code block of a page."""
 
     page: Path
     line: int
@@ -52,7 +51,7 @@ class Block:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """Those of all pages in these languages."""
+    """Return the code blocks of all pages in these languages."""
     return [block for page in PAGES for block in _blocks_of(page) if block.language in languages]
 
 
