@@ -269,6 +269,8 @@ def _as_work(
         pid=os.getpid(),
         lora_enabled=adapters is not None,
         grammars_enabled=pipeline.supports_grammars,
+        outputs=list(pipeline.outputs),
+        embedding_size=pipeline.embedding_size,
     )
 
     def add_draft_counts(stats: WorkerStats) -> None:

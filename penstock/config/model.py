@@ -44,6 +44,25 @@ def parse_devices(text: str) -> tuple[DeviceSpec, ...]:
     return tuple(DeviceSpec(int(number), kind) for number in ids)
 
 
+def parse_dimensions(text: str) -> tuple[int, ...]:
+    """Read ``64,128,256``.
+
+    Raises:
+        ConfigError: a part is not a whole number.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError("matryoshka_dimensions", f"must be {_DIMENSIONS.legal}, was {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+_DIMENSIONS = Rule(
+    "whole numbers of at least 1, such as 64,128,256",
+    lambda value: (
+        isinstance(value, tuple)
+        and all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in value)
+    ),
+)
 _DEVICES = Rule(
     "cpu, gpu, gpu:1 or gpu:0,1",
     lambda value: (
@@ -131,6 +150,13 @@ class ModelConfig:
         "What the model is loaded for; auto reads the checkpoint's modules.json and 1_Pooling, then "
         "architectures in config.json.",
     )
+    matryoshka_dimensions: tuple[int, ...] = setting(
+        (),
+        _DIMENSIONS,
+        "Lengths that requests may cut dense embeddings to, such as 64,128,256; by default those that the "
+        "checkpoint names.",
+        parse=parse_dimensions,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -145,6 +171,22 @@ class ModelConfig:
         if self.task == "auto":
             return detect_task(self.checkpoint, self.huggingface_config)
         return PipelineTask(self.task.replace("-", "_"))
+
+    @property
+    def trained_dimensions(self) -> tuple[int, ...] | None:
+        """The lengths that a dense embedding may be cut to, besides its whole length; None allows each.
+
+        They are ``matryoshka_dimensions``, or those that ``config.json`` names.
+
+        Raises:
+            CheckpointError: ``config.json`` is missing or malformed.
+        """
+        if self.matryoshka_dimensions:
+            return self.matryoshka_dimensions
+        named = self.huggingface_config.get("matryoshka_dimensions")
+        if isinstance(named, list | tuple):
+            return tuple(one for one in named if isinstance(one, int))
+        return None if self.huggingface_config.get("is_matryoshka") is True else ()
 
     @property
     def name(self) -> str:

@@ -24,6 +24,7 @@ from penstock.pipelines.core import (
     PipelineTask,
     SparseEmbedding,
     TextGenerationStatus,
+    check_dimensions,
 )
 from penstock.pipelines.pooling import load_dense, pool
 from penstock.pipelines.task_pipeline import TaskPipeline
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
     from penstock.lora import LoRAManager
     from penstock.pipelines.tasks import PipelineRequirements
+
+_HIDDEN_SIZES = ("hidden_size", "dim", "d_model", "n_embd")
+"""The keys of ``config.json`` with the size of the hidden states."""
 
 
 def create_embeddings(required: PipelineRequirements) -> EmbeddingsPipeline:
@@ -50,7 +54,7 @@ def create_embeddings(required: PipelineRequirements) -> EmbeddingsPipeline:
         prefaulted=required.prefaulted,
     )
     model = required.architecture.load_pipeline_model()(config, session)
-    return EmbeddingsPipeline(model, read_layout(config.model.checkpoint))
+    return EmbeddingsPipeline(model, read_layout(config.model.checkpoint), config.model.trained_dimensions)
 
 
 class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
@@ -59,16 +63,23 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     Args:
         model: an encoder.
         layout: how its hidden states become embeddings.
+        trained_dimensions: lengths that a dense embedding may be cut to; None allows each.
     """
 
     task = PipelineTask.EMBEDDINGS_GENERATION
     context_types = (EmbeddingsContext,)
     chunks_prompts = False
 
-    def __init__(self, model: EncoderModel, layout: SentenceTransformersLayout) -> None:
+    def __init__(
+        self,
+        model: EncoderModel,
+        layout: SentenceTransformersLayout,
+        trained_dimensions: Sequence[int] | None = (),
+    ) -> None:
         super().__init__(model.session, model.memory_plan)
         self.model = model
         self.layout = layout
+        self.trained_dimensions = trained_dimensions
         ops, device = self.session.ops, model.torch_device
         self._dense = [load_dense(module, ops, device) for module in layout.dense]
         self._scores = scores_activation(model.huggingface_config)
@@ -82,6 +93,10 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         if network.vocabulary is not None:
             return ("sparse", "dense", "multi_vector")
         return ("dense", "multi_vector")
+
+    @property
+    def embedding_size(self) -> int:
+        return self._size_of(len(self.layout.poolings))
 
     def encode(self, batch: Mapping[str, EmbeddingsContext]) -> dict[str, EmbeddingsResponse]:
         """Return the outputs of all contexts, by request id."""
@@ -108,6 +123,9 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
             raise UnsupportedFeatureError(
                 f"the output {missing[0]}", f"this model computes {', '.join(self.outputs)}"
             )
+        if context.dimensions is not None:
+            size = self.embedding_size if context.pooling is None else self._size_of(1)
+            check_dimensions(context.dimensions, size, self.trained_dimensions)
         manager = self.lora_manager
         return manager is None or manager.ready(context)
 
@@ -122,6 +140,14 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
     @property
     def lora_manager(self) -> LoRAManager | None:
         return self.model.lora_manager
+
+    def _size_of(self, num_poolings: int) -> int:
+        """Return the length of a dense embedding."""
+        if self.layout.dense:
+            return self.layout.dense[-1].out_features
+        config = self.model.huggingface_config
+        name = next((one for one in _HIDDEN_SIZES if one in config), _HIDDEN_SIZES[0])
+        return config.integer(name) * num_poolings
 
     def _responses(
         self, contexts: Sequence[EmbeddingsContext], hidden: Tensor, step: StepInputs

@@ -92,6 +92,16 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
         return False
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """The outputs that a request may choose; empty for tasks with one output."""
+        return ()
+
+    @property
+    def embedding_size(self) -> int:
+        """The length of a dense embedding; 0 for other tasks."""
+        return 0
+
+    @property
     def lora_manager(self) -> LoRAManager | None:
         """The LoRA adapters; None if they are not enabled."""
         return None

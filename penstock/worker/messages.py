@@ -144,6 +144,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     grammars_enabled: bool = False
     task: PipelineTask = PipelineTask.TEXT_GENERATION
     """The task that the model is loaded for."""
+    outputs: list[str] = []
+    """The outputs that a request may choose; the first is the default. Empty for tasks with one output."""
+    embedding_size: int = 0
+    """The length of a dense embedding; 0 for other tasks."""
 
 
 class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):

@@ -44,6 +44,7 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "special_tokens_in_content": st.booleans(),
     "served_model_name": st.sampled_from([None, "name"]),
     "task": st.sampled_from(["auto", "text-generation"]),
+    "matryoshka_dimensions": st.sampled_from([(), (64, 128)]),
     "kv_cache_block_size": st.sampled_from([16, 32, 64, 128]),
     "enable_prefix_caching": st.booleans(),
     "device_memory_utilization": st.floats(0, 1, exclude_min=True),
@@ -87,8 +88,8 @@ def values_of(config: PipelineConfig) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    if isinstance(value, tuple) and all(isinstance(one, str) for one in value):
-        return ",".join(value)
+    if isinstance(value, tuple) and all(isinstance(one, str | int) for one in value):
+        return ",".join(map(str, value))
     if isinstance(value, tuple):
         ids = ",".join(str(device.id) for device in value)
         return f"gpu:{ids}" if value[0].device_type == "gpu" else "cpu"

@@ -78,3 +78,29 @@ def test_auto_reads_the_checkpoint() -> None:
 def test_an_unknown_task() -> None:
     with pytest.raises(ConfigError, match=r"task: must be one of auto, text-generation, .*, was 'chat'"):
         PipelineConfig.from_flat({"task": "chat"})
+
+
+@pytest.mark.parametrize(
+    ("named", "option", "expected"),
+    [
+        ({}, {}, ()),
+        ({"is_matryoshka": True}, {}, None),
+        ({"is_matryoshka": False}, {}, ()),
+        ({"matryoshka_dimensions": [32, 64]}, {}, (32, 64)),
+        ({"is_matryoshka": True, "matryoshka_dimensions": [32]}, {}, (32,)),
+        ({"matryoshka_dimensions": [32, 64]}, {"matryoshka_dimensions": "16, 8"}, (16, 8)),
+    ],
+)
+def test_trained_dimensions(
+    tmp_path: Path, named: dict[str, Any], option: dict[str, str], expected: tuple[int, ...] | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **named}))
+    (tmp_path / "model.safetensors").touch()
+    config = PipelineConfig.from_flat({"model_path": str(tmp_path), **option})
+    assert config.model.trained_dimensions == expected
+
+
+@pytest.mark.parametrize("text", ["64,x", "0", "-1"])
+def test_malformed_matryoshka_dimensions(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be whole numbers of at least 1, such as 64,128,256"):
+        PipelineConfig.from_flat({"matryoshka_dimensions": text})

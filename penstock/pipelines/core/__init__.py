@@ -13,6 +13,7 @@ from penstock.pipelines.core.embeddings import (
     EmbeddingsGenerationRequest,
     EmbeddingsOutput,
     PoolingType,
+    check_dimensions,
 )
 from penstock.pipelines.core.interfaces import (
     AudioGenerator,
@@ -83,6 +84,7 @@ __all__ = [
     "TokenGeneratorRequestMessage",
     "TokenGeneratorRequestTool",
     "TokenGeneratorResponseFormat",
+    "check_dimensions",
     "context_type",
     "msgpack_numpy_decoder",
     "msgpack_numpy_encoder",

@@ -28,6 +28,32 @@ POOLING_TYPES: tuple[PoolingType, ...] = (
 )
 
 
+def check_dimensions(dimensions: int, size: int, trained: Sequence[int] | None) -> None:
+    """Refuse to cut a dense vector to a length that the model is not trained for.
+
+    Args:
+        dimensions: the requested length.
+        size: the length of the whole vector, which is always allowed.
+        trained: the other lengths that the model is trained for; None allows each.
+
+    Raises:
+        InputError: names the lengths that the model has.
+    """
+    if dimensions == size or (dimensions >= 1 and trained is None and dimensions < size):
+        return
+    if trained is None:
+        raise InputError(f"dimensions must be from 1 to {size}, was {dimensions}")
+    if dimensions < size and dimensions in trained:
+        return
+    others = [str(one) for one in sorted(trained) if one < size]
+    if others:
+        raise InputError(f"dimensions must be one of {', '.join([*others, str(size)])}, was {dimensions}")
+    raise InputError(
+        f"dimensions is {dimensions}, but the model has {size} dimensions and its checkpoint names no "
+        "others: leave dimensions out, or load a model that is trained for it with --matryoshka-dimensions"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingsGenerationRequest:
     """A request for the vectors or scores of one text, or of one pair of texts."""

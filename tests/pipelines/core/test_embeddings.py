@@ -16,6 +16,7 @@ from penstock.pipelines.core import (
     SparseEmbedding,
     TextContext,
     TTSContext,
+    check_dimensions,
     context_type,
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
@@ -108,3 +109,25 @@ def test_the_type_of_a_context() -> None:
     assert context_type(Mine(**fields)) is TextContext
     assert context_type(TTSContext(**fields)) is TTSContext
     assert context_type(context()) is EmbeddingsContext
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "trained"), [(384, ()), (384, (64,)), (64, (64, 128)), (1, None), (383, None)]
+)
+def test_allowed_dimensions(dimensions: int, trained: tuple[int, ...] | None) -> None:
+    check_dimensions(dimensions, 384, trained)
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "trained", "message"),
+    [
+        (64, (), r"dimensions is 64, but the model has 384 dimensions .* --matryoshka-dimensions"),
+        (100, (128, 64, 512), "dimensions must be one of 64, 128, 384, was 100"),
+        (512, (512,), "dimensions is 512, but the model has 384"),
+        (385, None, "dimensions must be from 1 to 384, was 385"),
+        (0, None, "dimensions must be from 1 to 384, was 0"),
+    ],
+)
+def test_refused_dimensions(dimensions: int, trained: tuple[int, ...] | None, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_dimensions(dimensions, 384, trained)
