@@ -142,3 +142,9 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
             lora=model_inputs.lora,
             text_lengths=lengths,
         )
+
+
+def has_head(config: HuggingFaceConfig, suffix: str) -> bool:
+    """Return whether the first entry of ``architectures`` ends with ``suffix``, such as ``ForMaskedLM``."""
+    names = config.get("architectures") or [""]
+    return isinstance(names, list) and str(names[0]).endswith(suffix)

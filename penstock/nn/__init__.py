@@ -29,7 +29,15 @@ from penstock.nn.decoder import (
 )
 from penstock.nn.embedding import Embedding
 from penstock.nn.encoder import MLP, EncoderAttention, PostNormBlock
-from penstock.nn.encoder_heads import ClassificationHead, VocabularyHead, num_labels
+from penstock.nn.encoder_heads import (
+    ClassificationHead,
+    ClassifierNames,
+    VocabularyHead,
+    VocabularyNames,
+    load_classifier,
+    load_vocabulary_head,
+    num_labels,
+)
 from penstock.nn.experts import Experts, load_experts, load_router, num_experts_per_token
 from penstock.nn.head import Head
 from penstock.nn.linear import Linear
@@ -52,6 +60,7 @@ __all__ = [
     "BlueprintFields",
     "Branch",
     "ClassificationHead",
+    "ClassifierNames",
     "ConfigValues",
     "DecoderBlock",
     "DecoderNetwork",
@@ -79,12 +88,15 @@ __all__ = [
     "TensorRole",
     "TensorSource",
     "VocabularyHead",
+    "VocabularyNames",
     "activation_named",
     "gated_mlps",
     "layer_types",
     "load_attention",
+    "load_classifier",
     "load_experts",
     "load_router",
+    "load_vocabulary_head",
     "num_experts_per_token",
     "num_labels",
     "num_layers",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.kernels import Activation, StepInputs
 from penstock.nn.linear import Linear
+from penstock.nn.mlp import GatedMLP
 from penstock.nn.norm import LayerNorm
 from penstock.nn.rotary import RotaryRows
 
@@ -61,10 +62,12 @@ class PostNormBlock:
 
     attention: EncoderAttention
     attention_norm: LayerNorm
-    mlp: MLP
+    mlp: MLP | GatedMLP
     mlp_norm: LayerNorm
 
-    def __call__(self, x: Tensor, step: StepInputs, bias: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, step: StepInputs, rows: Sequence[RotaryRows] = (), bias: Tensor | None = None
+    ) -> Tensor:
         """``x [T, E] -> [T, E]``."""
-        x, _ = self.attention_norm.add(self.attention(x, step, bias=bias), x, step)
+        x, _ = self.attention_norm.add(self.attention(x, step, rows, bias), x, step)
         return self.mlp_norm.add(self.mlp(x, step), x, step)[0]

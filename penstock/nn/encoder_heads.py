@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.kernels import StepInputs
+from penstock.kernels import Activation, StepInputs
 from penstock.nn.config_values import ConfigValues
 from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
@@ -18,19 +19,38 @@ from penstock.nn.norm import LayerNorm
 HeadActivation = Callable[[Tensor, StepInputs], Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierNames:
+    """The names of the layers of a classification head, and its activation. The defaults are RoBERTa's."""
+
+    dense: str | None = "classifier.dense"
+    activation: Literal["tanh"] | Activation | None = "tanh"
+    output: str = "classifier.out_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabularyNames:
+    """The names of the layers of a masked language model's head. The defaults are RoBERTa's."""
+
+    dense: str = "lm_head.dense"
+    norm: str = "lm_head.layer_norm"
+    decoder: str = "lm_head.decoder"
+    """The output layer. Checkpoints that tie it to the token table lack its weight."""
+    bias: str = "lm_head.bias"
+    """The full name of the bias of the output layer."""
+
+
+def head_activation(name: Literal["tanh"] | Activation | None) -> HeadActivation | None:
+    """Return the function of an activation in a head."""
+    if name is None or name == "tanh":
+        return None if name is None else tanh
+    kind: Activation = name
+    return lambda x, step: step.ops.activation(x, kind)
+
+
 def tanh(x: Tensor, step: StepInputs) -> Tensor:
     """Return the hyperbolic tangent, computed in float32, in x's type."""
     return torch.tanh(x.float()).to(x.dtype)
-
-
-def relu(x: Tensor, step: StepInputs) -> Tensor:
-    """Return ``max(x, 0)``."""
-    return step.ops.activation(x, "relu")
-
-
-def gelu(x: Tensor, step: StepInputs) -> Tensor:
-    """Return the exact GELU."""
-    return step.ops.activation(x, "gelu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +80,41 @@ class VocabularyHead:
     """Logits over the vocabulary of a masked language model: ``[T, E] -> [T, V]``."""
 
     dense: Linear
-    activation: HeadActivation
+    activation: Activation
     norm: LayerNorm
     decoder: Linear
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
-        return self.decoder(self.norm(self.activation(self.dense(x, step), step), step), step)
+        x = step.ops.activation(self.dense(x, step), self.activation)
+        return self.decoder(self.norm(x, step), step)
+
+
+def load_classifier(load: Loader, names: ClassifierNames, labels: int, hidden: int) -> ClassificationHead:
+    """Read a classification head without a norm."""
+    dense = None if names.dense is None else plain_linear(load, names.dense, hidden, hidden)
+    return ClassificationHead(
+        plain_linear(load, names.output, labels, hidden), dense, head_activation(names.activation)
+    )
+
+
+def load_vocabulary_head(
+    load: Loader,
+    names: VocabularyNames,
+    tokens: Tensor,  # [V, E]
+    activation: Activation,
+    norm_eps: float,
+) -> VocabularyHead:
+    """Read the head of a masked language model; its output layer is the token table if it is not stored."""
+    vocabulary, hidden = tokens.shape
+    tied = f"{names.decoder}.weight" not in load.source
+    weight = tokens if tied else load.source.tensor(f"{names.decoder}.weight", (vocabulary, hidden))
+    bias = load.source.tensor(names.bias, (vocabulary,))
+    return VocabularyHead(
+        plain_linear(load, names.dense, hidden, hidden),
+        activation,
+        load.layer_norm(names.norm, hidden, norm_eps),
+        load.pack(weight, {names.decoder: vocabulary}, bias=bias),
+    )
 
 
 def num_labels(config: ConfigValues) -> int:

@@ -1,4 +1,4 @@
-"""`PostNormEncoder`: the network of BERT and of the families that differ in names and tables only."""
+"""`PostNormEncoder`: the network of BERT and of the families that differ in names and options only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from penstock.host.heartbeat import beat
 from penstock.kernels import Activation, StepInputs
 from penstock.nn.encoder import MLP, EncoderAttention, PostNormBlock
 from penstock.nn.encoder_heads import ClassificationHead, VocabularyHead
+from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
+from penstock.nn.mlp import GatedMLP
 from penstock.nn.norm import LayerNorm
+from penstock.nn.rotary import Rotary, RotaryConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +23,20 @@ class EncoderNames:
     """The names of a family's tensors, without ``.weight`` and ``.bias``. The defaults are those of BERT."""
 
     tokens: str = "embeddings.word_embeddings"
-    positions: str = "embeddings.position_embeddings"
+    positions: str | None = "embeddings.position_embeddings"
+    """None for a family without learned positions."""
     token_types: str | None = "embeddings.token_type_embeddings"
     norm: str = "embeddings.LayerNorm"
     block: str = "encoder.layer.{layer}"
 
     # Names within a block.
-    qkv: tuple[str, str, str] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    """Queries, keys and values. One name if the checkpoint stores them as one matrix."""
     output: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
+    gate: str | None = None
+    """The matrix of the gate of a gated feed-forward layer; None if the layer has no gate. The same name as
+    `up` if the checkpoint stores both as one matrix, with the gate last."""
     up: str = "intermediate.dense"
     down: str = "output.dense"
     mlp_norm: str = "output.LayerNorm"
@@ -40,9 +48,10 @@ class PostNormSizes:
 
     vocabulary: int  # V
     positions: int
-    """Rows of the position table."""
+    """Rows of the position table, or the longest sequence with a rotary embedding."""
     first_position: int = 0
     """The row of the position table for the first token of a sequence."""
+    rotary: RotaryConfig | None = None
     token_types: int
     """Rows of the table of token types; 0 for none."""
     layers: int  # L
@@ -51,6 +60,9 @@ class PostNormSizes:
     heads: int  # H
     norm_eps: float
     activation: Activation
+    attention_bias: bool = True
+    up_bias: bool = True
+    down_bias: bool = True
 
     @property
     def max_length(self) -> int:
@@ -63,7 +75,8 @@ class PostNormEncoder:
     """Embeddings of tokens, positions and token types, a norm, and post-norm blocks."""
 
     tokens: Tensor  # [V, E]
-    positions: Tensor  # [P, E]
+    positions: Tensor | None  # [P, E]
+    rotary: Rotary | None
     token_types: Tensor | None  # [types, E]
     norm: LayerNorm
     blocks: tuple[PostNormBlock, ...]
@@ -71,7 +84,6 @@ class PostNormEncoder:
     vocabulary: VocabularyHead | None = None
     attention_bias: Callable[[int], Tensor] | None = None
     """Returns the bias ``[H, 2P - 1]`` of all blocks for sequences of up to P tokens."""
-    length_dependent: bool = False
 
     @classmethod
     def load(
@@ -80,6 +92,7 @@ class PostNormEncoder:
         sizes: PostNormSizes,
         names: EncoderNames,
         *,
+        max_length: int,
         classifier: ClassificationHead | None = None,
         vocabulary: Callable[[Tensor], VocabularyHead] | None = None,
         attention_bias: Callable[[int], Tensor] | None = None,
@@ -90,19 +103,23 @@ class PostNormEncoder:
             load: reads and packs the tensors.
             sizes: sizes and options.
             names: the names of the tensors.
+            max_length: the number of positions in the tables of the rotary embedding.
             classifier: the head of a sequence classifier, already read.
             vocabulary: reads the head of a masked language model, given the token table.
             attention_bias: see the field.
         """
         hidden = sizes.hidden
         tokens = load.table(names.tokens, sizes.vocabulary, hidden)
-        positions = load.tensor(f"{names.positions}.weight", sizes.positions, hidden)
-        types = None
+        positions = types = None
+        if names.positions is not None:
+            table = load.tensor(f"{names.positions}.weight", sizes.positions, hidden)
+            positions = table[sizes.first_position :]
         if names.token_types is not None and sizes.token_types:
             types = load.tensor(f"{names.token_types}.weight", sizes.token_types, hidden)
         return cls(
             tokens,
-            positions[sizes.first_position :],
+            positions,
+            None if sizes.rotary is None else Rotary(sizes.rotary, max_length, load.device),
             types,
             load.layer_norm(names.norm, hidden, sizes.norm_eps),
             tuple(_load_block(load, sizes, names, layer) for layer in range(sizes.layers)),
@@ -111,40 +128,70 @@ class PostNormEncoder:
             attention_bias,
         )
 
+    @property
+    def length_dependent(self) -> bool:
+        """Whether positions depend on the length of the sequence."""
+        return self.rotary is not None and self.rotary.length_dependent
+
     def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
         """``tokens [T]`` -> hidden states ``[T, E]``; ``token_types [T]`` are 0 by default."""
         ops = step.ops
-        x = ops.add(ops.embedding(tokens, self.tokens), ops.embedding(step.positions, self.positions))
+        x = ops.embedding(tokens, self.tokens)
+        if self.positions is not None:
+            x = ops.add(x, ops.embedding(step.positions, self.positions))
         if self.token_types is not None:
-            kinds = tokens.new_zeros(tokens.shape) if token_types is None else token_types
-            x = ops.add(x, ops.embedding(kinds, self.token_types))
+            # A table of one row applies it to all tokens, also to those of the second text of a pair.
+            if token_types is None or len(self.token_types) == 1:
+                token_types = tokens.new_zeros(tokens.shape)
+            x = ops.add(x, ops.embedding(token_types, self.token_types))
         x = self.norm(x, step)
         bias = None
         if self.attention_bias is not None:
             bias = self.attention_bias(int(step.row_offsets.diff().max()))
+        rows = () if self.rotary is None else (self.rotary.rows(step),)
         for block in self.blocks:
-            x = block(x, step, bias)
+            x = block(x, step, rows, bias)
             beat()
         return x
 
 
 def _load_block(load: Loader, sizes: PostNormSizes, names: EncoderNames, layer: int) -> PostNormBlock:
-    name, hidden, inner = names.block.format(layer=layer), sizes.hidden, sizes.inner
+    name, hidden = names.block.format(layer=layer), sizes.hidden
     dim = hidden // sizes.heads
+    parts = {names.qkv[0]: 3 * hidden} if len(names.qkv) == 1 else dict.fromkeys(names.qkv, hidden)
     return PostNormBlock(
         EncoderAttention(
-            load.fused(name, dict.fromkeys(names.qkv, hidden), hidden, bias=True),
-            load.linear(f"{name}.{names.output}", hidden, hidden, bias=True),
+            load.fused(name, parts, hidden, bias=sizes.attention_bias),
+            load.linear(f"{name}.{names.output}", hidden, hidden, bias=sizes.attention_bias),
             sizes.heads,
             sizes.heads,
             dim,
             dim**-0.5,
+            rotary=None if sizes.rotary is None else 0,
         ),
         load.layer_norm(f"{name}.{names.attention_norm}", hidden, sizes.norm_eps),
-        MLP(
-            load.linear(f"{name}.{names.up}", inner, hidden, bias=True),
-            load.linear(f"{name}.{names.down}", hidden, inner, bias=True),
-            sizes.activation,
-        ),
+        _load_mlp(load, sizes, names, name),
         load.layer_norm(f"{name}.{names.mlp_norm}", hidden, sizes.norm_eps),
     )
+
+
+def _load_mlp(load: Loader, sizes: PostNormSizes, names: EncoderNames, name: str) -> MLP | GatedMLP:
+    hidden, inner = sizes.hidden, sizes.inner
+    down = load.linear(f"{name}.{names.down}", hidden, inner, bias=sizes.down_bias)
+    if names.gate is None:
+        up = load.linear(f"{name}.{names.up}", inner, hidden, bias=sizes.up_bias)
+        return MLP(up, down, sizes.activation)
+    if names.gate == names.up:
+        gate_up = _load_up_gate(load, f"{name}.{names.up}", inner, hidden, sizes.up_bias)
+    else:
+        gate_up = load.fused(name, {names.gate: inner, names.up: inner}, hidden, bias=sizes.up_bias)
+    return GatedMLP(gate_up, down, sizes.activation)
+
+
+def _load_up_gate(load: Loader, name: str, inner: int, hidden: int, has_bias: bool) -> Linear:
+    """Return a layer with the gate first whose checkpoint stores the gate last."""
+    weight = load.source.tensor(f"{name}.weight", (2 * inner, hidden)).roll(inner, 0)
+    bias = None
+    if has_bias:
+        bias = load.source.tensor(f"{name}.bias", (2 * inner,)).roll(inner)
+    return load.pack(weight, {name: 2 * inner}, bias=bias)

@@ -58,6 +58,31 @@ def test_hidden_states(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
     assert_close(first.embeddings, oracle_hidden(model, inputs[3])[-1])
 
 
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("bert", {"num_attention_heads": 4, "hidden_size": 36, "intermediate_size": 50, "type_vocab_size": 1}),
+    ("bert", {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
+    ("roberta", {"pad_token_id": 0, "hidden_act": "relu", "layer_norm_eps": 1e-3}),
+    ("roberta", {"pad_token_id": 2, "type_vocab_size": 3, "num_attention_heads": 4, "hidden_size": 20}),
+    ("xlm-roberta", {"num_attention_heads": 1, "intermediate_size": 7, "vocab_size": 91}),
+    ("distilbert", {"activation": "relu", "n_heads": 4, "dim": 36, "hidden_dim": 50}),
+    ("distilbert", {"sinusoidal_pos_embds": True, "n_layers": 1}),
+    ("mpnet", {"pad_token_id": 0, "relative_attention_num_buckets": 40}),
+    ("mpnet", {"max_position_embeddings": 400, "num_attention_heads": 4, "hidden_act": "gelu_new"}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=str)
+def test_other_configurations(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    (architecture,) = (one for one in ENCODERS if one.name == name)
+    model = save_encoder(architecture, tmp_path, "", **changes)
+    pipeline = open_encoder(tmp_path)
+    longest = pipeline.memory_plan.max_length
+    inputs = random_inputs(model.config.vocab_size, [1, 40, min(longest, 300)])
+    responses = encode_all(pipeline, inputs, outputs=("dense",), pooling="mean", normalize=False)
+    for tokens, response in zip(inputs, responses, strict=True):
+        assert_close(response.embeddings, oracle_hidden(model, tokens).mean(0))
+
+
 def test_a_batch_has_the_bits_of_single_inputs(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
     model, pipeline, _ = encoder
     inputs = random_inputs(model.config.vocab_size)

@@ -24,7 +24,6 @@ from penstock.kernels.backend import Backend, DefaultSizes
 from penstock.kernels.graph import Graph, GraphCompiler
 from penstock.kernels.recording import record
 from penstock.kernels.reference import ReferenceOps
-from penstock.pipelines import PIPELINE_REGISTRY
 
 COUNTS = {"rms_norm": 0, "captures": 0, "replays": 0}
 

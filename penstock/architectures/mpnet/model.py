@@ -1,0 +1,61 @@
+"""MPNet (Song et al. 2020, arXiv:2004.09297): RoBERTa with a relative attention bias."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.nn import EncoderNames, Loader, PostNormSizes
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+BUCKETS = 32
+MAX_DISTANCE = 128
+"""Distances from here on share the last bucket."""
+
+
+class MPNetModel(PostNormModel):
+    """MPNet as a pipeline model."""
+
+    weights_adapter = without_prefix("mpnet.")
+    ignored_weights = ("embeddings.position_ids", "pooler.*", "lm_head.*")
+    names = EncoderNames(
+        token_types=None,
+        qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+        output="attention.attn.o",
+        attention_norm="attention.LayerNorm",
+    )
+
+    @classmethod
+    def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
+        return replace(super().sizes(config), first_position=2)  # the family's padding token is always 1
+
+    @classmethod
+    def attention_bias(
+        cls, load: Loader, huggingface_config: HuggingFaceConfig, sizes: PostNormSizes
+    ) -> Callable[[int], Tensor]:
+        buckets = huggingface_config.integer("relative_attention_num_buckets", BUCKETS)
+        table = load.source.tensor("encoder.relative_attention_bias.weight", (buckets, sizes.heads))
+        values = table.float().to(load.device)  # [buckets, H]
+        longest = sizes.max_length
+        distances = torch.arange(1 - longest, longest)  # of the key from the query
+        bias = values[relative_buckets(distances).to(load.device)].T.contiguous()  # [H, 2P - 1]
+        return lambda length: bias[:, longest - length : longest + length - 1]
+
+
+def relative_buckets(distances: Tensor) -> Tensor:
+    """Return the bucket of each distance: exact near the query, logarithmic farther away (T5)."""
+    half = BUCKETS // 2
+    exact = half // 2
+    size = distances.abs()
+    far = size.clamp_min(1).float() / exact
+    far = exact + (far.log() / math.log(MAX_DISTANCE / exact) * (half - exact)).long()
+    buckets = torch.where(size < exact, size, far.clamp_max(half - 1))
+    return buckets + half * (distances > 0)

@@ -1,0 +1,118 @@
+"""`PostNormModel`: an encoder whose network is a `PostNormEncoder`, with the heads of its checkpoint.
+
+A family subclasses it and gives the names of its tensors. It overrides `sizes` if its ``config.json`` has
+other keys than that of BERT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from penstock.architectures.encoder import EncoderModel, has_head
+from penstock.errors import ConfigError
+from penstock.nn import (
+    MAX_LAYERS,
+    ClassifierNames,
+    EncoderNames,
+    Loader,
+    PostNormEncoder,
+    PostNormSizes,
+    TensorNames,
+    VocabularyHead,
+    VocabularyNames,
+    activation_named,
+    load_classifier,
+    load_vocabulary_head,
+    num_labels,
+)
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+def without_prefix(prefix: str) -> Callable[[str], str]:
+    """Return a weights adapter that removes a prefix, which models with a head have and others lack."""
+    return lambda name: name.removeprefix(prefix)
+
+
+class PostNormModel(EncoderModel):
+    """An encoder with post-norm blocks."""
+
+    names: ClassVar[EncoderNames]
+    classifier_names: ClassVar[ClassifierNames] = ClassifierNames()
+    vocabulary_names: ClassVar[VocabularyNames] = VocabularyNames()
+
+    @classmethod
+    def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
+        tables = (cls.names.positions, cls.names.token_types)
+        return TensorNames(
+            prefix="",
+            embedding=cls.names.tokens,
+            head=cls.vocabulary_names.decoder,
+            block=cls.names.block,
+            other_tables=tuple(f"{name}.weight" for name in tables if name is not None),
+        )
+
+    @classmethod
+    def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
+        """Read a ``config.json`` with the keys of BERT.
+
+        Raises:
+            ConfigError: the heads do not divide the size, or positions or the activation are not supported.
+            CheckpointError: a size is missing or has an impossible value.
+        """
+        hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+        if hidden % heads:
+            raise ConfigError("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}")
+        kind = config.text("position_embedding_type", "absolute")
+        if kind != "absolute":
+            raise ConfigError("position_embedding_type", f"{kind!r} is not supported, only 'absolute'")
+        return PostNormSizes(
+            vocabulary=config.integer("vocab_size"),
+            positions=config.integer("max_position_embeddings", 512),
+            token_types=config.integer("type_vocab_size", 2, minimum=0),
+            layers=config.integer("num_hidden_layers", maximum=MAX_LAYERS),
+            hidden=hidden,
+            inner=config.integer("intermediate_size"),
+            heads=heads,
+            norm_eps=config.number("layer_norm_eps", 1e-12),
+            activation=activation_named(config.get("hidden_act") or "gelu", "hidden_act"),
+        )
+
+    @classmethod
+    def max_positions(cls, huggingface_config: HuggingFaceConfig) -> int:
+        return cls.sizes(huggingface_config).max_length
+
+    @classmethod
+    def attention_bias(
+        cls, load: Loader, huggingface_config: HuggingFaceConfig, sizes: PostNormSizes
+    ) -> Callable[[int], Tensor] | None:
+        """Return a function from P to the attention bias ``[H, 2P - 1]``; None for a family without one."""
+        return None
+
+    @classmethod
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> PostNormEncoder:
+        sizes = cls.sizes(huggingface_config)
+        classifier = vocabulary = None
+        if has_head(huggingface_config, "ForSequenceClassification"):
+            labels = num_labels(huggingface_config)
+            classifier = load_classifier(load, cls.classifier_names, labels, sizes.hidden)
+        elif has_head(huggingface_config, "ForMaskedLM"):
+
+            def vocabulary(tokens: Tensor) -> VocabularyHead:
+                return load_vocabulary_head(
+                    load, cls.vocabulary_names, tokens, sizes.activation, sizes.norm_eps
+                )
+
+        return PostNormEncoder.load(
+            load,
+            sizes,
+            cls.names,
+            max_length=max_length,
+            classifier=classifier,
+            vocabulary=vocabulary,
+            attention_bias=cls.attention_bias(load, huggingface_config, sizes),
+        )

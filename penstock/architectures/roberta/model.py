@@ -1,0 +1,25 @@
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692): BERT whose positions start after the padding token's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.nn import EncoderNames, PostNormSizes
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class RobertaModel(PostNormModel):
+    """RoBERTa as a pipeline model."""
+
+    weights_adapter = without_prefix("roberta.")
+    names = EncoderNames()
+    ignored_weights = ("embeddings.position_ids", "pooler.*", "lm_head.*")
+
+    @classmethod
+    def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
+        padding = config.integer("pad_token_id", 1, minimum=0)
+        return replace(super().sizes(config), first_position=padding + 1)
