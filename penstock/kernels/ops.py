@@ -169,7 +169,7 @@ class Ops(ABC):
         Computed in float32, returned in x's type (Ba et al. 2016, arXiv:1607.06450).
         """
 
-    @operation(weights=["weight", "bias"])
+    @operation(weights=["weight", "bias"], functions={"add_layer_norm": CFunction("2q 6P 4q d")})
     @abstractmethod
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
@@ -221,7 +221,7 @@ class Ops(ABC):
     def store_kv(self, k: Tensor, v: Tensor, kv: LayerKV) -> None:
         """Write ``k, v [T, K, D]`` into ``kv.cache`` at ``kv.slots``; quantises for an int8 cache."""
 
-    @operation(weights=["sinks"], functions={"attention": CFunction("2q 8P 10q 2d", can_be_long=True)})
+    @operation(weights=["sinks"], functions={"attention": CFunction("2q 9P 12q 2d", can_be_long=True)})
     @abstractmethod
     def attention(
         self,

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from random import Random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.back_ends import fast_back_ends
 from torch import Tensor
 
-from penstock import kernels
 from penstock.kernels import (
     ClampedSwiGLU,
     LayerKV,
@@ -33,20 +30,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
-@cache
-def back_ends() -> dict[str, Ops]:
-    """All there are beside the reference, by what tells them apart."""
-    found: dict[str, Ops] = {}
-    for folder in pkgutil.iter_modules(kernels.__path__):
-        if folder.ispkg and folder.name != "reference":
-            for ops in importlib.import_module(f"penstock.kernels.{folder.name}").variants():
-                found[f"{ops.name}-{ops.isa}"] = ops
-    return found
-
-
-@pytest.fixture(params=back_ends() or [pytest.param("none", marks=pytest.mark.skip("no back end is built"))])
+@pytest.fixture(
+    params=fast_back_ends() or [pytest.param("none", marks=pytest.mark.skip("no back end is built"))]
+)
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return back_ends()[request.param]
+    return fast_back_ends()[request.param]
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +101,7 @@ def test_layer_norm(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None
     expected = wide * weight.double() + bias.double()
     assert agree(ops.layer_norm(x, weight, bias, 1e-5), expected.to(dtype))
     assert not agree(ops.layer_norm(x, weight, -bias, 1e-5), expected.to(dtype))
+    same(lambda o: o.add_layer_norm(x, x.flip(0), weight, bias, 1e-5), ops)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

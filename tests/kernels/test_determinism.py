@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,11 +11,11 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from support.back_ends import all_back_ends
 from support.random_draws import examples
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock import kernels
 from penstock.kernels import (
     OPERATIONS,
     ClampedSwiGLU,
@@ -43,21 +41,9 @@ Run = Callable[[Ops, Tensor], tuple[Tensor, ...]]
 """An operation on some rows of a batch, ``[R]`` of them: its results, row by row."""
 
 
-@cache
-def back_ends() -> dict[str, Ops]:
-    """All there are."""
-    found: dict[str, Ops] = {"reference": ReferenceOps()}
-    for folder in pkgutil.iter_modules(kernels.__path__):
-        if folder.ispkg and folder.name != "reference":
-            module = importlib.import_module(f"penstock.kernels.{folder.name}")
-            for ops in module.variants():
-                found[f"{ops.name}-{ops.isa}"] = ops
-    return found
-
-
-@pytest.fixture(params=back_ends())
+@pytest.fixture(params=all_back_ends())
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return back_ends()[request.param]
+    return all_back_ends()[request.param]
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -218,6 +204,9 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
     },
     "add_rms_norm": {"": of_rows(lambda ops, x, y: ops.add_rms_norm(x, y, WEIGHT, 1e-5), (101,), (101,))},
     "layer_norm": {"": of_rows(lambda ops, x: ops.layer_norm(x, WEIGHT, BIAS, 1e-5), (101,))},
+    "add_layer_norm": {
+        "": of_rows(lambda ops, x, y: ops.add_layer_norm(x, y, WEIGHT, BIAS, 1e-5), (101,), (101,))
+    },
     "add": {"": of_rows(lambda ops, x, y: ops.add(x, y), (101,), (101,))},
     "scale": {"": of_rows(lambda ops, x: ops.scale(x, 0.3), (101,))},
     "soft_cap": {"": of_rows(lambda ops, x: ops.soft_cap(x, 2.5), (101,))},
@@ -225,6 +214,7 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
     "rotary": {"": rotary},
     "store_kv": {"": store_kv},
     "attention": {},  # below
+    "encoder_attention": {},  # test_encoder_attention.py: whole sequences
     "gated_activation": {
         name: of_rows(lambda ops, x, name=name: ops.gated_activation(x, name), (2 * 101,))
         for name in ("silu", "gelu", "gelu_tanh", "relu")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -12,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.back_ends import all_back_ends
 from torch import Tensor
 
-from penstock import kernels
 from penstock.kernels import (
     ClampedSwiGLU,
     Gating,
@@ -37,17 +35,7 @@ ROUTINGS: tuple[Routing, ...] = ("all", "all_normed", "chosen")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-5}
 
 
-def back_ends() -> dict[str, Ops]:
-    found: dict[str, Ops] = {"reference": ReferenceOps()}
-    for folder in pkgutil.iter_modules(kernels.__path__):
-        if folder.ispkg and folder.name != "reference":
-            module = importlib.import_module(f"penstock.kernels.{folder.name}")
-            for ops in module.variants():
-                found[f"{ops.name}-{ops.isa}"] = ops
-    return found
-
-
-@pytest.fixture(params=back_ends().values(), ids=back_ends())
+@pytest.fixture(params=all_back_ends().values(), ids=all_back_ends())
 def ops(request: pytest.FixtureRequest) -> Ops:
     back_end: Ops = request.param
     return back_end

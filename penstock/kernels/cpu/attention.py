@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.cpu.experts import CpuExperts
@@ -10,12 +14,17 @@ from penstock.kernels.cpu.linear import LONG, TYPES
 from penstock.kernels.inputs import LayerKV
 
 _CACHE_TYPES = {**TYPES, torch.int8: 2}
+_ENCODER_BLOCK = 64
+"""Tokens per block of the keys and values that `encoder_attention` copies."""
 _MAX_HEAD = 1024
 """Sums of more products of integers could overflow 32 bits (csrc/attention_tile.inl)."""
 
 
 class CpuAttention(CpuExperts):
     """Attention with C++ kernels, for float32 and bfloat16 activations."""
+
+    _last_blocks: tuple[weakref.ref[Tensor], tuple[Tensor, Tensor, Tensor, int]] | None = None
+    """The result of `_blocks_of` for the ``row_offsets`` of the last step."""
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         kind, q_strides, k_strides = TYPES.get(q.dtype), q.stride(), k.stride()
@@ -133,6 +142,7 @@ class CpuAttention(CpuExperts):
             row_offsets.data_ptr(),
             lengths.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
+            0,
             lengths.shape[0],
             heads,
             num_blocks,
@@ -143,10 +153,104 @@ class CpuAttention(CpuExperts):
             strides[1],
             tables.stride(0),
             kv.window or 0,
+            0,
+            0,
             scale,
             soft_cap or 0.0,
         )
         return out
+
+    def encoder_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        row_offsets: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        is_causal: bool = False,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        kind, dim = TYPES.get(q.dtype), q.shape[2]
+        fits = dim % 8 == 0 and dim <= _MAX_HEAD
+        rows_fit = q.stride(2) == k.stride(2) == v.stride(2) == 1 and k.dtype == v.dtype == q.dtype
+        if kind is None or not fits or not rows_fit:
+            self._fall_back(
+                "encoder_attention",
+                {
+                    f"{q.dtype} queries": kind is not None,
+                    f"a head size of {dim} (a multiple of 8, at most {_MAX_HEAD})": fits,
+                    "strided heads or mixed types": rows_fit,
+                },
+            )
+            return super().encoder_attention(
+                q, k, v, row_offsets, scale=scale, window=window, is_causal=is_causal, bias=bias
+            )
+        tables, slots, lengths, num_blocks = self._blocks_of(row_offsets)
+        kv = self._empty((2, num_blocks, k.shape[1], _ENCODER_BLOCK, dim), k.dtype)
+        self.store_kv(k, v, LayerKV(kv, tables, slots))
+        if bias is not None:
+            bias = F.pad(bias.float(), (_ENCODER_BLOCK, _ENCODER_BLOCK)).contiguous()  # a tile is read whole
+        out = self._empty(q.shape, q.dtype)
+        rows, heads, _ = q.shape
+        longest = tables.shape[1] * _ENCODER_BLOCK
+        is_long = rows * longest * heads * dim > LONG
+        (self._kernels.long_attention if is_long else self._kernels.attention)(
+            kind,
+            kind,
+            q.data_ptr(),
+            kv.data_ptr(),
+            0,
+            out.data_ptr(),
+            tables.data_ptr(),
+            row_offsets.data_ptr(),
+            lengths.data_ptr(),
+            0,
+            0 if bias is None else bias.data_ptr() + bias.shape[1] // 2 * 4,
+            lengths.shape[0],
+            heads,
+            kv.shape[1],
+            k.shape[1],
+            _ENCODER_BLOCK,
+            dim,
+            q.stride(0),
+            q.stride(1),
+            tables.stride(0),
+            0 if window is None else window + 1,
+            0 if is_causal else longest if window is None else window,
+            0 if bias is None else bias.shape[1],
+            scale,
+            0.0,
+        )
+        return out
+
+    def _blocks_of(self, row_offsets: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Return where `encoder_attention` copies keys and values, because the kernel reads them in blocks.
+
+        Each sequence begins with a new block. All layers of a step pass the same ``row_offsets`` and share
+        the result.
+
+        Returns:
+            Block tables ``[B, M]``, slots ``[T]``, lengths ``[B]`` and the number of blocks.
+        """
+        if self._last_blocks is not None and self._last_blocks[0]() is row_offsets:
+            return self._last_blocks[1]
+        offsets = row_offsets.numpy().astype(np.int64)
+        lengths = np.diff(offsets)
+        counts = -(-lengths // _ENCODER_BLOCK)  # [B] blocks
+        first = counts.cumsum() - counts  # [B] first block of each sequence
+        num_blocks, longest = int(counts.sum()), int(counts.max(initial=0))
+        tables = np.minimum(first[:, None] + np.arange(longest), num_blocks - 1).astype(np.int32)
+        slots = np.arange(offsets[-1]) + (first * _ENCODER_BLOCK - offsets[:-1]).repeat(lengths)
+        blocks = (
+            torch.from_numpy(tables),
+            torch.from_numpy(slots),
+            torch.from_numpy(lengths.astype(np.int32)),
+            num_blocks,
+        )
+        self._last_blocks = (weakref.ref(row_offsets), blocks)
+        return blocks
 
 
 def _scales_of(kv: LayerKV) -> int:

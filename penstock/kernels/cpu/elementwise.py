@@ -110,6 +110,43 @@ class CpuElementwise(CpuAttention):
         )
         return out
 
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        kind, weight_kind = TYPES.get(x.dtype), TYPES.get(weight.dtype)
+        strides, residual_strides = x.stride(), residual.stride()
+        fits = len(strides) == 2 and strides[1] == residual_strides[1] == 1 and x.dtype == residual.dtype
+        weights_fit = weight_kind is not None and bias.dtype == weight.dtype
+        weights_fit = weights_fit and weight.is_contiguous() and bias.is_contiguous()
+        if kind is None or not weights_fit or not fits:
+            self._fall_back(
+                "add_layer_norm",
+                {
+                    f"{x.dtype} activations": kind is not None,
+                    f"{weight.dtype} or strided weights": weights_fit,
+                    "this memory layout or mixed types": fits,
+                },
+            )
+            return super().add_layer_norm(x, residual, weight, bias, eps)
+        normed, total = self._empty(x.shape, x.dtype), self._empty(x.shape, x.dtype)
+        rows, width = x.shape
+        self._kernels.add_layer_norm(
+            kind,
+            weight_kind,
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            bias.data_ptr(),
+            normed.data_ptr(),
+            total.data_ptr(),
+            rows,
+            strides[0],
+            residual_strides[0],
+            width,
+            eps,
+        )
+        return normed, total
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         kind, x_strides, y_strides = TYPES.get(x.dtype), x.stride(), y.stride()
         rows_fit = len(x_strides) == 2 and x_strides[1] == 1 and y_strides[-1] == 1

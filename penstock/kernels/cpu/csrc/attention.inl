@@ -21,8 +21,11 @@ struct Attention {
   void* out;              // [T, H, D]
   const int32_t *tables, *row_offsets, *lengths;
   const float* sinks;  // [H] or null
+  const float* bias;   // [H, ...] or null: bias[h * bias_head + key - query] is added to a scaled score
   int64_t B, H, N, K, S, D, q_row, q_head, table_stride;
-  int64_t window;     // 0: all keys
+  int64_t window;     // keys up to the query and the query itself; 0: all
+  int64_t ahead;      // keys after the query; 0: causal attention
+  int64_t bias_head;
   double scale, cap;  // cap 0: none
 };
 
@@ -51,7 +54,7 @@ static Items items_of(const Attention& a, int64_t* first) {
   items.first = first;
   for (int64_t b = 0; b < a.B; b++) {
     int64_t rows = a.row_offsets[b + 1] - a.row_offsets[b];
-    int64_t seen = a.window ? min<int64_t>(a.lengths[b], a.window + rows) : a.lengths[b];
+    int64_t seen = a.window ? min<int64_t>(a.lengths[b], a.window + rows + a.ahead) : a.lengths[b];
     first[b] = items.count;
     items.count += ceil_div(rows, items.rows) * a.K * items.head_tiles;
     items.max_chunks = max(items.max_chunks, seen / CHUNK + 2);
@@ -78,7 +81,7 @@ static Item item_of(const Attention& a, const Items& items, int64_t number) {
   item.row = a.row_offsets[b] + row;
   item.position = a.lengths[b] - rows + row;
   item.begin = a.window ? max<int64_t>(0, item.position - a.window + 1) : 0;
-  item.end = item.position + item.rows;
+  item.end = min<int64_t>(a.lengths[b], item.position + item.rows + a.ahead);
   item.next = nullptr;
   return item;
 }
@@ -213,7 +216,7 @@ static int64_t work(const Attention& a) {
   int64_t total = 0;
   for (int64_t b = 0; b < a.B; b++) {
     int64_t rows = a.row_offsets[b + 1] - a.row_offsets[b];
-    total += rows * (a.window ? min<int64_t>(a.lengths[b], a.window + rows) : a.lengths[b]) * a.H * a.D;
+    total += rows * (a.window ? min<int64_t>(a.lengths[b], a.window + rows + a.ahead) : a.lengths[b]) * a.H * a.D;
   }
   return 2 * total;  // with the keys, and with the values
 }

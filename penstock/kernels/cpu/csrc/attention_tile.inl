@@ -288,7 +288,7 @@ INLINE void store_weights(uint32_t* weights, const vf (&own)[TILE / W], const vf
 // One query's softmax over a tile of which it sees the keys begin:end. SCALED: keys and values have scales.
 template <class P, bool SCALED>
 INLINE void soften(const Attention& a, Packed<P>& packed, Partial& sums, int64_t m, int64_t Dp, int64_t begin,
-                   int64_t end) {
+                   int64_t end, const float* bias) {
   constexpr int COUNT = TILE / W, TERMS = P::INTEGER ? 4 : P::TERMS == 2 ? 3 : 5;  // what its weights have bits for
   const vf nothing = all(-__builtin_inff());
   const float scale = (float)a.scale * (P::INTEGER ? packed.q_scales[m] : 1), cap = (float)a.cap;
@@ -300,6 +300,8 @@ INLINE void soften(const Attention& a, Packed<P>& packed, Partial& sums, int64_t
     if (cap != 0) score = cap * tanh(score / cap);
     scores[i] = score;
   }
+  if (bias)
+    for (int i = 0; i < COUNT; i++) scores[i] += load(bias + i * W);
   if (!whole)
     for (int i = 0; i < COUNT; i++) {
       vi j = lane_index() + i * W;
@@ -333,10 +335,13 @@ static void soften_all(const Attention& a, const Item& item, Packed<P>& packed, 
   const int64_t Dp = padded_width(a.D);
   for (int64_t row = 0, m = 0; row < item.rows; row++) {
     int64_t position = item.position + row - tile;
-    int64_t first = a.window ? max<int64_t>(position - a.window + 1, 0) : 0, last = min(position, TILE - 1);
+    int64_t first = a.window ? max<int64_t>(position - a.window + 1, 0) : 0;
+    int64_t last = min(min<int64_t>(position + a.ahead, item.end - tile - 1), TILE - 1);
     for (int64_t head = 0; head < item.heads; head++, m++) {
       if (first <= last) {
-        soften<P, SCALED>(a, packed, sums, m, Dp, first, last + 1);
+        const int64_t number = item.kv_head * (a.H / a.K) + item.first_head + head;
+        const float* bias = a.bias ? a.bias + number * a.bias_head - position : nullptr;
+        soften<P, SCALED>(a, packed, sums, m, Dp, first, last + 1, bias);
       } else {  // sees nothing of this tile
         __builtin_memset((void*)(packed.weights + m * (TILE / P::TERMS)), 0, TILE / P::TERMS * 4);
         packed.factors[m] = 0;

@@ -195,25 +195,27 @@ struct LayerNorm {  // x [n0, n1, E] with strides; out the same, contiguous; wei
   double eps;
 };
 
+template <class T, class TW>
+INLINE void layer_norm_row(const T* x, const TW* weight, const TW* bias, T* out, int64_t E, float eps) {
+  vf total = {}, squares = {};
+  for_vectors(E, EACH_VECTOR { total += load(x + i, lanes); });
+  const vf mean = all(sum(total) / (float)E);
+  for_vectors(E, EACH_VECTOR {
+    vf distance = filled(load(x + i, lanes) - mean, 0, lanes);
+    squares = fma(distance, distance, squares);
+  });
+  const vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)E + eps));
+  for_vectors(E, EACH_VECTOR {
+    vf normed = (load(x + i, lanes) - mean) * factor;
+    store(out + i, fma(normed, load(weight + i, lanes), load(bias + i, lanes)), lanes);
+  });
+}
+
 template <class T, class TW> static void layer_norm(const LayerNorm& a, const Team& team) {
   over_rows(team, a.n0 * a.n1, [=](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++) {
-      const T* x = (const T*)a.x + row / a.n1 * a.s0 + row % a.n1 * a.s1;
-      const TW *weight = (const TW*)a.weight, *bias = (const TW*)a.bias;
-      T* out = (T*)a.out + row * a.E;
-      vf total = {}, squares = {};
-      for_vectors(a.E, EACH_VECTOR { total += load(x + i, lanes); });
-      const vf mean = all(sum(total) / (float)a.E);
-      for_vectors(a.E, EACH_VECTOR {
-        vf distance = filled(load(x + i, lanes) - mean, 0, lanes);
-        squares = fma(distance, distance, squares);
-      });
-      const vf factor = all(1 / __builtin_sqrtf(sum(squares) / (float)a.E + (float)a.eps));
-      for_vectors(a.E, EACH_VECTOR {
-        vf normed = (load(x + i, lanes) - mean) * factor;
-        store(out + i, fma(normed, load(weight + i, lanes), load(bias + i, lanes)), lanes);
-      });
-    }
+    for (int64_t row = begin; row < end; row++)
+      layer_norm_row((const T*)a.x + row / a.n1 * a.s0 + row % a.n1 * a.s1, (const TW*)a.weight, (const TW*)a.bias,
+                     (T*)a.out + row * a.E, a.E, (float)a.eps);
   });
 }
 
@@ -222,6 +224,31 @@ static void run(const LayerNorm& a, const Team& team) {
   WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, layer_norm<T, TW>(a, team)));
 }
 KERNEL(layer_norm, LayerNorm)
+
+struct AddLayerNorm {  // x, residual [n, E], rows strided; normed, total [n, E] contiguous; weight, bias of one type
+  int64_t type, weight_type;
+  const void *x, *residual, *weight, *bias;
+  void *normed, *total;
+  int64_t n, x_stride, residual_stride, E;
+  double eps;
+};
+
+template <class T, class TW> static void add_layer_norm(const AddLayerNorm& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T *x = (const T*)a.x + row * a.x_stride, *residual = (const T*)a.residual + row * a.residual_stride;
+      T* total = (T*)a.total + row * a.E;
+      for_vectors(a.E, EACH_VECTOR { store(total + i, load(x + i, lanes) + load(residual + i, lanes), lanes); });
+      layer_norm_row(total, (const TW*)a.weight, (const TW*)a.bias, (T*)a.normed + row * a.E, a.E, (float)a.eps);
+    }
+  });
+}
+
+static int64_t work(const AddLayerNorm& a) { return 3 * ELEMENT * a.n * a.E; }
+static void run(const AddLayerNorm& a, const Team& team) {
+  WITH_TYPE(a.type, T, WITH_TYPE(a.weight_type, TW, add_layer_norm<T, TW>(a, team)));
+}
+KERNEL(add_layer_norm, AddLayerNorm)
 
 struct Add {  // x, y [n, F], rows strided; out [n, F]
   int64_t type;

@@ -1,0 +1,108 @@
+"""Attention of encoders: the back ends against the reference, and the reference against plain torch."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from support.back_ends import fast_back_ends
+from torch import Tensor
+
+from penstock.kernels import Ops
+from penstock.kernels.reference import ReferenceOps
+
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
+DTYPES = list(TOLERANCES)
+MIXES = {"one token": [1], "short": [5, 70, 3], "blocks": [64, 128, 129, 1], "chunks": [700]}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "causal": {"is_causal": True},
+    "window of 1": {"window": 1},
+    "window of 64": {"window": 64},
+    "causal window": {"window": 17, "is_causal": True},
+}
+
+
+@pytest.fixture(
+    params=fast_back_ends() or [pytest.param("none", marks=pytest.mark.skip("no back end is built"))]
+)
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return fast_back_ends()[request.param]
+
+
+def ragged(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Queries, keys and values as slices of one tensor, and the row offsets."""
+    torch.manual_seed(0)
+    qkv = torch.randn(sum(lengths), heads + 2 * kv_heads, dim).to(dtype)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+    return q, k, v, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+SHAPES = [
+    ("blocks", 4, 2, 32),
+    ("short", 3, 3, 16),
+    ("short", 2, 2, 20),
+    ("one token", 2, 1, 64),
+    ("chunks", 2, 1, 8),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("mix", "heads", "kv_heads", "dim"), SHAPES)
+def test_conforms(
+    ops: Ops, dtype: torch.dtype, mix: str, options: str, heads: int, kv_heads: int, dim: int
+) -> None:
+    q, k, v, offsets = ragged(MIXES[mix], heads, kv_heads, dim, dtype)
+    for bias in (None, torch.randn(heads, 2 * max(MIXES[mix]) + 5)):
+        fields = {"scale": dim**-0.5, "bias": bias, **OPTIONS[options]}
+        expected = ReferenceOps().encoder_attention(q, k, v, offsets, **fields)
+        tolerance = TOLERANCES[dtype]
+        torch.testing.assert_close(
+            ops.encoder_attention(q, k, v, offsets, **fields), expected, rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sequence_has_the_same_bits_alone(ops: Ops, dtype: torch.dtype, options: str) -> None:
+    for back_end in (ops, ReferenceOps()):
+        q, k, v, offsets = ragged(MIXES["blocks"], 4, 2, 32, dtype)
+        whole = back_end.encoder_attention(q, k, v, offsets, scale=0.2, **OPTIONS[options])
+        for start, stop in pairwise(offsets.tolist()):
+            own = torch.tensor([0, stop - start], dtype=torch.int32)
+            rows = slice(start, stop)
+            alone = back_end.encoder_attention(q[rows], k[rows], v[rows], own, scale=0.2, **OPTIONS[options])
+            assert torch.equal(alone, whole[rows])
+
+
+def test_the_reference_is_scaled_dot_product_attention() -> None:
+    q, k, v, offsets = ragged([9], 4, 2, 8, torch.float32)
+    for is_causal in (False, True):
+        ours = ReferenceOps().encoder_attention(q, k, v, offsets, scale=8**-0.5, is_causal=is_causal)
+        theirs = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=is_causal, enable_gqa=True
+        )
+        torch.testing.assert_close(ours, theirs.transpose(0, 1))
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(2, 16)])
+def test_window_and_bias_of_the_reference(heads: int, dim: int) -> None:
+    q, k, v, offsets = ragged([11], heads, heads, dim, torch.float32)
+    bias = torch.randn(heads, 2 * 13 - 1)
+    ours = ReferenceOps().encoder_attention(q, k, v, offsets, scale=1.0, window=3, bias=bias)
+    for i in range(11):
+        for h in range(heads):
+            seen = range(max(0, i - 3), min(11, i + 4))
+            scores = torch.stack([q[i, h] @ k[j, h] + bias[h, j - i + 12] for j in seen])
+            torch.testing.assert_close(ours[i, h], scores.softmax(0) @ v[list(seen), h])
+
+
+def test_the_layers_of_a_step_share_their_blocks(ops: Ops) -> None:
+    q, k, v, offsets = ragged([5, 70], 2, 2, 16, torch.float32)
+    first = ops.encoder_attention(q, k, v, offsets, scale=1.0)
+    other = ragged([70, 5], 2, 2, 16, torch.float32)[3]
+    assert not torch.equal(first, ops.encoder_attention(q, k, v, other, scale=1.0))
+    assert torch.equal(first, ops.encoder_attention(q, k, v, offsets, scale=1.0))
