@@ -86,6 +86,10 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
         return upper_bounded_default(positions, default)
 
     @classmethod
+    def min_step_tokens(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
+        return cls.calculate_max_seq_len(pipeline_config, huggingface_config)
+
+    @classmethod
     @abstractmethod
     def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> EncoderNetwork:
         """Read the network from a checkpoint."""

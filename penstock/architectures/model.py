@@ -220,6 +220,11 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """Return the bytes of the activations of the largest step; 0 if the model has no estimate."""
         return 0
 
+    @classmethod
+    def min_step_tokens(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
+        """Return the tokens of the longest input that must run in one step; 0 if inputs run in chunks."""
+        return 0
+
     def estimate_memory_footprint(self) -> int:
         """Return the bytes available to the KV cache beside weights and activations."""
         plan = self.memory_plan
@@ -339,6 +344,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
             activation_size=self.estimate_activation_memory(config, huggingface_config),
             free_memory=self._free_memory(weights_size),
             adapters_size=estimate_adapters_size(config, self.tensor_names(huggingface_config)),
+            min_step_tokens=self.min_step_tokens(config, huggingface_config),
         )
         if plan.is_shortened:
             logging.getLogger(__name__).warning(

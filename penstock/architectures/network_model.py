@@ -80,7 +80,8 @@ class NetworkModel(PipelineModel[BaseContextType]):
         cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
     ) -> int:
         names = cls.tensor_names(huggingface_config)
-        return estimate_activation_memory(pipeline_config, huggingface_config, names)
+        whole = cls.min_step_tokens(pipeline_config, huggingface_config)
+        return estimate_activation_memory(pipeline_config, huggingface_config, names, min_step_tokens=whole)
 
     @classmethod
     def read(

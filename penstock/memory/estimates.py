@@ -86,7 +86,11 @@ def estimate_packed_size(pipeline_config: PipelineConfig) -> int:
 
 
 def estimate_activation_memory(
-    pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig, names: TensorNames | None = None
+    pipeline_config: PipelineConfig,
+    huggingface_config: HuggingFaceConfig,
+    names: TensorNames | None = None,
+    *,
+    min_step_tokens: int = 0,
 ) -> int:
     """Return the bytes of the activations of the largest step.
 
@@ -99,11 +103,12 @@ def estimate_activation_memory(
         pipeline_config: names the checkpoint and the encoding, and limits the step.
         huggingface_config: the checkpoint's configuration.
         names: the tensor names of the family; by default those of Llama.
+        min_step_tokens: the largest step has at least this many tokens.
     """
     size = _encoding(pipeline_config).compute_dtype.size_in_bytes
     shapes = _linear_shapes(pipeline_config, _names_or_default(names))
     widest = max((max(shape[-2:]) for shape in shapes), default=0)
-    rows = wanted_step_size(pipeline_config) * _ROWS_PER_TOKEN * widest * size
+    rows = max(wanted_step_size(pipeline_config), min_step_tokens) * _ROWS_PER_TOKEN * widest * size
     return rows + wanted_logit_rows(pipeline_config) * huggingface_config.vocabulary_size * _SAMPLING_BYTES
 
 

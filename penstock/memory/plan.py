@@ -96,6 +96,7 @@ def plan_memory(
     activation_size: int,
     free_memory: int,
     adapters_size: int = 0,
+    min_step_tokens: int = 0,
 ) -> MemoryPlan:
     """Return the maximum length, the batch size, the step size and the size of the KV cache.
 
@@ -113,11 +114,15 @@ def plan_memory(
         activation_size: see `estimate_activation_memory`; for steps of ``max_batch_input_tokens``.
         free_memory: of all devices together, before anything is loaded.
         adapters_size: see `estimate_adapters_size`.
+        min_step_tokens: the largest step has at least this many tokens, because an input of so many tokens
+            cannot be split. Smaller step sizes save no memory.
 
     Raises:
         InsufficientMemoryError: the model does not fit with any value of the settings that are not fixed.
         ConfigError: ``max_length`` exceeds that of the model.
     """
+
+    largest_step = max(wanted_step_size(pipeline_config), min_step_tokens)
 
     def plan(step_size: int) -> MemoryPlan:
         return _plan(
@@ -125,18 +130,18 @@ def plan_memory(
             spec,
             model_max_length,
             weights_size,
-            activation_size * step_size // wanted_step_size(pipeline_config),
+            activation_size * max(step_size, min_step_tokens) // largest_step,
             free_memory,
             adapters_size,
         )
 
-    *larger, smallest = _step_sizes(pipeline_config, activation_size, MIN_STEP)
+    *larger, smallest = _step_sizes(pipeline_config, activation_size, max(MIN_STEP, min_step_tokens))
     for step_size in larger:
         with suppress(InsufficientMemoryError):
             found = plan(step_size)
             if not found.is_shortened:
                 return found
-    *smaller, least = _step_sizes(pipeline_config, activation_size, 1)
+    *smaller, least = _step_sizes(pipeline_config, activation_size, max(1, min_step_tokens))
     for step_size in (smallest, *smaller):
         with suppress(InsufficientMemoryError):
             return plan(step_size)

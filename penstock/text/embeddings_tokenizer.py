@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.errors import InputError, PromptTooLongError
+from penstock.errors import InputError, PromptTooLongError, UnsupportedFeatureError
 from penstock.pipelines.core import EmbeddingsContext, EmbeddingsGenerationRequest
 from penstock.text.sentence_transformers import read_layout
 from penstock.text.token_ids import TokenIds, checked_prompt_ids
@@ -42,6 +42,9 @@ class EmbeddingsTokenizer(TextTokenizer):
             special_tokens_in_content=special_tokens_in_content,
         )
         self.layout = read_layout(Path(checkpoint))
+        trained = self.layout.max_seq_length
+        if max_length is None and trained is not None:
+            self.max_length = min(trained, self.max_length or trained)
 
     async def new_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
         """Run `build_embeddings_context` in a thread."""
@@ -53,7 +56,12 @@ class EmbeddingsTokenizer(TextTokenizer):
         Raises:
             PromptTooLongError: the input exceeds the maximum length and the request does not ask to truncate.
             InputError: the input is empty, the prompt name is unknown, or a parameter is invalid.
+            UnsupportedFeatureError: the request has an instruction.
         """
+        if request.instruction is not None:
+            raise UnsupportedFeatureError(
+                "instruction", "this model has no template for it: place the text before the input with prompt"
+            )
         prompt = self._prompt_text(request)
         limit = self._limit(request)
         types = None
@@ -67,7 +75,7 @@ class EmbeddingsTokenizer(TextTokenizer):
             if prompt:
                 raise InputError("a prompt needs a text as input, not token ids: put its tokens first")
             if request.truncate and limit is not None:
-                tokens = tokens[:limit]
+                tokens = self._cut(tokens, limit)
         if not len(tokens):
             raise InputError("the input is empty: it needs at least one token")
         if limit is not None and len(tokens) > limit:
@@ -121,6 +129,12 @@ class EmbeddingsTokenizer(TextTokenizer):
             for part in texts:
                 self._check_length(part)
         else:
+            num_special = backend.num_special_tokens_to_add(pair is not None)
+            if cut_to <= num_special:
+                raise InputError(
+                    f"the input is cut to {cut_to} tokens, but {num_special} of them are special tokens: "
+                    f"raise max_tokens to {num_special + 1} or more"
+                )
             backend.enable_truncation(cut_to)  # cuts the longer text of a pair, keeps special tokens
         try:
             one = valid_unicode(texts[0])
@@ -130,6 +144,12 @@ class EmbeddingsTokenizer(TextTokenizer):
             backend.no_truncation()
         tokens = checked_prompt_ids(encoding.ids, self.vocab_size)
         return tokens, None if pair is None else np.array(encoding.type_ids, np.int64)
+
+    def _cut(self, tokens: TokenIds, limit: int) -> TokenIds:
+        """Return the first ``limit`` tokens; a special token at the end stays at the end."""
+        if len(tokens) <= limit or int(tokens[-1]) not in self._special_tokens.by_id:
+            return tokens[:limit]
+        return np.append(tokens[: limit - 1], tokens[-1])
 
     def _num_unpooled(self, prompt: str, num_tokens: int) -> int:
         """Return the number of leading tokens that pooling leaves out because they belong to the prompt."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from penstock.errors import CheckpointError
 from penstock.pipelines.core import PoolingType
@@ -81,7 +81,8 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
     Raises:
         CheckpointError: a file is damaged, or a module has an unknown type.
     """
-    settings = _object(checkpoint / "config_sentence_transformers.json")
+    settings_file = checkpoint / "config_sentence_transformers.json"
+    settings = _object(settings_file)
     modules = _modules(checkpoint)
     transformer = checkpoint
     found: dict[str, Any] = {}
@@ -100,14 +101,16 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
                 checkpoint / "modules.json",
                 f"module {kind!r} is not supported: use Transformer, Pooling, Dense and Normalize",
             )
-    limits = _object(transformer / "sentence_bert_config.json")
+    limits_file = transformer / "sentence_bert_config.json"
+    limits = _object(limits_file)
+    prompts = _prompts(settings_file, settings)
     return SentenceTransformersLayout(
         dense=tuple(dense),
-        prompts=_prompts(checkpoint, settings),
-        default_prompt_name=settings.get("default_prompt_name"),
-        max_seq_length=limits.get("max_seq_length"),
+        prompts=prompts,
+        default_prompt_name=_default_prompt(settings_file, settings, prompts),
+        max_seq_length=_max_seq_length(limits_file, limits),
         lower_case=bool(limits.get("do_lower_case")),
-        similarity=settings.get("similarity_fn_name") or "cosine",
+        similarity=_similarity(settings_file, settings),
         is_present=bool(modules),
         **found,
     )
@@ -157,13 +160,34 @@ def _dense(path: Path) -> DenseModule:
         raise CheckpointError(path / "config.json", f"needs in_features and out_features: {error}") from error
 
 
-def _prompts(checkpoint: Path, settings: Mapping[str, Any]) -> Mapping[str, str]:
+def _prompts(file: Path, settings: Mapping[str, Any]) -> Mapping[str, str]:
     prompts = settings.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise CheckpointError(
-            checkpoint / "config_sentence_transformers.json", "prompts must map names to texts"
-        )
+        raise CheckpointError(file, "prompts must map names to texts")
     return cast("dict[str, str]", prompts)
+
+
+def _default_prompt(file: Path, settings: Mapping[str, Any], prompts: Mapping[str, str]) -> str | None:
+    name = settings.get("default_prompt_name")
+    if name is not None and name not in prompts:
+        known = ", ".join(prompts) or "none"
+        raise CheckpointError(file, f"default_prompt_name {name!r} is not among the prompts ({known})")
+    return cast("str | None", name)
+
+
+def _max_seq_length(file: Path, limits: Mapping[str, Any]) -> int | None:
+    value = limits.get("max_seq_length")
+    if value is None or (type(value) is int and value > 0):
+        return value
+    raise CheckpointError(file, f"max_seq_length must be a whole number of at least 1, was {value!r}")
+
+
+def _similarity(file: Path, settings: Mapping[str, Any]) -> Similarity:
+    kind = settings.get("similarity_fn_name") or "cosine"
+    if kind not in get_args(Similarity):
+        known = ", ".join(get_args(Similarity))
+        raise CheckpointError(file, f"similarity_fn_name {kind!r} is unknown: use {known}")
+    return cast("Similarity", kind)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -112,8 +112,6 @@ class EmbeddingsContext(TextContext, kw_only=True, tag=True, omit_defaults=True)
     """``[T]``: the segment of each token, for models that distinguish the two texts of a pair."""
     num_unpooled_tokens: int = 0
     """Leading tokens that pooling and multi-vector output leave out, such as those of a prompt."""
-    is_query: bool | None = None
-    """Whether the text is a query (True) or a document (False); None where the model does not distinguish."""
     pooling: PoolingType | None = None
     """None uses the checkpoint's pooling."""
     dimensions: int | None = None

@@ -34,7 +34,6 @@ def test_a_context_crosses_with_all_of_its_fields() -> None:
         outputs=("dense", "sparse"),
         token_type_ids=np.array([0, 0, 1]),
         num_unpooled_tokens=1,
-        is_query=True,
         pooling="mean",
         dimensions=2,
         normalize=False,

@@ -1,0 +1,162 @@
+"""Requests to contexts of the embeddings task."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.tiny_embedder import CLS, POSITIONS, SEP, TOKENS, tiny_tokenizer, write_tiny_embedder
+
+from penstock.errors import InputError, PromptTooLongError, UnsupportedFeatureError
+from penstock.pipelines.core import EmbeddingsContext, EmbeddingsGenerationRequest
+from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
+
+CAT, SAT, HELLO = (TOKENS.index(word) for word in ("cat", "sat", "hello"))
+PROMPTS = {"prompts": {"query": "query: ", "passage": "passage: "}}
+EXCLUDED = {"pooling_mode_mean_tokens": True, "include_prompt": False}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> EmbeddingsTokenizer:
+    folder = tmp_path_factory.mktemp("embedder")
+    return EmbeddingsTokenizer(write_tiny_embedder(folder, settings=PROMPTS, max_seq_length=40))
+
+
+def build(tokenizer: EmbeddingsTokenizer, text: Any, **fields: Any) -> EmbeddingsContext:
+    return tokenizer.build_embeddings_context(EmbeddingsGenerationRequest(id="7", input=text, **fields))
+
+
+def tokens_of(tokenizer: EmbeddingsTokenizer, text: Any, **fields: Any) -> list[int]:
+    ids: list[int] = build(tokenizer, text, **fields).next_tokens.tolist()
+    return ids
+
+
+def ids(text: str, pair: str | None = None) -> list[int]:
+    encoded: list[int] = tiny_tokenizer().encode(text, pair).ids
+    return encoded
+
+
+def test_a_text(tokenizer: EmbeddingsTokenizer) -> None:
+    context = build(tokenizer, "Cat sat", model_name="m", priority=3, adapter="a")
+    assert context.next_tokens.tolist() == [CLS, CAT, SAT, SEP]
+    assert (context.request_id, context.model_name, context.priority, context.adapter) == ("7", "m", 3, "a")
+    assert context.prompt == "Cat sat"
+    assert context.token_type_ids is None
+    assert context.num_unpooled_tokens == 0
+
+
+def test_options_reach_the_context(tokenizer: EmbeddingsTokenizer) -> None:
+    options: dict[str, Any] = {
+        "outputs": ("multi_vector",),
+        "pooling": "max",
+        "dimensions": 5,
+        "normalize": False,
+        "activation": False,
+    }
+    context = build(tokenizer, "cat", **options)
+    assert {name: getattr(context, name) for name in options} == options
+
+
+def test_the_length_limit_is_that_of_the_layout(tokenizer: EmbeddingsTokenizer, tmp_path: Path) -> None:
+    assert tokenizer.max_length == 40
+    folder = write_tiny_embedder(tmp_path, max_seq_length=POSITIONS * 2)
+    assert EmbeddingsTokenizer(folder).max_length == POSITIONS
+    assert EmbeddingsTokenizer(folder, max_length=9).max_length == 9
+
+
+def test_prompts(tokenizer: EmbeddingsTokenizer) -> None:
+    assert tokens_of(tokenizer, "cat", prompt_name="query") == ids("query: cat")
+    assert tokens_of(tokenizer, "cat", prompt="the ") == ids("the cat")
+    with pytest.raises(InputError, match="prompt_name 'q' is unknown: the checkpoint has query, passage"):
+        build(tokenizer, "cat", prompt_name="q")
+    with pytest.raises(InputError, match="prompt and prompt_name are both given"):
+        build(tokenizer, "cat", prompt="a", prompt_name="query")
+
+
+def test_the_default_prompt(tmp_path: Path) -> None:
+    settings = PROMPTS | {"default_prompt_name": "passage"}
+    tokenizer = EmbeddingsTokenizer(write_tiny_embedder(tmp_path, settings=settings))
+    assert tokens_of(tokenizer, "cat") == ids("passage: cat")
+    assert tokens_of(tokenizer, "cat", prompt_name="query") == ids("query: cat")
+    assert tokens_of(tokenizer, "cat", prompt="") == ids("cat")
+    assert tokens_of(tokenizer, [CLS, CAT, SEP]) == [CLS, CAT, SEP]
+
+
+def test_pooling_can_leave_out_the_prompt(tmp_path: Path) -> None:
+    tokenizer = EmbeddingsTokenizer(write_tiny_embedder(tmp_path, settings=PROMPTS, pooling=EXCLUDED))
+    assert build(tokenizer, "cat", prompt_name="query").num_unpooled_tokens == 3  # [CLS] query :
+    assert build(tokenizer, "cat").num_unpooled_tokens == 0
+    cut = build(tokenizer, "cat", prompt="the big red cat sat on ", truncate=True, max_tokens=5)
+    assert cut.num_unpooled_tokens == 4, "one token is always pooled"
+
+
+def test_a_pair(tokenizer: EmbeddingsTokenizer) -> None:
+    context = build(tokenizer, "cat", text_pair="hello cat")
+    assert context.next_tokens.tolist() == [CLS, CAT, SEP, HELLO, CAT, SEP]
+    assert context.token_type_ids is not None
+    assert context.token_type_ids.tolist() == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(InputError, match="text_pair needs a text as input, not token ids"):
+        build(tokenizer, [CAT], text_pair="cat")
+
+
+def test_truncation_keeps_special_tokens(tokenizer: EmbeddingsTokenizer) -> None:
+    text = "cat " * 100
+    assert tokens_of(tokenizer, text, truncate=True) == [CLS, *[CAT] * 38, SEP]
+    assert tokens_of(tokenizer, text, truncate=True, max_tokens=4) == [CLS, CAT, CAT, SEP]
+    assert tokens_of(tokenizer, text, truncate=True, max_tokens=90) == [CLS, *[CAT] * 38, SEP]
+    pair = tokens_of(tokenizer, "hello", text_pair=text, truncate=True, max_tokens=8)
+    assert pair == [CLS, HELLO, SEP, CAT, CAT, CAT, CAT, SEP], "the longer text is cut"
+    assert len(tokens_of(tokenizer, "cat " * 30)) == 32, "the next request is not cut"
+    with pytest.raises(InputError, match="cut to 2 tokens, but 2 of them are special tokens: raise max_tok"):
+        build(tokenizer, text, truncate=True, max_tokens=2)
+    with pytest.raises(InputError, match="max_tokens must be at least 1, was 0"):
+        build(tokenizer, text, truncate=True, max_tokens=0)
+    with pytest.raises(InputError, match="max_tokens is 4 but truncate is False"):
+        build(tokenizer, text, max_tokens=4)
+
+
+def test_an_input_that_is_too_long_is_refused_with_both_numbers(tokenizer: EmbeddingsTokenizer) -> None:
+    with pytest.raises(PromptTooLongError, match="42 tokens, but the maximum length is 40"):
+        build(tokenizer, "cat " * 40)
+    with pytest.raises(PromptTooLongError, match="more than .* but the maximum length is 40"):
+        build(tokenizer, "cat " * 5000)
+    with pytest.raises(PromptTooLongError, match="41 tokens, but the maximum length is 40"):
+        build(tokenizer, [CAT] * 41)
+
+
+def test_token_ids(tokenizer: EmbeddingsTokenizer) -> None:
+    assert tokens_of(tokenizer, [CLS, CAT, SEP]) == [CLS, CAT, SEP]
+    assert build(tokenizer, np.array([CAT])).prompt == [CAT]
+    assert tokens_of(tokenizer, [CLS, CAT, SAT, CAT, SEP], truncate=True, max_tokens=3) == [CLS, CAT, SEP]
+    assert tokens_of(tokenizer, [CAT, SAT, CAT], truncate=True, max_tokens=2) == [CAT, SAT]
+    with pytest.raises(InputError, match="token 1 of the prompt is 99999: ids are integers from 0"):
+        build(tokenizer, [CAT, 99999])
+    with pytest.raises(InputError, match="a prompt needs a text as input, not token ids"):
+        build(tokenizer, [CAT], prompt_name="query")
+
+
+@pytest.mark.parametrize("text", ["", []])
+def test_an_empty_input_is_refused(tokenizer: EmbeddingsTokenizer, text: Any) -> None:
+    with pytest.raises(InputError, match="the input is empty"):
+        build(tokenizer, text)
+
+
+def test_an_instruction_is_refused_by_name(tokenizer: EmbeddingsTokenizer) -> None:
+    with pytest.raises(UnsupportedFeatureError, match="instruction.*no template"):
+        build(tokenizer, "cat", instruction="find cats")
+
+
+def test_surrogates_and_lower_case(tokenizer: EmbeddingsTokenizer, tmp_path: Path) -> None:
+    assert tokens_of(tokenizer, "cat \ud800") == ids("cat �")
+    folder = write_tiny_embedder(tmp_path, max_seq_length=20)
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    assert EmbeddingsTokenizer(folder).layout.lower_case
+
+
+def test_contexts_are_built_in_a_thread(tokenizer: EmbeddingsTokenizer) -> None:
+    request = EmbeddingsGenerationRequest(id="7", input="cat")
+    context = asyncio.run(tokenizer.new_embeddings_context(request))
+    assert context.next_tokens.tolist() == [CLS, CAT, SEP]
