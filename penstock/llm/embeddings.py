@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import uuid4
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.assembly import STREAMING_LATENCY_BUDGET
-from penstock.errors import InputError
+from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.host.interrupts import deferred_interrupts
 from penstock.host.progress import GenerationProgress
 from penstock.llm.prompts import broadcast
@@ -130,6 +131,8 @@ class EmbeddingsMethods:
             truncate=truncate,
             adapter=adapter,
         )
+        if not responses:
+            return np.zeros((0, dimensions or self.pipeline.embedding_size), np.float32)
         vectors = np.stack([response.embeddings for response in responses])
         return vectors[0] if _is_single(inputs) else vectors
 
@@ -188,6 +191,7 @@ class EmbeddingsMethods:
 
         Raises:
             InputError: an input cannot be served, or the numbers of queries and documents differ.
+            UnsupportedFeatureError: ``activation`` is given and the model is an embedder.
         """
         self._check_task("LLM.score", PipelineTask.EMBEDDINGS_GENERATION)
         texts = [documents] if isinstance(documents, str) else list(documents)
@@ -196,9 +200,12 @@ class EmbeddingsMethods:
             raise InputError(
                 f"{len(queries)} queries and {len(texts)} documents: give one query, or one for each document"
             )
+        is_embedder = "scores" not in self.pipeline.outputs
+        if is_embedder and activation is not None:
+            raise UnsupportedFeatureError("activation", "this model is an embedder, without a scoring head")
         if not texts:
             return np.zeros(0, np.float32)
-        if "scores" not in self.pipeline.outputs:
+        if is_embedder:
             return self._similarities(queries, texts, use_tqdm, truncate)
         fields = [
             {"input": one, "text_pair": text, "truncate": truncate, "activation": activation}
@@ -286,18 +293,28 @@ class EmbeddingsMethods:
         use_tqdm: bool,
     ) -> list[EmbeddingsResponse]:
         """Run one request for each entry of ``fields`` and return the outputs in their order."""
-        results = [
-            EmbeddingsResult(self._embeddings_context(index, len(fields), outputs, one))
-            for index, one in enumerate(fields)
-        ]
+        results: list[EmbeddingsResult] = []
+        with self._runner.exclusive():
+            try:
+                for index, one in enumerate(fields):
+                    context = self._embeddings_context(index, len(fields), outputs, one)
+                    results.append(EmbeddingsResult(context))
+                    self._check_context(index, len(fields), context)
+                self._run_embeddings(results, use_tqdm)
+            except BaseException:
+                for result in results:
+                    self.pipeline.release(result.context)  # `ready` may have reserved room for an adapter
+                raise
+        return [one.response for one in results if one.response is not None]
+
+    def _run_embeddings(self, results: Sequence[EmbeddingsResult], use_tqdm: bool) -> None:
         progress = GenerationProgress(len(results), shown=use_tqdm)
-        with self._runner.exclusive(), deferred_interrupts() as deliver_interrupt, progress:
+        with deferred_interrupts() as deliver_interrupt, progress:
             for served in self._runner.run(results, seconds=STREAMING_LATENCY_BUDGET):
                 deliver_interrupt()
                 progress.advance(
                     num_tokens=sum(one.context.current_length for one in served), num_prompts=len(served)
                 )
-        return [one.response for one in results if one.response is not None]
 
     def _embeddings_context(
         self,
@@ -306,18 +323,27 @@ class EmbeddingsMethods:
         outputs: tuple[EmbeddingsOutput, ...] | None,
         fields: Mapping[str, Any],
     ) -> EmbeddingsContext:
-        try:
-            context = self.tokenizer.build_embeddings_context(
-                EmbeddingsGenerationRequest(
-                    id=uuid4().hex, model_name=self.config.model.name, outputs=outputs, **fields
-                )
+        with _naming_input(index, count):
+            request = EmbeddingsGenerationRequest(
+                id=uuid4().hex, model_name=self.config.model.name, outputs=outputs, **fields
             )
+            return self.tokenizer.build_embeddings_context(request)
+
+    def _check_context(self, index: int, count: int, context: EmbeddingsContext) -> None:
+        """Refuse a context that the pipeline cannot run."""
+        with _naming_input(index, count):
             self.pipeline.ready(context)
-        except InputError as error:
-            if count > 1:
-                error.add_note(f"in input {index + 1} of {count}")
-            raise
-        return context
+
+
+@contextmanager
+def _naming_input(index: int, count: int) -> Iterator[None]:
+    """Add to an `InputError` which of several inputs it concerns."""
+    try:
+        yield
+    except InputError as error:
+        if count > 1:
+            error.add_note(f"in input {index + 1} of {count}")
+        raise
 
 
 def _is_single(inputs: Any) -> bool:

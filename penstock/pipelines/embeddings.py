@@ -126,8 +126,13 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         if context.dimensions is not None:
             size = self.embedding_size if context.pooling is None else self._size_of(1)
             check_dimensions(context.dimensions, size, self.trained_dimensions)
-        manager = self.lora_manager
-        return manager is None or manager.ready(context)
+        if context.adapter is None:
+            return True
+        if self.lora_manager is None:
+            raise UnsupportedFeatureError(
+                f"the adapter {context.adapter!r}", "the model is loaded without LoRA adapters (--lora)"
+            )
+        return self.lora_manager.ready(context)
 
     def release(self, context: EmbeddingsContext) -> None:
         super().release(context)

@@ -60,7 +60,8 @@ class EmbeddingsTokenizer(TextTokenizer):
         """
         if request.instruction is not None:
             raise UnsupportedFeatureError(
-                "instruction", "this model has no template for it: place the text before the input with prompt"
+                "instruction",
+                "this model has no template for it: give the text as prompt",
             )
         prompt = self._prompt_text(request)
         limit = self._limit(request)

@@ -417,3 +417,15 @@ def test_room_for_adapters_is_taken_from_the_cache() -> None:
     assert "adapters" not in shown(without)
     with pytest.raises(InsufficientMemoryError, match=r"LoRA adapters 2.0 MiB.*lower --max-loras"):
         plan_memory(config, FULL, **options, adapters_size=2**21)
+
+
+def test_whole_inputs_need_memory_for_the_longest() -> None:
+    options: dict[str, Any] = {"model_max_length": 4096, "weights_size": 1000, "min_step_tokens": 4096}
+    config = replace(fixed(), max_batch_input_tokens=1024)
+    found = plan_memory(config, None, **options, activation_size=4096, free_memory=6000)
+    assert (found.max_batch_input_tokens, found.activation_size) == (1024, 4096)
+    config = replace(fixed(), max_batch_input_tokens=16384)
+    halved = plan_memory(config, None, **options, activation_size=16384, free_memory=10_000)
+    assert (halved.max_batch_input_tokens, halved.activation_size) == (8192, 8192)
+    with pytest.raises(InsufficientMemoryError, match=r"activations 4\.0 KiB"):
+        plan_memory(config, None, **options, activation_size=16384, free_memory=5000)

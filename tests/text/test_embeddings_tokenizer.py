@@ -121,7 +121,7 @@ def test_truncation_keeps_special_tokens(tokenizer: EmbeddingsTokenizer) -> None
 def test_an_input_that_is_too_long_is_refused_with_both_numbers(tokenizer: EmbeddingsTokenizer) -> None:
     with pytest.raises(PromptTooLongError, match="42 tokens, but the maximum length is 40"):
         build(tokenizer, "cat " * 40)
-    with pytest.raises(PromptTooLongError, match="more than .* but the maximum length is 40"):
+    with pytest.raises(PromptTooLongError, match=r"more than .* but the maximum length is 40"):
         build(tokenizer, "cat " * 5000)
     with pytest.raises(PromptTooLongError, match="41 tokens, but the maximum length is 40"):
         build(tokenizer, [CAT] * 41)
@@ -145,7 +145,7 @@ def test_an_empty_input_is_refused(tokenizer: EmbeddingsTokenizer, text: Any) ->
 
 
 def test_an_instruction_is_refused_by_name(tokenizer: EmbeddingsTokenizer) -> None:
-    with pytest.raises(UnsupportedFeatureError, match="instruction.*no template"):
+    with pytest.raises(UnsupportedFeatureError, match=r"instruction.*no template"):
         build(tokenizer, "cat", instruction="find cats")
 
 

@@ -127,5 +127,5 @@ def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, message: 
 
 def test_a_damaged_dense_module_is_named(tmp_path: Path) -> None:
     write_tiny_embedder(tmp_path, modules=("Transformer", "Pooling", "Dense"))
-    with pytest.raises(CheckpointError, match="2_Dense.*needs in_features and out_features"):
+    with pytest.raises(CheckpointError, match=r"2_Dense.*needs in_features and out_features"):
         read_layout(tmp_path)

@@ -1,0 +1,217 @@
+"""`LLM.embed`, `encode`, `score`, `rerank` and `classify`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.tiny_embedder import CLS, HIDDEN, SEP, TOKENS, write_tiny_embedder
+from support.tiny_llm import write_tiny_llm
+
+from penstock import LLM
+from penstock.errors import (
+    InputError,
+    PenstockError,
+    PromptTooLongError,
+    TaskMismatchError,
+    UnsupportedFeatureError,
+)
+
+TEXTS = ["the cat sat on the mat", "hello world", "a big red car"]
+PROMPTS = {"prompts": {"query": "query: ", "passage": "passage: "}}
+CAT = [CLS, TOKENS.index("cat"), SEP]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("embedder")
+    with LLM(str(write_tiny_embedder(folder, settings=PROMPTS, matryoshka_dimensions=[8]))) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(str(write_tiny_embedder(tmp_path_factory.mktemp("reranker"), labels=1))) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(str(write_tiny_embedder(tmp_path_factory.mktemp("classifier"), labels=3))) as llm:
+        yield llm
+
+
+def test_one_text_and_several(llm: LLM) -> None:
+    vectors = llm.embed(TEXTS)
+    assert vectors.shape == (3, HIDDEN)
+    assert vectors.dtype == np.float32
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        one = llm.embed(text)
+        assert one.shape == (HIDDEN,)
+        assert np.array_equal(one, vector)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+
+
+def test_token_ids(llm: LLM) -> None:
+    expected = llm.embed("cat")
+    assert np.array_equal(llm.embed(CAT), expected)
+    assert np.array_equal(llm.embed(np.array(CAT)), expected)
+    assert np.array_equal(llm.embed([CAT, "cat"]), [expected, expected])
+
+
+def test_no_inputs(llm: LLM, classifier: LLM) -> None:
+    assert llm.embed([]).shape == (0, HIDDEN)
+    assert llm.embed([], dimensions=8).shape == (0, 8)
+    assert llm.encode([]) == []
+    assert llm.score("cat", []).shape == (0,)
+    assert llm.rerank("cat", []) == []
+    assert classifier.classify([]) == []
+
+
+def test_options(llm: LLM) -> None:
+    whole = llm.embed("cat", normalize=False)
+    assert np.linalg.norm(whole) != pytest.approx(1)
+    cut = llm.embed("cat", dimensions=8)
+    np.testing.assert_allclose(cut, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-6)
+    with pytest.raises(InputError, match="dimensions must be one of 8, 32, was 7"):
+        llm.embed("cat", dimensions=7)
+    assert np.array_equal(llm.embed("cat", prompt_name="query"), llm.embed("query: cat"))
+    assert np.array_equal(llm.embed("cat", prompt="the "), llm.embed("the cat"))
+    first = llm.embed("cat sat", pooling="cls", normalize=False)
+    assert not np.allclose(first, llm.embed("cat sat", normalize=False))
+    long = "cat " * 100
+    assert llm.embed(long, truncate=True).shape == (HIDDEN,)
+    with pytest.raises(PromptTooLongError, match="102 tokens, but the maximum length is 64"):
+        llm.embed(long)
+
+
+def test_all_outputs(llm: LLM) -> None:
+    [response] = llm.encode("the cat", outputs=("dense", "multi_vector"))
+    assert np.array_equal(response.embeddings, llm.embed("the cat"))
+    assert response.multi_vector is not None
+    assert response.multi_vector.shape == (4, HIDDEN)
+    assert response.scores is None
+    assert response.sparse is None
+    assert np.array_equal(llm.encode("the cat")[0].embeddings, response.embeddings)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        (["cat", ""], {}, "the input is empty"),
+        (["cat", [999]], {}, "token 0 of the prompt is 999"),
+        (["cat", "cat " * 100], {}, "102 tokens"),
+        (["cat", "cat"], {"adapter": [None, "absent"]}, "the adapter 'absent'.*without LoRA adapters"),
+    ],
+)
+def test_an_error_names_its_input_and_leaves_nothing_behind(
+    llm: LLM, inputs: list[Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PenstockError, match=message) as error:
+        llm.embed(inputs, **options)
+    assert error.value.__notes__ == ["in input 2 of 2"]
+    assert not llm._scheduler.has_work
+    assert llm.embed("cat").shape == (HIDDEN,)
+
+
+def test_adapters_and_inputs_must_match(llm: LLM) -> None:
+    with pytest.raises(InputError, match="adapter"):
+        llm.embed(["cat", "dog"], adapter=["a"])
+
+
+def test_similarities_use_the_prompts_of_the_checkpoint(llm: LLM) -> None:
+    scores = llm.score("cat", TEXTS)
+    query = llm.embed("query: cat")
+    expected = llm.embed([f"passage: {text}" for text in TEXTS]) @ query
+    np.testing.assert_allclose(scores, expected, atol=1e-6)
+    assert llm.score("cat", TEXTS[0]).shape == (1,)
+    each = llm.score(["cat", "dog", "cat"], TEXTS)
+    np.testing.assert_allclose(each[[0, 2]], scores[[0, 2]], atol=1e-6)
+    with pytest.raises(InputError, match="2 queries and 3 documents: give one query, or one for each"):
+        llm.score(["cat", "dog"], TEXTS)
+    with pytest.raises(UnsupportedFeatureError, match=r"activation.*embedder"):
+        llm.score("cat", TEXTS, activation=False)
+
+
+@pytest.mark.parametrize("kind", ["dot", "euclidean"])
+def test_the_similarity_function_of_the_checkpoint(tmp_path: Path, kind: str) -> None:
+    settings = {"similarity_fn_name": kind}
+    modules = ("Transformer", "Pooling")
+    with LLM(str(write_tiny_embedder(tmp_path, settings=settings, modules=modules))) as llm:
+        [query, text] = llm.embed(["cat", "dog"])
+        expected = query @ text if kind == "dot" else -np.linalg.norm(query - text)
+        assert llm.score("cat", "dog") == pytest.approx([expected], rel=1e-5)
+
+
+def test_a_cross_encoder(reranker: LLM) -> None:
+    scores = reranker.score("cat", TEXTS)
+    assert scores.shape == (3,)
+    logits = reranker.score("cat", TEXTS, activation=False)
+    np.testing.assert_allclose(scores, 1 / (1 + np.exp(-logits)), atol=1e-6)
+    for text, score in zip(TEXTS, scores, strict=True):
+        assert reranker.score("cat", text) == pytest.approx([score], abs=1e-6)
+    [swapped] = reranker.score(TEXTS[0], "cat")
+    assert swapped != pytest.approx(scores[0], abs=1e-4), "query and document have their places"
+
+
+def test_rerank(reranker: LLM, llm: LLM) -> None:
+    for model in (reranker, llm):
+        scores = model.score("cat", TEXTS)
+        results = model.rerank("cat", TEXTS)
+        assert [one.score for one in results] == sorted((float(one) for one in scores), reverse=True)
+        assert all(TEXTS[one.index] == one.document for one in results)
+        assert all(scores[one.index] == pytest.approx(one.score) for one in results)
+        assert model.rerank("cat", TEXTS, top_n=2) == results[:2]
+        with pytest.raises(InputError, match="top_n must be at least 1, was 0"):
+            model.rerank("cat", TEXTS, top_n=0)
+
+
+def test_classify(classifier: LLM, llm: LLM) -> None:
+    results = classifier.classify(TEXTS)
+    for one in results:
+        assert one.scores.sum() == pytest.approx(1)
+        assert one.label == f"label {one.scores.argmax()}"
+    [logits] = classifier.classify(TEXTS[0], activation=False)
+    exponents = np.exp(logits.scores)
+    np.testing.assert_allclose(results[0].scores, exponents / exponents.sum(), atol=1e-6)
+    with pytest.raises(UnsupportedFeatureError, match="the output scores"):
+        llm.classify("cat")
+    with pytest.raises(InputError, match=r"the model has 3 labels: a cross-encoder has one"):
+        classifier.score("cat", "dog")
+
+
+def test_tasks(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(TaskMismatchError, match=r"LLM\.generate needs a model of the task text-generation"):
+        llm.generate("cat")
+    with LLM(str(write_tiny_llm(tmp_path))) as decoder:
+        calls: list[tuple[str, tuple[Any, ...]]] = [
+            ("embed", ("cat",)),
+            ("encode", ("cat",)),
+            ("score", ("cat", ["dog"])),
+            ("rerank", ("cat", ["dog"])),
+            ("classify", ("cat",)),
+        ]
+        for name, arguments in calls:
+            with pytest.raises(TaskMismatchError, match="needs a model of the task embeddings-generation"):
+                getattr(decoder, name)(*arguments)
+
+
+def test_a_closed_llm(tmp_path: Path) -> None:
+    llm = LLM(str(write_tiny_embedder(tmp_path)))
+    llm.close()
+    with pytest.raises(InputError, match="this LLM is closed"):
+        llm.embed("cat")
+
+
+def test_the_progress_bar(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    llm.embed(TEXTS)
+    assert "3/3" in capsys.readouterr().err
+    llm.embed(TEXTS, use_tqdm=False)
+    assert not capsys.readouterr().err

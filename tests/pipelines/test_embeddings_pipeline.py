@@ -1,0 +1,210 @@
+"""`EmbeddingsPipeline` and the scheduler above it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from support.encoders import embeddings_context, encode_all, open_encoder
+from support.random_draws import examples
+from support.tiny_embedder import HIDDEN, LAYERS, POSITIONS, TOKENS, write_tiny_embedder
+
+from penstock.assembly import load_scheduler
+from penstock.config import PipelineConfig
+from penstock.errors import (
+    InputError,
+    InsufficientMemoryError,
+    TaskMismatchError,
+    UnsupportedFeatureError,
+)
+from penstock.pipelines.core import EmbeddingsContext, TextContext, TextGenerationStatus
+from penstock.pipelines.embeddings import EmbeddingsPipeline
+from penstock.scheduler import Scheduler
+
+QUERY = "encoder.layer.{}.attention.self.query"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_embedder(tmp_path_factory.mktemp("embedder"), matryoshka_dimensions=[4, 8])
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder: Path) -> EmbeddingsPipeline:
+    return open_encoder(folder, max_batch_input_tokens=24, max_batch_size=4)
+
+
+def inputs_of(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, len(TOKENS), length) for length in lengths]
+
+
+def scheduler_of(folder: Path, pipeline: EmbeddingsPipeline, **options: Any) -> Scheduler[Any, Any]:
+    return load_scheduler(PipelineConfig.from_flat({"model_path": str(folder)}), pipeline, **options)
+
+
+def submit(scheduler: Scheduler[Any, Any], inputs: list[np.ndarray]) -> list[EmbeddingsContext]:
+    contexts = [embeddings_context(one, str(i)) for i, one in enumerate(inputs)]
+    for context in contexts:
+        scheduler.submit(context)
+    return contexts
+
+
+def run(scheduler: Scheduler[Any, Any]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """Return all outputs, and the numbers of inputs and tokens of each step."""
+    outputs: dict[str, Any] = {}
+    steps = []
+    while scheduler.has_work:
+        outputs |= scheduler.step()
+        steps.append(scheduler.last_batch)
+    return outputs, steps
+
+
+@settings(max_examples=examples(15))
+@given(lengths=st.lists(st.integers(1, POSITIONS), min_size=1, max_size=9), seed=st.integers(0, 99))
+def test_each_schedule_has_the_bits_of_single_inputs(
+    pipeline: EmbeddingsPipeline, folder: Path, lengths: list[int], seed: int
+) -> None:
+    inputs = inputs_of(lengths, seed)
+    scheduler = scheduler_of(folder, pipeline)
+    contexts = submit(scheduler, inputs)
+    outputs, steps = run(scheduler)
+    assert not scheduler.failures
+    assert sum(count for count, _ in steps) == len(inputs)
+    for count, num_tokens in steps:
+        assert count <= 4
+        assert num_tokens <= 24 or count == 1, "only a single input may exceed the budget"
+    for i, context in enumerate(contexts):
+        assert context.status is TextGenerationStatus.END_OF_SEQUENCE
+        [alone] = encode_all(pipeline, [inputs[i]])
+        assert np.array_equal(outputs[str(i)].embeddings, alone.embeddings)
+
+
+def test_memory_is_planned_for_the_longest_input(
+    folder: Path, pipeline: EmbeddingsPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = pipeline.memory_plan
+    assert (plan.max_length, plan.max_batch_input_tokens) == (POSITIONS, 24)
+    larger = open_encoder(folder, max_batch_input_tokens=POSITIONS, max_batch_size=4).memory_plan
+    assert plan.activation_size == larger.activation_size
+    shorter = open_encoder(folder, max_batch_input_tokens=24, max_batch_size=4, max_length=30).memory_plan
+    assert shorter.activation_size < plan.activation_size
+    monkeypatch.setattr("penstock.host.limits.memory", lambda: (1 << 30, plan.weights_size + 1000))
+    with pytest.raises(InsufficientMemoryError, match="activations"):
+        open_encoder(folder, max_batch_input_tokens=1)
+
+
+def test_contexts_of_another_task_are_refused(pipeline: EmbeddingsPipeline) -> None:
+    context = TextContext(request_id="1", prompt="a", tokens=np.array([5]), max_length=9)
+    for call in (lambda: pipeline.ready(context), lambda: pipeline.execute({"1": context})):  # type: ignore
+        with pytest.raises(TaskMismatchError, match="a TextContext, is a request of another task"):
+            call()
+
+
+def test_outputs_that_the_model_lacks_are_refused(pipeline: EmbeddingsPipeline, tmp_path: Path) -> None:
+    assert pipeline.outputs == ("dense", "multi_vector")
+    with pytest.raises(UnsupportedFeatureError, match=r"the output scores.*computes dense, multi_vector"):
+        pipeline.ready(embeddings_context([5], outputs=("scores",)))
+    classifier = open_encoder(write_tiny_embedder(tmp_path, labels=2))
+    assert classifier.outputs == ("scores",)
+    with pytest.raises(UnsupportedFeatureError, match=r"the output dense.*computes scores"):
+        classifier.ready(embeddings_context([5], outputs=("dense",)))
+
+
+def test_options_of_a_context(pipeline: EmbeddingsPipeline) -> None:
+    [tokens] = inputs_of([9])
+    [plain] = encode_all(pipeline, [tokens], normalize=False)
+    [unit] = encode_all(pipeline, [tokens])
+    assert np.linalg.norm(unit.embeddings) == pytest.approx(1)
+    expected = plain.embeddings / np.linalg.norm(plain.embeddings)
+    np.testing.assert_allclose(unit.embeddings, expected, atol=1e-6)
+    [cut] = encode_all(pipeline, [tokens], dimensions=8)
+    assert cut.embeddings.shape == (8,)
+    assert np.linalg.norm(cut.embeddings) == pytest.approx(1), "cut, then normalised"
+    [many] = encode_all(pipeline, [tokens], outputs=("multi_vector", "dense"), num_unpooled_tokens=2)
+    assert many.multi_vector is not None
+    assert many.multi_vector.shape == (7, HIDDEN)
+    np.testing.assert_allclose(np.linalg.norm(many.multi_vector, axis=1), 1, atol=1e-5)
+    [rest] = encode_all(pipeline, [tokens], num_unpooled_tokens=2)
+    assert np.array_equal(many.embeddings, rest.embeddings)
+    assert not np.allclose(rest.embeddings, unit.embeddings)
+    for kind in ("cls", "max"):
+        [other] = encode_all(pipeline, [tokens], pooling=kind)
+        assert not np.allclose(other.embeddings, unit.embeddings)
+    with pytest.raises(InputError, match="dimensions must be one of 4, 8, 32, was 5"):
+        pipeline.ready(embeddings_context(tokens, dimensions=5))
+
+
+def test_a_faulty_input_harms_no_other(
+    folder: Path, pipeline: EmbeddingsPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = inputs_of([3, 4, 5, 2])
+    expected = encode_all(pipeline, inputs)
+    original = pipeline.model.prepare_initial_token_inputs
+
+    def failing(batches: Any, *args: Any) -> Any:
+        if any(context.request_id == "2" for context in batches[0]):
+            raise RuntimeError("this input fails")
+        return original(batches, *args)
+
+    monkeypatch.setattr(pipeline.model, "prepare_initial_token_inputs", failing)
+    scheduler = scheduler_of(folder, pipeline, isolates_faults=True)
+    submit(scheduler, inputs)
+    outputs, _ = run(scheduler)
+    assert list(scheduler.failures) == ["2"]
+    assert sorted(outputs) == ["0", "1", "3"]
+    for name, output in outputs.items():
+        assert np.array_equal(output.embeddings, expected[int(name)].embeddings)
+
+
+def test_cancelled_inputs_are_not_computed(folder: Path, pipeline: EmbeddingsPipeline) -> None:
+    scheduler = scheduler_of(folder, pipeline)
+    submit(scheduler, inputs_of([20, 20, 20]))
+    scheduler.cancel("1")
+    scheduler.cancel("absent")
+    outputs, steps = run(scheduler)
+    assert sorted(outputs) == ["0", "2"]
+    assert [count for count, _ in steps if count] == [1, 1]
+
+
+def write_lora(folder: Path, base: Path) -> Path:
+    """Write an adapter, and a checkpoint with its weights merged; return the adapter."""
+    rng = np.random.default_rng(3)
+    tensors, merged = {}, load_file(base / "model.safetensors")
+    for layer in range(LAYERS):
+        a, b = (rng.normal(0, 0.5, shape).astype(np.float32) for shape in ((2, HIDDEN), (HIDDEN, 2)))
+        name = QUERY.format(layer)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+        merged[f"{name}.weight"] = merged[f"{name}.weight"] + 2 * b @ a
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["query"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    write_tiny_embedder(folder / "merged")
+    save_file(merged, folder / "merged" / "model.safetensors")
+    return adapter
+
+
+def test_a_lora_adapter_is_applied(folder: Path, pipeline: EmbeddingsPipeline, tmp_path: Path) -> None:
+    adapter = write_lora(tmp_path, folder)
+    adapted = open_encoder(folder, lora=(f"a={adapter}",))
+    inputs = inputs_of([9, 5])
+    batch = {
+        "0": embeddings_context(inputs[0], "0", adapter="a"),
+        "1": embeddings_context(inputs[1], "1"),
+    }
+    assert all(adapted.ready(context) for context in batch.values())
+    outputs = adapted.encode(batch)
+    [expected] = encode_all(open_encoder(tmp_path / "merged"), inputs[:1])
+    [plain, other] = encode_all(pipeline, inputs)
+    np.testing.assert_allclose(outputs["0"].embeddings, expected.embeddings, atol=1e-5)
+    assert not np.allclose(outputs["0"].embeddings, plain.embeddings, atol=1e-2)
+    np.testing.assert_allclose(outputs["1"].embeddings, other.embeddings, atol=1e-6)

@@ -1,0 +1,70 @@
+"""Every pooling against its formula, and dense modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.errors import CheckpointError, WeightsError
+from penstock.kernels.reference import ReferenceOps
+from penstock.pipelines.pooling import load_dense, pool
+from penstock.text.sentence_transformers import DenseModule
+
+HIDDEN = torch.tensor([[1.0, -2.0], [4.0, 8.0], [3.0, 1.0]])
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "without_first"),
+    [
+        ("cls", [1, -2], [1, -2]),
+        ("mean", [8 / 3, 7 / 3], [3.5, 4.5]),
+        ("max", [4, 8], [4, 8]),
+        ("mean_sqrt_len", [8 / 3**0.5, 7 / 3**0.5], [7 / 2**0.5, 9 / 2**0.5]),
+        ("weighted_mean", [(1 + 8 + 9) / 6, (-2 + 16 + 3) / 6], [(4 + 6) / 3, (8 + 2) / 3]),
+        ("last_token", [3, 1], [3, 1]),
+    ],
+)
+def test_pooling(kind: str, whole: list[float], without_first: list[float]) -> None:
+    assert pool(HIDDEN, (kind,)).tolist() == pytest.approx(whole)  # type: ignore[arg-type]
+    assert pool(HIDDEN, (kind,), 1).tolist() == pytest.approx(without_first)  # type: ignore[arg-type]
+
+
+def test_several_poolings_are_concatenated_in_float32() -> None:
+    pooled = pool(HIDDEN.bfloat16(), ("cls", "max"))
+    assert pooled.dtype is torch.float32
+    assert pooled.tolist() == [1, -2, 4, 8]
+
+
+def dense(folder: Path, activation: str = "Tanh", bias: bool = True, out_features: int = 3) -> DenseModule:
+    return DenseModule(
+        path=folder, in_features=2, out_features=out_features, bias=bias, activation=activation
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"])
+def test_a_dense_module(tmp_path: Path, activation: str, bias: bool) -> None:
+    linear = torch.nn.Linear(2, 3, bias=bias)
+    save_file(
+        {f"linear.{name}": one.detach() for name, one in linear.named_parameters()},
+        tmp_path / "model.safetensors",
+    )
+    ops = ReferenceOps()
+    layer = load_dense(dense(tmp_path, activation, bias), ops, CPU)
+    expected = getattr(torch.nn, activation)()(linear(HIDDEN)).detach()
+    np.testing.assert_allclose(layer(HIDDEN, ops), expected, atol=1e-6)
+
+
+def test_damaged_dense_modules(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="activation 'Softmax' is not supported: use one of Identity"):
+        load_dense(dense(tmp_path, "Softmax"), ReferenceOps(), CPU)
+    save_file({"linear.weight": torch.zeros(3, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"linear\.bias"):
+        load_dense(dense(tmp_path), ReferenceOps(), CPU)
+    with pytest.raises(WeightsError, match=r"linear\.weight"):
+        load_dense(dense(tmp_path, bias=False, out_features=4), ReferenceOps(), CPU)
