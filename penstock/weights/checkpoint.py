@@ -1,4 +1,4 @@
-"""Checkpoints of any format: their format, and the tensors that a model sees. Loads no torch."""
+"""Opening a checkpoint: detect its format and read its headers. Loads no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Checkpoint:
 
 
 def is_gguf(checkpoint: Path) -> bool:
-    """Return whether a checkpoint is a GGUF file, which holds configuration and tokenizer too."""
+    """Return whether a checkpoint is a GGUF file. Such a file also holds configuration and tokenizer."""
     return checkpoint.suffix.lower() == gguf.SUFFIX and not checkpoint.is_dir()
 
 

@@ -1,4 +1,4 @@
-"""Whether the files of a downloaded model are what the hub has."""
+"""Verification of downloaded files against the hub's SHA-256 checksums."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from penstock.errors import CheckpointError
 from penstock.host.progress import LoadingProgress
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_AT_ONCE = 4 << 20  # bytes
+_READ_SIZE = 4 << 20  # bytes
 
 
 def check_checksums(checkpoint: Path) -> int:
-    """Reads the large files of a snapshot in the hub's cache, and compares their SHA-256.
+    """Compare the SHA-256 of the large files of a snapshot in the hub's cache.
 
-    The cache has each file once, under the name that the hub gives its content: of weights, and of whatever
-    else is large, that is the SHA-256. Small files have another kind of name, and are not read.
+    The cache stores each file once, under the hub's name for its content. For large files such as weights
+    this name is the SHA-256. Small files have another kind of name and are not checked.
 
     Args:
         checkpoint: a folder, or a GGUF file.
 
     Returns:
-        How many files were compared; 0 for what is not from the hub.
+        The number of files that were compared; 0 if the checkpoint is not from the hub.
 
     Raises:
-        CheckpointError: a file is not what the hub has; says how to have it downloaded again.
+        CheckpointError: a checksum differs. The message says how to download the file again.
     """
     files = sorted(checkpoint.rglob("*")) if checkpoint.is_dir() else [checkpoint]
     blobs = {file: file.resolve() for file in files if file.is_symlink() and file.is_file()}
@@ -45,7 +45,7 @@ def check_checksums(checkpoint: Path) -> int:
 def _sha256(file: Path, progress: LoadingProgress) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while part := stream.read(_AT_ONCE):
+        while part := stream.read(_READ_SIZE):
             digest.update(part)
             progress.advance(len(part))
     return digest.hexdigest()

@@ -1,8 +1,8 @@
-"""What a GGUF file holds: its metadata and where its tensors lie. No torch, no tensor is read.
+"""Headers of GGUF files: metadata and tensor descriptions. Loads no torch and reads no tensor.
 
-A file is a header (magic, version, counts), keys with typed values, descriptions of tensors and, aligned,
-the tensors' bytes (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). All sizes are held against
-the file's own before anything is allocated: a damaged header ends in an error that says where.
+A file consists of a header (magic, version, counts), keys with typed values, tensor descriptions, and the
+aligned bytes of the tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). All announced sizes
+are checked against the file's size before memory is allocated. Errors give the byte offset of the damage.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from penstock.errors import WeightsError
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
-_VERSIONS = (2, 3)  # the first had other sizes
+_VERSIONS = (2, 3)  # version 1 has 32-bit counts and lengths
 _DEFAULT_ALIGNMENT = 32
 _MAX_KEY = 65535
 _MAX_DIMS = 4
-_MAX_STRINGS = 10_000_000  # an array; no vocabulary comes near
-_DEEPEST = 4  # arrays in arrays
+_MAX_STRINGS = 10_000_000  # per array; vocabularies are far smaller
+_MAX_ARRAY_DEPTH = 4  # nested arrays
 _MAX_FLOATS = 65536  # of a tensor that belongs to the configuration
 
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Kinds of metadata values of a fixed size, by number, as `struct` spells them."""
+"""Value type number -> `struct` format, for metadata values of a fixed size."""
 _FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 _SIZES = {kind: struct.calcsize(f"<{code}") for kind, code in _FORMATS.items()} | {_STRING: 8, _ARRAY: 12}
-"""The fewest bytes that a value of each kind takes."""
+"""Value type number -> minimum number of bytes of a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How numbers are stored: ``num_bytes`` for each ``num_elements`` in a row."""
+    """A tensor type: each ``num_elements`` consecutive elements take ``num_bytes``."""
 
     name: str
     num_elements: int
@@ -82,47 +82,47 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
         (39, "MXFP4", 32, 17),
     )
 }
-"""The format's types of tensors by number, those that nothing here can read among them."""
+"""All tensor types of the format by number, including those that Penstock cannot read."""
 
 BLOCK_SIZES: Mapping[str, int] = {kind.name: kind.num_bytes for kind in BLOCK_TYPES.values()}
-"""Bytes of a block, by the name of its type."""
+"""Type name -> bytes of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor as a file describes it."""
+    """The description of one tensor in a file."""
 
     file: Path
     name: str
     block_type: BlockType
-    shape: tuple[int, ...]  # outermost dim first, against the file's own order
+    shape: tuple[int, ...]  # outermost dim first; the file stores the innermost first
     offset: int  # bytes from the start of the file
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes it takes in the file."""
+        """Number of bytes in the file."""
         return prod(self.shape) // self.block_type.num_elements * self.block_type.num_bytes
 
 
 class GGUFFile:
-    """A GGUF file, or the first file of a model that is split over several.
+    """A GGUF file, or the first file of a model that is split over several files.
 
-    Arrays are walked over when the file is opened, and read only when one is asked for: vocabularies have
-    hundreds of thousands of entries.
+    Opening the file checks arrays but does not decode them. `array` decodes one: vocabularies have hundreds
+    of thousands of entries.
 
     Raises:
-        WeightsError: the file cannot be read, is cut short, is not in the format, or a part is missing.
+        WeightsError: the file cannot be read, is truncated, is not a GGUF file, or a part is missing.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._header = _read_header(path)
         self.metadata: Mapping[str, Any] = self._header.metadata
-        """Key -> value. `array` returns arrays."""
+        """Key -> value. Arrays are placeholders; use `array` to read them."""
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """The tensors of all parts by the names that the files have for them.
+        """The tensors of all parts, by their names in the files.
 
         Raises:
             WeightsError: a part is missing or damaged.
@@ -131,7 +131,7 @@ class GGUFFile:
         for part in parts_of(self.path)[1:]:
             for name, tensor in _read_header(part).tensors.items():
                 if name in tensors:
-                    raise WeightsError(part, f"holds {name}, which {tensors[name].file.name} holds already")
+                    raise WeightsError(part, f"holds {name}, which {tensors[name].file.name} also holds")
                 tensors[name] = tensor
         count = self.metadata.get("split.tensors.count", len(tensors))
         if count != len(tensors):
@@ -142,7 +142,7 @@ class GGUFFile:
         """Return the array under ``key``, empty if the file has none.
 
         Raises:
-            WeightsError: what stands there is no array, or holds text that is not UTF-8.
+            WeightsError: the value is not an array, or the array holds text that is not UTF-8.
         """
         value = self.metadata.get(key, _NO_ARRAY)
         if not isinstance(value, _Array):
@@ -153,7 +153,7 @@ class GGUFFile:
         """Return the numbers of a small F32 tensor, or None if the file has no tensor of this name.
 
         Raises:
-            WeightsError: it is of another type, or large.
+            WeightsError: the tensor has another type, or too many elements.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
@@ -171,10 +171,12 @@ _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", 
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of a model, in order: one, or as many as the name of its first part says.
+    """Return the files of a model in order.
+
+    The name of the first part (``-00001-of-00003.gguf``) gives their number. Other names mean one file.
 
     Raises:
-        WeightsError: a part is missing, or the file is a later part than the first.
+        WeightsError: a part is missing, or ``path`` is not the first part.
     """
     match = _PART.fullmatch(path.name)
     if match is None or match["count"] == "00000":
@@ -193,11 +195,11 @@ def parts_of(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array of the metadata that has only been walked over."""
+    """An array of the metadata that is not decoded yet."""
 
     kind: int
     length: int
-    start: int  # of its first element, bytes from the start of the file
+    start: int  # offset of its first element, bytes from the start of the file
 
 
 _NO_ARRAY = _Array(0, 0, 0)
@@ -216,7 +218,7 @@ def _read_header(path: Path) -> _Header:
 
 
 class _Header:
-    """One file, read from its start to where its tensors begin."""
+    """The parsed header of one file: everything before the tensors' bytes."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -224,11 +226,11 @@ class _Header:
         self._at = 0
         self._check_kind()
         num_tensors = self._count("tensors", 24)
-        self.metadata = dict(self._entries(self._count("metadata", 13)))
+        self.metadata = dict(self._entries(self._count("metadata keys", 13)))
         self.tensors = {tensor.name: tensor for tensor in self._tensors(num_tensors)}
 
     def read_array(self, array: _Array) -> list[Any]:
-        """The elements of an array that was walked over."""
+        """Decode an array and return its elements."""
         if array.kind in _FORMATS:
             code = f"<{array.length}{_FORMATS[array.kind]}"
             numbers = struct.unpack_from(code, self._data, array.start)
@@ -246,8 +248,8 @@ class _Header:
         if version in _VERSIONS:
             return
         if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
-            raise WeightsError(self._path, "is a big-endian GGUF file: only little-endian ones can be read")
-        raise WeightsError(self._path, f"is of GGUF version {version}: readable are 2 and 3")
+            raise WeightsError(self._path, "is a big-endian GGUF file: only little-endian files can be read")
+        raise WeightsError(self._path, f"is of GGUF version {version}: versions 2 and 3 can be read")
 
     def _count(self, what: str, min_size: int) -> int:
         start = self._at
@@ -262,7 +264,7 @@ class _Header:
             start = self._at
             key = self._text(_MAX_KEY)
             if key in keys:
-                self._fail(start, f"{key} is there twice")
+                self._fail(start, f"{key} appears twice")
             keys.add(key)
             yield key, self._value(self._number("I"))
 
@@ -273,18 +275,18 @@ class _Header:
         if kind == _ARRAY:
             return self._array(0)
         if kind not in _FORMATS:
-            self._fail(start - 4, f"a value is of kind {kind}, which the format does not have")
+            self._fail(start - 4, f"a value has type {kind}, which the format does not define")
         if kind == _BOOL and self._data[start : start + 1] not in (b"\0", b"\1"):
-            self._fail(start, "a value is neither true nor false")
+            self._fail(start, "a boolean is neither 0 nor 1")
         value = self._number(_FORMATS[kind])
         return _shortest(value) if kind == _FLOAT else value
 
     def _array(self, depth: int) -> _Array:
-        """Walks over an array."""
+        """Check an array and move past it without decoding it."""
         start = self._at
         kind, length = self._number("I"), self._number("Q")
-        if kind not in _SIZES or (kind == _ARRAY and depth >= _DEEPEST):
-            self._fail(start, f"an array holds values of kind {kind}")
+        if kind not in _SIZES or (kind == _ARRAY and depth >= _MAX_ARRAY_DEPTH):
+            self._fail(start, f"an array holds values of type {kind}")
         if length > (len(self._data) - self._at) // _SIZES[kind]:
             self._fail(start, f"an array of {length} values in a file of {len(self._data)} bytes")
         array = _Array(kind, length, self._at)
@@ -303,12 +305,12 @@ class _Header:
     def _skip_texts(self, count: int) -> None:
         at, data, size = self._at, self._data, len(self._data)
         length_at = struct.Struct("<Q").unpack_from
-        for _ in range(count):  # some hundred thousand times for most files
+        for _ in range(count):  # a hot loop: most files have over 100,000 strings
             if at + 8 > size:
-                self._fail(at, f"the file ends, of {size} bytes")
+                self._fail(at, f"the file ends at byte {size}")
             at += 8 + length_at(data, at)[0]
         if at > size:
-            self._fail(self._at, f"a text runs past the file's end, of {size} bytes")
+            self._fail(self._at, f"a string ends after the end of the file, at byte {size}")
         self._at = at
 
     def _tensors(self, count: int) -> Iterator[StoredTensor]:
@@ -321,14 +323,14 @@ class _Header:
         for start, name, block_type, shape, offset in described:
             tensor = StoredTensor(self._path, name, block_type, shape, base + offset)
             if name in names:
-                self._fail(start, f"{name} is there twice")
+                self._fail(start, f"{name} appears twice")
             names.add(name)
             if offset % alignment:
-                self._fail(start, f"{name} lies at {offset}, which is no multiple of {alignment}")
+                self._fail(start, f"the offset of {name} is {offset}, not a multiple of {alignment}")
             if tensor.offset + tensor.num_bytes > len(self._data):
                 raise WeightsError(
                     self._path,
-                    f"is cut short: {name} ends at byte {tensor.offset + tensor.num_bytes}, "
+                    f"is truncated: {name} ends at byte {tensor.offset + tensor.num_bytes}, "
                     f"the file at {len(self._data)}",
                 )
             yield tensor
@@ -338,41 +340,41 @@ class _Header:
         name = self._text(_MAX_KEY)
         num_dims = self._number("I")
         if not 1 <= num_dims <= _MAX_DIMS:
-            self._fail(start, f"{name} has {num_dims} dims: 1 to {_MAX_DIMS} can be read")
+            self._fail(start, f"{name} has {num_dims} dimensions: it must have 1 to {_MAX_DIMS}")
         dims = [self._number("Q") for _ in range(num_dims)]
         number = self._number("I")
         if number not in BLOCK_TYPES:
-            self._fail(start, f"{name} is of type {number}, which is not known")
+            self._fail(start, f"{name} has the unknown type {number}")
         block_type = BLOCK_TYPES[number]
         if min(dims) < 1 or dims[0] % block_type.num_elements:
-            self._fail(start, f"{name} of type {block_type.name} cannot have the dims {dims}")
+            self._fail(start, f"{name} of type {block_type.name} cannot have the dimensions {dims}")
         return name, block_type, tuple(reversed(dims)), self._number("Q")
 
-    def _text(self, longest: int | None = None) -> str:
+    def _text(self, max_length: int | None = None) -> str:
         start = self._at
         length = self._number("Q")
-        if longest is not None and length > longest:
-            self._fail(start, f"a name of {length} bytes: at most {longest} are legal")
+        if max_length is not None and length > max_length:
+            self._fail(start, f"a name of {length} bytes: at most {max_length} are allowed")
         try:
             return self._take(length).decode()
         except UnicodeDecodeError:
-            self._fail(start, f"a text of {length} bytes is not UTF-8")
+            self._fail(start, f"a string of {length} bytes is not UTF-8")
 
     def _number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
 
     def _take(self, size: int) -> bytes:
         if size > len(self._data) - self._at:
-            self._fail(self._at, f"{size} bytes wanted, {len(self._data) - self._at} there")
+            self._fail(self._at, f"{size} bytes expected, {len(self._data) - self._at} remain")
         self._at += size
         return self._data[self._at - size : self._at]
 
     def _fail(self, offset: int, problem: str) -> NoReturn:
-        raise WeightsError(self._path, f"is cut short or damaged at byte {offset}: {problem}")
+        raise WeightsError(self._path, f"is truncated or damaged at byte {offset}: {problem}")
 
 
 def _shortest(value: float) -> float:
-    """The number with the fewest digits that is the same in 32 bits: 1e-05, not 9.999999747378752e-06."""
+    """Return the shortest decimal that rounds to the same float32: 1e-05, not 9.999999747378752e-06."""
     for digits in (6, 7, 8):
         shorter = float(f"{value:.{digits}g}")
         if abs(shorter) < 3.4e38 and struct.pack("<f", shorter) == struct.pack("<f", value):

@@ -1,8 +1,8 @@
-"""The metadata of a GGUF file as the ``config.json`` and ``generation_config.json`` that it was made from.
+"""Converts the metadata of a GGUF file to ``config.json`` and ``generation_config.json``.
 
-Keys are those of the format's specification and of the families' own; what is not in the metadata but
-follows from the tensors (biases, a tied head, factors of the rotary embedding) is read off them. A key that
-would change the arithmetic in a way that the family's network does not have is refused.
+The keys are those of the format's specification and of each family. Settings that are not in the metadata
+(biases, a tied head, factors of the rotary embedding) are derived from the tensors. Keys that require
+arithmetic that the family's network does not implement are errors.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
-    """What ``config.json`` would hold for the model in a GGUF file.
+    """Return the equivalent of ``config.json`` for the model in a GGUF file.
 
     Raises:
-        WeightsError: the file is damaged, lacks a key, or is of a model that nothing here computes.
-        UnknownArchitectureError: nothing is known of its family.
+        WeightsError: the file is damaged, lacks a key, or holds a model that is not supported.
+        UnknownArchitectureError: the family is unknown.
     """
     file = GGUFFile(path)
     name = architecture_of(file)
     keys = _Keys(file, name)
-    keys.refuse_unlike()
+    keys.check_supported()
     config = _FAMILIES[name](keys)
     unread = keys.unread()
     if unread:
-        _log.warning("%s: metadata that has no effect here: %s", path, ", ".join(unread))
+        _log.warning("%s: these metadata keys are ignored: %s", path, ", ".join(unread))
     return config | {
         "vocab_size": keys.rows_of("token_embd.weight"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -44,7 +44,7 @@ def gguf_config(path: Path) -> dict[str, Any]:
 
 
 def gguf_generation_config(path: Path) -> dict[str, Any]:
-    """What a GGUF file recommends for sampling, by the names of ``generation_config.json``.
+    """Return the sampling parameters that a GGUF file recommends, by their ``generation_config.json`` names.
 
     Raises:
         WeightsError: the file is damaged.
@@ -68,11 +68,11 @@ class _Keys:
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file = file
         self._prefix = f"{architecture}."
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
 
     def get(self, key: str) -> Any:
         """Return the value of a key, or None if the file has none."""
-        self._asked.add(key)
+        self._read.add(key)
         return self.file.metadata.get(self._prefix + key)
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -98,54 +98,58 @@ class _Keys:
         return self.count("attention.sliding_window") if self.get("attention.sliding_window") else None
 
     def has(self, tensor: str) -> bool:
-        """Whether the first block has a tensor."""
+        """Return whether the first layer has this tensor."""
         return f"blk.0.{tensor}" in self.file.tensors
 
     def rows_of(self, tensor: str) -> int:
-        """The first size of a tensor that must be there."""
+        """Return the first dimension of a tensor. A missing tensor is an error."""
         if tensor not in self.file.tensors:
             raise WeightsError(self.file.path, f"has no tensor {tensor}")
         return self.file.tensors[tensor].shape[0]
 
     def array(self, key: str) -> list[Any]:
-        """The elements of an array."""
-        self._asked.add(key)
+        """Return the elements of an array."""
+        self._read.add(key)
         return self.file.array(self._prefix + key)
 
     def missing(self, key: str) -> WeightsError:
-        """The error that there is no such key."""
+        """Return the error for a missing key."""
         return WeightsError(self.file.path, f"has no {self._prefix}{key}")
 
     def fail(self, key: str, problem: str) -> WeightsError:
-        """The error that a value is impossible."""
+        """Return the error for an invalid value."""
         return WeightsError(self.file.path, f"{self._prefix}{key} {problem}, was {self.get(key)!r}")
 
     def unread(self) -> list[str]:
         """Return the family's keys that were not read, except those known to have no effect."""
         keys = (key for key in self.file.metadata if key.startswith(self._prefix))
-        known = self._asked | _WITHOUT_EFFECT
+        known = self._read | _WITHOUT_EFFECT
         return sorted(key for key in keys if key.removeprefix(self._prefix) not in known)
 
-    def refuse_unlike(self) -> None:
-        """Refuses what none of the families is."""
-        for key in _UNLIKE:
+    def check_supported(self) -> None:
+        """Check the keys that no supported family may set.
+
+        Raises:
+            WeightsError: the file sets one of them.
+        """
+        for key in _UNSUPPORTED:
             if self.get(key):
-                raise self.fail(key, "is of a model that cannot be computed here")
+                raise self.fail(key, "is not supported")
         if self.get("attention.causal") is False:
-            raise self.fail("attention.causal", "must be true: text is generated by causal attention alone")
+            raise self.fail("attention.causal", "must be true: text generation needs causal attention")
         if self.get("tensor_data_layout") not in (None, "reference", "Meta AI original pth"):
-            raise self.fail("tensor_data_layout", "is not known")
+            raise self.fail("tensor_data_layout", "is unknown")
         if self.count("attention.value_length", self.head_dim) != self.head_dim:
             raise self.fail("attention.value_length", f"must be the length of keys, {self.head_dim}")
 
     @property
     def head_dim(self) -> int:
-        """D."""
+        """The size of an attention head, D."""
         heads = self.count("attention.head_count")
         return self.count("attention.key_length", max(1, self.count("embedding_length") // heads))
 
 
-_UNLIKE = (
+_UNSUPPORTED = (
     "attention.max_alibi_bias",
     "attention.clamp_kqv",
     "use_parallel_residual",
@@ -159,7 +163,7 @@ _UNLIKE = (
     "router_logit_softcapping",
 )
 _WITHOUT_EFFECT = {
-    "vocab_size",  # the embedding table has it
+    "vocab_size",  # taken from the shape of the embedding table
     "rope.scaling.finetuned",
     "rope.dimension_count_swa",
     "attention.key_length_swa",
@@ -168,11 +172,11 @@ _WITHOUT_EFFECT = {
 
 
 def _decoder(keys: _Keys, *, partial_rotary: bool = False) -> dict[str, Any]:
-    """Return the values whose keys all families except GPT-2 share.
+    """Return the settings that all families except GPT-2 share.
 
     Args:
         keys: the file's keys.
-        partial_rotary: whether the family can rotate a part of each head.
+        partial_rotary: whether the family supports rotary embeddings on a part of each head.
     """
     heads = keys.count("attention.head_count")
     return {
@@ -201,7 +205,7 @@ def _rope(keys: _Keys, partial_rotary: bool) -> dict[str, Any]:
     factors = {which: keys.file.floats(f"rope_{name}.weight") for which, name in _FACTORS.items()}
     kind = keys.get("rope.scaling.type") or "none"
     factor = keys.number("rope.scaling.factor", 1.0)
-    if kind == "none" and keys.get("rope.scale_linear"):  # how the first files spell it
+    if kind == "none" and keys.get("rope.scale_linear"):  # the key of older files
         kind, factor = "linear", keys.number("rope.scale_linear")
     scaling: dict[str, Any] = {}
     if factors["short_factor"] and factors["long_factor"]:
@@ -210,8 +214,8 @@ def _rope(keys: _Keys, partial_rotary: bool) -> dict[str, Any]:
             "rope.scaling.original_context_length", keys.count("context_length")
         )
     elif factors["freq_factor"]:
-        # A factor for each pair of dims at every length is what LongRoPE is with equal lists: Llama 3's
-        # own way of saying it, four numbers, is not in the file.
+        # The file holds one factor per pair of dimensions instead of Llama 3's four numbers. That equals
+        # LongRoPE with the same factors for short and long contexts.
         scaling = _longrope(keys, factors["freq_factor"], factors["freq_factor"]) | {"attention_factor": 1.0}
         config["original_max_position_embeddings"] = keys.count("context_length")
     elif kind == "linear":
@@ -219,7 +223,7 @@ def _rope(keys: _Keys, partial_rotary: bool) -> dict[str, Any]:
     elif kind == "yarn":
         scaling = _yarn(keys)
     elif kind != "none":
-        raise keys.fail("rope.scaling.type", "must be none, linear, yarn, or come with factors in tensors")
+        raise keys.fail("rope.scaling.type", "must be none, linear or yarn if no tensor holds the factors")
     return config | ({"rope_scaling": scaling} if scaling else {})
 
 
@@ -247,14 +251,14 @@ def _yarn(keys: _Keys) -> dict[str, Any]:
     for name in ("beta_fast", "beta_slow"):
         if keys.get(f"rope.scaling.yarn_{name}") is not None:
             scaling[name] = keys.number(f"rope.scaling.yarn_{name}")
-    if keys.get("rope.scaling.attn_factor"):  # on top of what follows from the factor
-        usual = 0.1 * log(factor) + 1 if factor > 1 else 1.0
-        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor") * usual
+    if keys.get("rope.scaling.attn_factor"):  # multiplies the default that follows from `factor`
+        default = 0.1 * log(factor) + 1 if factor > 1 else 1.0
+        scaling["attention_factor"] = keys.number("rope.scaling.attn_factor") * default
     return scaling
 
 
 def _llama(keys: _Keys) -> dict[str, Any]:
-    """Llama; Mistral if it has a window, Mixtral if it has experts."""
+    """Return the configuration of Llama, of Mixtral (with experts) or of Mistral (with a window)."""
     config = _decoder(keys)
     window = keys.window()
     if keys.get("expert_count"):
@@ -304,7 +308,7 @@ def _qwen3_moe(keys: _Keys) -> dict[str, Any]:
 
 
 def _olmo2(keys: _Keys) -> dict[str, Any]:
-    if keys.get("attention.sliding_window"):  # OLMo 3 goes under this name, too
+    if keys.get("attention.sliding_window"):  # files of OLMo 3 also use this architecture name
         raise keys.fail("attention.sliding_window", "must be absent: OLMo 2 has no window")
     return _decoder(keys) | {"model_type": "olmo2"}
 
@@ -341,7 +345,7 @@ def _gemma3(keys: _Keys) -> dict[str, Any]:
 
 def _gemma(keys: _Keys, layers_of_27b: int) -> dict[str, Any]:
     config = _decoder(keys)
-    # Only the 27B models scale scores by a size other than that of a head; no key tells it.
+    # No key gives this value. Only the 27B models scale scores by another size than the head's.
     scalar: float = keys.head_dim
     if keys.count("block_count") == layers_of_27b:
         scalar = keys.count("embedding_length") // keys.count("attention.head_count")
@@ -356,7 +360,11 @@ def _gemma(keys: _Keys, layers_of_27b: int) -> dict[str, Any]:
 
 
 def _layer_types(keys: _Keys, period: int) -> list[str]:
-    """Full attention in every layer that ends a period; a file may have its own, or say it layer by layer."""
+    """Return the attention type of each layer.
+
+    By default each ``period``-th layer uses full attention. A file may set another period, or give a list
+    with one entry per layer.
+    """
     key = "attention.sliding_window_pattern"
     if keys.get(key) is None or type(keys.get(key)) is int:
         period = keys.count(key, period)
@@ -393,9 +401,9 @@ _FAMILIES: Mapping[str, Callable[[_Keys], dict[str, Any]]] = {
 
 
 def _dtype(file: GGUFFile) -> str:
-    """Return the float type of the activations, from the type that takes the most bytes.
+    """Return the float type of the activations, derived from the tensor type that takes the most bytes.
 
-    Blocks become bfloat16, which is precise enough for all of them.
+    For block types it is bfloat16.
     """
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():

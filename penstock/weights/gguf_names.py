@@ -1,8 +1,10 @@
-"""The tensors of GGUF files under the names, and in the shapes, that checkpoints from the hub have.
+"""Maps GGUF tensors to the names and shapes of Hugging Face checkpoints. One table per family.
 
-One table a family. Where a file holds numbers in another order, a `GGUFTensor` says so, and reading it
-puts them back: rows of queries and keys that stand in pairs for the rotation, matrices that GPT-2 keeps
-transposed, Gemma's norms that are 1 more, all experts of a layer in one tensor.
+`GGUFTensor` records differences in the stored numbers. Reading the tensor reverts them:
+- query and key rows that are interleaved for the rotary embedding,
+- GPT-2's transposed matrices,
+- Gemma's norm weights, to which the file adds 1,
+- one tensor for all experts of a layer.
 """
 
 from __future__ import annotations
@@ -21,33 +23,33 @@ READABLE_BLOCKS = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS", "MXFP4"),
 )
-"""The types of blocks that can be read; `gguf_blocks` reads them."""
+"""Block types that `gguf_blocks` can read."""
 
 _FLOATS = {"F16": DType.float16, "BF16": DType.bfloat16, "F32": DType.float32, "F64": DType.float64}
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor(TensorHeader):
-    """One tensor of a GGUF file, or one expert's part of it, as a checkpoint from the hub has it."""
+    """One tensor of a GGUF file, or one expert's part of it, with its name and shape on the hub."""
 
     offset: int = 0  # bytes from the start of the file
     heads: int = 0
-    """Number of heads of the rows, if rows that are rotated together lie side by side; otherwise 0."""
+    """Number of heads if the rows are interleaved for the rotary embedding; 0 if they are not."""
     excess: float = 0.0
-    """What the file adds to the weight."""
+    """Constant that the file adds to the weight."""
 
     @property
     def dtype(self) -> DType | None:
-        """The type in which the tensor is read: blocks become float32."""
+        """The type in which the tensor is read. Blocks are read as float32."""
         return DType.float32 if self.type_name in READABLE_BLOCKS else _FLOATS.get(self.type_name)
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
     names: Mapping[str, str]
-    """The file's names, ``N`` for the number of a block, to those of the hub; ``X`` for that of an expert."""
-    is_paired: bool = False
-    """Whether rows of queries and keys stand in pairs."""
+    """File name -> hub name. ``N`` stands for the layer number, ``X`` for the expert number."""
+    is_interleaved: bool = False
+    """Whether query and key rows are interleaved for the rotary embedding."""
     is_transposed: bool = False
     norm_excess: float = 0.0
 
@@ -68,11 +70,11 @@ _LLAMA = {
     "blk.N.ffn_up": "model.layers.N.mlp.up_proj",
     "blk.N.ffn_down": "model.layers.N.mlp.down_proj",
 }
-_AROUND = {
+_POST_NORMS = {
     "blk.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
     "blk.N.post_ffw_norm": "model.layers.N.post_feedforward_layernorm",
 }
-_GEMMA = _LLAMA | _AROUND | {"blk.N.ffn_norm": "model.layers.N.pre_feedforward_layernorm"}
+_GEMMA = _LLAMA | _POST_NORMS | {"blk.N.ffn_norm": "model.layers.N.pre_feedforward_layernorm"}
 _MIXTRAL = _LLAMA | {
     "blk.N.ffn_gate_inp": "model.layers.N.block_sparse_moe.gate",
     "blk.N.ffn_gate_exps": "model.layers.N.block_sparse_moe.experts.X.w1",
@@ -103,33 +105,31 @@ _GPT2 = {
 }
 
 _FAMILIES = {
-    "llama": _Family(_MIXTRAL, is_paired=True),  # Llama, Mistral and, with experts, Mixtral
-    "granite": _Family(_LLAMA, is_paired=True),
-    "smollm3": _Family(_LLAMA, is_paired=True),
+    "llama": _Family(_MIXTRAL, is_interleaved=True),  # Llama, Mistral and, with experts, Mixtral
+    "granite": _Family(_LLAMA, is_interleaved=True),
+    "smollm3": _Family(_LLAMA, is_interleaved=True),
     "qwen2": _Family(_LLAMA),
     "qwen3": _Family(_LLAMA),
     "qwen3moe": _Family(_QWEN3_MOE),
-    "olmo2": _Family(_LLAMA | _AROUND),
+    "olmo2": _Family(_LLAMA | _POST_NORMS),
     "phi3": _Family(_PHI3),
     "gemma2": _Family(_GEMMA, norm_excess=1.0),
     "gemma3": _Family(_GEMMA, norm_excess=1.0),
     "gpt2": _Family(_GPT2, is_transposed=True),
 }
 
-_WITHOUT_WEIGHTS = re.compile(
-    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd.*"
-)
-"""Tensors that are not needed: the configuration gives the frequencies of the rotary embedding."""
+_IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd.*")
+"""Tensors that are not loaded as weights: `gguf_config` gives the frequencies of the rotary embedding."""
 
 
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of a GGUF file by the names that the hub's checkpoints of its family have.
+    """Return the tensors of a GGUF file by their names in Hugging Face checkpoints of the family.
 
-    A tensor that the family does not have keeps the file's name.
+    A tensor that the family's table does not list keeps the file's name.
 
     Raises:
         WeightsError: the file is damaged, or holds a type that cannot be read.
-        UnknownArchitectureError: nothing is known of its family.
+        UnknownArchitectureError: the family is unknown.
     """
     file = GGUFFile(path)
     name = architecture_of(file)
@@ -137,16 +137,16 @@ def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
     return {
         header_name: header
         for tensor in file.tensors.values()
-        if not _WITHOUT_WEIGHTS.fullmatch(tensor.name)
+        if not _IGNORED.fullmatch(tensor.name)
         for header_name, header in _headers(tensor, family, heads)
     }
 
 
 def architecture_of(file: GGUFFile) -> str:
-    """The family of a file, as the format calls it.
+    """Return the ``general.architecture`` of a file.
 
     Raises:
-        UnknownArchitectureError: nothing is known of it.
+        UnknownArchitectureError: no family of this name is known.
     """
     name = str(file.metadata.get("general.architecture"))
     if name not in _FAMILIES:
@@ -155,12 +155,12 @@ def architecture_of(file: GGUFFile) -> str:
 
 
 def _heads(file: GGUFFile, architecture: str) -> dict[str, int]:
-    """How many heads the rows of queries and of keys are of."""
+    """Return the number of query heads and of key heads, by the tensor's name."""
     queries = file.metadata.get(f"{architecture}.attention.head_count")
     keys = file.metadata.get(f"{architecture}.attention.head_count_kv", queries)
     for count in (queries, keys):
         if type(count) is not int or count < 1:
-            problem = f"{architecture}.attention.head_count and head_count_kv must be numbers, has {count!r}"
+            problem = f"{architecture}.attention.head_count and head_count_kv must be numbers, not {count!r}"
             raise WeightsError(file.path, problem)
     return {"attn_q": queries, "attn_k": keys}
 
@@ -171,7 +171,7 @@ def _headers(
     if tensor.block_type.name not in (*READABLE_BLOCKS, *_FLOATS):
         raise WeightsError(
             tensor.file,
-            f"{tensor.name} is of type {tensor.block_type.name}: readable are "
+            f"{tensor.name} has type {tensor.block_type.name}, which cannot be read: use one of "
             f"{', '.join((*_FLOATS, *READABLE_BLOCKS))}",
         )
     stem, _, kind = tensor.name.rpartition(".")  # kind is weight or bias
@@ -190,7 +190,7 @@ def _headers(
         yield tensor.name, header
         return
     part = stem.rpartition(".")[2]
-    if family.is_paired and part in heads:
+    if family.is_interleaved and part in heads:
         header = replace(header, heads=heads[part])
     if family.is_transposed and block and len(tensor.shape) == 2:
         header = replace(header, is_transposed=True, shape=tensor.shape[::-1])
@@ -201,10 +201,10 @@ def _headers(
 
 
 def _experts(header: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
-    """Each expert's part of a tensor of all; they lie one behind the other."""
+    """Yield each expert's part of a tensor that holds all experts one after the other."""
     if len(header.shape) != 3:
         raise WeightsError(
-            header.file, f"{header.stored_name} is of shape {list(header.shape)}, not of 3 dims"
+            header.file, f"{header.stored_name} has shape {list(header.shape)}, not 3 dimensions"
         )
     num_bytes = header.num_bytes // header.shape[0]
     for expert in range(header.shape[0]):

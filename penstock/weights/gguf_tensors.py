@@ -1,7 +1,7 @@
-"""The tensors of GGUF files as torch has them.
+"""Reads the tensors of GGUF files as torch tensors.
 
-Numbers are read as floats, which the loader packs in the encoding of the model. Q4_0 blocks can also be read
-as integer rows and scales (`gguf_rows`), for an encoding with the same groups.
+`gguf_tensor` reads floats, which the loader then packs in the encoding of the model. `gguf_rows` reads Q4_0
+blocks as integers and scales, for an encoding with the same groups.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from penstock.weights.gguf_names import GGUFTensor
 
 
 def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
-    """One tensor, in the shape and order of its header.
+    """Return one tensor as floats, in the shape and row order of its header.
+
+    Plain floats that need no reordering are returned as a view of ``data``.
 
     Args:
-        data: the bytes of its file; plain floats that lie as they should are a view of them.
-        header: which tensor.
+        data: the bytes of the file.
+        header: describes the tensor.
     """
     stored = data[header.offset : header.offset + header.num_bytes]
     if header.type_name in READERS:
@@ -31,7 +33,7 @@ def gguf_tensor(data: Tensor, header: GGUFTensor) -> Tensor:
         return numbers.view(header.shape[::-1]).T
     tensor = numbers.view(header.shape)
     if header.heads:
-        tensor = _unpaired(tensor, header.heads)
+        tensor = _deinterleaved(tensor, header.heads)
     return tensor - header.excess if header.excess else tensor
 
 
@@ -53,11 +55,11 @@ def gguf_rows(data: Tensor, header: GGUFTensor) -> dict[str, Tensor]:
     codes = torch.cat([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], dim=2)
     integers = codes.flatten(1).to(torch.int8) - 8
     if header.heads:
-        integers, scales = _unpaired(integers, header.heads), _unpaired(scales, header.heads)
+        integers, scales = _deinterleaved(integers, header.heads), _deinterleaved(scales, header.heads)
     return {"weight": integers, "scales": scales}
 
 
-def _unpaired(rows: Tensor, heads: int) -> Tensor:
-    """Within each head from ``0 D/2 1 D/2+1 ...``, pairs side by side, to ``0 1 2 ...``."""
+def _deinterleaved(rows: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of each head from ``0 D/2 1 D/2+1 ...`` to ``0 1 2 ...``."""
     pairs = rows.view(heads, -1, 2, *rows.shape[1:])  # [H, D / 2, 2, ...]
     return pairs.transpose(1, 2).reshape(rows.shape)

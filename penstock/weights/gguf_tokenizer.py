@@ -1,9 +1,9 @@
-"""The tokenizer in a GGUF file, rebuilt for the `tokenizers` library.
+"""Rebuilds the tokenizer of a GGUF file with the `tokenizers` library.
 
-Two kinds are read: byte-level BPE with its merges (``gpt2``), and SentencePiece's BPE by scores (``llama``),
-whose merges follow from the scores. How text is split before merging is in the file by name alone; the names
-known here are those whose pattern the models' own tokenizer files publish, and others are refused: a
-near miss would be silently wrong.
+Two kinds are supported: byte-level BPE with a list of merges (``gpt2``), and SentencePiece BPE with scores
+(``llama``), from which the merges are derived. The file names the pre-tokenizer but does not hold its
+pattern. Supported names are those whose pattern is published in the models' tokenizer files. Other names are
+errors, because a similar pattern would produce wrong tokens silently.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from tokenizers import (
 from penstock.errors import CheckpointError
 from penstock.weights.gguf import GGUFFile
 
-_HINT = "put the model's own tokenizer.json beside the file"
+_HINT = "put the model's tokenizer.json in the same folder"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
-"""Control tokens that end a turn, for older files that do not say which one does."""
+"""Control tokens that end a turn, for older files that do not set ``eot_token_id``."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTokenizer:
-    """What a GGUF file says of its tokenizer."""
+    """The tokenizer of a GGUF file, with its special tokens and templates."""
 
     tokenizer: Tokenizer
-    special_tokens: dict[str, str]  # by the name that templates use: "eos_token" -> "</s>"
+    special_tokens: dict[str, str]  # name in chat templates -> token: "eos_token" -> "</s>"
     templates: dict[str, str]  # Jinja text by name
     eos_token_ids: tuple[int, ...]
 
 
 def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFTokenizer:
-    """Reads the tokenizer of a GGUF file.
+    """Return the tokenizer of a GGUF file.
 
     Args:
         path: the file.
-        tokenizer: the model's own, which nothing is then rebuilt for; its ids must be those of the file.
+        tokenizer: the model's tokenizer, used instead of a rebuilt one. Its tokens must equal the file's.
 
     Raises:
-        CheckpointError: there is none, it is of a kind that cannot be rebuilt, damaged, or not the one given.
+        CheckpointError: the file has no tokenizer, an unsupported or damaged one, or ``tokenizer`` differs.
     """
     file = GGUFFile(path)
-    tokens = _texts(file, "tokenizer.ggml.tokens")
+    tokens = _strings(file, "tokenizer.ggml.tokens")
     if tokenizer is not None:
         _check_same_tokens(path, tokens, tokenizer)
     return GGUFTokenizer(
@@ -66,7 +66,7 @@ def read_gguf_tokenizer(path: Path, tokenizer: Tokenizer | None = None) -> GGUFT
 
 def _check_same_tokens(path: Path, tokens: list[str], tokenizer: Tokenizer) -> None:
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        # A space and a word's mark of it stand for each other in tokens that a user defined.
+        # User-defined tokens may hold a space or SentencePiece's mark for it.
         if token_id >= len(tokens) or tokens[token_id].replace("▁", " ") != token.replace("▁", " "):
             there = repr(tokens[token_id]) if token_id < len(tokens) else "nothing"
             raise CheckpointError(
@@ -82,19 +82,21 @@ def _tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
             return Tokenizer.from_str(whole)
         except Exception as error:  # the library raises nothing more precise
             raise CheckpointError(
-                file.path, f"tokenizer.huggingface.json is no tokenizer: {error}"
+                file.path, f"tokenizer.huggingface.json cannot be read as a tokenizer: {error}"
             ) from error
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise CheckpointError(file.path, f"its tokenizer is of kind {kind!r}, not gpt2 or llama: {_HINT}")
+        raise CheckpointError(
+            file.path, f"its tokenizer is of the unsupported kind {kind!r} (not gpt2 or llama): {_HINT}"
+        )
     types = file.array("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
-        raise CheckpointError(file.path, f"has {len(tokens)} tokens, and types for {len(types)}")
-    filled = {i for i, token in enumerate(tokens) if types[i] == _UNUSED and token == f"[PAD{i}]"}
-    vocabulary = {token: i for i, token in enumerate(tokens) if i not in filled}
-    if len(vocabulary) + len(filled) < len(tokens):
+        raise CheckpointError(file.path, f"has {len(tokens)} tokens, but types for {len(types)}")
+    padding = {i for i, token in enumerate(tokens) if types[i] == _UNUSED and token == f"[PAD{i}]"}
+    vocabulary = {token: i for i, token in enumerate(tokens) if i not in padding}
+    if len(vocabulary) + len(padding) < len(tokens):
         raise CheckpointError(file.path, f"has a token twice: {_HINT}")
-    build = _byte_level if kind == "gpt2" else _by_scores
+    build = _byte_level if kind == "gpt2" else _sentencepiece
     tokenizer = build(file, vocabulary, types)
     tokenizer.add_special_tokens(
         [_added(token) for token, i in vocabulary.items() if types[i] in (_CONTROL, _UNKNOWN)]
@@ -109,17 +111,19 @@ def _added(token: str) -> AddedToken:
 
 
 def _byte_level(file: GGUFFile, vocabulary: Mapping[str, int], types: list[int]) -> Tokenizer:
-    """BPE on bytes that are written as letters."""
+    """Return a byte-level BPE tokenizer. It represents each byte by a printable character."""
     splitter = _splitter(file)
     merges = []
-    for line in _texts(file, "tokenizer.ggml.merges", may_lack=True):
-        # The first character may be the space itself in no vocabulary: it is written as a letter.
+    for line in _strings(file, "tokenizer.ggml.merges", is_optional=True):
+        # Byte-level vocabularies contain no space, so the first space separates the two tokens.
         left, _, right = line.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise CheckpointError(file.path, f"has the merge {line!r}, of which some part is no token")
+            raise CheckpointError(
+                file.path, f"has the merge {line!r}, whose parts and result are not all tokens"
+            )
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(dict(vocabulary), merges, ignore_merges=splitter.ignore_merges))
-    if splitter.is_composed:
+    if splitter.uses_nfc:
         tokenizer.normalizer = normalizers.NFC()
     split = [
         pre_tokenizers.Digits(individual_digits=True)
@@ -127,30 +131,30 @@ def _byte_level(file: GGUFFile, vocabulary: Mapping[str, int], types: list[int])
         else pre_tokenizers.Split(Regex(pattern), "isolated")
         for pattern in splitter.patterns
     ]
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitter.then_as_gpt2)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitter.uses_gpt2_pattern)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, letters])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _by_scores(file: GGUFFile, vocabulary: Mapping[str, int], types: list[int]) -> Tokenizer:
-    """SentencePiece's BPE: of all neighbours those are joined first whose piece scores highest."""
+def _sentencepiece(file: GGUFFile, vocabulary: Mapping[str, int], types: list[int]) -> Tokenizer:
+    """Return a SentencePiece BPE tokenizer. It merges the adjacent pair with the highest score first."""
     scores = file.array("tokenizer.ggml.scores")
     if len(scores) != len(types):
-        raise CheckpointError(file.path, f"has {len(types)} tokens, and scores for {len(scores)}")
+        raise CheckpointError(file.path, f"has {len(types)} tokens, but scores for {len(scores)}")
     pieces = {token: i for token, i in vocabulary.items() if types[i] == _NORMAL}
-    joined = [
+    merges = [
         (-scores[i], -cut, token[:cut], token[cut:])
         for token, i in pieces.items()
         for cut in range(1, len(token))
         if token[:cut] in pieces and token[cut:] in pieces
     ]
-    joined.sort()  # of the ways to make a piece, first the one that would be found first in a text
+    merges.sort()  # among splits of the same piece, the one with the longest left part comes first
     unknown = next((token for token, i in vocabulary.items() if types[i] == _UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
             dict(vocabulary),
-            [(left, right) for _, _, left, right in joined],
+            [(left, right) for _, _, left, right in merges],
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
@@ -159,8 +163,8 @@ def _by_scores(file: GGUFFile, vocabulary: Mapping[str, int], types: list[int]) 
     has_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
     mark = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), mark]) if has_prefix else mark
-    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if has_prefix else back)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
     return tokenizer
 
 
@@ -184,25 +188,26 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class _Splitter:
-    """How text is split into what merges happen in."""
+    """How text is split into words before merging."""
 
     patterns: tuple[str, ...] = ()
-    then_as_gpt2: bool = False
+    uses_gpt2_pattern: bool = False
+    """Whether the result of ``patterns`` is split by GPT-2's pattern, too."""
     ignore_merges: bool = False
-    """Whether a split that is a token is one, whatever merges would make of it."""
-    is_composed: bool = False
-    """Whether text is brought to Unicode's composed form first."""
+    """Whether a word that is a token becomes this token without applying merges."""
+    uses_nfc: bool = False
+    """Whether text is normalized to NFC first."""
     adds_bos: bool = False
-    """Whether a text starts with a token of its own where the file does not say."""
+    """Whether a text starts with the BOS token if the file does not set ``add_bos_token``."""
 
 
 _LLAMA3 = _Splitter((_GPT4,), ignore_merges=True, adds_bos=True)
-_QWEN2 = _Splitter((_GPT4.replace(r"\p{N}{1,3}", r"\p{N}"),), is_composed=True)
-_DIGIT_BY_DIGIT = _Splitter((_DIGITS,), then_as_gpt2=True)
+_QWEN2 = _Splitter((_GPT4.replace(r"\p{N}{1,3}", r"\p{N}"),), uses_nfc=True)
+_DIGIT_BY_DIGIT = _Splitter((_DIGITS,), uses_gpt2_pattern=True)
 _SPLITTERS = {
-    "gpt-2": _Splitter(then_as_gpt2=True),
-    "gpt2": _Splitter(then_as_gpt2=True),
-    "phi-2": _Splitter(then_as_gpt2=True),
+    "gpt-2": _Splitter(uses_gpt2_pattern=True),
+    "gpt2": _Splitter(uses_gpt2_pattern=True),
+    "phi-2": _Splitter(uses_gpt2_pattern=True),
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
@@ -222,13 +227,13 @@ def _splitter(file: GGUFFile) -> _Splitter:
     if name not in _SPLITTERS:
         raise CheckpointError(
             file.path,
-            f"its tokenizer splits text in a way called {name!r} (known: {', '.join(_SPLITTERS)}): {_HINT}",
+            f"its pre-tokenizer {name!r} is unknown (known: {', '.join(_SPLITTERS)}): {_HINT}",
         )
     return _SPLITTERS[name]
 
 
 def _add_ends(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
-    """The tokens that every text starts and ends with."""
+    """Make the tokenizer add the BOS and EOS tokens that the file asks for."""
     is_spm = file.metadata.get("tokenizer.ggml.model") == "llama"
     adds_bos = file.metadata.get("tokenizer.ggml.add_bos_token")
     if adds_bos is None:
@@ -249,12 +254,12 @@ def _add_ends(file: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
 
 def _token_id(file: GGUFFile, tokens: list[str], name: str) -> int | None:
     token_id = file.metadata.get(f"tokenizer.ggml.{name}")
-    if token_id is None or token_id == 2**32 - 1:  # how some writers say none
+    if token_id is None or token_id == 2**32 - 1:  # some writers use 2**32 - 1 for "none"
         return None
     if type(token_id) is not int or not 0 <= token_id < len(tokens):
         raise CheckpointError(
             file.path,
-            f"tokenizer.ggml.{name} must be below {len(tokens)}, the number of tokens, is {token_id!r}",
+            f"tokenizer.ggml.{name} must be below the number of tokens, {len(tokens)}; it is {token_id!r}",
         )
     return token_id
 
@@ -288,10 +293,10 @@ def _templates(file: GGUFFile) -> Iterator[tuple[str, str]]:
             yield str(name), template
 
 
-def _texts(file: GGUFFile, key: str, *, may_lack: bool = False) -> list[str]:
+def _strings(file: GGUFFile, key: str, *, is_optional: bool = False) -> list[str]:
     texts = file.array(key)
-    if not texts and may_lack:
+    if not texts and is_optional:
         return []
-    if not texts or not isinstance(texts[0], str):  # the format has arrays of one type
+    if not texts or not isinstance(texts[0], str):  # all elements of an array have the same type
         raise CheckpointError(file.path, f"has no {key}: {_HINT}")
     return texts

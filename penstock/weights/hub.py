@@ -1,4 +1,4 @@
-"""From what a user calls a model to the folder, or the GGUF file, of its checkpoint."""
+"""Finds the checkpoint folder or GGUF file of a model; downloads it from the hub if necessary."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ DEMO = "demo"
 
 _DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_FILES_WANTED = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
+_DOWNLOADED_FILES = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")
 _CONVERT = "convert the model with transformers, from_pretrained(...).save_pretrained(folder)"
-_ONLINE = "run once online, what is there already is kept"
-_FILES_UNWANTED = ("original/*", "consolidated*", "onnx/*", "openvino/*", "runs/*")
+_ONLINE = "run once online; files that are already there are kept"
+_IGNORED_FILES = ("original/*", "consolidated*", "onnx/*", "openvino/*", "runs/*")
 
 
 def resolve_checkpoint(model_path: str, revision: str = "main", gguf_file: str | None = None) -> Path:
-    """The folder of a checkpoint, or its GGUF file, downloaded if need be.
+    """Return the folder or the GGUF file of a checkpoint; download it if necessary.
 
     Args:
-        model_path: ``demo``, a folder, a GGUF file, or a model's id on the Hugging Face hub. What looks like
-            a path (starts with ``.``, ``/`` or ``~``, has more than one separator, or exists) is never
-            looked for on the hub.
+        model_path: ``demo``, a folder, a GGUF file, or a model id on the Hugging Face hub. A path (starts
+            with ``.``, ``/`` or ``~``, has more than one separator, or exists) is never searched on the hub.
         revision: branch, tag or commit of a hub model.
-        gguf_file: which GGUF file of a folder or a hub model is meant: its name, or a part of it that no
-            other has. Without it safetensors come first, and a lone GGUF file needs no name.
+        gguf_file: name of a GGUF file in the folder or the hub model, or a unique part of the name. Without
+            it, safetensors files are preferred, and a single GGUF file is used.
 
     Raises:
-        CheckpointNotFoundError: nothing of that name can be reached.
-        CheckpointError: it is there, but not a checkpoint that can be loaded.
+        CheckpointNotFoundError: the model does not exist or cannot be reached.
+        CheckpointError: the checkpoint cannot be loaded.
     """
     if model_path == DEMO:
         return _checked(_DEMO_FOLDER, gguf_file)
@@ -46,7 +45,7 @@ def resolve_checkpoint(model_path: str, revision: str = "main", gguf_file: str |
 
 
 def local_name(model_path: str) -> str:
-    """Return what a model is called: the name of its folder or GGUF file, or its id on the hub."""
+    """Return the served name of a model: the name of its folder or GGUF file, or its id on the hub."""
     if model_path == DEMO or not _is_local(model_path):
         return model_path
     path = Path(os.path.abspath(os.path.expanduser(model_path)))
@@ -68,7 +67,7 @@ def _checked(folder: Path, gguf_file: str | None) -> Path:
     if not folder.is_dir():
         if folder.suffix.lower() == gguf.SUFFIX:
             if gguf_file is not None and gguf_file.lower() not in folder.name.lower():
-                raise CheckpointError(folder, f"is not {gguf_file!r}, which --gguf-file asks for")
+                raise CheckpointError(folder, f"does not match --gguf-file {gguf_file!r}")
             return gguf.parts_of(folder)[0]
         raise CheckpointError(
             folder, f"is a file: give the folder that holds the checkpoint, {folder.parent}"
@@ -80,16 +79,16 @@ def _checked(folder: Path, gguf_file: str | None) -> Path:
     if not names:
         raise CheckpointError(folder, "is empty: give a folder with config.json and *.safetensors")
     has_weights = "config.json" in names and any(name.endswith(".safetensors") for name in names)
-    if gguf_file is not None or (not has_weights and _models(names)):
-        return folder / _chosen(folder, names, gguf_file)
-    fault = _fault(names)
-    if fault:
-        raise CheckpointError(folder, fault)
+    if gguf_file is not None or (not has_weights and _gguf_models(names)):
+        return folder / _select_gguf(folder, names, gguf_file)
+    problem = _folder_problem(names)
+    if problem:
+        raise CheckpointError(folder, problem)
     return folder
 
 
-def _fault(names: list[str]) -> str | None:
-    """Why a folder with these files cannot be loaded."""
+def _folder_problem(names: list[str]) -> str | None:
+    """Return why a folder with these files cannot be loaded, or None if it can."""
     endings = {Path(name).suffix for name in names}
     if ".safetensors" in endings and "config.json" in names:
         return None
@@ -101,11 +100,11 @@ def _fault(names: list[str]) -> str | None:
         return (
             "has pickled weights only (such as pytorch_model.bin), which can run code when read: " + _CONVERT
         )
-    return "has no weights: no *.safetensors file lies beside its config.json"
+    return "has no weights: there is a config.json but no *.safetensors file"
 
 
-def _models(names: Iterable[str]) -> list[str]:
-    """The GGUF files that are models: of one in several parts the first, and no projectors of images."""
+def _gguf_models(names: Iterable[str]) -> list[str]:
+    """Return the GGUF files that are models: without later parts and without image projectors."""
     files = sorted(name for name in names if name.lower().endswith(gguf.SUFFIX))
     return [name for name in files if not _LATER_PART.search(name) and "mmproj" not in name.lower()]
 
@@ -113,23 +112,27 @@ def _models(names: Iterable[str]) -> list[str]:
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 
-def _chosen(where: object, names: Iterable[str], gguf_file: str | None) -> str:
-    """The one GGUF file that is meant, of those called ``names``."""
-    models = _models(names)
-    wanted = (gguf_file or "").lower()
-    fitting = [name for name in models if wanted in name.lower()]
-    exact = [name for name in fitting if name.lower() == wanted]
-    if len(exact or fitting) == 1:
-        return (exact or fitting)[0]
-    listed = ", ".join((fitting or models)[:_MAX_LISTED])
-    more = len(fitting or models) - _MAX_LISTED
+def _select_gguf(where: object, names: Iterable[str], gguf_file: str | None) -> str:
+    """Return the GGUF file among ``names`` that ``gguf_file`` selects.
+
+    Raises:
+        CheckpointError: no file matches, or more than one.
+    """
+    models = _gguf_models(names)
+    pattern = (gguf_file or "").lower()
+    matches = [name for name in models if pattern in name.lower()]
+    exact = [name for name in matches if name.lower() == pattern]
+    if len(exact or matches) == 1:
+        return (exact or matches)[0]
+    listed = ", ".join((matches or models)[:_MAX_LISTED])
+    more = len(matches or models) - _MAX_LISTED
     listed += f" and {more} more" if more > 0 else ""
     if not models:
-        raise CheckpointError(where, f"has no GGUF file, and --gguf-file asks for {gguf_file!r}")
-    if not fitting:
-        raise CheckpointError(where, f"has no GGUF file called {gguf_file!r}, but {listed}")
+        raise CheckpointError(where, f"has no GGUF file that matches --gguf-file {gguf_file!r}")
+    if not matches:
+        raise CheckpointError(where, f"has no GGUF file {gguf_file!r}: choose one of {listed}")
     raise CheckpointError(
-        where, f"has {len(fitting)} GGUF files that could be meant: choose with --gguf-file one of {listed}"
+        where, f"has {len(matches)} matching GGUF files: choose one of them with --gguf-file: {listed}"
     )
 
 
@@ -141,36 +144,36 @@ def _download(model_id: str, revision: str, gguf_file: str | None) -> Path:
         raise CheckpointNotFoundError(
             repr(model_id), "is neither a folder nor a hub id: write ./folder, name or namespace/name"
         )
-    wanted = [name for name in _FILES_WANTED if gguf_file is None or name != "*.safetensors"]
-    folder = _snapshot(model_id, revision, wanted)
+    patterns = [name for name in _DOWNLOADED_FILES if gguf_file is None or name != "*.safetensors"]
+    folder = _snapshot(model_id, revision, patterns)
     if gguf_file is not None or not any(folder.glob("*.safetensors")):
-        models = _models(_remote_names(model_id, revision, folder))
+        models = _gguf_models(_remote_names(model_id, revision, folder))
         if not models and gguf_file is None:
             raise CheckpointError(model_id, f"has no safetensors weights on the hub: {_CONVERT}")
-        chosen = _chosen(model_id, models, gguf_file)
-        folder = _snapshot(model_id, revision, [*wanted, re.sub("-00001-of-", "-*-of-", chosen)])
-        if not (folder / chosen).exists():
-            raise CheckpointError(model_id, f"{chosen} is not in the local cache: {_ONLINE}")
-        return folder / chosen
+        name = _select_gguf(model_id, models, gguf_file)
+        folder = _snapshot(model_id, revision, [*patterns, re.sub("-00001-of-", "-*-of-", name)])
+        if not (folder / name).exists():
+            raise CheckpointError(model_id, f"{name} is not in the local cache: {_ONLINE}")
+        return folder / name
     _check_complete(model_id, folder)
     return folder
 
 
-def _snapshot(model_id: str, revision: str, wanted: list[str]) -> Path:
-    """Return the folder of the requested files; download those that are missing."""
+def _snapshot(model_id: str, revision: str, patterns: list[str]) -> Path:
+    """Return the folder of the files that match; download those that are missing."""
     from huggingface_hub import snapshot_download
 
     try:
         folder = snapshot_download(
-            model_id, revision=revision, allow_patterns=wanted, ignore_patterns=list(_FILES_UNWANTED)
+            model_id, revision=revision, allow_patterns=patterns, ignore_patterns=list(_IGNORED_FILES)
         )
-    except Exception as problem:  # the client's own errors, the network's and the disk's share no class
+    except Exception as problem:  # errors of the client, the network and the disk have no common class
         raise CheckpointNotFoundError(model_id, _explanation(problem, model_id, revision)) from problem
     return Path(folder)
 
 
 def _remote_names(model_id: str, revision: str, folder: Path) -> list[str]:
-    """The files of a model on the hub; where it cannot be asked, those that are here already."""
+    """Return the file names of a model on the hub; if the hub cannot be reached, those in the local cache."""
     from huggingface_hub import list_repo_files
 
     try:
@@ -180,7 +183,11 @@ def _remote_names(model_id: str, revision: str, folder: Path) -> list[str]:
 
 
 def _check_complete(model_id: str, folder: Path) -> None:
-    """Refuses what an interrupted download has left, which offline is all that there is."""
+    """Check that all shards were downloaded. Offline, the cache may hold an interrupted download.
+
+    Raises:
+        CheckpointError: shards are missing.
+    """
     index = folder / SHARD_INDEX
     if not index.exists():
         return
@@ -188,12 +195,12 @@ def _check_complete(model_id: str, folder: Path) -> None:
     names = set(shards.values()) if isinstance(shards, dict) else set()
     absent = sorted(str(name) for name in names if not (folder / str(name)).exists())
     if absent:
-        missing = f"{len(absent)} of {len(names)} files of weights, {absent[0]} among them, are not"
-        raise CheckpointError(model_id, f"{missing} in the local cache: {_ONLINE}")
+        missing = f"{len(absent)} of {len(names)} weight files are not in the local cache ({absent[0]}, ...)"
+        raise CheckpointError(model_id, f"{missing}: {_ONLINE}")
 
 
 def _explanation(problem: Exception, model_id: str, revision: str) -> str:
-    """Why a download failed, and what to do next."""
+    """Return why a download failed and what to do next."""
     from huggingface_hub import errors
 
     match problem:
@@ -202,15 +209,15 @@ def _explanation(problem: Exception, model_id: str, revision: str) -> str:
                 f"is gated: accept its terms at https://huggingface.co/{model_id}, then run `hf auth login`"
             )
         case errors.RepositoryNotFoundError():
-            return "no such folder here, and no such model on the hub; a private one needs `hf auth login`"
+            return "no such local folder and no such model on the hub; private models need `hf auth login`"
         case errors.RevisionNotFoundError():
             return f"has no revision {revision!r} on the hub"
         case errors.HFValidationError():
-            return "no such folder here, and not a valid hub id"
+            return "no such local folder, and not a valid hub id"
         case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
             return (
-                "no such folder here, and the hub cannot be reached or is switched off: give the path of "
+                "no such local folder, and the hub cannot be reached or is switched off: give the path of "
                 "a local checkpoint, or run once online to download it"
             )
     first_line = str(problem).strip().partition("\n")[0]
-    return f"cannot be downloaded from the hub (what has arrived is kept for the next time): {first_line}"
+    return f"cannot be downloaded from the hub (finished files are kept): {first_line}"

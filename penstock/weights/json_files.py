@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint: each is one object, or an error that names the file."""
+"""JSON files of a checkpoint. Each file must hold one object."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from penstock.errors import CheckpointError
 
 
 def read_json_object(path: Path, error: type[CheckpointError] = CheckpointError) -> dict[str, Any]:
-    """Reads a file that holds one JSON object.
+    """Return the JSON object in a file.
+
+    Args:
+        path: the file.
+        error: class of the error to raise.
 
     Raises:
-        CheckpointError: the file cannot be read, is not JSON, or is not an object (as class ``error``).
+        CheckpointError: the file cannot be read, is not JSON, or holds no object.
     """
     try:
         value = json.loads(path.read_bytes())

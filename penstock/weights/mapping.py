@@ -1,4 +1,4 @@
-"""Files as memory: their bytes are read as they are looked at, and can be let go of again."""
+"""Memory-mapped files. The system reads their pages on access; a process can drop them again."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from penstock.host.private_memory import mapping
 
 
 def map_file(file: Path) -> Tensor:
-    """The bytes of a file ``[size]``, mapped: read as it is looked at, and writes never reach the file.
+    """Map a file and return its bytes, ``[size]`` uint8. Writes to the tensor never reach the file.
 
     Raises:
-        WeightsError: it cannot be mapped.
+        WeightsError: the file cannot be mapped.
     """
     try:
         size = file.stat().st_size
@@ -31,11 +31,12 @@ def map_file(file: Path) -> Tensor:
 
 
 def map_in_huge_pages(file: Path) -> Tensor:
-    """As `map_file`, of a file that is read again and again: in huge pages where the system's cache of it can
-    have them, which saves the processor most look-ups of pages.
+    """Map a file in huge pages if the page cache supports them, and return its bytes.
+
+    Used for files that are read in every step. Huge pages avoid most TLB misses.
 
     Raises:
-        WeightsError: it cannot be mapped.
+        WeightsError: the file cannot be mapped.
     """
     try:
         with file.open("rb") as stream, mapping(file.stat().st_size):
@@ -47,31 +48,36 @@ def map_in_huge_pages(file: Path) -> Tensor:
 
 
 def read_in_huge_pages(file: Path) -> None:
-    """Has the system take a file that was just written into its cache anew: as it was written, most of it
-    lies in small pages there, and they stay."""
+    """Read a file that was just written into the page cache again, in huge pages.
+
+    Writing leaves most of the file in small pages of the page cache, and they would stay there.
+    """
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     content = map_in_huge_pages(file)
-    content[:: mmap.PAGESIZE].max()  # reads each page
+    content[:: mmap.PAGESIZE].max()  # accesses each page
 
 
 def drop_pages(tensor: Tensor) -> None:
     """Drop the whole pages of a contiguous, unmodified tensor that is mapped from a file.
 
-    An access reads them again, from the page cache or from the file. Without this, a model that is packed
-    while it is read counts twice in the resident memory of the process until the file is closed.
+    The next access reads them again, from the page cache or from the file. Without this, the resident memory
+    of a process that packs a model holds both the packed and the stored weights until the file is closed.
     """
     page = mmap.PAGESIZE
     begin = -(-tensor.data_ptr() // page) * page
     end = (tensor.data_ptr() + tensor.nbytes) // page * page
-    if end > begin and (advise := _madvise()) is not None and _is_of_a_file(begin, end):
+    if end > begin and (advise := _madvise()) is not None and _is_file_backed(begin, end):
         advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
-def _is_of_a_file(begin: int, end: int) -> bool:
-    """Whether these addresses lie in one mapping of a file: pages of anything else come back as zeros."""
+def _is_file_backed(begin: int, end: int) -> bool:
+    """Return whether these addresses lie in one mapping of a file.
+
+    Dropping pages of other memory would lose its content: they read as zeros afterwards.
+    """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Files of packed weights: a load maps what the kernels read, and packs nothing.
+"""Files of packed weights. A load maps the weights in the kernels' layout and packs nothing.
 
 ``penstock warm-cache --pack`` writes the file. It is a safetensors file
 (https://huggingface.co/docs/safetensors) of the layers in load order. Its metadata names the checkpoint, the
@@ -31,7 +31,7 @@ from penstock.weights.safetensors import read_header
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT = 64  # bytes: of a cache line, which no load of a kernel crosses
+_ALIGNMENT = 64  # bytes of a cache line; aligned vector loads do not cross cache lines
 _TYPES = {
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -43,7 +43,7 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 def open_packed(key: PackedKey, layout: Layout) -> PackedLayerReader | None:
-    """Return the packed layers of a checkpoint, or None if no usable file exists for this layout."""
+    """Open the packed layers of a checkpoint. Return None if no usable file exists for this layout."""
     file = key.file
     if not file.is_file():
         return None
@@ -179,7 +179,8 @@ def _view(content: Tensor, entry: Mapping[str, Any]) -> Tensor:
 def _made_of(key: PackedKey, layout: Layout) -> str:
     """Return everything that packed layers depend on, as JSON.
 
-    Checkpoint files are compared by path, size and time: reading their contents takes longer than packing.
+    Checkpoint files are compared by path, size and modification time. Reading their contents would take
+    longer than packing.
     """
     files = sorted({file.resolve() for file in key.tensor_files})
     states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

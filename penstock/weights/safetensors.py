@@ -62,7 +62,7 @@ class QuantizedHeader(TensorHeader):
     parts: tuple[TensorHeader, ...] = ()
     """The stored tensors."""
     index: int | None = None
-    """Position in the first dimension of all parts; None if the weight is all of them."""
+    """Index in the first dimension of all parts; None if the weight is the whole of each part."""
     float_dtype: DType = DType.bfloat16
     """The type in which the weight is read as floats."""
 
@@ -73,13 +73,13 @@ class QuantizedHeader(TensorHeader):
 
 
 def read_checkpoint_headers(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of a checkpoint by their plain names (see `plain_names`).
+    """Return the tensors of a checkpoint by their plain names (see `plain_names`).
 
     Args:
-        path: a safetensors file, or a folder with one, or with shards and their index.
+        path: a safetensors file, a folder with one file, or a folder with shards and their index.
 
     Raises:
-        WeightsError: there are none, a shard is missing, or a file is damaged.
+        WeightsError: there are no tensors, a shard is missing, or a file is damaged.
     """
     headers = _read_files(path)
     names = plain_names(headers)
@@ -104,10 +104,10 @@ def _read_files(path: Path) -> dict[str, TensorHeader]:
 
 
 def read_header(file: Path) -> dict[str, TensorHeader]:
-    """The tensors of one safetensors file by name.
+    """Return the tensors of one safetensors file by name.
 
     Raises:
-        WeightsError: the file cannot be read, is cut short, or is not in the format.
+        WeightsError: the file cannot be read, is truncated, or is not a safetensors file.
     """
     try:
         size = file.stat().st_size
@@ -124,10 +124,10 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
 
 
 def _refuse_length(file: Path, length: int, size: int) -> NoReturn:
-    # Other files' first 8 bytes read as an absurd length; a real header stays under the format's 100 MB.
+    # The format limits headers to 100 MB. In a file of another format the first 8 bytes give a huge number.
     if length > 100_000_000:
-        raise WeightsError(file, "is not a safetensors file: its first 8 bytes are no header length")
-    raise WeightsError(file, f"is cut short inside its header: {8 + length} bytes announced, {size} there")
+        raise WeightsError(file, "is not a safetensors file: its first 8 bytes are not a header length")
+    raise WeightsError(file, f"is truncated in its header: {8 + length} bytes expected, {size} present")
 
 
 def _parse_header(file: Path, text: bytes, data_size: int) -> dict[str, TensorHeader]:
@@ -135,7 +135,7 @@ def _parse_header(file: Path, text: bytes, data_size: int) -> dict[str, TensorHe
         entries = json.loads(text)
         metadata = entries.pop("__metadata__", None) or {}
         headers = {name: _tensor_header(file, name, entry) for name, entry in entries.items()}
-        # Where tensors share their numbers some writers keep one, and tell here whose names are left out.
+        # If tensors share storage, some writers store one of them and map the other names to it in metadata.
         headers |= {
             name: headers[kept]
             for name, kept in metadata.items()
@@ -146,9 +146,9 @@ def _parse_header(file: Path, text: bytes, data_size: int) -> dict[str, TensorHe
         raise WeightsError(file, "is not a safetensors file: its header is damaged") from problem
     announced = ranges[-1][1] if ranges else 0
     if announced > data_size:
-        raise WeightsError(file, f"is cut short: {announced} bytes of tensors announced, {data_size} there")
+        raise WeightsError(file, f"is truncated: {announced} bytes of tensors expected, {data_size} present")
     if announced < data_size or any(end != start for (_, end), (start, _) in pairwise([(0, 0), *ranges])):
-        raise WeightsError(file, "is not a safetensors file: its tensors do not fill it without gaps")
+        raise WeightsError(file, "is not a safetensors file: there are gaps between its tensors")
     return headers
 
 
@@ -157,9 +157,9 @@ def _tensor_header(file: Path, name: str, entry: Mapping[str, Any]) -> TensorHea
     begin, end = entry["data_offsets"]
     header = TensorHeader(file, entry["dtype"], shape, end - begin, name)
     if not all(isinstance(size, int) and size >= 0 for size in (*shape, begin, end - begin)):
-        raise ValueError("a shape or a byte range is no count")
+        raise ValueError("a shape or a byte range holds a value that is not a count")
     if header.dtype and header.num_elements * header.dtype.size_in_bytes != header.num_bytes:
-        raise ValueError("a byte range is not what its shape takes")
+        raise ValueError("the size of a byte range does not match the shape")
     return header
 
 
@@ -175,7 +175,8 @@ def _read_shards(folder: Path) -> dict[str, TensorHeader]:
     if absent:
         raise WeightsError(
             index,
-            f"places {absent[0]} in {weight_map[absent[0]]}, which does not hold it ({len(absent)} such)",
+            f"lists {absent[0]} in {weight_map[absent[0]]}, which does not hold it "
+            f"({len(absent)} tensors are missing)",
         )
     return headers
 
@@ -184,7 +185,7 @@ def _shards(index: Path, weight_map: Mapping[str, Any]) -> Iterator[Path]:
     names = sorted({str(name) for name in weight_map.values()})
     outside = [name for name in names if Path(name).name != name]
     if outside:
-        raise WeightsError(index, f"names {outside[0]!r}, which is not a file beside it")
+        raise WeightsError(index, f"names {outside[0]!r}, which is not a file in the same folder")
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise WeightsError(

@@ -29,8 +29,8 @@ NUM_NAMES_SHOWN = 8
 """Maximum number of tensors of a kind that an error lists. Further ones are counted."""
 _MAX_FAULTS = 1000
 _MAX_ZEROS = 2**29
-"""Faults, and elements of zeros in place of faulty tensors, after which a load ends at once: ``config.json``
-belongs to another model."""
+"""Limits on missing tensors, and on elements of zeros that replace faulty tensors. A load that exceeds one of
+them fails at once: ``config.json`` probably belongs to another model."""
 
 
 class Weights:
@@ -137,8 +137,8 @@ class Weights:
             transposed: whether the checkpoint's shape is ``(in, out)``.
 
         Returns:
-            The encoding, and the tensors of `LinearEncoding.pack`. None, and ``weight`` as floats
-            ``[out, in]``, if it is stored as floats or in an order of rows that the encoding does not have.
+            The encoding, and the tensors of `LinearEncoding.pack`. If the weight is stored as floats, or in
+            a row order that the encoding does not support: None, and ``weight`` as floats ``[out, in]``.
         """
         header = self._found(name)
         expected = shape[::-1] if transposed else shape
@@ -150,7 +150,7 @@ class Weights:
         return self._files.linear(self._names[name])
 
     def is_mapped(self, name: str) -> bool:
-        """Return whether `tensor` returns a view of the file, which takes no memory of its own."""
+        """Return whether `tensor` returns a view of the mapped file instead of a copy."""
         header = self._found(name)
         return (
             header is not None
@@ -159,10 +159,7 @@ class Weights:
         )
 
     def release(self, name: str) -> None:
-        """Release the memory that the pages of a tensor's file take in this process.
-
-        No number is lost: the pages are read again when the tensor is accessed.
-        """
+        """Release the resident memory of a tensor's file pages. The next access reads them again."""
         stored = self._names.get(name)
         if stored is not None:
             self._files.release(stored)

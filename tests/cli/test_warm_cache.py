@@ -101,7 +101,7 @@ def test_all_wrong_tensors_are_named(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 9000), "cut short"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 9000), "truncated"),
         (
             lambda folder: (folder / "config.json").write_text('{"model_type": "mamba"}'),
             "architecture 'mamba' is not known",

@@ -151,38 +151,41 @@ def test_big_endian_files_are_refused_by_name(tmp_path: Path) -> None:
     [
         (b"", "it has only 0 bytes"),
         (b"GGML" + bytes(40), "does not start with GGUF"),
-        (raw(version=1), "is of GGUF version 1: readable are 2 and 3"),
+        (raw(version=1), "is of GGUF version 1: versions 2 and 3 can be read"),
         (raw(version=99), "is of GGUF version 99"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), f"{2**63} tensors announced in a file of 24 bytes"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), f"{2**40} metadata announced"),
-        (raw([text("k") + struct.pack("<I", 77)]), "kind 77, which the format does not have"),
-        (raw([text("k") + struct.pack("<IB", 7, 2)]), "neither true nor false"),
-        (raw([text("k") + struct.pack("<IQ", _STRING, 2**50)]), f"{2**50} bytes wanted"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), f"{2**40} metadata keys announced"),
+        (raw([text("k") + struct.pack("<I", 77)]), "a value has type 77, which the format does not define"),
+        (raw([text("k") + struct.pack("<IB", 7, 2)]), "neither 0 nor 1"),
+        (raw([text("k") + struct.pack("<IQ", _STRING, 2**50)]), f"{2**50} bytes expected"),
         (raw([text("k") + struct.pack("<IIQ", _ARRAY, _U32, 2**60)]), f"an array of {2**60} values"),
         (
             raw([text("k") + struct.pack("<IIQ", _ARRAY, _STRING, 2)], data=b"\xff" * 64),
-            "past the file's end",
+            "after the end of the file",
         ),
-        (raw([text("k") + struct.pack("<IIQ", _ARRAY, 13, 0)]), "an array holds values of kind 13"),
+        (raw([text("k") + struct.pack("<IIQ", _ARRAY, 13, 0)]), "an array holds values of type 13"),
         (
             raw([text("k") + struct.pack("<I", _ARRAY) + struct.pack("<IQ", _ARRAY, 1) * 9]),
-            "an array holds values of kind 9",
+            "an array holds values of type 9",
         ),
         (raw([struct.pack("<Q", 70000) + bytes(70000)]), "a name of 70000 bytes"),
-        (raw([struct.pack("<Q", 2) + b"\xff\xfe" + bytes(40)]), "a text of 2 bytes is not UTF-8"),
-        (raw([text("k") + struct.pack("<II", _U32, 1)] * 2), "k is there twice"),
-        (raw(tensors=[described("w", [2])] * 2, data=bytes(64)), "w is there twice"),
-        (raw(tensors=[described("w", [])]), "w has 0 dims"),
-        (raw(tensors=[described("w", [1] * 5)]), "w has 5 dims: 1 to 4"),
-        (raw(tensors=[described("w", [2, 0])]), r"w of type F32 cannot have the dims \[2, 0\]"),
-        (raw(tensors=[described("w", [48, 4], 2)]), r"w of type Q4_0 cannot have the dims \[48, 4\]"),
-        (raw(tensors=[described("w", [32], 4)]), "w is of type 4, which is not known"),
-        (raw(tensors=[described("w", [2], 0, 4)], data=bytes(64)), "w lies at 4, which is no multiple of 32"),
+        (raw([struct.pack("<Q", 2) + b"\xff\xfe" + bytes(40)]), "a string of 2 bytes is not UTF-8"),
+        (raw([text("k") + struct.pack("<II", _U32, 1)] * 2), "k appears twice"),
+        (raw(tensors=[described("w", [2])] * 2, data=bytes(64)), "w appears twice"),
+        (raw(tensors=[described("w", [])]), "w has 0 dimensions"),
+        (raw(tensors=[described("w", [1] * 5)]), "w has 5 dimensions: it must have 1 to 4"),
+        (raw(tensors=[described("w", [2, 0])]), r"w of type F32 cannot have the dimensions \[2, 0\]"),
+        (raw(tensors=[described("w", [48, 4], 2)]), r"w of type Q4_0 cannot have the dimensions \[48, 4\]"),
+        (raw(tensors=[described("w", [32], 4)]), "w has the unknown type 4"),
+        (
+            raw(tensors=[described("w", [2], 0, 4)], data=bytes(64)),
+            "the offset of w is 4, not a multiple of 32",
+        ),
         (
             raw(tensors=[described("w", [9])], data=bytes(32)),
-            "is cut short: w ends at byte 100, the file at 96",
+            "is truncated: w ends at byte 100, the file at 96",
         ),
-        (raw(tensors=[described("w", [2**62, 2])], data=bytes(32)), "is cut short: w ends at byte"),
+        (raw(tensors=[described("w", [2**62, 2])], data=bytes(32)), "is truncated: w ends at byte"),
         (
             raw([text("general.alignment") + struct.pack("<II", _U32, 12)]),
             "general.alignment must be a multiple of 8, is 12",
@@ -190,7 +193,7 @@ def test_big_endian_files_are_refused_by_name(tmp_path: Path) -> None:
         (raw([text("general.alignment") + struct.pack("<II", _U32, 0)]), "must be a multiple of 8, is 0"),
     ],
 )
-def test_damage_is_told_with_its_numbers(tmp_path: Path, data: bytes, problem: str) -> None:
+def test_a_damaged_file_raises_an_error_with_numbers(tmp_path: Path, data: bytes, problem: str) -> None:
     (tmp_path / "a.gguf").write_bytes(data)
     with pytest.raises(WeightsError, match=problem) as error:
         GGUFFile(tmp_path / "a.gguf").tensors  # noqa: B018
@@ -271,7 +274,7 @@ class TestParts:
     def test_a_tensor_in_two_parts(self, tmp_path: Path) -> None:
         files = self.parts(tmp_path)
         write(files[2], {"w1": np.ones(2, np.float32)})
-        with pytest.raises(WeightsError, match=r"holds w1, which m-00001-of-00003.gguf holds already"):
+        with pytest.raises(WeightsError, match=r"holds w1, which m-00001-of-00003.gguf also holds"):
             GGUFFile(files[0]).tensors  # noqa: B018
 
     def test_a_part_under_another_name(self, tmp_path: Path) -> None:

@@ -40,5 +40,5 @@ def test_what_can_be_read_is_known_without_torch() -> None:
 def test_many_blocks_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (23, 34), dtype=np.uint8))
     whole = dequantize(blocks, "Q8_0")
-    monkeypatch.setattr(gguf_blocks, "_BLOCKS_AT_ONCE", 5)
+    monkeypatch.setattr(gguf_blocks, "_CHUNK_BLOCKS", 5)
     assert torch.equal(dequantize(blocks, "Q8_0").nan_to_num(), whole.nan_to_num())

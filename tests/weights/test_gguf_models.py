@@ -261,7 +261,8 @@ def test_types_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     writer.add_tensor("blk.0.ffn_up.weight", np.zeros((1, 66), np.uint8), raw_dtype=kind)
     finish(writer)
     with pytest.raises(
-        WeightsError, match=r"blk.0.ffn_up.weight is of type IQ2_XXS: readable are F16, .* Q4_K"
+        WeightsError,
+        match=r"blk.0.ffn_up.weight has type IQ2_XXS, which cannot be read: use one of F16, .* Q4_K",
     ):
         Weights.open(tmp_path / "m.gguf")
 

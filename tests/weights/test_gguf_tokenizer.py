@@ -267,23 +267,26 @@ def test_what_the_files_say_together(tmp_path: Path) -> None:
     [
         (
             {"tokenizer.ggml.model": "bert"},
-            "of kind 'bert', not gpt2 or llama: put the model's own tokenizer.json",
+            "of the unsupported kind 'bert' .not gpt2 or llama.: put the model's tokenizer.json",
         ),
-        ({"tokenizer.ggml.pre": "default"}, "a way called 'default' .known: gpt-2.*put the model's own"),
-        ({"tokenizer.ggml.pre": None}, "a way called None"),
+        (
+            {"tokenizer.ggml.pre": "default"},
+            "pre-tokenizer 'default' is unknown .known: gpt-2.*put the model's tokenizer.json",
+        ),
+        ({"tokenizer.ggml.pre": None}, "pre-tokenizer None is unknown"),
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "has no tokenizer.ggml.tokens"),
-        ({"tokenizer.ggml.token_type": [1, 2]}, "has 2048 tokens, and types for 2"),
+        ({"tokenizer.ggml.token_type": [1, 2]}, "has 2048 tokens, but types for 2"),
         (
             {"tokenizer.ggml.merges": ["a nowhere"]},
-            "has the merge 'a nowhere', of which some part is no token",
+            "has the merge 'a nowhere', whose parts and result are not all tokens",
         ),
         (
             {"tokenizer.ggml.eos_token_id": 2048},
-            "eos_token_id must be below 2048, the number of tokens, is 2048",
+            "eos_token_id must be below the number of tokens, 2048; it is 2048",
         ),
-        ({"tokenizer.ggml.model": "llama"}, "has 2048 tokens, and scores for 0"),
-        ({"tokenizer.huggingface.json": "{}"}, "tokenizer.huggingface.json is no tokenizer"),
+        ({"tokenizer.ggml.model": "llama"}, "has 2048 tokens, but scores for 0"),
+        ({"tokenizer.huggingface.json": "{}"}, "tokenizer.huggingface.json cannot be read as a tokenizer"),
     ],
 )
 def test_refusals(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:

@@ -83,13 +83,13 @@ class TestLocal:
             (("model.safetensors",), "it has no config.json"),
             (("config.json",), "has no weights"),
             (("config.json", "pytorch_model.bin"), "pickled weights only .* convert the model"),
-            (("a.gguf", "b.gguf"), "has 2 GGUF files .* --gguf-file one of a.gguf, b.gguf$"),
+            (("a.gguf", "b.gguf"), "has 2 matching GGUF files.* --gguf-file: a.gguf, b.gguf$"),
             (("config.json", "mmproj-a.gguf"), "has no weights"),
-            (("m-00001-of-00002.gguf", "x.gguf"), "has 2 GGUF files"),
+            (("m-00001-of-00002.gguf", "x.gguf"), "has 2 matching GGUF files"),
             (("adapter_config.json", "adapter_model.safetensors"), "is a LoRA adapter"),
         ],
     )
-    def test_a_folder_that_is_no_checkpoint(
+    def test_a_folder_without_a_checkpoint(
         self, tmp_path: Path, files: tuple[str, ...], problem: str
     ) -> None:
         with pytest.raises(CheckpointError, match=problem) as error:
@@ -105,7 +105,7 @@ class TestLocalGGUF:
         for name in ("a.gguf", "b.GGUF"):
             assert resolve_checkpoint(str(tmp_path / name)) == tmp_path / name
         assert resolve_checkpoint(str(tmp_path / "a.gguf"), gguf_file="a") == tmp_path / "a.gguf"
-        with pytest.raises(CheckpointError, match="is not 'Q4_0', which --gguf-file asks for"):
+        with pytest.raises(CheckpointError, match="does not match --gguf-file 'Q4_0'"):
             resolve_checkpoint(str(tmp_path / "a.gguf"), gguf_file="Q4_0")
 
     @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ class TestHubGGUF:
     ) -> None:
         hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES)
         with pytest.raises(
-            CheckpointError, match=r"a/b: has 2 GGUF files .* one of m-Q4_K_M.gguf, m-Q8_0.gguf$"
+            CheckpointError, match=r"a/b: has 2 matching GGUF files: .*: m-Q4_K_M.gguf, m-Q8_0.gguf$"
         ):
             resolve_checkpoint("a/b", "v1")
         assert not hub.downloaded
@@ -229,7 +229,7 @@ class TestHubGGUF:
     def test_offline_what_is_there_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         FakeHub(monkeypatch, touch(tmp_path, "m-Q8_0.gguf"), *self.SIZES, online=False)
         assert resolve_checkpoint("a/b", "v1") == tmp_path / "m-Q8_0.gguf"
-        with pytest.raises(CheckpointError, match=r"has no GGUF file called 'Q4_K_M', but m-Q8_0.gguf$"):
+        with pytest.raises(CheckpointError, match=r"has no GGUF file 'Q4_K_M': choose one of m-Q8_0.gguf$"):
             resolve_checkpoint("a/b", "v1", "Q4_K_M")
 
     def test_an_interrupted_download_offline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ class TestHubGGUF:
         index = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-3.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(
-            CheckpointError, match=r"a/b: 2 of 3 files of weights, m-2.safetensors .*run once online"
+            CheckpointError, match=r"a/b: 2 of 3 weight files are not .*\(m-2.safetensors, .*run once online"
         ):
             resolve_checkpoint("a/b", "v1")
 
@@ -281,8 +281,8 @@ class TestHub:
             (errors.LocalEntryNotFoundError, "cannot be reached or is switched off"),
             (errors.OfflineModeIsEnabled, "cannot be reached or is switched off"),
             (errors.HFValidationError, "not a valid hub id"),
-            (httpx.ReadTimeout, "cannot be downloaded from the hub .what has arrived is kept.*: first line$"),
-            (OSError, "cannot be downloaded from the hub .what has arrived is kept.*: first line$"),
+            (httpx.ReadTimeout, "cannot be downloaded from the hub .finished files are kept.*: first line$"),
+            (OSError, "cannot be downloaded from the hub .finished files are kept.*: first line$"),
         ],
     )
     def test_each_failure_says_what_to_do(

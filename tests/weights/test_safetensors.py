@@ -79,7 +79,7 @@ def test_an_index_that_is_wrong_about_a_shard(tmp_path: Path) -> None:
     shard(tmp_path, {"a": "1.safetensors"})
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "z": "1.safetensors"}}))
-    with pytest.raises(WeightsError, match=r"places z in 1\.safetensors, which does not hold it"):
+    with pytest.raises(WeightsError, match=r"lists z in 1\.safetensors, which does not hold it"):
         read_checkpoint_headers(tmp_path)
 
 
@@ -89,7 +89,7 @@ def test_an_index_that_is_wrong_about_a_shard(tmp_path: Path) -> None:
         ({}, "has no weight_map"),
         ({"weight_map": []}, "has no weight_map"),
         ([], "must hold a JSON object"),
-        ({"weight_map": {"a": "../1.safetensors"}}, "not a file beside it"),
+        ({"weight_map": {"a": "../1.safetensors"}}, "not a file in the same folder"),
         ({"weight_map": {"a": 3}}, "1 of 1 shards are missing: 3"),
     ],
 )
@@ -122,9 +122,13 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
         ({"w": entry("F32", [2], 0, 4)}, b"1234", "its header is damaged"),
         ({"w": entry("F32", [-1], 0, 4)}, b"1234", "its header is damaged"),
         ({"w": entry("F32", [1], 4, 0)}, b"1234", "its header is damaged"),
-        ({"w": entry("F32", [2], 0, 8)}, b"1234", "is cut short: 8 bytes of tensors announced, 4 there"),
-        ({"w": entry("F32", [1], 0, 4)}, b"12345", "do not fill it"),
-        ({"v": entry("F32", [1], 0, 4), "w": entry("F32", [1], 2, 6)}, b"123456", "do not fill it"),
+        ({"w": entry("F32", [2], 0, 8)}, b"1234", "is truncated: 8 bytes of tensors expected, 4 present"),
+        ({"w": entry("F32", [1], 0, 4)}, b"12345", "there are gaps between its tensors"),
+        (
+            {"v": entry("F32", [1], 0, 4), "w": entry("F32", [1], 2, 6)},
+            b"123456",
+            "there are gaps between its tensors",
+        ),
     ],
 )
 def test_a_damaged_header(tmp_path: Path, header: Any, data: bytes, message: str) -> None:
@@ -137,11 +141,11 @@ def test_a_damaged_header(tmp_path: Path, header: Any, data: bytes, message: str
     [
         (b"", "it has only 0 bytes"),
         (b"1234567", "it has only 7 bytes"),
-        (b"version https://git-lfs.github.com/spec/v1", "its first 8 bytes are no header length"),
-        (struct.pack("<Q", 50) + b"{}", "cut short inside its header: 58 bytes announced, 10 there"),
+        (b"version https://git-lfs.github.com/spec/v1", "its first 8 bytes are not a header length"),
+        (struct.pack("<Q", 50) + b"{}", "truncated in its header: 58 bytes expected, 10 present"),
     ],
 )
-def test_a_file_that_is_none(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_of_another_format(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
     with pytest.raises(WeightsError, match=message):
