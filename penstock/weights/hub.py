@@ -81,9 +81,9 @@ def _checked(folder: Path, gguf_file: str | None) -> Path:
     has_weights = "config.json" in names and any(name.endswith(".safetensors") for name in names)
     if gguf_file is not None or (not has_weights and _gguf_models(names)):
         return folder / _select_gguf(folder, names, gguf_file)
-    problem = _folder_problem(names)
-    if problem:
-        raise CheckpointError(folder, problem)
+    reason = _folder_problem(names)
+    if reason:
+        raise CheckpointError(folder, reason)
     return folder
 
 

@@ -249,13 +249,13 @@ def test_no_table_of_tokens(tmp_path: Path) -> None:
         gguf_config(tmp_path / "m.gguf")
 
 
-def test_keys_without_an_effect_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_keys_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         gguf_config(write(tmp_path, vocab_size=10))
         assert not caplog.records
         gguf_config(write(tmp_path, new__knob=3, other=True))
-    told = "metadata that has no effect here: llama.new.knob, llama.other"
-    assert caplog.messages == [f"{tmp_path / 'm.gguf'}: {told}"]
+    ignored = "these metadata keys are ignored: llama.new.knob, llama.other"
+    assert caplog.messages == [f"{tmp_path / 'm.gguf'}: {ignored}"]
 
 
 def test_sampling_as_the_file_recommends(tmp_path: Path) -> None:

@@ -128,17 +128,21 @@ class TestLocalGGUF:
     @pytest.mark.parametrize(
         ("files", "wanted", "problem"),
         [
-            (("a-Q4_0.gguf", "b-Q4_0.gguf"), "Q4_0", "2 GGUF files .* one of a-Q4_0.gguf, b-Q4_0.gguf$"),
-            (("a-Q4_0.gguf",), "Q5_0", "has no GGUF file called 'Q5_0', but a-Q4_0.gguf$"),
+            (("a-Q4_0.gguf", "b-Q4_0.gguf"), "Q4_0", "2 matching GGUF files: .*: a-Q4_0.gguf, b-Q4_0.gguf$"),
+            (("a-Q4_0.gguf",), "Q5_0", "has no GGUF file 'Q5_0': choose one of a-Q4_0.gguf$"),
             (
                 ("config.json", "model.safetensors"),
                 "Q5_0",
-                "has no GGUF file, and --gguf-file asks for 'Q5_0'",
+                "has no GGUF file that matches --gguf-file 'Q5_0'",
             ),
-            (tuple(f"{i:02}.gguf" for i in range(25)), None, "has 25 GGUF files .* 19.gguf and 5 more$"),
+            (
+                tuple(f"{i:02}.gguf" for i in range(25)),
+                None,
+                "has 25 matching GGUF files: .* 19.gguf and 5 more$",
+            ),
         ],
     )
-    def test_none_or_several(
+    def test_no_match_or_several(
         self, tmp_path: Path, files: tuple[str, ...], wanted: str | None, problem: str
     ) -> None:
         with pytest.raises(CheckpointError, match=problem):
