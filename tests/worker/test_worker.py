@@ -82,7 +82,7 @@ def test_ended_requests_are_forgotten() -> None:
     one = worker(pipeline)
     report = one.results(*(Submit(request(name)) for name in "abc"), Submit(request("c")))
     assert sorted(failure.request_id for failure in report.failures) == ["b", "c"]
-    assert "here already" in next(f.error.message for f in report.failures if f.request_id == "c")
+    assert "already submitted" in next(f.error.message for f in report.failures if f.request_id == "c")
     report = one.results(Cancel("a"), Cancel("b"), Cancel("c"), Cancel("c"), Cancel("who"))
     assert report.cancelled == ["a", "c"]
     assert report.results == []

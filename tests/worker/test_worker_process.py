@@ -74,7 +74,7 @@ async def test_the_embedded_model_killed_under_load_serves_again() -> None:
 
         generations = [client.submit(story(number, 490)) for number in range(40)]
         first = await anext(generations[0])
-        assert first.tokens
+        assert first.token_ids
         os.kill(info.pid, signal.SIGINT)  # both are the parent's business
         os.kill(info.pid, signal.SIGTERM)
         await anext(generations[0])
