@@ -46,7 +46,7 @@ def test_the_page(tmp_path: Path) -> None:
     [
         ({"ids = [ord": "ids = [1 + ord"}, "AssertionError"),
         ({"context_types = (EmbeddingsContext,)": "context_types = ()"}, "TaskMismatchError"),
-        ({"tasks={**TASKS, RECORD.task: RECORD}": "tasks=TASKS"}, "has no pipeline for the task embeddings-"),
+        ({"tasks={**TASKS, RECORD.task: RECORD}": "tasks={}"}, "has no pipeline for the task embeddings-"),
         ({'["MeanModel"]': '["MeanForCausalLM"]'}, "no pipeline for the task text-generation"),
     ],
     ids=str,
