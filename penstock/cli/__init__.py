@@ -22,6 +22,8 @@ from penstock.errors import PenstockError
 
 _COMMANDS = {
     "generate": "Generate text from a prompt and stream it.",
+    "encode": "Compute embeddings of texts.",
+    "rerank": "Order documents by their score for a query.",
     "serve": "Serve a model through an OpenAI-compatible API.",
     "bench": "Benchmark a model or a server.",
     "list": "List architectures, encodings, tasks and formats.",

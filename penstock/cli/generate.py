@@ -17,8 +17,10 @@ import click
 from penstock.cli.formatting import GroupedCommand, GroupedOption
 from penstock.cli.options import config_from_flags, config_options, print_settings
 from penstock.errors import InputError
+from penstock.pipelines.core import PipelineTask
 
 if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
     from penstock.llm.llm import LLM
     from penstock.llm.outputs import GenerationOutput, TextStream
 
@@ -109,6 +111,7 @@ def command(
     if print_config:
         print_settings(config.describe())
         return
+    _check_task(config)
     text = _checked_prompt(prompt)
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
@@ -295,6 +298,16 @@ def _check_model(name: str | None) -> None:
     """Refuse a prompt that was given as the argument MODEL."""
     if name is not None and any(map(str.isspace, name)) and not Path(name).expanduser().exists():
         raise click.UsageError(f"the argument {name!r} names the model: give the prompt as --prompt TEXT")
+
+
+def _check_task(config: PipelineConfig) -> None:
+    """Refuse an embeddings model before it is loaded."""
+    served = config.model.pipeline_task
+    if config.model.task == "auto" and served is PipelineTask.EMBEDDINGS_GENERATION:
+        raise InputError(
+            f"this model is loaded for {served.option} and generates no text: use penstock encode or "
+            "penstock rerank, or load it with --task text-generation if its architecture supports that"
+        )
 
 
 def _checked_prompt(given: str | None) -> str:

@@ -171,6 +171,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
                 multi_vector=self._multi_vector(contexts[i], rows[i])
                 if "multi_vector" in wanted[i]
                 else None,
+                num_tokens=len(rows[i]),
             )
             for i in range(len(contexts))
         ]

@@ -25,7 +25,10 @@ FLAGS = {
     # the command line itself
     "misspelt command": (["generat"], "No such command 'generat'. Did you mean 'generate'?"),
     "misspelt command with flags": (["warmcache", "--json"], "Did you mean 'warm-cache'?"),
-    "unknown command": (["turbine"], "Use one of generate, serve, bench, list, warm-cache, env."),
+    "unknown command": (
+        ["turbine"],
+        "Use one of generate, encode, rerank, serve, bench, list, warm-cache, env.",
+    ),
     "unknown flag": (["generate", "--promt", "Hello"], "No such option '--promt'. Did you mean '--prompt'?"),
     "misspelt setting": (["generate", *PROMPT, "--maxlength", "9"], "Did you mean '--max-length'?"),
     "unknown group flag": (["--verbos"], "No such option '--verbos'"),

@@ -112,7 +112,7 @@ def test_what_tests_need_is_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = names_of([line for line in lines if line and not line.startswith("#")])
     wanted = names_of([one for extra in EXTRAS.values() for one in extra] + PROJECT["dependencies"])
-    others = names_of(EXTRAS["fast-http"] + EXTRAS["slow-tokenizers"]) - {"transformers"}
+    others = names_of(EXTRAS["fast-http"] + EXTRAS["parquet"] + EXTRAS["slow-tokenizers"]) - {"transformers"}
     assert wanted - others - pinned == {PROJECT["name"]}
 
 

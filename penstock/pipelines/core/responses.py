@@ -103,6 +103,8 @@ class EmbeddingsResponse(_DenseEmbedding, kw_only=True, omit_defaults=True):
     """The sparse embedding."""
     multi_vector: npt.NDArray[Any] | None = None
     """``[tokens, E]``: one vector for each token."""
+    num_tokens: int = 0
+    """The tokens of the input, special tokens and prompt included."""
 
     @property
     def is_done(self) -> bool:

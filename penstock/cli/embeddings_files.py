@@ -1,0 +1,117 @@
+"""Files of embeddings: one ``.npy`` array, JSON lines, or Parquet."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+from penstock.errors import InputError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from penstock.pipelines.core import EmbeddingsResponse
+
+FORMATS = ("npy", "jsonl", "parquet")
+FIELDS = {"dense": "embedding", "scores": "scores", "multi_vector": "multi_vector", "sparse": "sparse"}
+"""Output kind -> its name in the file."""
+
+
+def chosen_format(output: Path | None, given: str | None) -> str:
+    """Return the format: as given, else by the suffix of the output file, else JSON lines.
+
+    Raises:
+        click.UsageError: the suffix names no format, or a binary format would go to a terminal.
+    """
+    chosen = given
+    if chosen is None and output is not None:
+        chosen = output.suffix.removeprefix(".")
+        if chosen not in FORMATS:
+            raise click.UsageError(
+                f"--output {output} ends in none of {', '.join(f'.{one}' for one in FORMATS)}: give --format"
+            )
+    if chosen is None:
+        chosen = "jsonl"
+    if chosen != "jsonl" and output is None and sys.stdout.isatty():
+        raise click.UsageError(f"the format {chosen} is binary: give --output FILE")
+    return chosen
+
+
+def check_format(file_format: str, kind: str) -> None:
+    """Refuse a format that cannot hold the outputs, or that needs a package which is not installed.
+
+    Raises:
+        InputError: ``npy`` holds one array, and the outputs have different lengths.
+        MissingDependencyError: pyarrow is not installed.
+    """
+    if file_format == "npy" and kind in ("sparse", "multi_vector"):
+        raise InputError(f"npy holds one array, but {kind} outputs differ in length: use jsonl or parquet")
+    if file_format == "parquet":
+        _pyarrow()
+
+
+def write_outputs(
+    output: Path | None,
+    file_format: str,
+    kind: str,
+    texts: Sequence[str],
+    responses: Sequence[EmbeddingsResponse],
+) -> None:
+    """Write one row for each text, in order, to a file or to standard output."""
+    rows = [_values(kind, response) for response in responses]
+    with _opened(output) as file:
+        if file_format == "npy":
+            np.save(file, np.stack(rows))
+        elif file_format == "jsonl":
+            for index, row in enumerate(rows):
+                line = json.dumps({"index": index, FIELDS[kind]: _plain(row)}, ensure_ascii=False)
+                file.write(line.encode() + b"\n")
+        else:
+            _write_parquet(file, kind, texts, rows)
+
+
+def _values(kind: str, response: EmbeddingsResponse) -> Any:
+    if kind == "sparse":
+        assert response.sparse is not None
+        return {"token_ids": response.sparse.token_ids, "weights": response.sparse.weights}
+    return response.embeddings if kind == "dense" else getattr(response, kind)
+
+
+def _plain(row: Any) -> Any:
+    return {name: one.tolist() for name, one in row.items()} if isinstance(row, dict) else row.tolist()
+
+
+def _write_parquet(file: IO[bytes], kind: str, texts: Sequence[str], rows: Sequence[Any]) -> None:
+    pyarrow = _pyarrow()
+    floats = pyarrow.list_(pyarrow.float32())
+    types = {
+        "multi_vector": pyarrow.list_(floats),
+        "sparse": pyarrow.struct([("token_ids", pyarrow.list_(pyarrow.int32())), ("weights", floats)]),
+    }
+    values = pyarrow.array([_plain(row) for row in rows], type=types.get(kind, floats))
+    table = pyarrow.table({"text": pyarrow.array(list(texts), type=pyarrow.string()), FIELDS[kind]: values})
+    from pyarrow import parquet
+
+    parquet.write_table(table, file)
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise MissingDependencyError("pyarrow", "parquet", "the format parquet") from error
+    return pyarrow
+
+
+@contextmanager
+def _opened(output: Path | None) -> Iterator[IO[bytes]]:
+    if output is None:
+        yield sys.stdout.buffer
+        return
+    with output.open("wb") as file:
+        yield file

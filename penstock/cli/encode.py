@@ -1,0 +1,107 @@
+"""``penstock encode``: embeddings of texts to a file or to standard output."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.embeddings_files import FIELDS, FORMATS, check_format, chosen_format, write_outputs
+from penstock.cli.formatting import GroupedCommand
+from penstock.cli.options import config_from_flags, config_options, print_settings
+from penstock.cli.texts import check_embeddings_model, read_texts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.pipelines.core import EmbeddingsResponse
+
+POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token")
+
+
+@click.command("encode", cls=GroupedCommand)
+@click.option("--text", "texts", multiple=True, metavar="TEXT", help="A text to encode; may be repeated.")
+@click.option(
+    "--file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Texts to encode: one per line, or JSON lines in a .jsonl file; by default standard input.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write; by default standard output.",
+)
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(FORMATS),
+    help="The format of the output; by default that of the suffix of --output, else jsonl.",
+)
+@click.option(
+    "--output-kind",
+    type=click.Choice([*FIELDS]),
+    help="What to compute; by default what the model is made for.",
+)
+@click.option("--prompt-name", metavar="NAME", help="Place this prompt of the checkpoint before each text.")
+@click.option("--prompt", metavar="TEXT", help="Place this text before each text; excludes --prompt-name.")
+@click.option("--pooling", type=click.Choice(POOLINGS), help="Replace the pooling of the checkpoint.")
+@click.option(
+    "--dimensions",
+    type=click.IntRange(min=1),
+    help="Keep this many leading dimensions, if the model is trained for it.",
+)
+@click.option(
+    "--normalize/--no-normalize",
+    default=None,
+    help="Scale embeddings to length 1, or do not; by default as the checkpoint says.",
+)
+@click.option("--truncate", is_flag=True, help="Cut texts that exceed the maximum length.")
+@config_options
+def command(
+    texts: tuple[str, ...],
+    file: Path | None,
+    output: Path | None,
+    file_format: str | None,
+    output_kind: str | None,
+    print_config: bool,
+    **flags: Any,
+) -> None:
+    """Compute the embeddings of texts.
+
+    Also computes sparse and multi-vector embeddings, and the scores of a classifier. Prints the throughput
+    on standard error.
+    """
+    start = time.perf_counter()
+    names = ("prompt_name", "prompt", "pooling", "dimensions", "normalize", "truncate")
+    options = {name: flags.pop(name) for name in names}
+    config = config_from_flags(flags)
+    if print_config:
+        print_settings(config.describe())
+        return
+    chosen = chosen_format(output, file_format)
+    check_format(chosen, output_kind or "dense")
+    inputs = read_texts(texts, file, "--text")
+    check_embeddings_model(config, "encode")
+    from penstock import LLM  # loads torch
+
+    with LLM.from_config(config) as llm:
+        loaded = time.perf_counter() - start
+        kind = output_kind or llm.pipeline.outputs[0]
+        check_format(chosen, kind)
+        begin = time.perf_counter()
+        responses = llm.encode(inputs, outputs=(kind,), **options)
+        seconds = time.perf_counter() - begin
+    write_outputs(output, chosen, kind, inputs, responses)
+    click.echo(f"penstock: {summary(responses, loaded, seconds)}", err=True)
+
+
+def summary(responses: Sequence[EmbeddingsResponse], loaded: float, seconds: float) -> str:
+    """Return the line with the throughput."""
+    num_tokens = sum(response.num_tokens for response in responses)
+    seconds = max(seconds, 1e-9)
+    return (
+        f"loaded in {loaded:.2f} s, {len(responses)} texts with {num_tokens} tokens in {seconds:.2f} s: "
+        f"{len(responses) / seconds:,.1f} texts/s, {num_tokens / seconds:,.0f} tokens/s"
+    )

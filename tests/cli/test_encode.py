@@ -1,0 +1,229 @@
+"""``penstock encode`` and ``penstock rerank``, in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from support.tiny_embedder import HIDDEN, write_tiny_embedder
+from support.tiny_llm import write_tiny_llm
+
+from penstock import LLM
+from penstock.cli import cli
+from penstock.llm.embeddings import RerankResult
+
+TEXTS = ["the cat sat", "hello world", "a big red car"]
+PROMPTS = {"prompts": {"query": "query: "}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("embedder")
+    return write_tiny_embedder(folder, settings=PROMPTS, matryoshka_dimensions=[8])
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> np.ndarray:
+    with LLM(str(model)) as llm:
+        vectors: np.ndarray = llm.embed(TEXTS)
+    return vectors
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    paths = {name: tmp_path / name for name in ("texts.txt", "strings.jsonl", "objects.jsonl")}
+    paths["texts.txt"].write_text("\ufeff" + "\r\n".join(TEXTS) + "\n\n", "utf-8")
+    paths["strings.jsonl"].write_text("\n".join(map(json.dumps, TEXTS)) + "\n")
+    objects = [{"id": 1, key: text} for key, text in zip(("text", "input", "document"), TEXTS, strict=True)]
+    paths["objects.jsonl"].write_text("\n".join(map(json.dumps, objects)))
+    return paths
+
+
+def run(*arguments: Any, text: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(cli, [str(one) for one in arguments], input=text)
+
+
+def encoded(*arguments: Any, text: str | None = None) -> list[dict[str, Any]]:
+    result = run("encode", *arguments, text=text)
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def vectors_of(*arguments: Any, text: str | None = None) -> np.ndarray:
+    rows = encoded(*arguments, text=text)
+    assert [row["index"] for row in rows] == [*range(len(rows))]
+    return np.array([row["embedding"] for row in rows], np.float32)
+
+
+def test_texts_from_flags_files_and_standard_input(
+    model: Path, expected: np.ndarray, files: dict[str, Path]
+) -> None:
+    flags = [part for text in TEXTS for part in ("--text", text)]
+    assert np.array_equal(vectors_of(model, *flags), expected)
+    assert np.array_equal(vectors_of(model, text="\n".join(TEXTS)), expected)
+    assert np.array_equal(vectors_of(model, "--file", "-", text="\n".join(TEXTS)), expected)
+    for path in files.values():
+        assert np.array_equal(vectors_of(model, "--file", path), expected), path
+
+
+def test_the_throughput_is_printed(model: Path) -> None:
+    result = run("encode", model, "--text", "the cat sat", "--text", "cat")
+    line = (
+        r"penstock: loaded in \d+\.\d\d s, 2 texts with 8 tokens in \d+\.\d\d s: "
+        r"[\d,]+\.\d texts/s, [\d,]+ tokens/s\n"
+    )
+    assert re.fullmatch(line, result.stderr)
+
+
+def test_npy(model: Path, expected: np.ndarray, files: dict[str, Path], tmp_path: Path) -> None:
+    output = tmp_path / "vectors.npy"
+    assert encoded(model, "--file", files["texts.txt"], "--output", output) == []
+    vectors = np.load(output)
+    assert vectors.dtype == np.float32
+    assert np.array_equal(vectors, expected)
+    result = run("encode", model, "--file", files["texts.txt"], "--format", "npy")
+    assert np.array_equal(np.load(io.BytesIO(result.stdout_bytes)), expected)
+
+
+def test_parquet(model: Path, expected: np.ndarray, files: dict[str, Path], tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    output = tmp_path / "vectors.parquet"
+    encoded(model, "--file", files["texts.txt"], "--output", output)
+    table = parquet.read_table(output).to_pydict()
+    assert table["text"] == TEXTS
+    assert np.array_equal(np.array(table["embedding"], np.float32), expected)
+    encoded(model, "--text", "cat", "--output-kind", "multi_vector", "--output", output)
+    [rows] = parquet.read_table(output).to_pydict()["multi_vector"]
+    assert np.shape(rows) == (3, HIDDEN)
+
+
+def test_parquet_without_pyarrow(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    output = tmp_path / "vectors.parquet"
+    result = run("encode", model, "--text", "cat", "--output", output)
+    assert result.exit_code == 2
+    assert "the format parquet needs pyarrow: pip install 'penstock-llm[parquet]'" in result.stderr
+    assert not output.exists()
+
+
+def test_options(model: Path) -> None:
+    with LLM(str(model)) as llm:
+        for flags, options in (
+            (["--prompt-name", "query"], {"prompt_name": "query"}),
+            (["--prompt", "the "], {"prompt": "the "}),
+            (["--pooling", "cls"], {"pooling": "cls"}),
+            (["--dimensions", "8"], {"dimensions": 8}),
+            (["--no-normalize"], {"normalize": False}),
+        ):
+            assert np.array_equal(vectors_of(model, "--text", "cat", *flags)[0], llm.embed("cat", **options))
+        long = "cat " * 100
+        [cut] = vectors_of(model, "--text", long, "--truncate")
+        assert np.array_equal(cut, llm.embed(long, truncate=True))
+
+
+def test_output_kinds(model: Path, tmp_path: Path) -> None:
+    [row] = encoded(model, "--text", "cat", "--output-kind", "multi_vector")
+    assert np.shape(row["multi_vector"]) == (3, HIDDEN)
+    classifier = write_tiny_embedder(tmp_path, labels=3)
+    [row] = encoded(classifier, "--text", "cat")
+    assert sum(row["scores"]) == pytest.approx(1)
+
+
+def test_rerank(model: Path, files: dict[str, Path], tmp_path: Path) -> None:
+    reranker = write_tiny_embedder(tmp_path, labels=1)
+    for folder in (model, reranker):
+        with LLM(str(folder)) as llm:
+            results: list[RerankResult] = llm.rerank("cat", TEXTS)
+        shown = run("rerank", folder, "--query", "cat", "--file", files["texts.txt"])
+        assert shown.stdout.splitlines() == [
+            f"{one.score:.4f}  [{one.index}]  {one.document}" for one in results
+        ]
+        assert re.search(r"3 documents in \d+\.\d\d s: [\d,.]+ documents/s\n$", shown.stderr)
+        flags = [part for text in TEXTS for part in ("--document", text)]
+        best = run("rerank", folder, "--query", "cat", "--top-n", "1", "--json", *flags)
+        [row] = json.loads(best.stdout)["results"]
+        assert (row["index"], row["document"]) == (results[0].index, results[0].document)
+        assert row["relevance_score"] == pytest.approx(results[0].score)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    {
+        "no texts": (["encode"], "standard input has no texts: give --text TEXT"),
+        "texts twice": (["encode", "--text", "a", "--file", "b"], "--text and --file are both given"),
+        "no file": (["encode", "--file", "none.txt"], "none.txt: No such file or directory"),
+        "not UTF-8": (["encode", "--text", "caf\udce9"], "--text is not valid UTF-8"),
+        "empty text": (
+            ["encode", "--text", "cat", "--text", ""],
+            "the input is empty: it needs at least one",
+        ),
+        "too long": (["encode", "--text", "cat " * 99], "101 tokens, but the maximum length is 64"),
+        "which input": (["encode", "--text", "cat", "--text", "cat " * 99], "in input 2 of 2"),
+        "unknown prompt": (
+            ["encode", "--text", "cat", "--prompt-name", "q"],
+            "prompt_name 'q' is unknown: the checkpoint has query",
+        ),
+        "two prompts": (
+            ["encode", "--text", "cat", "--prompt-name", "query", "--prompt", "a"],
+            "prompt and prompt_name are both given",
+        ),
+        "dimensions": (["encode", "--text", "cat", "--dimensions", "9"], "must be one of 8, 32, was 9"),
+        "no dimensions": (["encode", "--text", "cat", "--dimensions", "0"], "0 is not in the range x>=1"),
+        "unknown kind": (["encode", "--text", "cat", "--output-kind", "thick"], "'thick' is not one of"),
+        "absent kind": (
+            ["encode", "--text", "cat", "--output-kind", "scores"],
+            "computes dense, multi_vector",
+        ),
+        "npy of several lengths": (
+            ["encode", "--text", "cat", "--output-kind", "multi_vector", "--format", "npy"],
+            "npy holds one array, but multi_vector outputs differ in length",
+        ),
+        "unknown suffix": (["encode", "--text", "cat", "--output", "a.csv"], "give --format"),
+        "no folder": (["encode", "--text", "cat", "--output", "none/a.npy"], "none/a.npy: No such file"),
+        "no query": (["rerank", "--document", "cat"], "there is no query: give --query TEXT"),
+        "no documents": (["rerank", "--query", "cat"], "standard input has no texts: give --document TEXT"),
+        "top_n": (["rerank", "--query", "a", "--document", "b", "--top-n", "0"], "0 is not in the range"),
+    }.values(),
+)
+def test_mistakes_are_one_line(arguments: list[str], words: str, model: Path) -> None:
+    result = run(arguments[0], "--model", model, *arguments[1:])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("penstock: error: ")
+    assert result.stderr.count("\n") == 1
+    assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "texts.jsonl, line 2: is not JSON"),
+        ('{"body": "a"}', "line 2: must be a JSON string, or an object with one of text, input, document"),
+        ("7", "line 2: must be a JSON string"),
+        ('{"text": 7}', "line 2: must be a JSON string"),
+    ],
+)
+def test_lines_that_cannot_be_read(model: Path, tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(f'"cat"\n{line}\n')
+    result = run("encode", model, "--file", path)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_models_of_another_task(model: Path, tmp_path: Path) -> None:
+    decoder = write_tiny_llm(tmp_path)
+    for command in (["encode", "--text", "cat"], ["rerank", "--query", "cat", "--document", "dog"]):
+        result = run(command[0], decoder, *command[1:])
+        assert result.exit_code == 2
+        assert f"penstock {command[0]} needs a model of the task embeddings-generation" in result.stderr
+    result = run("generate", model, "--prompt", "cat")
+    assert result.exit_code == 2
+    assert "generates no text: use penstock encode or penstock rerank" in result.stderr
