@@ -51,6 +51,7 @@ class PromptTooLongError(InputError):
         )
         self.num_tokens = num_tokens
         self.max_length = max_length
+        self.is_exact = is_exact
 
 
 class TaskMismatchError(InputError):

@@ -23,11 +23,16 @@ from penstock.serve import playground
 from penstock.serve.api import (
     adapters,
     chat,
+    classification,
     completions,
+    embedding_schemas,
+    embeddings,
     models,
     operations,
     parameters,
+    rerank,
     schemas,
+    scores,
     tokenization,
     validation,
 )
@@ -39,7 +44,19 @@ from penstock.weights import gguf_names
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("server.md", "compatibility.md")
-ROUTERS = (chat, completions, models, adapters, tokenization, operations, playground)
+ROUTERS = (
+    chat,
+    completions,
+    embeddings,
+    rerank,
+    scores,
+    classification,
+    models,
+    adapters,
+    tokenization,
+    operations,
+    playground,
+)
 OURS = (  # fields that OpenAI's two request types have not
     "add_generation_prompt allowed_token_ids bad_words cache_salt chat_template_kwargs"
     " continue_final_message guided_choice guided_grammar guided_json guided_regex ignore_eos"
@@ -105,11 +122,34 @@ def fields() -> str:
     )
 
 
+def embedding_fields() -> str:
+    """Every field of the routes of embeddings models."""
+    kinds = {
+        "embeddings": embedding_schemas.EmbeddingsBody,
+        "pooling": embedding_schemas.PoolingBody,
+        "rerank": embedding_schemas.RerankBody,
+        "score": embedding_schemas.ScoreBody,
+        "classify": embedding_schemas.ClassifyBody,
+    }
+    honoured = {name: validation.json_schema(kind)["properties"] for name, kind in kinds.items()}
+    fields = sorted({field for one in honoured.values() for field in one})
+    rows = []
+    for field in fields:
+        where = [name for name in kinds if field in honoured[name]]
+        legal = _legal(honoured[where[0]][field])
+        rows.append([f"`{field}`", "all" if len(where) == len(kinds) else ", ".join(where), legal])
+    return table("field | routes | values", rows)
+
+
 def no_effect() -> str:
     """Every field that is accepted with values that change nothing."""
     places = {
         schemas.ChatBody: "chat",
         schemas.CompletionBody: "completions",
+        embedding_schemas.EmbeddingsBody: "embeddings",
+        embedding_schemas.PoolingBody: "pooling",
+        embedding_schemas.ClassifyBody: "classify",
+        embedding_schemas.RerankBody: "rerank",
         schemas.StreamOptions: "`stream_options`",
         schemas.ChatMessage: "a message",
         schemas.ToolCall: "a message's `tool_calls`",
@@ -407,6 +447,7 @@ def schema_keywords() -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "routes": routes,
     "fields": fields,
+    "embedding_fields": embedding_fields,
     "no_effect": no_effect,
     "errors": errors,
     "statuses": statuses,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.assembly import STREAMING_LATENCY_BUDGET
-from penstock.errors import InputError, UnsupportedFeatureError
+from penstock.errors import InputError
 from penstock.host.interrupts import deferred_interrupts
 from penstock.host.progress import GenerationProgress
 from penstock.llm.prompts import broadcast
@@ -24,7 +24,7 @@ from penstock.pipelines.core import (
     PipelineTask,
     PoolingType,
 )
-from penstock.text.scoring import best_label, ranking, similarity
+from penstock.text.scoring import PairScoring, best_label, ranking
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
@@ -200,22 +200,15 @@ class EmbeddingsMethods:
             raise InputError(
                 f"{len(queries)} queries and {len(texts)} documents: give one query, or one for each document"
             )
-        is_embedder = "scores" not in self.pipeline.outputs
-        if is_embedder and activation is not None:
-            raise UnsupportedFeatureError("activation", "this model is an embedder, without a scoring head")
-        if not texts:
-            return np.zeros(0, np.float32)
-        if is_embedder:
-            return self._similarities(queries, texts, use_tqdm, truncate)
-        fields = [
-            {"input": one, "text_pair": text, "truncate": truncate, "activation": activation}
-            for one, text in zip(queries, texts, strict=True)
-        ]
-        scores = [response.scores for response in self._embeddings(fields, ("scores",), use_tqdm)]
-        labels = len(scores[0]) if scores[0] is not None else 0
-        if labels != 1:
-            raise InputError(f"the model has {labels} labels: a cross-encoder has one; use LLM.classify")
-        return np.concatenate([one for one in scores if one is not None])
+        plan = PairScoring(
+            queries,
+            texts,
+            outputs=self.pipeline.outputs,
+            layout=self.tokenizer.layout,
+            activation=activation,
+        )
+        fields = [{**one.fields, "truncate": truncate} for one in plan.inputs]
+        return plan.scores(self._embeddings(fields, (plan.output,), use_tqdm))
 
     def rerank(
         self,
@@ -270,21 +263,6 @@ class EmbeddingsMethods:
         config = self.config.model.huggingface_config
         scores = [response.scores for response in responses if response.scores is not None]
         return [Classification(best_label(config, one), one) for one in scores]
-
-    def _similarities(
-        self, queries: Sequence[str], texts: Sequence[str], use_tqdm: bool, truncate: bool
-    ) -> npt.NDArray[Any]:
-        """Return the similarity of each query to its text, with the prompts for queries and documents."""
-        layout = self.tokenizer.layout
-        unique = list(dict.fromkeys(queries))
-        fields = [
-            *({"input": one, "truncate": truncate, **layout.prompt_for("query")} for one in unique),
-            *({"input": one, "truncate": truncate, **layout.prompt_for("document")} for one in texts),
-        ]
-        vectors = np.stack([one.embeddings for one in self._embeddings(fields, ("dense",), use_tqdm)])
-        place = {one: i for i, one in enumerate(unique)}
-        first = vectors[[place[one] for one in queries]]
-        return similarity(first, vectors[len(unique) :], layout.similarity)
 
     def _embeddings(
         self,

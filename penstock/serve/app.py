@@ -14,7 +14,18 @@ from penstock import __version__
 from penstock.errors import PenstockError, TaskMismatchError
 from penstock.pipelines.core import PipelineTask
 from penstock.serve import playground
-from penstock.serve.api import adapters, chat, completions, models, operations, tokenization
+from penstock.serve.api import (
+    adapters,
+    chat,
+    classification,
+    completions,
+    embeddings,
+    models,
+    operations,
+    rerank,
+    scores,
+    tokenization,
+)
 from penstock.serve.http import problems
 from penstock.serve.http.middleware import AdmissionMiddleware, ObservabilityMiddleware
 from penstock.serve.http.origins import OriginMiddleware
@@ -51,6 +62,11 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     text = [_needs(PipelineTask.TEXT_GENERATION)]
     app.include_router(chat.router, dependencies=text)  # POST /v1/chat/completions, .../render
     app.include_router(completions.router, dependencies=text)  # POST /v1/completions
+    embedder = [_needs(PipelineTask.EMBEDDINGS_GENERATION)]
+    app.include_router(embeddings.router, dependencies=embedder)  # POST /v1/embeddings, /pooling
+    app.include_router(rerank.router, dependencies=embedder)  # POST /v1/rerank, /v2/rerank, /rerank
+    app.include_router(scores.router, dependencies=embedder)  # POST /v1/score, /score
+    app.include_router(classification.router, dependencies=embedder)  # POST /v1/classify, /classify
     app.include_router(models.router)  # GET  /v1/models, /v1/models/{id}
     app.include_router(adapters.router)  # POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     app.include_router(tokenization.router)  # POST /tokenize, /detokenize

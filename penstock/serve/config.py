@@ -122,6 +122,12 @@ class ServeConfig:
         one_of("both", "reasoning", "reasoning_content"),
         "Name of the field with the model's reasoning in messages and deltas; clients read one or the other.",
     )
+    max_inputs_per_request: int = setting(
+        2048,
+        COUNT,
+        "Maximum number of inputs of a request to /v1/embeddings, of documents to rerank, and of pairs to "
+        "score.",
+    )
     max_logprobs_per_request: int = setting(
         1_000_000,
         COUNT,

@@ -120,10 +120,13 @@ class Services:
     def json_limits(self) -> tuple[int, int]:
         """The maximum number of objects, arrays and keys of a body, and of elements and members.
 
-        Token ids need less memory than other values. The second limit allows four prompts of them.
+        Token ids need less memory than other values. The second limit allows four prompts of them, and all
+        inputs of a request to an embeddings model.
         """
         max_values, max_length = self.config.max_json_values, self.tokenizer.max_length
-        return max_values, max(max_values, _MAX_PROMPTS_OF_IDS * (max_length or 0))
+        is_text = self.task is PipelineTask.TEXT_GENERATION
+        count = _MAX_PROMPTS_OF_IDS if is_text else self.config.max_inputs_per_request
+        return max_values, max(max_values, count * (max_length or 0))
 
     @classmethod
     def of(cls, request: Request) -> Services:

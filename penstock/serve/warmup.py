@@ -5,11 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from penstock.pipelines.core import Grammar, SamplingParams, TextContext, TokenGeneratorRequest
+from penstock.pipelines.core import (
+    EmbeddingsGenerationRequest,
+    Grammar,
+    RequestContext,
+    SamplingParams,
+    TextContext,
+    TokenGeneratorRequest,
+)
+from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 from penstock.text.tokenizer import TextTokenizer
 from penstock.worker.engine_client import EngineClient
 
 _NUM_TOKENS = 3
+_INPUT_LENGTHS = (2, 64)
+"""Tokens of the inputs of an embeddings model."""
 
 
 async def warm_up(worker: EngineClient, tokenizer: TextTokenizer) -> None:
@@ -42,6 +52,17 @@ def _contexts(tokenizer: TextTokenizer) -> Iterator[TextContext]:
         yield tokenizer.build_context(request)
 
 
+async def warm_up_embeddings(worker: EngineClient, tokenizer: EmbeddingsTokenizer) -> None:
+    """Compute a short and a longer input.
+
+    Raises:
+        PenstockError: an input failed. Requests of users would fail too.
+    """
+    for length in _INPUT_LENGTHS:
+        request = EmbeddingsGenerationRequest(id=f"warm-up-{length}", input=[0] * length, truncate=True)
+        await _run(worker, tokenizer.build_embeddings_context(request))
+
+
 async def warm_up_grammars(worker: EngineClient, tokenizer: TextTokenizer) -> None:
     """Run a request with a grammar. It may take longer than all other requests, so the start does not wait.
 
@@ -56,6 +77,6 @@ async def warm_up_grammars(worker: EngineClient, tokenizer: TextTokenizer) -> No
     await _run(worker, tokenizer.build_context(request))
 
 
-async def _run(worker: EngineClient, context: TextContext) -> None:
+async def _run(worker: EngineClient, context: RequestContext) -> None:
     async for _ in worker.submit(context):
         pass

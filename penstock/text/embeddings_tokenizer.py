@@ -98,6 +98,15 @@ class EmbeddingsTokenizer(TextTokenizer):
             activation=request.activation,
         )
 
+    def cut_text(self, text: str, max_tokens: int) -> str:
+        """Return the beginning of a text that has at most ``max_tokens`` tokens, without special tokens."""
+        text = valid_unicode(text)
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        if len(encoding) <= max_tokens:
+            return text
+        _, end = encoding.offsets[max_tokens - 1]
+        return text[:end]
+
     def _prompt_text(self, request: EmbeddingsGenerationRequest) -> str:
         """Return the text to place before the input."""
         if request.prompt is not None:

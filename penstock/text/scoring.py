@@ -1,16 +1,111 @@
-"""Scores of pairs of texts from their embeddings, rankings, and names of labels."""
+"""Scores of pairs of texts, rankings, and names of labels; `LLM` and the server share them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import InputError
+from penstock.errors import InputError, UnsupportedFeatureError
+from penstock.pipelines.core import EmbeddingsOutput, EmbeddingsResponse
+from penstock.text.sentence_transformers import SentenceTransformersLayout
 
 _Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ScoringInput:
+    """One input of the model that scores need."""
+
+    kind: Literal["query", "document", "pair"]
+    index: int
+    """The index of the query or of the document. A pair has the index of its document."""
+    fields: Mapping[str, Any]
+    """Fields of `EmbeddingsGenerationRequest`."""
+
+
+class PairScoring:
+    """The inputs that score pairs of a query and a document, and the scores from their outputs.
+
+    A cross-encoder computes each pair. An embedder computes the similarity of the two embeddings, with the
+    similarity function of the checkpoint. It computes equal queries once.
+
+    Args:
+        queries: one for each document.
+        documents: the documents.
+        outputs: the outputs of the model.
+        layout: prompts and similarity function of the checkpoint.
+        activation: False requests the logits of a cross-encoder.
+
+    Raises:
+        UnsupportedFeatureError: ``activation`` is given and the model is no cross-encoder.
+    """
+
+    def __init__(
+        self,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        *,
+        outputs: Sequence[str],
+        layout: SentenceTransformersLayout,
+        activation: bool | None = None,
+    ) -> None:
+        self._layout = layout
+        self._queries = queries
+        self._first_use: dict[str, int] = {}
+        for index, query in enumerate(queries):
+            self._first_use.setdefault(query, index)
+        self._is_cross_encoder = "scores" in outputs
+        self.output: EmbeddingsOutput = "scores" if self._is_cross_encoder else "dense"
+        """The output that all inputs request."""
+        if activation is not None and not self._is_cross_encoder:
+            raise UnsupportedFeatureError("activation", "this model is an embedder, without a scoring head")
+        self.inputs = self._pairs(documents, activation) if self._is_cross_encoder else self._texts(documents)
+        """All inputs, in the order of the outputs that `scores` takes."""
+
+    def scores(self, responses: Sequence[EmbeddingsResponse]) -> _Array:
+        """Return the score of each pair, ``[n]`` float32.
+
+        Args:
+            responses: the outputs of `inputs`, in their order.
+
+        Raises:
+            InputError: the model is a classifier with several labels.
+        """
+        if not responses:
+            return np.zeros(0, np.float32)
+        if self._is_cross_encoder:
+            rows = [response.scores for response in responses if response.scores is not None]
+            if len(rows[0]) != 1:
+                raise InputError(
+                    f"the model has {len(rows[0])} labels: a cross-encoder has one; use it to classify"
+                )
+            return np.concatenate(rows)
+        vectors = np.stack([response.embeddings for response in responses])
+        rows_of = {query: row for row, query in enumerate(self._first_use)}
+        first = vectors[[rows_of[query] for query in self._queries]]
+        return similarity(first, vectors[len(rows_of) :], self._layout.similarity)
+
+    def _pairs(self, documents: Sequence[str], activation: bool | None) -> list[ScoringInput]:
+        return [
+            ScoringInput("pair", i, {"input": query, "text_pair": text, "activation": activation})
+            for i, (query, text) in enumerate(zip(self._queries, documents, strict=True))
+        ]
+
+    def _texts(self, documents: Sequence[str]) -> list[ScoringInput]:
+        query_prompt = self._layout.prompt_for("query")
+        document_prompt = self._layout.prompt_for("document")
+        queries = [
+            ScoringInput("query", index, {"input": query, **query_prompt})
+            for query, index in self._first_use.items()
+        ]
+        texts = [
+            ScoringInput("document", i, {"input": t, **document_prompt}) for i, t in enumerate(documents)
+        ]
+        return [*queries, *texts]
 
 
 def similarity(first: _Array, second: _Array, kind: str) -> _Array:

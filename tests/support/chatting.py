@@ -124,6 +124,7 @@ async def chatting(
         metrics=Metrics(with_process=False),
         pool=ThreadPoolExecutor(2),
         parsers=ParserFactory.choose(tokenizer.chat_template_source, "auto", "auto"),
+        task=worker.info.task,
     )
     transport = httpx.ASGITransport(create_app(services))
     try:

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -252,8 +252,14 @@ async def in_pool(request: Request, function: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(pool, function)
 
 
-async def cancel_on_disconnect(request: Request, run: GenerationRun, answer: Callable[[], Any]) -> Any:
-    """Await the result of `answer`; if the client disconnects first, cancel all choices.
+class Cancellable(Protocol):
+    """Work of a request that can be cancelled."""
+
+    def cancel(self) -> None: ...
+
+
+async def cancel_on_disconnect(request: Request, run: Cancellable, answer: Callable[[], Any]) -> Any:
+    """Await the result of `answer`; if the client disconnects first, cancel `run`.
 
     Raises:
         ClientDisconnect: the client disconnected.

@@ -32,6 +32,10 @@ class Model(BaseModel):
     """For an adapter: the model that it adapts."""
     max_model_len: int
     """Maximum number of tokens of prompt and output together."""
+    task: str
+    """The task that the model is loaded for, such as ``text-generation``."""
+    outputs: list[str]
+    """For an embeddings model: the outputs that a request may choose, the default first."""
 
 
 class ModelList(BaseModel):
@@ -81,6 +85,8 @@ def _models(services: Services) -> dict[str, Model]:
     limits: dict[str, Any] = {
         "created": _STARTED,
         "max_model_len": services.worker.info.max_length,
+        "task": services.task.option,
+        "outputs": services.worker.info.outputs,
     }
     models = {name: Model(id=name, root=services.pipeline_config.model.model_path, **limits)}
     for adapter, path in services.worker.adapters.items():

@@ -24,6 +24,7 @@ from penstock.config import PipelineConfig
 from penstock.errors import InputError
 from penstock.pipelines.core import SamplingParams
 from penstock.serve.api.bad_words import banned_sequences
+from penstock.serve.api.embedding_schemas import ClassifyBody, EmbeddingsBody, PoolingBody, RerankBody
 from penstock.serve.api.schemas import (
     ChatBody,
     ChatMessage,
@@ -110,6 +111,7 @@ _OF_BOTH: Mapping[str, Refused] = {
     "route": Refused(_ONE_PROVIDER),
     "usage": Refused("responses always have it; for streams send stream_options: {include_usage: true}"),
 }
+_SPECIAL_TOKENS = Refused("texts are encoded with the tokenizer's own special tokens", (True,))
 
 UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
     ChatBody: {
@@ -145,6 +147,13 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
         "function_call": Refused("this is the old form of tool_calls"),
     },
     ToolCall: {"index": Refused("the order of the list is the index", tuple(range(128)))},
+    EmbeddingsBody: {"add_special_tokens": _SPECIAL_TOKENS},
+    PoolingBody: {"add_special_tokens": _SPECIAL_TOKENS},
+    ClassifyBody: {"add_special_tokens": _SPECIAL_TOKENS},
+    RerankBody: {
+        "max_chunks_per_doc": Refused("a document is not split: send max_tokens_per_doc", (1,)),
+        "rank_fields": Refused("documents have the field text only", (["text"],)),
+    },
     StreamOptions: {"include_obfuscation": Refused("chunks are not padded", (False,))},
 }
 
@@ -177,9 +186,12 @@ class UnknownFields:
     def _look_into(self, value: object, place: str) -> None:
         if isinstance(value, RequestBody):
             self.check(value, place)
-        elif isinstance(value, list) and value and isinstance(value[0], RequestBody):
+        elif isinstance(value, list):
             for index, one in enumerate(value):
-                self.check(one, f"{place}[{index}]")
+                if isinstance(one, RequestBody):
+                    self.check(one, f"{place}[{index}]")
+                elif isinstance(one, int):
+                    return  # token ids
 
     def _unknown(self, body: RequestBody, name: str, param: str) -> None:
         name, param = name[:_MAX_NAME], param[: 2 * _MAX_NAME]

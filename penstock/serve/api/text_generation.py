@@ -46,7 +46,9 @@ def checked_body(services: Services, kind: type[Body], raw: Any) -> Body:
     Raises:
         RequestProblem: 400 that names the field.
     """
-    if issubclass(kind, GenerationBody) and isinstance(raw, dict) and raw.get("model") is None:
+    model = kind.model_fields.get("model")
+    has_default = model is not None and model.default == ""
+    if has_default and isinstance(raw, dict) and raw.get("model") is None:
         raw = {**raw, "model": services.model_name}
     body = validated(kind, raw)
     UnknownFields(services.config.unknown_fields == "error", services.log).check(body)

@@ -173,7 +173,8 @@ class Server:
             stopping.cancel()
 
     async def _open(self, services: Services, listener: socket.socket) -> None:
-        from penstock.serve.warmup import warm_up
+        from penstock.serve.warmup import warm_up, warm_up_embeddings
+        from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 
         info = self._worker.info
         services.tokenizer.max_length = info.max_length
@@ -181,6 +182,9 @@ class Server:
         if services.task is PipelineTask.TEXT_GENERATION:
             with self._startup.phase("warm up"):
                 await warm_up(self._worker, services.tokenizer)
+        elif isinstance(services.tokenizer, EmbeddingsTokenizer):
+            with self._startup.phase("warm up"):
+                await warm_up_embeddings(self._worker, services.tokenizer)
         gc.collect()
         gc.freeze()  # collections skip objects that live as long as the server
         services.gate.open()

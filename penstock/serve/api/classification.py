@@ -1,0 +1,80 @@
+"""``/v1/classify`` and ``/classify``: labels of texts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from penstock.serve.api.embedding_requests import (
+    ModelInput,
+    check_count,
+    check_outputs,
+    encode_inputs,
+    input_list,
+    numbers,
+    read_body,
+    response_id,
+)
+from penstock.serve.api.embedding_schemas import ClassifyBody
+from penstock.serve.api.json_parts import JsonResponse, array, encode, gather, with_members
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.services import Services
+from penstock.text.scoring import best_label
+
+router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
+
+_ROUTE: dict[str, Any] = {
+    "response_class": Response,
+    "openapi_extra": body_of(ClassifyBody),
+    "responses": generated("The labels and scores, in the order of the inputs.", streams=False),
+}
+
+
+@router.post("/v1/classify", **_ROUTE)
+async def classify(request: Request) -> Response:
+    """Return the best label of each input and the scores of all labels."""
+    services = Services.of(request)
+    body = await read_body(request, ClassifyBody)
+    check_outputs(services, ["scores"], ": load a model with a classification head")
+    encoded = await encode_inputs(request, body, lambda: _inputs(services, body))
+    config = services.pipeline_config.model.huggingface_config
+    scores = [response.scores for response in encoded.responses if response.scores is not None]
+    items = (
+        iter(
+            [
+                encode(
+                    {
+                        "index": index,
+                        "label": best_label(config, row),
+                        "probs": numbers(row),
+                        "num_classes": len(row),
+                    }
+                )
+            ]
+        )
+        for index, row in enumerate(scores)
+    )
+    envelope = {
+        "id": response_id("classify"),
+        "object": "list",
+        "created": int(time.time()),
+        "model": body.model,
+        "usage": encoded.usage,
+    }
+    return JsonResponse(await gather(with_members(envelope, data=array(items)), services.turns))
+
+
+@router.post("/classify", **_ROUTE)
+async def classify_without_version(request: Request) -> Response:
+    """The same as `/v1/classify`."""
+    return await classify(request)
+
+
+def _inputs(services: Services, body: ClassifyBody) -> list[ModelInput]:
+    given = input_list(body.input)
+    check_count(services, len(given), "input")
+    fields = {"outputs": ("scores",), "activation": body.activation}
+    return [ModelInput(name, {"input": one, **fields}) for name, one in given]

@@ -1,0 +1,240 @@
+"""The parts of request handling that all routes of embeddings models share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+from uuid import uuid4
+
+import numpy.typing as npt
+from fastapi import Request
+
+from penstock.errors import PromptTooLongError, UnsupportedFeatureError
+from penstock.pipelines.core import (
+    EmbeddingsContext,
+    EmbeddingsGenerationRequest,
+    EmbeddingsOutput,
+    EmbeddingsResponse,
+    check_dimensions,
+)
+from penstock.serve.api.embedding_run import EmbeddingRun
+from penstock.serve.api.embedding_schemas import EncodingBody, TextsOrIds, VectorBody
+from penstock.serve.api.generation import cancel_on_disconnect, in_pool
+from penstock.serve.api.models import adapter_named
+from penstock.serve.api.parameters import map_input_errors
+from penstock.serve.api.text_generation import checked_body
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.services import Services
+from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
+
+Body = TypeVar("Body", bound=EncodingBody)
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """One input of the model."""
+
+    name: str
+    """The field of the request, such as ``input[3]``, for errors."""
+    fields: Mapping[str, Any]
+    """Fields of `EmbeddingsGenerationRequest`."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The outputs of all inputs of a request."""
+
+    responses: list[EmbeddingsResponse]
+    num_tokens: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """OpenAI's ``usage``."""
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
+
+
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """Read and check the body of a request, and write its log fields into the record.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+        UnknownModelError: the server has no model or adapter of that name.
+    """
+    services, record = Services.of(request), RequestRecord.of(request)
+    raw = await request.json()
+    body = await in_pool(request, lambda: checked_body(services, kind, raw))
+    record.model, record.user = body.model, body.user
+    adapter_named(services, body.model)
+    return body
+
+
+async def encode_inputs(
+    request: Request, body: EncodingBody, inputs: Callable[[], Sequence[ModelInput]]
+) -> Encoded:
+    """Compute the inputs of a request. If the client disconnects, all of them are cancelled.
+
+    Args:
+        request: the request; its body is read.
+        body: the body.
+        inputs: returns the inputs; runs in the pool.
+
+    Raises:
+        RequestProblem: names the input that cannot be served or that failed.
+        PenstockError: the worker is not ready, or the queue is full.
+        ClientDisconnect: the client disconnected.
+    """
+    services, record = Services.of(request), RequestRecord.of(request)
+    contexts, names = await in_pool(request, lambda: _contexts(services, body, inputs()))
+    record.details["inputs"] = len(contexts)
+    run = EmbeddingRun(services, record, contexts, names)
+    responses = await cancel_on_disconnect(request, run, run.responses)
+    return Encoded(responses, run.num_tokens)
+
+
+def input_list(given: TextsOrIds, field: str = "input") -> list[tuple[str, str | list[int]]]:
+    """Return the name and the value of each input.
+
+    Raises:
+        RequestProblem: 400; the list is empty.
+    """
+    if isinstance(given, str):
+        return [(field, given)]
+    if not given:
+        raise RequestProblem(400, f"{field} is an empty list: send at least one input", param=field)
+    if isinstance(given[0], int):
+        return [(field, given)]
+    return [(f"{field}[{i}]", cast("str | list[int]", one)) for i, one in enumerate(given)]
+
+
+def check_count(services: Services, count: int, field: str) -> None:
+    """Refuse a request with too many inputs.
+
+    Raises:
+        RequestProblem: 400 with both numbers.
+    """
+    limit = services.config.max_inputs_per_request
+    if count > limit:
+        raise RequestProblem(
+            400,
+            f"{field} has {count} entries, but a request may have {limit} (--max-inputs-per-request): "
+            "send several requests",
+            param=field,
+        )
+
+
+def check_outputs(services: Services, outputs: Sequence[str], hint: str = "") -> None:
+    """Refuse outputs that the model does not compute.
+
+    Args:
+        services: the objects that routes use.
+        outputs: the requested outputs.
+        hint: what to do instead.
+
+    Raises:
+        UnsupportedFeatureError: names the outputs of the model.
+    """
+    known = services.worker.info.outputs
+    missing = [name for name in outputs if name not in known]
+    if known and missing:
+        raise UnsupportedFeatureError(
+            f"the output {missing[0]}", f"this model computes {', '.join(known)}{hint}"
+        )
+
+
+def vector_inputs(
+    services: Services, body: VectorBody, outputs: Sequence[EmbeddingsOutput] | None, **more: Any
+) -> list[ModelInput]:
+    """Return the inputs of a request for vectors.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    given = input_list(body.input)
+    check_count(services, len(given), "input")
+    if body.input_type is not None and body.prompt_name is not None:
+        raise RequestProblem(
+            400, "input_type selects a prompt, and so does prompt_name: send one of them", param="input_type"
+        )
+    size = services.worker.info.embedding_size
+    if body.dimensions is not None and body.pooling is None and size:
+        with map_input_errors("dimensions"):
+            check_dimensions(body.dimensions, size, services.pipeline_config.model.trained_dimensions)
+    prompt = {} if body.prompt_name is None else {"prompt_name": body.prompt_name}
+    if body.input_type is not None:
+        prompt = tokenizer_of(services).layout.prompt_for(
+            "query" if body.input_type == "query" else "document"
+        )
+    shared = {
+        "outputs": tuple(outputs) if outputs else None,
+        "pooling": body.pooling,
+        "dimensions": body.dimensions,
+        "normalize": body.normalize,
+        **prompt,
+        **more,
+    }
+    return [ModelInput(name, {"input": one, **shared}) for name, one in given]
+
+
+def tokenizer_of(services: Services) -> EmbeddingsTokenizer:
+    """Return the tokenizer, which all embeddings models have."""
+    return cast(EmbeddingsTokenizer, services.tokenizer)
+
+
+def response_id(kind: str) -> str:
+    """Return a new id, such as ``rerank-1f0c...``."""
+    return f"{kind}-{uuid4().hex}"
+
+
+def numbers(array: npt.NDArray[Any]) -> list[Any]:
+    """Return an array as nested lists of Python numbers."""
+    values: list[Any] = array.tolist()
+    return values
+
+
+def _contexts(
+    services: Services, body: EncodingBody, inputs: Sequence[ModelInput]
+) -> tuple[list[EmbeddingsContext], list[str]]:
+    """Return the contexts of all inputs and their names. Slow: call it in the pool."""
+    adapter = adapter_named(services, body.model)
+    tokenizer = tokenizer_of(services)
+    contexts = []
+    for one in inputs:
+        with _input_errors(one.name, is_only=len(inputs) == 1):
+            contexts.append(
+                tokenizer.build_embeddings_context(
+                    EmbeddingsGenerationRequest(
+                        id=uuid4().hex,
+                        model_name=body.model,
+                        truncate=body.cuts,
+                        max_tokens=body.max_tokens,
+                        adapter=adapter,
+                        priority=body.priority or 0,
+                        **one.fields,
+                    )
+                )
+            )
+    return contexts, [one.name for one in inputs]
+
+
+@contextmanager
+def _input_errors(name: str, *, is_only: bool) -> Iterator[None]:
+    """Raise an `InputError` of the block as a `RequestProblem` that names the input."""
+    try:
+        with map_input_errors(name):
+            yield
+    except RequestProblem as problem:
+        message = problem.message
+        if isinstance(cause := problem.__cause__, PromptTooLongError):
+            count = str(cause.num_tokens) if cause.is_exact else f"more than {cause.num_tokens}"
+            message = (
+                f"{name} has {count} tokens, but the maximum length is {cause.max_length} tokens: "
+                "shorten it, or send truncate: true to cut it"
+            )
+        elif not is_only:
+            message = f"{name}: {message}"
+        raise RequestProblem(
+            problem.status_code, message, param=problem.param, code=problem.code
+        ) from problem.__cause__

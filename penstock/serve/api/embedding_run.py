@@ -1,0 +1,122 @@
+"""Run the inputs of one HTTP request through an embeddings model.
+
+Each input is a context of its own. A request submits a few batches of them at a time, so that a request with
+many inputs does not fill the queue, and other requests get their share of each batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from penstock.errors import OverloadedError, PenstockError
+from penstock.pipelines.core import EmbeddingsContext, EmbeddingsResponse
+from penstock.serve.http.problems import RequestProblem, problem_of
+from penstock.serve.http.time_limits import TimeLimits
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.services import Services
+from penstock.worker.results import Generation
+
+_BATCHES_AT_ONCE = 2
+"""Batches of inputs that one request submits at a time: one is computed while the other waits."""
+_RETRY_INTERVAL = 0.01
+"""Seconds between two attempts to submit an input to a full queue, after the first input was accepted."""
+
+
+class EmbeddingRun:
+    """The contexts of one request, in the order of its inputs.
+
+    Args:
+        services: the objects that routes use.
+        record: gets the number of tokens and the admission.
+        contexts: the contexts.
+        names: the field of each context, such as ``input[3]``, for errors.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        record: RequestRecord,
+        contexts: Sequence[EmbeddingsContext],
+        names: Sequence[str],
+    ) -> None:
+        self._worker = services.worker
+        self._record = record
+        self._limits = TimeLimits(services.config, record)
+        self._contexts = contexts
+        self._names = names
+        self._generations: dict[int, Generation] = {}
+        self._responses: list[EmbeddingsResponse | None] = [None] * len(contexts)
+        window = min(_BATCHES_AT_ONCE * self._worker.info.max_batch_size, self._worker.max_outstanding // 2)
+        self._slots = asyncio.Semaphore(max(1, window))
+        self.num_tokens = sum(context.current_length for context in contexts)
+        """The number of tokens of all inputs."""
+        record.prompt_tokens = self.num_tokens
+
+    def cancel(self) -> None:
+        """Cancel the inputs that are still running. Idempotent."""
+        for generation in self._generations.values():
+            generation.cancel()
+
+    async def responses(self) -> list[EmbeddingsResponse]:
+        """Compute all inputs and return their outputs in order.
+
+        If one input fails, the others are cancelled.
+
+        Raises:
+            PenstockError: no input was accepted: the worker is not ready, or the queue is full.
+            RequestProblem: names the input that failed; or 503, the request takes too long.
+        """
+        try:
+            await self._limits.within(self._run())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self.cancel()
+        return [response for response in self._responses if response is not None]
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for index, context in enumerate(self._contexts):
+                await self._slots.acquire()
+                context.client_id = self._record.client_id
+                self._generations[index] = await self._submit(context, is_first=index == 0)
+                tasks.create_task(self._collect(index))
+
+    async def _submit(self, context: EmbeddingsContext, *, is_first: bool) -> Generation:
+        while True:
+            try:
+                return self._worker.submit(context)
+            except OverloadedError:
+                if is_first:
+                    raise
+            await asyncio.sleep(_RETRY_INTERVAL)
+
+    async def _collect(self, index: int) -> None:
+        generation = self._generations[index]
+        try:
+            await generation.admitted()
+            self._record.admitted()
+            async for delta in generation:
+                if delta.embeddings is not None:
+                    self._responses[index] = delta.embeddings
+        except PenstockError as error:
+            raise self._problem(index, error) from error
+        finally:
+            del self._generations[index]
+            self._slots.release()
+            if not generation.is_done:
+                generation.cancel()
+
+    def _problem(self, index: int, error: PenstockError) -> RequestProblem:
+        """Return the error of an input with the name of the input."""
+        problem, name = problem_of(error), self._names[index]
+        where = f"{name}: " if len(self._contexts) > 1 else ""
+        return RequestProblem(
+            problem.status,
+            f"{where}{problem.message}",
+            param=problem.param or name,
+            code=problem.code,
+            type=problem.type,
+            headers=problem.headers,
+        )

@@ -1,0 +1,113 @@
+"""``/v1/embeddings`` and ``/pooling``: vectors of texts."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter, Request, Response
+
+from penstock.pipelines.core import EmbeddingsResponse, SparseEmbedding
+from penstock.serve.api.embedding_requests import (
+    Encoded,
+    check_outputs,
+    encode_inputs,
+    numbers,
+    read_body,
+    vector_inputs,
+)
+from penstock.serve.api.embedding_schemas import EmbeddingsBody, PoolingBody
+from penstock.serve.api.json_parts import JsonResponse, Parts, array, encode, gather, with_members
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.services import Services
+
+router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
+
+_USE_OTHERS = ": send the request to /v1/rerank, /v1/score or /v1/classify"
+
+
+@router.post(
+    "/v1/embeddings",
+    response_class=Response,
+    openapi_extra=body_of(EmbeddingsBody),
+    responses=generated("The embeddings, in the order of the inputs.", streams=False),
+)
+async def create_embeddings(request: Request) -> Response:
+    """Return a vector for each input."""
+    services = Services.of(request)
+    body = await read_body(request, EmbeddingsBody)
+    check_outputs(services, ["dense"], _USE_OTHERS)
+    encoded = await encode_inputs(
+        request, body, lambda: vector_inputs(services, body, ("dense",), normalize=body.normalizes)
+    )
+    as_base64 = body.encoding_format == "base64"
+    items = (
+        with_members(
+            {"object": "embedding", "index": index},
+            embedding=_vector(response.embeddings, as_base64=as_base64),
+        )
+        for index, response in enumerate(encoded.responses)
+    )
+    return await _list_response(services, body.model, encoded, items)
+
+
+@router.post(
+    "/pooling",
+    response_class=Response,
+    openapi_extra=body_of(PoolingBody),
+    responses=generated("The outputs, in the order of the inputs.", streams=False),
+)
+async def create_pooling(request: Request) -> Response:
+    """Return all requested outputs of each input: dense, sparse, multi_vector, scores."""
+    services = Services.of(request)
+    body = await read_body(request, PoolingBody)
+    outputs = tuple(dict.fromkeys(body.outputs or ()))
+    check_outputs(services, outputs)
+    encoded = await encode_inputs(
+        request, body, lambda: vector_inputs(services, body, outputs, activation=body.activation)
+    )
+    as_base64 = body.encoding_format == "base64"
+    items = (
+        with_members({"object": "pooling", "index": index}, **_outputs(response, as_base64=as_base64))
+        for index, response in enumerate(encoded.responses)
+    )
+    return await _list_response(services, body.model, encoded, items)
+
+
+async def _list_response(
+    services: Services, model: str, encoded: Encoded, items: Iterator[Parts]
+) -> Response:
+    """Return OpenAI's list; the event loop runs while long vectors are encoded."""
+    plain = {"object": "list", "model": model, "usage": encoded.usage}
+    return JsonResponse(await gather(with_members(plain, data=array(items)), services.turns))
+
+
+def _outputs(response: EmbeddingsResponse, *, as_base64: bool) -> dict[str, Parts]:
+    """Return the JSON of the outputs that a response has, by name."""
+    outputs: dict[str, Parts] = {}
+    if response.embeddings.size:
+        outputs["dense"] = _vector(response.embeddings, as_base64=as_base64)
+    if response.sparse is not None:
+        outputs["sparse"] = _sparse(response.sparse, as_base64=as_base64)
+    if response.multi_vector is not None:
+        outputs["multi_vector"] = array(_vector(row, as_base64=as_base64) for row in response.multi_vector)
+    if response.scores is not None:
+        outputs["scores"] = _vector(response.scores, as_base64=as_base64)
+    return outputs
+
+
+def _sparse(sparse: SparseEmbedding, *, as_base64: bool) -> Parts:
+    plain = {"token_ids": numbers(sparse.token_ids)}
+    return with_members(plain, weights=_vector(sparse.weights, as_base64=as_base64))
+
+
+def _vector(vector: npt.NDArray[Any], *, as_base64: bool) -> Parts:
+    """Yield the JSON of a vector: numbers, or the base64 text of its little-endian float32 bytes."""
+    if as_base64:
+        yield encode(base64.b64encode(np.ascontiguousarray(vector, "<f4").tobytes()).decode())
+    else:
+        yield encode(numbers(vector))

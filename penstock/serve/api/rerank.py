@@ -1,0 +1,110 @@
+"""``/v1/rerank``, ``/v2/rerank`` and ``/rerank``: order documents by their relevance to a query."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from penstock.serve.api.embedding_requests import (
+    Encoded,
+    ModelInput,
+    check_count,
+    encode_inputs,
+    read_body,
+    response_id,
+    tokenizer_of,
+)
+from penstock.serve.api.embedding_schemas import RerankBody
+from penstock.serve.api.generation import in_pool
+from penstock.serve.api.json_parts import JsonResponse, array, encode, gather, with_members
+from penstock.serve.api.parameters import map_input_errors
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.services import Services
+from penstock.text.scoring import PairScoring, ranking
+
+router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
+
+_ROUTE: dict[str, Any] = {
+    "response_class": Response,
+    "openapi_extra": body_of(RerankBody),
+    "responses": generated("The documents by descending relevance.", streams=False),
+}
+
+
+@router.post("/v1/rerank", **_ROUTE)
+async def rerank(request: Request) -> Response:
+    """Order documents by their relevance to a query, in the shapes of Cohere v1 and Jina."""
+    return await _rerank(request, "1")
+
+
+@router.post("/rerank", **_ROUTE)
+async def rerank_without_version(request: Request) -> Response:
+    """The same as `/v1/rerank`."""
+    return await _rerank(request, "1")
+
+
+@router.post("/v2/rerank", **_ROUTE)
+async def rerank_v2(request: Request) -> Response:
+    """Order documents by their relevance to a query, in the shape of Cohere v2."""
+    return await _rerank(request, "2")
+
+
+async def _rerank(request: Request, version: str) -> Response:
+    services = Services.of(request)
+    body = await read_body(request, RerankBody)
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    if not texts:
+        raise RequestProblem(400, "documents is an empty list: send at least one document", param="documents")
+    check_count(services, len(texts), "documents")
+    with map_input_errors("activation"):
+        plan = PairScoring(
+            [body.query] * len(texts),
+            texts,
+            outputs=services.worker.info.outputs,
+            layout=tokenizer_of(services).layout,
+            activation=body.activation,
+        )
+    encoded = await encode_inputs(request, body, lambda: _inputs(services, body, plan))
+    with map_input_errors("model"):
+        scores = await in_pool(request, lambda: plan.scores(encoded.responses))
+    items = (
+        iter([encode(_result(index, float(scores[index]), texts[index] if body.return_documents else None))])
+        for index in ranking(scores, body.top_n)
+    )
+    parts = with_members(_envelope(body.model, version, encoded), results=array(items))
+    return JsonResponse(await gather(parts, services.turns))
+
+
+def _inputs(services: Services, body: RerankBody, plan: PairScoring) -> list[ModelInput]:
+    """Return the inputs of the model, with documents cut to ``max_tokens_per_doc``."""
+    limit, tokenizer = body.max_tokens_per_doc, tokenizer_of(services)
+    inputs = []
+    for one in plan.inputs:
+        fields = {**one.fields, "outputs": (plan.output,)}
+        key = {"pair": "text_pair", "document": "input"}.get(one.kind)
+        if limit is not None and key is not None:
+            fields[key] = tokenizer.cut_text(fields[key], limit)
+        inputs.append(ModelInput("query" if one.kind == "query" else f"documents[{one.index}]", fields))
+    return inputs
+
+
+def _result(index: int, score: float, text: str | None) -> dict[str, Any]:
+    result: dict[str, Any] = {"index": index, "relevance_score": score}
+    return result if text is None else {**result, "document": {"text": text}}
+
+
+def _envelope(model: str, version: str, encoded: Encoded) -> dict[str, Any]:
+    return {
+        "id": response_id("rerank"),
+        "object": "list",
+        "model": model,
+        "usage": encoded.usage,
+        "meta": {
+            "api_version": {"version": version},
+            "billed_units": {"search_units": 1},
+            "tokens": {"input_tokens": encoded.num_tokens},
+        },
+    }

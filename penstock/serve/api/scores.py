@@ -1,0 +1,100 @@
+"""``/v1/score`` and ``/score``: scores of pairs of texts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from penstock.serve.api.embedding_requests import (
+    ModelInput,
+    check_count,
+    encode_inputs,
+    read_body,
+    response_id,
+    tokenizer_of,
+)
+from penstock.serve.api.embedding_schemas import ScoreBody
+from penstock.serve.api.generation import in_pool
+from penstock.serve.api.json_parts import JsonResponse, encode
+from penstock.serve.api.parameters import map_input_errors
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.services import Services
+from penstock.text.scoring import PairScoring, ScoringInput
+
+router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
+
+_ROUTE: dict[str, Any] = {
+    "response_class": Response,
+    "openapi_extra": body_of(ScoreBody),
+    "responses": generated("The scores, in the order of the pairs.", streams=False),
+}
+
+
+@router.post("/v1/score", **_ROUTE)
+async def score(request: Request) -> Response:
+    """Return the score of each pair of a text in text_1 and a text in text_2."""
+    services = Services.of(request)
+    body = await read_body(request, ScoreBody)
+    queries, texts = _pairs(body)
+    check_count(services, len(texts), "text_2" if len(texts) > 1 else "text_1")
+    with map_input_errors("activation"):
+        plan = PairScoring(
+            queries,
+            texts,
+            outputs=services.worker.info.outputs,
+            layout=tokenizer_of(services).layout,
+            activation=body.activation,
+        )
+    inputs = [ModelInput(_name(body, one), {**one.fields, "outputs": (plan.output,)}) for one in plan.inputs]
+    encoded = await encode_inputs(request, body, lambda: inputs)
+    with map_input_errors("model"):
+        scores = await in_pool(request, lambda: plan.scores(encoded.responses))
+    data = [{"index": i, "object": "score", "score": float(value)} for i, value in enumerate(scores)]
+    envelope = {
+        "id": response_id("score"),
+        "object": "list",
+        "created": int(time.time()),
+        "model": body.model,
+        "data": data,
+        "usage": encoded.usage,
+    }
+    return JsonResponse([encode(envelope)])
+
+
+@router.post("/score", **_ROUTE)
+async def score_without_version(request: Request) -> Response:
+    """The same as `/v1/score`."""
+    return await score(request)
+
+
+def _pairs(body: ScoreBody) -> tuple[list[str], list[str]]:
+    """Return the first and the second text of each pair.
+
+    Raises:
+        RequestProblem: 400; a list is empty, or the numbers of texts do not match.
+    """
+    first = [body.text_1] if isinstance(body.text_1, str) else list(body.text_1)
+    second = [body.text_2] if isinstance(body.text_2, str) else list(body.text_2)
+    for name, texts in (("text_1", first), ("text_2", second)):
+        if not texts:
+            raise RequestProblem(400, f"{name} is an empty list: send at least one text", param=name)
+    if len(first) == 1:
+        first *= len(second)
+    if len(first) != len(second):
+        raise RequestProblem(
+            400,
+            f"text_1 has {len(first)} texts and text_2 {len(second)}: send one text as text_1, or as many "
+            "as in text_2",
+            param="text_1",
+        )
+    return first, second
+
+
+def _name(body: ScoreBody, one: ScoringInput) -> str:
+    """Return the field of an input."""
+    field, given = ("text_1", body.text_1) if one.kind == "query" else ("text_2", body.text_2)
+    return field if isinstance(given, str) else f"{field}[{one.index if len(given) > 1 else 0}]"

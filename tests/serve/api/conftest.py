@@ -1,0 +1,30 @@
+"""Tiny embeddings models that several tests serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.tiny_embedder import write_tiny_embedder
+
+
+@pytest.fixture(scope="session")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An embedder with prompts, trained for 8 and 16 dimensions."""
+    return write_tiny_embedder(
+        tmp_path_factory.mktemp("embedder"),
+        settings={"prompts": {"query": "query: ", "document": "passage: "}},
+        matryoshka_dimensions=[8, 16],
+    )
+
+
+@pytest.fixture(scope="session")
+def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cross-encoder: a classifier with one label."""
+    return write_tiny_embedder(tmp_path_factory.mktemp("cross_encoder"), labels=1)
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier with three labels."""
+    return write_tiny_embedder(tmp_path_factory.mktemp("classifier"), labels=3)

@@ -1,0 +1,243 @@
+"""``/v1/embeddings`` and ``/pooling`` with a tiny encoder and a real worker."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.chatting import Chatting, chatting
+from support.embedding_server import embedder_config, embedding_server
+
+from penstock import LLM
+
+TEXTS = ["the cat sat on the mat", "a big red car", "hello world"]
+
+
+async def embeddings(server: Chatting, **body: Any) -> Any:
+    """The answer to a request that is served."""
+    response = await server.http.post("/v1/embeddings", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def vectors(answer: Any) -> np.ndarray:
+    assert [one["index"] for one in answer["data"]] == list(range(len(answer["data"])))
+    return np.array([one["embedding"] for one in answer["data"]], np.float32)
+
+
+@pytest.fixture(scope="module")
+def expected(embedder: Path) -> dict[str, np.ndarray]:
+    """The vectors of `LLM.embed`."""
+    llm = LLM.from_config(embedder_config(embedder))
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "query": {"prompt_name": "query"},
+        "document": {"prompt_name": "document"},
+        "cls": {"pooling": "cls"},
+        "raw": {"normalize": False},
+        "short": {"dimensions": 8},
+    }
+    found = {name: llm.embed(TEXTS, False, **options) for name, options in kinds.items()}
+    assert len({vector.tobytes() for vector in found.values()}) == len(kinds)
+    return found
+
+
+async def test_every_form_of_input(embedder: Path, expected: dict[str, np.ndarray]) -> None:
+    async with embedding_server(embedder) as server:
+        answer = await embeddings(server, input=TEXTS)
+        assert (answer["object"], answer["model"], answer["data"][0]["object"]) == (
+            "list",
+            "tiny",
+            "embedding",
+        )
+        np.testing.assert_allclose(vectors(answer), expected["plain"], atol=1e-6)
+        ids = [server.services.tokenizer.encode_text(text).tolist() for text in TEXTS]
+        count = sum(map(len, ids))
+        assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
+        assert vectors(await embeddings(server, input=ids)).tobytes() == vectors(answer).tobytes()
+        for given in (TEXTS[1], ids[1]):
+            alone = await embeddings(server, input=given, model="tiny", user="ann")
+            np.testing.assert_allclose(vectors(alone), expected["plain"][1:2], atol=1e-6)
+            assert alone["usage"]["prompt_tokens"] == len(ids[1])
+
+
+async def test_options(embedder: Path, expected: dict[str, np.ndarray]) -> None:
+    async with embedding_server(embedder) as server:
+        for name, body in {
+            "query": {"input_type": "query"},
+            "document": {"input_type": "passage"},
+            "cls": {"pooling": "cls"},
+            "raw": {"normalize": False},
+            "short": {"dimensions": 8},
+        }.items():
+            answer = await embeddings(server, input=TEXTS, **body)
+            np.testing.assert_allclose(vectors(answer), expected[name], atol=1e-6, err_msg=name)
+        named = vectors(await embeddings(server, input=TEXTS, prompt_name="query"))
+        np.testing.assert_allclose(named, expected["query"], atol=1e-6)
+        assert vectors(await embeddings(server, input=TEXTS, dimensions=32)).shape == (3, 32)
+
+
+async def test_base64_has_the_same_numbers(embedder: Path) -> None:
+    async with embedding_server(embedder) as server:
+        plain = vectors(await embeddings(server, input=TEXTS, encoding_format="float"))
+        coded = (await embeddings(server, input=TEXTS, encoding_format="base64"))["data"]
+        for row, one in zip(plain, coded, strict=True):
+            assert np.frombuffer(base64.b64decode(one["embedding"]), "<f4").tobytes() == row.tobytes()
+
+
+async def test_the_cut_vectors_of_a_model_without_normalisation_get_length_1(tmp_path: Path) -> None:
+    from support.tiny_embedder import write_tiny_embedder
+
+    folder = write_tiny_embedder(tmp_path / "m", modules=("Transformer", "Pooling"), is_matryoshka=True)
+    async with embedding_server(folder) as server:
+        whole = vectors(await embeddings(server, input="a cat"))[0]
+        assert abs(np.linalg.norm(whole) - 1) > 0.01
+        cut = vectors(await embeddings(server, input="a cat", dimensions=5))[0]
+        np.testing.assert_allclose(cut, whole[:5] / np.linalg.norm(whole[:5]), atol=1e-6)
+        raw = vectors(await embeddings(server, input="a cat", dimensions=5, normalize=False))[0]
+        np.testing.assert_allclose(raw, whole[:5], atol=1e-6)
+        [pooled] = (await server.http.post("/pooling", json={"input": "a cat", "dimensions": 5})).json()[
+            "data"
+        ]
+        np.testing.assert_allclose(pooled["dense"], whole[:5], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "input", "input is required"),
+        ({"input": ""}, "input", "the input is empty"),
+        ({"input": []}, "input", "input is an empty list"),
+        ({"input": ["a", ""]}, "input[1]", "input[1]: the input is empty"),
+        ({"input": [[1, 5, 2], []]}, "input[1]", "input[1]: "),
+        ({"input": [5, 99999]}, "input", "99999"),
+        ({"input": 7}, "input", "input: "),
+        ({"input": [["a"]]}, "input[0][0]", "valid integer"),
+        ({"input": {"text": "a"}}, "input", "input: "),
+        ({"input": "a", "dimensions": 9}, "dimensions", "must be one of 8, 16, 32, was 9"),
+        ({"input": "a", "dimensions": 33}, "dimensions", "must be one of 8, 16, 32, was 33"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
+        ({"input": "a", "pooling": "sum"}, "pooling", "pooling: "),
+        (
+            {"input": "a", "prompt_name": "title"},
+            "input",
+            "'title' is unknown: the checkpoint has query, docu",
+        ),
+        ({"input": "a", "input_type": "query", "prompt_name": "query"}, "input_type", "send one of them"),
+        ({"input": [5], "prompt_name": "query"}, "input", "a prompt needs a text"),
+        ({"input": ["a"] * 6}, "input", "input has 6 entries, but a request may have 5"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "send at least 1"),
+        ({"input": "a", "temperature": 1}, "temperature", "unknown field"),
+        ({"input": "a", "add_special_tokens": False}, "add_special_tokens", "not supported (only true)"),
+    ],
+    ids=str,
+)
+async def test_refusals(embedder: Path, body: dict[str, Any], param: str, message: str) -> None:
+    async with embedding_server(embedder, max_inputs_per_request=5) as server:
+        response = await server.http.post("/v1/embeddings", json=body)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert (error["param"], error["type"]) == (param, "invalid_request_error")
+        assert message in error["message"]
+        assert server.services.worker.num_outstanding == 0
+
+
+async def test_long_inputs_are_refused_unless_they_may_be_cut(embedder: Path) -> None:
+    async with embedding_server(embedder) as server:
+        long = "cat " * 70  # 64 positions
+        for given, name in ((long, "input"), (["a", long], "input[1]"), ([5] * 70, "input")):
+            error = await server.refusal("/v1/embeddings", model="tiny", input=given)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+            assert error["message"].startswith(f"{name} has 7")
+            assert "but the maximum length is 64 tokens: shorten it, or send truncate" in error["message"]
+        huge = await server.refusal("/v1/embeddings", model="tiny", input="cat " * 100_000)
+        assert "has more than " in huge["message"]
+        whole = await embeddings(server, input="cat " * 62)
+        assert whole["usage"]["prompt_tokens"] == 64
+        for body in ({"truncate": True}, {"truncate": "END"}, {"truncate_prompt_tokens": -1}):
+            cut = await embeddings(server, input=long, **body)
+            assert cut["usage"]["prompt_tokens"] == 64
+            assert vectors(cut).tobytes() == vectors(whole).tobytes()
+        short = await embeddings(server, input=[long, "a"], truncate_prompt_tokens=12)
+        assert short["usage"]["prompt_tokens"] == 12 + 3
+        same = vectors(await embeddings(server, input="cat " * 10))
+        np.testing.assert_allclose(vectors(short)[:1], same, atol=1e-6)
+        await server.refusal("/v1/embeddings", model="tiny", input=long, truncate="NONE")
+
+
+async def test_pooling(embedder: Path) -> None:
+    async with embedding_server(embedder) as server:
+
+        async def pooling(**body: Any) -> Any:
+            response = await server.http.post("/pooling", json=body)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        answer = await pooling(input=TEXTS, outputs=["dense", "multi_vector"])
+        dense = vectors(await embeddings(server, input=TEXTS))
+        ids = [server.services.tokenizer.encode_text(text).tolist() for text in TEXTS]
+        for i, one in enumerate(answer["data"]):
+            assert (one["object"], one["index"], len(one)) == ("pooling", i, 4)
+            np.testing.assert_allclose(one["dense"], dense[i], atol=1e-6)
+            assert np.shape(one["multi_vector"]) == (len(ids[i]), 32)
+            np.testing.assert_allclose(np.linalg.norm(one["multi_vector"], axis=1), 1, atol=1e-5)
+        coded = await pooling(input=TEXTS[0], outputs=["multi_vector"], encoding_format="base64")
+        rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in coded["data"][0]["multi_vector"]]
+        np.testing.assert_allclose(rows, answer["data"][0]["multi_vector"], atol=1e-6)
+        assert list((await pooling(input="a"))["data"][0]) == ["object", "index", "dense"]
+        error = await server.refusal("/pooling", model="tiny", input="a", outputs=["sparse"])
+        assert error["message"] == (
+            "the output sparse is not supported: this model computes dense, multi_vector"
+        )
+
+
+async def test_other_models(classifier: Path) -> None:
+    async with embedding_server(classifier) as server:
+        error = await server.refusal("/v1/embeddings", model="tiny", input="a")
+        assert error["code"] == "unsupported_value"
+        assert "this model computes scores: send the request to /v1/rerank" in error["message"]
+        assert (
+            await server.http.post("/v1/embeddings", json={"input": "a", "model": "x"})
+        ).status_code == 404
+    paths = "/v1/embeddings /pooling /v1/rerank /v2/rerank /rerank /v1/score /score /v1/classify /classify"
+    async with chatting() as server:
+        for path in paths.split():
+            error = await server.refusal(path, input="a")
+            assert error["code"] == "unsupported_task"
+            assert error["message"].startswith(f"{path} needs a model of the task embeddings-generation")
+
+
+async def test_the_model_its_log_line_and_its_metrics(
+    embedder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with embedding_server(embedder) as server:
+        (model,) = (await server.http.get("/v1/models")).json()["data"]
+        assert (model["task"], model["outputs"]) == ("embeddings-generation", ["dense", "multi_vector"])
+        with caplog.at_level(logging.INFO, "penstock"):
+            answer = await embeddings(server, input=TEXTS, user="ann")
+        line = [one for one in caplog.records if one.message == "request"][-1].fields  # type: ignore[attr-defined]
+        count = answer["usage"]["prompt_tokens"]
+        assert (line["inputs"], line["prompt_tokens"], line["user"]) == (3, count, "ann")
+        assert (line["first_token_s"], line["queue_s"] is None) == (None, False)
+        metrics = server.services.metrics.render().decode()
+        assert f"penstock_prompt_tokens_total {float(count)}" in metrics
+        assert "penstock_time_to_first_token_seconds_count 0.0" in metrics
+        assert 'penstock_request_seconds_count{route="/v1/embeddings"} 1.0' in metrics
+
+
+async def test_the_openai_client(embedder: Path, expected: dict[str, np.ndarray]) -> None:
+    async with embedding_server(embedder) as server:
+        for options in ({}, {"encoding_format": "float"}):  # the client asks for base64 by default
+            answer = await server.openai.embeddings.create(model="tiny", input=TEXTS, **options)  # type: ignore[call-overload]
+            rows = np.array([one.embedding for one in answer.data])
+            np.testing.assert_allclose(rows, expected["plain"], atol=1e-6)
+            assert answer.usage.total_tokens > 9
+        cut = await server.openai.embeddings.create(
+            model="tiny", input=TEXTS, dimensions=8, extra_body={"input_type": "query"}
+        )
+        assert {len(one.embedding) for one in cut.data} == {8}

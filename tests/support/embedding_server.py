@@ -1,0 +1,33 @@
+"""A server of a tiny embeddings model, without processes and sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from support.chatting import Chatting, chatting
+
+from penstock.assembly import load_tokenizer, load_work
+from penstock.config import PipelineConfig
+from penstock.serve.config import serve_fields
+
+
+def embedder_config(folder: Path, **fields: Any) -> PipelineConfig:
+    """Return the configuration of a saved encoder, served as ``tiny``."""
+    values = {"model_path": str(folder), "quantization_encoding": "float32", "served_model_name": "tiny"}
+    return PipelineConfig.from_flat(values | {"num_threads": 1} | fields)
+
+
+@asynccontextmanager
+async def embedding_server(folder: Path, **fields: Any) -> AsyncIterator[Chatting]:
+    """Run a server of a saved encoder; `fields` are of `PipelineConfig` and `ServeConfig`."""
+    of_server = {name: fields.pop(name) for name in [one.name for one in serve_fields()] if name in fields}
+    config = embedder_config(folder, **fields)
+    tokenizer = load_tokenizer(config)
+    work = partial(load_work, config)
+    async with chatting(work=work, tokenizer=tokenizer, pipeline_config=config, **of_server) as server:
+        tokenizer.max_length = server.services.worker.info.max_length
+        yield server
