@@ -63,6 +63,8 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     """An encoder whose forward computes the hidden states of whole inputs."""
 
     network: EncoderNetwork
+    default_pooling: PoolingType = "mean"
+    """How the hidden states of a checkpoint without a sentence-transformers layout are pooled."""
     classifier_pooling: PoolingType = "cls"
     """How a sequence classifier pools the hidden states."""
 

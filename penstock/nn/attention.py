@@ -1,4 +1,4 @@
-"""Multi-head attention with grouped keys and values over the paged cache."""
+"""Multi-head attention with grouped keys and values, over the paged cache or within whole sequences."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from penstock.nn.rotary import RotaryRows
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Causal attention; query head h reads kv head ``h // (H / K)`` (Ainslie et al. 2023, 2305.13245).
+    """Attention; query head h reads kv head ``h // (H / K)`` (Ainslie et al. 2023, arXiv:2305.13245).
 
-    The layer's group of the KV cache holds the attention window.
+    With a KV cache it is causal, and the layer's group of the cache holds the window. Without a cache the
+    step has whole sequences, and `window` and `is_causal` apply.
     """
 
     qkv: Linear  # [E] -> [(H + 2K) D]; [(H + K) D] where values have a layer of their own
@@ -36,10 +37,13 @@ class Attention:
     """Norms before the rotation, of each head (``[D]``) or of all heads together (``[H D]``, ``[K D]``)."""
     sinks: Tensor | None = None  # [H]: an extra score in each softmax, without a value
     values: Linear | None = None  # [E] -> [K D], if its encoding differs from that of queries and keys
+    window: int | None = None
+    """The number of keys that a query sees in a direction, itself included, without a KV cache."""
+    is_causal: bool = True
+    """Whether a query sees no later keys, without a KV cache."""
 
     def __call__(self, x: Tensor, rows: Sequence[RotaryRows], step: StepInputs) -> Tensor:
         """``x [T, E] -> [T, E]``; ``rows`` are the rows of all rotary embeddings of the model."""
-        assert step.kv is not None, "attention needs a KV cache"
         q, k, v = self._project(x, step)
         if self.q_norm is not None:
             q = self._normed(q, self.q_norm, step)
@@ -47,9 +51,19 @@ class Attention:
             k = self._normed(k, self.k_norm, step)
         if self.rotary is not None:
             q, k = step.ops.rotary(q, k, *rows[self.rotary])
+        out = self._attend(q, k, v, step)
+        return self.output(out.view(-1, self.heads * self.head_dim), step)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, step: StepInputs) -> Tensor:
+        """Return the attention of ``q [T, H, D]``, ``k [T, K, D]`` and ``v [T, K, D]``: ``[T, H, D]``."""
+        if step.kv is None:
+            window = None if self.window is None else self.window - 1
+            return step.ops.encoder_attention(
+                q, k, v, step.row_offsets, scale=self.scale, window=window, is_causal=self.is_causal
+            )
         kv = step.kv.layer(self.layer)
         step.ops.store_kv(k, v, kv)
-        out = step.ops.attention(
+        return step.ops.attention(
             q,
             kv,
             step.row_offsets,
@@ -58,7 +72,6 @@ class Attention:
             soft_cap=self.soft_cap,
             sinks=self.sinks,
         )
-        return self.output(out.view(-1, self.heads * self.head_dim), step)
 
     def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries ``[T, H, D]``, keys and values ``[T, K, D]`` of ``x [T, E]``, as views."""

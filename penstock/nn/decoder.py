@@ -109,14 +109,13 @@ class DecoderBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderNetwork:
-    """The network that a `Blueprint` describes."""
+class DecoderTrunk:
+    """The network that a `Blueprint` describes, without its head."""
 
     embedding: Embedding
     rotaries: tuple[Rotary, ...]
     blocks: tuple[DecoderBlock, ...]
     norm: RMSNorm
-    head: Head
 
     @classmethod
     def load(
@@ -125,7 +124,7 @@ class DecoderNetwork:
         blueprint: Blueprint,
         max_length: int,
         feed_forward: LoadFeedForward | None = None,
-    ) -> DecoderNetwork:
+    ) -> DecoderTrunk:
         """Read a network for sequences of up to ``max_length`` tokens.
 
         Args:
@@ -140,17 +139,11 @@ class DecoderNetwork:
         tied_head = names.head if blueprint.tied_head else None
         table = load.table(names.embedding_path, vocabulary, hidden, tied_head=tied_head)
         scale = float(torch.tensor(blueprint.embedding_scale, dtype=load.dtype))
-        tied_to = table if blueprint.tied_head else None
-        return cls(
+        return DecoderTrunk(
             Embedding(table, scale),
             tuple(Rotary(rotary, max_length, load.device) for rotary in blueprint.rotaries),
             tuple(DecoderBlock.load(load, blueprint, i, feed_forward) for i in range(blueprint.layers)),
             load.norm(names.norm_path, hidden, blueprint.norm_eps, offset=blueprint.norm_offset),
-            Head(
-                load.head(names.head, vocabulary, hidden, tied_to=tied_to),
-                blueprint.logit_scale,
-                blueprint.logit_soft_cap,
-            ),
         )
 
     @property
@@ -169,6 +162,31 @@ class DecoderNetwork:
             beat()
         normed, hidden = self.norm.add(x, residual, step)
         return hidden, normed
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderNetwork(DecoderTrunk):
+    """The network that a `Blueprint` describes."""
+
+    head: Head
+
+    @classmethod
+    def load(
+        cls,
+        load: Loader,
+        blueprint: Blueprint,
+        max_length: int,
+        feed_forward: LoadFeedForward | None = None,
+    ) -> DecoderNetwork:
+        """Read a network with its head; see `DecoderTrunk.load`."""
+        trunk = DecoderTrunk.load(load, blueprint, max_length, feed_forward)
+        tied_to = trunk.embedding.table if blueprint.tied_head else None
+        head = Head(
+            load.head(blueprint.names.head, blueprint.vocabulary, blueprint.hidden, tied_to=tied_to),
+            blueprint.logit_scale,
+            blueprint.logit_soft_cap,
+        )
+        return cls(trunk.embedding, trunk.rotaries, trunk.blocks, trunk.norm, head)
 
 
 def gated_mlps(load: Loader, blueprint: Blueprint) -> LoadFeedForward:
@@ -215,6 +233,8 @@ def load_attention(load: Loader, blueprint: Blueprint, name: str, layer: int) ->
         _head_norm(load, blueprint, f"{name}.{names.key_norm}", kv_heads),
         load.tensor(f"{name}.{names.sinks}", heads) if blueprint.sinks else None,
         values,
+        window=blueprint.windows[layer],
+        is_causal=blueprint.is_causal,
     )
 
 

@@ -89,12 +89,13 @@ class VocabularyHead:
         return self.decoder(self.norm(x, step), step)
 
 
-def load_classifier(load: Loader, names: ClassifierNames, labels: int, hidden: int) -> ClassificationHead:
-    """Read a classification head without a norm."""
-    dense = None if names.dense is None else plain_linear(load, names.dense, hidden, hidden)
-    return ClassificationHead(
-        plain_linear(load, names.output, labels, hidden), dense, head_activation(names.activation)
-    )
+def load_classifier(
+    load: Loader, names: ClassifierNames, labels: int, hidden: int, *, bias: bool = True
+) -> ClassificationHead:
+    """Read a classification head without a norm; ``bias`` tells whether its layers have biases."""
+    dense = None if names.dense is None else plain_linear(load, names.dense, hidden, hidden, bias=bias)
+    output = plain_linear(load, names.output, labels, hidden, bias=bias)
+    return ClassificationHead(output, dense, head_activation(names.activation))
 
 
 def load_vocabulary_head(

@@ -82,6 +82,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         self.trained_dimensions = trained_dimensions
         ops, device = self.session.ops, model.torch_device
         self._dense = [load_dense(module, ops, device) for module in layout.dense]
+        self._poolings = layout.poolings or (model.default_pooling,)
         self._scores = scores_activation(model.huggingface_config)
 
     @property
@@ -90,13 +91,16 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         network = self.model.network
         if network.classifier is not None:
             return ("scores",)
+        names: list[EmbeddingsOutput] = ["dense", "multi_vector"]
+        if self.layout.is_present and not self.layout.poolings:
+            names.reverse()
         if network.vocabulary is not None:
-            return ("sparse", "dense", "multi_vector")
-        return ("dense", "multi_vector")
+            names.insert(1 if self.layout.poolings else 0, "sparse")
+        return tuple(names)
 
     @property
     def embedding_size(self) -> int:
-        return self._size_of(len(self.layout.poolings))
+        return self._size_of(len(self._poolings))
 
     def encode(self, batch: Mapping[str, EmbeddingsContext]) -> dict[str, EmbeddingsResponse]:
         """Return the outputs of all contexts, by request id."""
@@ -188,7 +192,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         return {i: self._finished(contexts[i], vector) for i, vector in zip(chosen, vectors, strict=True)}
 
     def _pooled(self, context: EmbeddingsContext, hidden: Tensor) -> Tensor:
-        poolings = self.layout.poolings if context.pooling is None else (context.pooling,)
+        poolings = self._poolings if context.pooling is None else (context.pooling,)
         return pool(hidden, poolings, context.num_unpooled_tokens)
 
     def _finished(self, context: EmbeddingsContext, vector: Tensor) -> npt.NDArray[Any]:

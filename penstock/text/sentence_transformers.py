@@ -52,8 +52,8 @@ class DenseModule:
 class SentenceTransformersLayout:
     """How hidden states become embeddings. The defaults apply to a checkpoint without the layout."""
 
-    poolings: tuple[PoolingType, ...] = ("mean",)
-    """Their results are concatenated."""
+    poolings: tuple[PoolingType, ...] = ()
+    """Their results are concatenated. Empty without a pooling module: the model's default applies."""
     include_prompt: bool = True
     """Whether pooling includes the tokens of a prompt."""
     dense: tuple[DenseModule, ...] = ()

@@ -67,6 +67,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("distilbert", {"activation": "relu", "n_heads": 4, "dim": 36, "hidden_dim": 50}),
     ("distilbert", {"sinusoidal_pos_embds": True, "n_layers": 1}),
     ("mpnet", {"pad_token_id": 0, "relative_attention_num_buckets": 40}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6, "rope_theta": 99.0}),
+    ("mistral", {"sliding_window": 5, "head_dim": 10}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    ("qwen3", {"num_key_value_heads": 3, "attention_bias": True, "head_dim": 6}),
+    ("gemma3_text", {"use_bidirectional_attention": True}),
+    ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": 31, "head_dim": 8}),
     ("mpnet", {"max_position_embeddings": 400, "num_attention_heads": 4, "hidden_act": "gelu_new"}),
 ]
 

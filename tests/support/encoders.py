@@ -40,7 +40,7 @@ def save_encoder(architecture: SupportedArchitecture, folder: Path, head: str, *
         for parameter in model.parameters():  # biases and norms of a new model are 0 and 1
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(folder)
-    return model
+    return auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 def open_encoder(folder: Path, **config: Any) -> EmbeddingsPipeline:

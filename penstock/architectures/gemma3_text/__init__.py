@@ -31,10 +31,19 @@ def tiny_config() -> dict[str, object]:
     }
 
 
-ARCHITECTURE = SupportedArchitecture(
-    name="gemma3_text",
-    task=PipelineTask.TEXT_GENERATION,
-    pipeline_model="model:Gemma3TextModel",
-    example_repo_ids=("google/gemma-3-1b-it", "google/gemma-3-270m-it"),
-    tiny_config=tiny_config,
+ARCHITECTURES = (
+    SupportedArchitecture(
+        name="gemma3_text",
+        task=PipelineTask.TEXT_GENERATION,
+        pipeline_model="model:Gemma3TextModel",
+        example_repo_ids=("google/gemma-3-1b-it", "google/gemma-3-270m-it"),
+        tiny_config=tiny_config,
+    ),
+    SupportedArchitecture(
+        name="gemma3_text",
+        task=PipelineTask.EMBEDDINGS_GENERATION,
+        pipeline_model="embedder:Gemma3TextEmbedder",
+        example_repo_ids=("google/embeddinggemma-300m",),
+        tiny_config=tiny_config,
+    ),
 )

@@ -25,10 +25,19 @@ def tiny_config() -> dict[str, object]:
     }
 
 
-ARCHITECTURE = SupportedArchitecture(
-    name="llama",
-    task=PipelineTask.TEXT_GENERATION,
-    pipeline_model="model:LlamaModel",
-    example_repo_ids=("meta-llama/Llama-3.2-1B-Instruct", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
-    tiny_config=tiny_config,
+ARCHITECTURES = (
+    SupportedArchitecture(
+        name="llama",
+        task=PipelineTask.TEXT_GENERATION,
+        pipeline_model="model:LlamaModel",
+        example_repo_ids=("meta-llama/Llama-3.2-1B-Instruct", "TinyLlama/TinyLlama-1.1B-Chat-v1.0"),
+        tiny_config=tiny_config,
+    ),
+    SupportedArchitecture(
+        name="llama",
+        task=PipelineTask.EMBEDDINGS_GENERATION,
+        pipeline_model="embedder:LlamaEmbedder",
+        example_repo_ids=("nvidia/llama-nemotron-embed-1b-v2",),
+        tiny_config=tiny_config,
+    ),
 )

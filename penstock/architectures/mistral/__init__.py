@@ -26,10 +26,22 @@ def tiny_config() -> dict[str, object]:
     }
 
 
-ARCHITECTURE = SupportedArchitecture(
-    name="mistral",
-    task=PipelineTask.TEXT_GENERATION,
-    pipeline_model="model:MistralModel",
-    example_repo_ids=("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-Nemo-Instruct-2407"),
-    tiny_config=tiny_config,
+ARCHITECTURES = (
+    SupportedArchitecture(
+        name="mistral",
+        task=PipelineTask.TEXT_GENERATION,
+        pipeline_model="model:MistralModel",
+        example_repo_ids=("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-Nemo-Instruct-2407"),
+        tiny_config=tiny_config,
+    ),
+    SupportedArchitecture(
+        name="mistral",
+        task=PipelineTask.EMBEDDINGS_GENERATION,
+        pipeline_model="embedder:MistralEmbedder",
+        example_repo_ids=(
+            "intfloat/e5-mistral-7b-instruct",
+            "Linq-AI-Research/Linq-Embed-Mistral",
+        ),
+        tiny_config=tiny_config,
+    ),
 )

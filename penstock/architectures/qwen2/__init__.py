@@ -28,10 +28,19 @@ def tiny_config() -> dict[str, object]:
     }
 
 
-ARCHITECTURE = SupportedArchitecture(
-    name="qwen2",
-    task=PipelineTask.TEXT_GENERATION,
-    pipeline_model="model:Qwen2Model",
-    example_repo_ids=("Qwen/Qwen2.5-0.5B-Instruct", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
-    tiny_config=tiny_config,
+ARCHITECTURES = (
+    SupportedArchitecture(
+        name="qwen2",
+        task=PipelineTask.TEXT_GENERATION,
+        pipeline_model="model:Qwen2Model",
+        example_repo_ids=("Qwen/Qwen2.5-0.5B-Instruct", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
+        tiny_config=tiny_config,
+    ),
+    SupportedArchitecture(
+        name="qwen2",
+        task=PipelineTask.EMBEDDINGS_GENERATION,
+        pipeline_model="embedder:Qwen2Embedder",
+        example_repo_ids=("Alibaba-NLP/gte-Qwen2-1.5B-instruct",),
+        tiny_config=tiny_config,
+    ),
 )

@@ -28,10 +28,19 @@ def tiny_config() -> dict[str, object]:
     }
 
 
-ARCHITECTURE = SupportedArchitecture(
-    name="qwen3",
-    task=PipelineTask.TEXT_GENERATION,
-    pipeline_model="model:Qwen3Model",
-    example_repo_ids=("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"),
-    tiny_config=tiny_config,
+ARCHITECTURES = (
+    SupportedArchitecture(
+        name="qwen3",
+        task=PipelineTask.TEXT_GENERATION,
+        pipeline_model="model:Qwen3Model",
+        example_repo_ids=("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"),
+        tiny_config=tiny_config,
+    ),
+    SupportedArchitecture(
+        name="qwen3",
+        task=PipelineTask.EMBEDDINGS_GENERATION,
+        pipeline_model="embedder:Qwen3Embedder",
+        example_repo_ids=("Qwen/Qwen3-Embedding-0.6B",),
+        tiny_config=tiny_config,
+    ),
 )

@@ -1,0 +1,103 @@
+"""`EmbedderModel`: a decoder as an encoder, for embedders, rerankers and sequence classifiers.
+
+It computes whole inputs in one step, without a KV cache. A family subclasses it and names its decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from penstock.architectures.encoder import EncoderModel, has_head
+from penstock.architectures.transformer import TransformerModel
+from penstock.errors import ConfigError
+from penstock.kernels import StepInputs
+from penstock.nn import (
+    Blueprint,
+    ClassificationHead,
+    ClassifierNames,
+    DecoderTrunk,
+    Loader,
+    TensorNames,
+    load_classifier,
+    num_labels,
+)
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderNetwork:
+    """A decoder without its vocabulary head: ``tokens [T]`` -> normed hidden states ``[T, E]``."""
+
+    trunk: DecoderTrunk
+    classifier: ClassificationHead | None = None
+    vocabulary: Callable[[Tensor, StepInputs], Tensor] | None = None
+
+    @property
+    def length_dependent(self) -> bool:
+        """Whether positions depend on the length of the sequence."""
+        return self.trunk.length_dependent
+
+    def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
+        """``tokens [T]`` -> hidden states ``[T, E]``; decoders have no token types."""
+        return self.trunk(tokens, step)[1]
+
+
+def without_model(name: str) -> str:
+    """Return the name of a tensor without ``model.``, which models with a head have and others lack."""
+    return name.removeprefix("model.")
+
+
+class EmbedderModel(EncoderModel):
+    """A decoder that a `Blueprint` describes, as an encoder."""
+
+    decoder: ClassVar[type[TransformerModel]]
+    """The family's model for text generation."""
+    classifier_names: ClassVar[ClassifierNames] = ClassifierNames(dense=None, activation=None, output="score")
+    weights_adapter = without_model
+    ignored_weights = ("*rotary_emb.inv_freq", "lm_head.*")
+    default_pooling = "last_token"
+    classifier_pooling = "last_token"
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        """Return the blueprint of the decoder, with the tensor names of a model without a head.
+
+        Raises:
+            ConfigError: the family has caps on attention scores or attention sinks.
+        """
+        blueprint = cls.decoder.blueprint(huggingface_config)
+        if blueprint.attention_soft_cap is not None or blueprint.sinks:
+            raise ConfigError("model_type", "attention caps and sinks are not supported without a KV cache")
+        return replace(blueprint, names=replace(blueprint.names, prefix=""))
+
+    @classmethod
+    def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
+        return cls.blueprint(huggingface_config).names
+
+    @classmethod
+    def max_positions(cls, huggingface_config: HuggingFaceConfig) -> int:
+        return cls.blueprint(huggingface_config).max_length
+
+    @classmethod
+    def classifier(
+        cls, load: Loader, huggingface_config: HuggingFaceConfig, trunk: DecoderTrunk
+    ) -> ClassificationHead | None:
+        """Return the classification head of the checkpoint; None without one."""
+        if not has_head(huggingface_config, "ForSequenceClassification"):
+            return None
+        labels, hidden = num_labels(huggingface_config), trunk.embedding.table.shape[1]
+        has_bias = f"{cls.classifier_names.output}.bias" in load.source
+        return load_classifier(load, cls.classifier_names, labels, hidden, bias=has_bias)
+
+    @classmethod
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> EmbedderNetwork:
+        blueprint = cls.blueprint(huggingface_config)
+        feed_forward = cls.decoder.feed_forward(load, blueprint, huggingface_config)
+        trunk = DecoderTrunk.load(load, blueprint, max_length, feed_forward)
+        return EmbedderNetwork(trunk, cls.classifier(load, huggingface_config, trunk))
