@@ -9,6 +9,7 @@ import numpy as np
 
 from penstock.errors import InputError, PromptTooLongError, UnsupportedFeatureError
 from penstock.pipelines.core import EmbeddingsContext, EmbeddingsGenerationRequest
+from penstock.text.pair_template import PairTemplate
 from penstock.text.sentence_transformers import read_layout
 from penstock.text.token_ids import TokenIds, checked_prompt_ids
 from penstock.text.tokenizer import TextTokenizer, valid_unicode
@@ -46,6 +47,11 @@ class EmbeddingsTokenizer(TextTokenizer):
         if max_length is None and trained is not None:
             self.max_length = min(trained, self.max_length or trained)
 
+    @property
+    def pair_template(self) -> PairTemplate | None:
+        """The prompt of a generative reranker; None if the model reads the two texts of a pair."""
+        return None
+
     async def new_embeddings_context(self, request: EmbeddingsGenerationRequest) -> EmbeddingsContext:
         """Run `build_embeddings_context` in a thread."""
         return await self._in_thread(lambda: self.build_embeddings_context(request))
@@ -56,9 +62,10 @@ class EmbeddingsTokenizer(TextTokenizer):
         Raises:
             PromptTooLongError: the input exceeds the maximum length and the request does not ask to truncate.
             InputError: the input is empty, the prompt name is unknown, or a parameter is invalid.
-            UnsupportedFeatureError: the request has an instruction.
+            UnsupportedFeatureError: the request has an instruction, and the model has no template for it.
         """
-        if request.instruction is not None:
+        template = None if request.text_pair is None else self.pair_template
+        if request.instruction is not None and template is None:
             raise UnsupportedFeatureError(
                 "instruction",
                 "this model has no template for it: give the text as prompt",
@@ -69,8 +76,11 @@ class EmbeddingsTokenizer(TextTokenizer):
         if isinstance(request.input, str):
             if not request.input and request.text_pair is None:
                 raise InputError("the input is empty: it needs at least one character")
-            text = prompt + request.input
-            tokens, types = self._encode_input(text, request.text_pair, limit if request.truncate else None)
+            cut_to = limit if request.truncate else None
+            if template is not None:
+                tokens = self._encode_template(template, request, cut_to)
+            else:
+                tokens, types = self._encode_input(prompt + request.input, request.text_pair, cut_to)
         else:
             tokens = checked_prompt_ids(list(request.input), self.vocab_size)
             if prompt:
@@ -160,6 +170,32 @@ class EmbeddingsTokenizer(TextTokenizer):
         if len(tokens) <= limit or int(tokens[-1]) not in self._special_tokens.by_id:
             return tokens[:limit]
         return np.append(tokens[: limit - 1], tokens[-1])
+
+    def _encode_template(
+        self, template: PairTemplate, request: EmbeddingsGenerationRequest, cut_to: int | None
+    ) -> TokenIds:
+        """Return the tokens of a reranker's prompt; ``cut_to`` shortens its body only.
+
+        Raises:
+            InputError: the prompt without the query and the document exceeds ``cut_to``.
+        """
+        assert isinstance(request.input, str)
+        assert request.text_pair is not None
+        body = template.render_body(request.input, request.text_pair, request.instruction)
+        if cut_to is None:
+            self._check_length(body)
+        parts = [valid_unicode(part) for part in (template.prefix, body, template.suffix)]
+        encodings = self.backend.encode_batch_fast(parts, add_special_tokens=False)
+        prefix, ids, suffix = (encoding.ids for encoding in encodings)
+        if cut_to is not None:
+            room = cut_to - len(prefix) - len(suffix)
+            if room < 1:
+                raise InputError(
+                    f"cannot cut the input to {cut_to} tokens: the reranker's prompt without query and "
+                    f"document has {len(prefix) + len(suffix)}"
+                )
+            ids = ids[:room]
+        return checked_prompt_ids([*prefix, *ids, *suffix], self.vocab_size)
 
     def _num_unpooled(self, prompt: str, num_tokens: int) -> int:
         """Return the number of leading tokens that pooling leaves out because they belong to the prompt."""

@@ -184,7 +184,7 @@ def test_a_name_is_taken_once_unless_overridden(registry: PipelineRegistry, name
         registry.register(hand_made(name, list))
     registry.register(hand_made(name, list), allow_override=True)
     assert registry.retrieve_architecture(config(name), "x").load_pipeline_model() is list
-    assert [one.name for one in registry.architectures].count(name) == 1
+    assert [one.name for one in registry.of_task(PipelineTask.TEXT_GENERATION)].count(name) == 1
 
 
 @pytest.mark.parametrize(

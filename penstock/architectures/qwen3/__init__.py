@@ -40,7 +40,8 @@ ARCHITECTURES = (
         name="qwen3",
         task=PipelineTask.EMBEDDINGS_GENERATION,
         pipeline_model="embedder:Qwen3Embedder",
-        example_repo_ids=("Qwen/Qwen3-Embedding-0.6B",),
+        tokenizer="penstock.architectures.qwen3.tokenizer:Qwen3EmbeddingsTokenizer",
+        example_repo_ids=("Qwen/Qwen3-Embedding-0.6B", "Qwen/Qwen3-Reranker-0.6B"),
         tiny_config=tiny_config,
     ),
 )

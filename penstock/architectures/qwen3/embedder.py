@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 from penstock.architectures.embedder import EmbedderModel
-from penstock.architectures.encoder import has_head
 from penstock.architectures.qwen3.model import Qwen3Model
+from penstock.architectures.qwen3.tokenizer import answer_ids
+from penstock.config.huggingface import HuggingFaceConfig
 from penstock.nn import ClassificationHead, DecoderTrunk, Loader
-
-if TYPE_CHECKING:
-    from penstock.config import HuggingFaceConfig
 
 
 class Qwen3Embedder(EmbedderModel):
@@ -23,12 +21,21 @@ class Qwen3Embedder(EmbedderModel):
 
     decoder = Qwen3Model
 
+    @cached_property
+    def huggingface_config(self) -> HuggingFaceConfig:
+        """The checkpoint's configuration, with the ids of a reranker's answers as ``answer_ids``."""
+        config = super().huggingface_config
+        answers = answer_ids(self.pipeline_config.model.checkpoint)
+        return (
+            config if answers is None else HuggingFaceConfig(config.to_dict() | {"answer_ids": list(answers)})
+        )
+
     @classmethod
     def classifier(
         cls, load: Loader, huggingface_config: HuggingFaceConfig, trunk: DecoderTrunk
     ) -> ClassificationHead | None:
-        answers = huggingface_config.integers("reranker_answer_ids")
-        if answers is None or not has_head(huggingface_config, "ForCausalLM"):
+        answers = huggingface_config.integers("answer_ids")
+        if answers is None:
             return super().classifier(load, huggingface_config, trunk)
         table = trunk.embedding.table
         if "lm_head.weight" in load.source:

@@ -1,0 +1,26 @@
+"""`PairTemplate`: the prompt that a generative reranker reads for a query and a document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTemplate:
+    """The parts of a prompt. An input that is too long is cut at the end of its body."""
+
+    prefix: str
+    body: str
+    """Contains ``{instruction}``, ``{query}`` and ``{document}``."""
+    suffix: str
+    instruction: str
+    """The instruction of a request that has none."""
+
+    def render_body(self, query: str, document: str, instruction: str | None) -> str:
+        """Return the body for a query and a document."""
+        values = {
+            "instruction": self.instruction if instruction is None else instruction,
+            "query": query,
+            "document": document,
+        }
+        return self.body.format_map(values)
