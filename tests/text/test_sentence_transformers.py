@@ -26,7 +26,7 @@ KINDS = {
 def test_a_checkpoint_without_the_layout(tmp_path: Path) -> None:
     layout = read_layout(write_tiny_embedder(tmp_path, modules=None))
     assert layout == SentenceTransformersLayout()
-    assert layout.poolings == ("mean",)
+    assert layout.poolings == ()
     assert not layout.is_present
 
 
