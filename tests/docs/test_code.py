@@ -20,6 +20,7 @@ from support.documents import (
     shell_commands,
     write_adapter,
 )
+from support.tiny_embedder import write_tiny_embedder
 
 from penstock.cli import cli
 
@@ -38,6 +39,8 @@ NOT_RUN = {"text", "ini", "nginx", "toml", "json", "console"}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pages")
     write_adapter(path / "adapters" / "tone")
+    write_tiny_embedder(path / "all-MiniLM-L6-v2", settings={"prompts": {"query": "query: "}})
+    write_tiny_embedder(path / "ms-marco-MiniLM-L6-v2", labels=1)
     return path
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from support.documents import EXAMPLES, ROOT, running_server
+from support.tiny_embedder import write_tiny_embedder
 
 from penstock import LLM, SamplingParams
 
 CLIENTS = ("openai_client", "structured_output")
-ALONE = ("lora", "score_batch", "speculation")
+ALONE = ("lora", "score_batch", "semantic_search", "speculation")
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,30 @@ def test_speculation(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the same text: True" in said
     num_accepted = int(said.splitlines()[-1].split()[0])
     assert num_accepted > 5
+
+
+def test_semantic_search(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_tiny_embedder(tmp_path / "model")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "a.md").write_text(
+        "# Cats\n\nThe cat sat on the mat.\n\n## Cars\n\nA big red car ran on the road.\n"
+    )
+    (docs / "b.md").write_text("# Greetings\n\nHello world.\n")
+    query = "Greetings\nHello world."
+    arguments = ["semantic_search.py", str(model), query, "--folder", str(docs), "--top-n", "2"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    best, second = run_here("semantic_search", capsys).splitlines()
+    assert best == "1.000  b.md: Greetings"
+    assert re.fullmatch(r"0\.\d{3}  a\.md: Ca(ts|rs)", second)
+    monkeypatch.setattr(sys, "argv", ["semantic_search.py", "demo", "cats"])
+    with pytest.raises(SystemExit, match="demo is no embeddings model"):
+        run_here("semantic_search", capsys)
+    monkeypatch.setattr(sys, "argv", ["semantic_search.py", str(tmp_path / "absent"), "cats"])
+    with pytest.raises(SystemExit, match="absent cannot be used for search"):
+        run_here("semantic_search", capsys)
 
 
 def run(name: str, *arguments: str) -> str:

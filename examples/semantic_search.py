@@ -1,0 +1,72 @@
+"""Semantic search over Markdown files with an embeddings model.
+
+The files are cut at their headings. Each section is embedded once; a query is embedded with the prompt that
+the checkpoint has for queries. The sections with the highest similarity are printed.
+
+    python examples/semantic_search.py MODEL "how much memory does the KV cache take"
+
+MODEL is the folder or the Hugging Face id of an embeddings model, such as
+sentence-transformers/all-MiniLM-L6-v2. By default the files of docs/ are searched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from penstock import LLM
+from penstock.errors import PenstockError
+from penstock.pipelines.core import PipelineTask
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def sections(folder: Path) -> list[tuple[str, str]]:
+    """Return the title and the text of each section of all Markdown files."""
+    found = []
+    for path in sorted(folder.glob("*.md")):
+        for part in re.split(r"^#+ ", path.read_text("utf-8"), flags=re.MULTILINE)[1:]:
+            heading, _, body = part.partition("\n")
+            if body.strip():
+                found.append((f"{path.name}: {heading}", f"{heading}\n{body.strip()}"))
+    return found
+
+
+def search(llm: LLM, query: str, texts: list[str], top_n: int) -> list[tuple[int, float]]:
+    """Return the indices and the similarities of the best texts for a query."""
+    layout = llm.tokenizer.layout
+    # Sections longer than the model's maximum are cut: the beginning of a section names its topic.
+    vectors = llm.embed(texts, normalize=True, truncate=True, **layout.prompt_for("document"))
+    wanted = llm.embed(query, normalize=True, **layout.prompt_for("query"))
+    scores = vectors @ wanted
+    return [(int(i), float(scores[i])) for i in np.argsort(-scores)[:top_n]]
+
+
+def main() -> None:
+    """Print the best sections, one line each."""
+    parser = argparse.ArgumentParser(description="Semantic search over Markdown files.")
+    parser.add_argument("model", help="folder or Hugging Face id of an embeddings model")
+    parser.add_argument("query")
+    parser.add_argument("--folder", type=Path, default=DOCS, help="folder of Markdown files")
+    parser.add_argument("--top-n", type=int, default=5)
+    arguments = parser.parse_args()
+    found = sections(arguments.folder)
+    if not found:
+        sys.exit(f"{arguments.folder} has no Markdown files with sections")
+    try:
+        with LLM(arguments.model) as llm:
+            if llm.config.model.pipeline_task is not PipelineTask.EMBEDDINGS_GENERATION:
+                sys.exit(f"{arguments.model} is no embeddings model: give all-MiniLM-L6-v2 or another one")
+            best = search(llm, arguments.query, [text for _, text in found], arguments.top_n)
+    except PenstockError as error:
+        sys.exit(f"{arguments.model} cannot be used for search: {error}")
+    for i, score in best:
+        print(f"{score:.3f}  {found[i][0]}")
+
+
+if __name__ == "__main__":
+    main()
