@@ -25,6 +25,7 @@ from penstock.nn import (
     load_classifier,
     num_labels,
 )
+from penstock.pipelines.core import PoolingType
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -61,8 +62,11 @@ class EmbedderModel(EncoderModel):
     classifier_names: ClassVar[ClassifierNames] = ClassifierNames(dense=None, activation=None, output="score")
     weights_adapter = without_model
     ignored_weights = ("*rotary_emb.inv_freq", "lm_head.*")
-    default_pooling = "last_token"
-    classifier_pooling = "last_token"
+    default_pooling: PoolingType = "last_token"
+
+    @property
+    def classifier_pooling(self) -> PoolingType:
+        return "last_token"
 
     @classmethod
     def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
@@ -100,4 +104,10 @@ class EmbedderModel(EncoderModel):
         blueprint = cls.blueprint(huggingface_config)
         feed_forward = cls.decoder.feed_forward(load, blueprint, huggingface_config)
         trunk = DecoderTrunk.load(load, blueprint, max_length, feed_forward)
-        return EmbedderNetwork(trunk, cls.classifier(load, huggingface_config, trunk))
+        vocabulary = None
+        if has_head(huggingface_config, "ForMaskedLM"):
+            tied_to = trunk.embedding.table if blueprint.tied_head else None
+            vocabulary = load.head(
+                blueprint.names.head, blueprint.vocabulary, blueprint.hidden, tied_to=tied_to
+            )
+        return EmbedderNetwork(trunk, cls.classifier(load, huggingface_config, trunk), vocabulary)

@@ -65,8 +65,16 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     network: EncoderNetwork
     default_pooling: PoolingType = "mean"
     """How the hidden states of a checkpoint without a sentence-transformers layout are pooled."""
-    classifier_pooling: PoolingType = "cls"
-    """How a sequence classifier pools the hidden states."""
+
+    @property
+    def pools_logits(self) -> bool:
+        """Whether a sequence classifier computes the logits of each token before it pools them."""
+        return False
+
+    @property
+    def classifier_pooling(self) -> PoolingType:
+        """How a sequence classifier pools the hidden states."""
+        return "cls"
 
     @classmethod
     @abstractmethod

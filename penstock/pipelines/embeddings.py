@@ -214,8 +214,11 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         if not chosen or classifier is None:
             return {}
         kind = self.model.classifier_pooling
-        pooled = torch.stack([pool(rows[i], (kind,)).to(rows[i].dtype) for i in chosen])
-        logits = classifier(pooled, step).float()  # [n, labels]
+        if self.model.pools_logits:
+            logits = torch.stack([pool(classifier(rows[i], step), (kind,)) for i in chosen])  # [n, labels]
+        else:
+            pooled = torch.stack([pool(rows[i], (kind,)).to(rows[i].dtype) for i in chosen])
+            logits = classifier(pooled, step).float()
         return {
             i: (row if contexts[i].activation is False else self._scores(row)).numpy(force=True)
             for i, row in zip(chosen, logits, strict=True)

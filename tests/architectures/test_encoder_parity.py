@@ -73,6 +73,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"num_key_value_heads": 3, "attention_bias": True, "head_dim": 6}),
     ("gemma3_text", {"use_bidirectional_attention": True}),
     ("gemma3_text", {"use_bidirectional_attention": True, "sliding_window": 31, "head_dim": 8}),
+    ("modernbert", {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "local_attention": 7}),
+    ("modernbert", {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_attention_heads": 4}),
+    ("nomic_bert", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "hidden_act": "gelu"}),
+    ("gte", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "type_vocab_size": 2}),
+    ("jina_embeddings_v3", {"num_attention_heads": 4, "type_vocab_size": 2, "hidden_act": "relu"}),
+    ("eurobert", {"num_key_value_heads": 3, "tie_word_embeddings": True, "hidden_act": "gelu"}),
     ("mpnet", {"max_position_embeddings": 400, "num_attention_heads": 4, "hidden_act": "gelu_new"}),
 ]
 
@@ -159,3 +165,21 @@ def test_token_types(encoder: tuple[Any, EmbeddingsPipeline, Path]) -> None:
     with torch.inference_mode():
         theirs = model(torch.from_numpy(tokens)[None], token_type_ids=torch.from_numpy(types)[None])
     assert_close(response.embeddings, theirs.last_hidden_state[0, 0].numpy())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("modernbert", {"classifier_pooling": "mean", "classifier_bias": True}),
+        ("eurobert", {"classifier_pooling": "mean"}),
+        ("eurobert", {"classifier_pooling": "bos"}),
+    ],
+    ids=str,
+)
+def test_pooling_of_classifiers(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    (architecture,) = (one for one in ENCODERS if one.name == name)
+    model = save_encoder(architecture, tmp_path, "ForSequenceClassification", num_labels=3, **changes)
+    inputs = random_inputs(model.config.vocab_size, [7])
+    [response] = encode_all(open_encoder(tmp_path), inputs, activation=False)
+    with torch.inference_mode():
+        assert_close(response.scores, model(torch.from_numpy(inputs[0])[None]).logits[0].numpy())

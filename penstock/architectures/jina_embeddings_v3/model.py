@@ -1,0 +1,39 @@
+"""Jina Embeddings v3 (Sturua et al. 2024, arXiv:2409.10173): XLM-RoBERTa with a rotary embedding.
+
+The task adapters are LoRA adapters of the checkpoint; they are registered like all others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.nn import EncoderNames, PostNormSizes, RotaryConfig
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+
+class JinaEmbeddingsV3Model(PostNormModel):
+    """Jina Embeddings v3 as a pipeline model."""
+
+    weights_adapter = without_prefix("roberta.")
+    ignored_weights = ("pooler.*", "lm_head.*", "*rotary_emb.inv_freq")
+    names = EncoderNames(
+        positions=None,
+        norm="emb_ln",
+        block="encoder.layers.{layer}",
+        qkv=("mixer.Wqkv",),
+        output="mixer.out_proj",
+        attention_norm="norm1",
+        up="mlp.fc1",
+        down="mlp.fc2",
+        mlp_norm="norm2",
+    )
+
+    @classmethod
+    def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
+        sizes = super().sizes(config)
+        rotary = RotaryConfig.from_huggingface(config, sizes.hidden // sizes.heads, default_base=20000.0)
+        return replace(sizes, rotary=rotary, positions=rotary.max_length)

@@ -1,0 +1,219 @@
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): pre-norm blocks, and windows in most layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.architectures.encoder import EncoderModel, has_head
+from penstock.architectures.post_norm import without_prefix
+from penstock.errors import ConfigError
+from penstock.host.heartbeat import beat
+from penstock.kernels import Activation, StepInputs
+from penstock.nn import (
+    FULL,
+    SLIDING,
+    ClassificationHead,
+    EncoderAttention,
+    GatedMLP,
+    LayerNorm,
+    Loader,
+    Rotary,
+    RotaryConfig,
+    RotaryRows,
+    TensorNames,
+    VocabularyHead,
+    activation_named,
+    layer_types,
+    num_labels,
+    num_layers,
+)
+from penstock.nn.encoder_heads import head_activation, plain_linear
+from penstock.pipelines.core import PoolingType
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+
+_ROTARIES = (FULL, SLIDING)
+_DEFAULT_BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
+_POOLINGS: dict[str, PoolingType] = {"cls": "cls", "mean": "mean"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModernBertBlock:
+    """Attention, then the gated layer, each after a norm. The first block has no norm before attention."""
+
+    attention_norm: LayerNorm | None
+    attention: EncoderAttention
+    mlp_norm: LayerNorm
+    mlp: GatedMLP
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, step: StepInputs, rows: Sequence[RotaryRows]
+    ) -> tuple[Tensor, Tensor]:
+        """``x [T, E]`` is the output of the block before, not yet added to ``residual [T, E]``."""
+        if self.attention_norm is None or residual is None:
+            normed, total = x, x
+        else:
+            normed, total = self.attention_norm.add(x, residual, step)
+        normed, total = self.mlp_norm.add(self.attention(normed, step, rows), total, step)
+        return self.mlp(normed, step), total
+
+
+@dataclass(frozen=True, slots=True)
+class ModernBertNetwork:
+    """Embeddings, their norm, pre-norm blocks and a final norm."""
+
+    tokens: Tensor  # [V, E]
+    norm: LayerNorm
+    rotaries: tuple[Rotary, ...]
+    blocks: tuple[ModernBertBlock, ...]
+    final_norm: LayerNorm
+    classifier: ClassificationHead | None = None
+    vocabulary: VocabularyHead | None = None
+
+    @property
+    def length_dependent(self) -> bool:
+        """Whether positions depend on the length of the sequence."""
+        return any(rotary.length_dependent for rotary in self.rotaries)
+
+    def __call__(self, tokens: Tensor, step: StepInputs, token_types: Tensor | None = None) -> Tensor:
+        """``tokens [T]`` -> hidden states ``[T, E]``; the family has no token types."""
+        x, residual = self.norm(step.ops.embedding(tokens, self.tokens), step), None
+        rows = [rotary.rows(step) for rotary in self.rotaries]
+        for block in self.blocks:
+            x, residual = block(x, residual, step, rows)
+            beat()
+        assert residual is not None
+        return self.final_norm.add(x, residual, step)[0]
+
+
+class ModernBertModel(EncoderModel):
+    """ModernBERT as a pipeline model."""
+
+    weights_adapter = without_prefix("model.")
+    ignored_weights = ("head.*", "decoder.*", "*rotary_emb*inv_freq")
+
+    @property
+    def classifier_pooling(self) -> PoolingType:
+        kind = self.huggingface_config.text("classifier_pooling", "cls")
+        if kind not in _POOLINGS:
+            raise ConfigError("classifier_pooling", f"{kind!r} is not known: use {', '.join(_POOLINGS)}")
+        return _POOLINGS[kind]
+
+    @classmethod
+    def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
+        return TensorNames(prefix="", embedding="embeddings.tok_embeddings", head="decoder")
+
+    @classmethod
+    def max_positions(cls, huggingface_config: HuggingFaceConfig) -> int:
+        return min(rotary.max_length for rotary in _rotaries(huggingface_config))
+
+    @classmethod
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> ModernBertNetwork:
+        config = huggingface_config
+        hidden = config.integer("hidden_size")
+        tokens = load.table("embeddings.tok_embeddings", config.integer("vocab_size"), hidden)
+        types = _types(config)
+        network = ModernBertNetwork(
+            tokens,
+            _norm(load, config, "embeddings.norm"),
+            tuple(Rotary(rotary, max_length, load.device) for rotary in _rotaries(config)),
+            tuple(_load_block(load, config, layer, kind) for layer, kind in enumerate(types)),
+            _norm(load, config, "final_norm"),
+            _classifier(load, config) if has_head(config, "ForSequenceClassification") else None,
+            _vocabulary_head(load, config, tokens) if has_head(config, "ForMaskedLM") else None,
+        )
+        return network
+
+
+def _types(config: HuggingFaceConfig) -> tuple[str, ...]:
+    every = config.integer("global_attn_every_n_layers", 3)
+    default = tuple(SLIDING if layer % every else FULL for layer in range(num_layers(config)))
+    return layer_types(config, default)
+
+
+def _head_dim(config: HuggingFaceConfig) -> int:
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if hidden % heads:
+        raise ConfigError("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}")
+    return hidden // heads
+
+
+def _rotaries(config: HuggingFaceConfig) -> tuple[RotaryConfig, ...]:
+    """Return the rotary embeddings of both layer types, from newer or older files."""
+    given = config.section("rope_parameters")
+
+    def rotary(kind: str) -> RotaryConfig:
+        key, default = _DEFAULT_BASES[kind]
+        parameters = {"rope_theta": config.number(key, default)} | dict(given.section(kind))
+        return RotaryConfig.from_huggingface(config, _head_dim(config), parameters=parameters)
+
+    return tuple(rotary(kind) for kind in _ROTARIES)
+
+
+def _norm(load: Loader, config: HuggingFaceConfig, name: str) -> LayerNorm:
+    size, eps = config.integer("hidden_size"), config.number("norm_eps", 1e-5)
+    if config.flag("norm_bias"):
+        return load.layer_norm(name, size, eps)
+    weight = load.tensor(f"{name}.weight", size)
+    return LayerNorm(weight, torch.zeros_like(weight), eps)
+
+
+def _load_block(load: Loader, config: HuggingFaceConfig, layer: int, kind: str) -> ModernBertBlock:
+    name, hidden, dim = f"layers.{layer}", config.integer("hidden_size"), _head_dim(config)
+    heads = config.integer("num_attention_heads")
+    attention_bias = config.flag("attention_bias")
+    attention = EncoderAttention(
+        load.linear(f"{name}.attn.Wqkv", 3 * hidden, hidden, bias=attention_bias),
+        load.linear(f"{name}.attn.Wo", hidden, hidden, bias=attention_bias),
+        heads,
+        heads,
+        dim,
+        dim**-0.5,
+        window=config.integer("local_attention", 128) // 2 if kind == SLIDING else None,
+        rotary=_ROTARIES.index(kind),
+    )
+    mlp = GatedMLP.load(
+        load,
+        f"{name}.mlp",
+        hidden,
+        config.integer("intermediate_size"),
+        activation_named(config.get("hidden_activation") or "gelu", "hidden_activation"),
+        bias=config.flag("mlp_bias"),
+        gate_up=("Wi",),
+        down="Wo",
+    )
+    attention_norm = _norm(load, config, f"{name}.attn_norm") if layer else None
+    return ModernBertBlock(attention_norm, attention, _norm(load, config, f"{name}.mlp_norm"), mlp)
+
+
+def _head_activation(config: HuggingFaceConfig) -> Activation:
+    return activation_named(config.get("classifier_activation") or "gelu", "classifier_activation")
+
+
+def _classifier(load: Loader, config: HuggingFaceConfig) -> ClassificationHead:
+    hidden = config.integer("hidden_size")
+    return ClassificationHead(
+        plain_linear(load, "classifier", num_labels(config), hidden),
+        plain_linear(load, "head.dense", hidden, hidden, bias=config.flag("classifier_bias")),
+        head_activation(_head_activation(config)),
+        _norm(load, config, "head.norm"),
+    )
+
+
+def _vocabulary_head(load: Loader, config: HuggingFaceConfig, tokens: Tensor) -> VocabularyHead:
+    vocabulary, hidden = tokens.shape
+    tied = "decoder.weight" not in load.source
+    weight = tokens if tied else load.source.tensor("decoder.weight", (vocabulary, hidden))
+    bias = load.source.tensor("decoder.bias", (vocabulary,)) if config.flag("decoder_bias", True) else None
+    return VocabularyHead(
+        plain_linear(load, "head.dense", hidden, hidden, bias=config.flag("classifier_bias")),
+        _head_activation(config),
+        _norm(load, config, "head.norm"),
+        load.pack(weight, {"decoder": vocabulary}, bias=bias),
+    )

@@ -1,0 +1,82 @@
+"""Nomic BERT (Nussbaum et al. 2024, arXiv:2402.01613): BERT with a rotary embedding and gated layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.architectures.post_norm import PostNormModel, without_prefix
+from penstock.config.huggingface import HuggingFaceConfig
+from penstock.errors import ConfigError
+from penstock.nn import ClassifierNames, EncoderNames, PostNormSizes, RotaryConfig, VocabularyNames
+
+_OLDER_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "rope_theta": "rotary_emb_base",
+}
+_OLDER_VALUES = {
+    "activation_function": "swiglu",
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+}
+"""Options of older files, and the only values that this network computes."""
+
+
+class NomicBertModel(PostNormModel):
+    """Nomic BERT as a pipeline model."""
+
+    weights_adapter = without_prefix("nomic_bert.")
+    ignored_weights = ("pooler.*", "cls.*", "*rotary_emb.inv_freq")
+    names = EncoderNames(
+        positions=None,
+        norm="emb_ln",
+        block="encoder.layers.{layer}",
+        qkv=("attn.Wqkv",),
+        output="attn.out_proj",
+        attention_norm="norm1",
+        gate="mlp.fc12",
+        up="mlp.fc11",
+        down="mlp.fc2",
+        mlp_norm="norm2",
+    )
+    classifier_names = ClassifierNames(dense="pooler.dense", output="classifier")
+    vocabulary_names = VocabularyNames(
+        dense="cls.predictions.transform.dense",
+        norm="cls.predictions.transform.layer_norm",
+        decoder="cls.predictions.decoder",
+        bias="cls.predictions.bias",
+    )
+
+    @classmethod
+    def sizes(cls, config: HuggingFaceConfig) -> PostNormSizes:
+        if "n_embd" in config:
+            config = newer_config(config)
+        head_dim = config.integer("hidden_size") // config.integer("num_attention_heads")
+        rotary = RotaryConfig.from_huggingface(config, head_dim, default_base=1000.0)
+        values = HuggingFaceConfig({"hidden_act": "silu"} | config.to_dict())
+        return replace(
+            super().sizes(values), rotary=rotary, attention_bias=False, up_bias=False, down_bias=False
+        )
+
+
+def newer_config(config: HuggingFaceConfig) -> HuggingFaceConfig:
+    """Return a configuration with the keys of transformers for one of the published checkpoints.
+
+    Raises:
+        ConfigError: an option has a value that is not supported.
+    """
+    for key, expected in _OLDER_VALUES.items():
+        if key in config and config.get(key) != expected:
+            raise ConfigError(key, f"must be {expected!r}, was {config.get(key)!r}")
+    renamed = {new: config.get(old) for new, old in _OLDER_KEYS.items() if old in config}
+    return HuggingFaceConfig(config.to_dict() | renamed)
