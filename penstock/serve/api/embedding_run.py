@@ -101,12 +101,11 @@ class EmbeddingRun:
                 if delta.embeddings is not None:
                     self._responses[index] = delta.embeddings
         except PenstockError as error:
-            raise self._problem(index, error) from error
+            raise self._problem(index, error) from error  # keeps its slot: no further input is submitted
         finally:
             del self._generations[index]
-            self._slots.release()
-            if not generation.is_done:
-                generation.cancel()
+            generation.cancel()
+        self._slots.release()
 
     def _problem(self, index: int, error: PenstockError) -> RequestProblem:
         """Return the error of an input with the name of the input."""

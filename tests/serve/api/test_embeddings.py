@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.chatting import Chatting, chatting
 from support.embedding_server import embedder_config, embedding_server
+from support.tiny_embedder import write_tiny_embedder
 
 from penstock import LLM
 
@@ -67,13 +68,14 @@ async def test_every_form_of_input(embedder: Path, expected: dict[str, np.ndarra
 
 async def test_options(embedder: Path, expected: dict[str, np.ndarray]) -> None:
     async with embedding_server(embedder) as server:
-        for name, body in {
+        kinds: dict[str, dict[str, Any]] = {
             "query": {"input_type": "query"},
             "document": {"input_type": "passage"},
             "cls": {"pooling": "cls"},
             "raw": {"normalize": False},
             "short": {"dimensions": 8},
-        }.items():
+        }
+        for name, body in kinds.items():
             answer = await embeddings(server, input=TEXTS, **body)
             np.testing.assert_allclose(vectors(answer), expected[name], atol=1e-6, err_msg=name)
         named = vectors(await embeddings(server, input=TEXTS, prompt_name="query"))
@@ -90,8 +92,6 @@ async def test_base64_has_the_same_numbers(embedder: Path) -> None:
 
 
 async def test_the_cut_vectors_of_a_model_without_normalisation_get_length_1(tmp_path: Path) -> None:
-    from support.tiny_embedder import write_tiny_embedder
-
     folder = write_tiny_embedder(tmp_path / "m", modules=("Transformer", "Pooling"), is_matryoshka=True)
     async with embedding_server(folder) as server:
         whole = vectors(await embeddings(server, input="a cat"))[0]
@@ -232,8 +232,9 @@ async def test_the_model_its_log_line_and_its_metrics(
 
 async def test_the_openai_client(embedder: Path, expected: dict[str, np.ndarray]) -> None:
     async with embedding_server(embedder) as server:
-        for options in ({}, {"encoding_format": "float"}):  # the client asks for base64 by default
-            answer = await server.openai.embeddings.create(model="tiny", input=TEXTS, **options)  # type: ignore[call-overload]
+        both: tuple[Any, Any] = ({}, {"encoding_format": "float"})  # the client's default is base64
+        for options in both:
+            answer = await server.openai.embeddings.create(model="tiny", input=TEXTS, **options)
             rows = np.array([one.embedding for one in answer.data])
             np.testing.assert_allclose(rows, expected["plain"], atol=1e-6)
             assert answer.usage.total_tokens > 9

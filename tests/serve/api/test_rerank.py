@@ -1,0 +1,134 @@
+"""Reranking, scores and classes with tiny encoders and a real worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.chatting import Chatting
+from support.embedding_server import embedder_config, embedding_server
+
+from penstock import LLM
+
+QUERY = "a red car"
+TEXTS = ["the cat sat on the mat", "a big red car", "hello world", "the dog ran"]
+
+
+async def served(server: Chatting, path: str, **body: Any) -> Any:
+    """The answer to a request that is served."""
+    response = await server.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("kind", ["embedder", "cross_encoder"])
+async def test_rerank_and_score(kind: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    expected = LLM.from_config(embedder_config(folder)).score(QUERY, TEXTS, False)
+    order = [int(i) for i in np.argsort(-expected, kind="stable")]
+    async with embedding_server(folder) as server:
+        for path, version in (("/v1/rerank", "1"), ("/rerank", "1"), ("/v2/rerank", "2")):
+            answer = await served(server, path, query=QUERY, documents=TEXTS, model="tiny")
+            assert [one["index"] for one in answer["results"]] == order
+            scores = [one["relevance_score"] for one in answer["results"]]
+            np.testing.assert_allclose(scores, expected[order], atol=1e-6)
+            assert "document" not in answer["results"][0]
+            assert answer["meta"]["api_version"] == {"version": version}
+            assert (answer["model"], answer["id"][:7]) == ("tiny", "rerank-")
+            assert answer["usage"]["total_tokens"] == answer["meta"]["tokens"]["input_tokens"] > 20
+        objects = [{"text": text} if i % 2 else text for i, text in enumerate(TEXTS)]
+        best = await served(
+            server, "/v1/rerank", query=QUERY, documents=objects, top_n=2, return_documents=True
+        )
+        assert [one["document"] for one in best["results"]] == [{"text": TEXTS[i]} for i in order[:2]]
+        for path in ("/v1/score", "/score"):
+            answer = await served(server, path, text_1=QUERY, text_2=TEXTS)
+            np.testing.assert_allclose([one["score"] for one in answer["data"]], expected, atol=1e-6)
+            assert [(one["index"], one["object"]) for one in answer["data"]] == [
+                (i, "score") for i in range(4)
+            ]
+        pairs = await served(server, "/v1/score", text_1=[QUERY, TEXTS[0]], text_2=[TEXTS[2], TEXTS[0]])
+        assert pairs["data"][0]["score"] == pytest.approx(float(expected[2]), abs=1e-6)
+        [one] = (await served(server, "/v1/score", text_1=[QUERY], text_2=TEXTS[1]))["data"]
+        assert one["score"] == pytest.approx(float(expected[1]), abs=1e-6)
+
+
+async def test_an_embedder_computes_the_query_once(embedder: Path) -> None:
+    async with embedding_server(embedder) as server:
+        tokenizer = server.services.tokenizer
+        texts = [f"query: {QUERY}", *(f"passage: {text}" for text in TEXTS)]
+        answer = await served(server, "/v1/rerank", query=QUERY, documents=TEXTS)
+        assert answer["usage"]["prompt_tokens"] == sum(len(tokenizer.encode_text(one)) for one in texts)
+
+
+async def test_the_logits_of_a_cross_encoder(cross_encoder: Path) -> None:
+    async with embedding_server(cross_encoder) as server:
+        scores = await served(server, "/v1/score", text_1=QUERY, text_2=TEXTS)
+        logits = await served(server, "/v1/score", text_1=QUERY, text_2=TEXTS, activation=False)
+        found = np.array([one["score"] for one in logits["data"]])
+        expected = [one["score"] for one in scores["data"]]
+        np.testing.assert_allclose(1 / (1 + np.exp(-found)), expected, atol=1e-6)
+
+
+async def test_long_documents(cross_encoder: Path) -> None:
+    async with embedding_server(cross_encoder) as server:
+        documents = ["hello world", "cat " * 80]
+        error = await server.refusal("/v1/rerank", model="tiny", query="a cat", documents=documents)
+        assert (error["param"], error["code"]) == ("documents[1]", "context_length_exceeded")
+        assert error["message"].startswith("documents[1] has 85 tokens, but the maximum length is 64")
+        cut = await served(server, "/v1/rerank", query="a cat", documents=documents, truncate=True)
+        assert cut["usage"]["prompt_tokens"] == 7 + 64
+        short = await served(server, "/v1/rerank", query="a cat", documents=documents, max_tokens_per_doc=6)
+        assert short["usage"]["prompt_tokens"] == 7 + 5 + 6
+        same = await served(server, "/v1/rerank", query="a cat", documents=["hello world", "cat " * 6])
+        assert short["results"] == same["results"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/v1/rerank", {"query": "a"}, "documents", "documents is required"),
+        ("/v1/rerank", {"query": "a", "documents": []}, "documents", "is an empty list"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"] * 6}, "documents", "6 entries, but a request may"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", 1]}, "documents[1]", "documents[1]: "),
+        ("/v1/rerank", {"query": "a", "documents": ["a", {"text": "b", "x": 1}]}, "documents[1].x", ""),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "greater than or equal to 1"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "rank_fields": ["title"]}, "rank_fields", "only"),
+        ("/v1/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1]", "documents[1]: the input"),
+        ("/v1/rerank", {"query": "", "documents": ["b"]}, "query", "query: the input is empty"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "activation": False}, "activation", "embedder"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "text_1", "2 texts and text_2 3"),
+        ("/v1/score", {"text_1": [], "text_2": ["a"]}, "text_1", "text_1 is an empty list"),
+        ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", "text_2 is an empty list"),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", ""]}, "text_2[1]", "the input is empty"),
+        ("/v1/score", {"text_1": "a", "text_2": ["b"] * 6}, "text_2", "6 entries, but a request may"),
+        ("/v1/classify", {"input": "a"}, None, "this model computes dense, multi_vector"),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_refusals(embedder: Path, path: str, body: dict[str, Any], param: Any, message: str) -> None:
+    async with embedding_server(embedder, max_inputs_per_request=5) as server:
+        error = await server.refusal(path, model="tiny", **body)
+        assert error["param"] == param
+        assert message in error["message"]
+
+
+async def test_classify(classifier: Path) -> None:
+    expected = LLM.from_config(embedder_config(classifier)).classify(TEXTS, False)
+    async with embedding_server(classifier) as server:
+        for path in ("/v1/classify", "/classify"):
+            answer = await served(server, path, input=TEXTS)
+            for i, (one, truth) in enumerate(zip(answer["data"], expected, strict=True)):
+                assert (one["index"], one["label"], one["num_classes"]) == (i, truth.label, 3)
+                np.testing.assert_allclose(one["probs"], truth.scores, atol=1e-6)
+        [alone] = (await served(server, "/v1/classify", input=TEXTS[1], activation=False))["data"]
+        assert abs(sum(alone["probs"]) - 1) > 0.01
+        ids = server.services.tokenizer.encode_text(TEXTS[1]).tolist()
+        [same] = (await served(server, "/v1/classify", input=ids, activation=False))["data"]
+        assert same == alone
+        error = await server.refusal("/v1/rerank", model="tiny", query="a", documents=["b"])
+        assert "the model has 3 labels: a cross-encoder has one" in error["message"]
+        [raw] = (await served(server, "/pooling", input=TEXTS[1], activation=False))["data"]
+        np.testing.assert_allclose(raw["scores"], alone["probs"], atol=1e-6)
