@@ -1,6 +1,6 @@
-"""The configuration of a pipeline: frozen objects, filled from flags, environment and file by one function.
+"""The configuration of a pipeline: frozen objects, built from flags, environment variables and a file.
 
-Nothing here loads torch.
+Importing this package loads no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def upper_bounded_default(upper_bound: int, default: int | None) -> int:
-    """``default``, or ``upper_bound`` where there is none: how a model settles its maximum length.
+    """Return ``default``, or ``upper_bound`` if it is None. Used for the maximum length of a model.
 
     Raises:
         ConfigError: ``default`` exceeds ``upper_bound``.

@@ -1,4 +1,4 @@
-"""Sampling parameters that a request leaves open: from ``generation_config.json``, else OpenAI's."""
+"""Defaults of sampling parameters, from ``generation_config.json`` or from the OpenAI API."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import msgspec
 from penstock.errors import CheckpointError
 from penstock.pipelines.core import SamplingParams
 
-OPENAI_DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-"""What the OpenAI API does where a request says nothing: sample from all tokens."""
+OPENAI_DEFAULTS: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+"""Defaults of the OpenAI API: sample from all tokens."""
 
-_KEYS: Mapping[str, Any] = {
+_KEYS: Mapping[str, type[float] | type[int]] = {
     "temperature": float,
     "top_k": int,
     "top_p": float,
@@ -29,29 +29,29 @@ _KEYS: Mapping[str, Any] = {
 def complete_sampling_params(
     given: Mapping[str, Any], generation_config: Mapping[str, Any], path: Path
 ) -> SamplingParams:
-    """Sampling parameters with every open value filled in.
+    """Return sampling parameters with defaults for all values that are not given.
 
-    A value given (not None) comes before one of ``generation_config``, and that before OpenAI's default.
-    ``"do_sample": false`` there means temperature 0. An absent seed is drawn.
+    Precedence: values in ``given`` that are not None, ``generation_config``, OpenAI's defaults.
+    ``"do_sample": false`` in ``generation_config`` means temperature 0. A missing seed is drawn at random.
 
     Args:
         given: fields of `SamplingParams`.
-        generation_config: the checkpoint's ``generation_config.json``; keys that say nothing of sampling
-            are none of ours.
-        path: that file, for the message.
+        generation_config: the checkpoint's ``generation_config.json``. Keys that do not concern sampling are
+            ignored.
+        path: the path of that file, for error messages.
 
     Raises:
         CheckpointError: the file has a value of the wrong type or out of range.
     """
-    chosen = {name: value for name, value in given.items() if value is not None}
+    values = {name: value for name, value in given.items() if value is not None}
     defaults = {**OPENAI_DEFAULTS, **_sampling_values(generation_config, path)}
-    if "seed" not in chosen:
-        chosen["seed"] = randbits(32)
-    return SamplingParams(**{**defaults, **chosen})
+    if "seed" not in values:
+        values["seed"] = randbits(32)
+    return SamplingParams(**{**defaults, **values})
 
 
-def _sampling_values(generation_config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    values = {}
+def _sampling_values(generation_config: Mapping[str, object], path: Path) -> dict[str, float]:
+    values: dict[str, float] = {}
     for key, kind in _KEYS.items():
         if generation_config.get(key) is not None:
             values[key] = _checked(key, generation_config[key], kind, path)
@@ -63,11 +63,15 @@ def _sampling_values(generation_config: Mapping[str, Any], path: Path) -> dict[s
     return values
 
 
-def _checked(key: str, value: Any, kind: type, path: Path) -> Any:
-    """The value where `SamplingParams` takes it, so that the file is blamed and not the request."""
+def _checked(key: str, value: object, kind: type[float] | type[int], path: Path) -> float:
+    """Return the value converted to its type, after `SamplingParams` has checked it.
+
+    Raises:
+        CheckpointError: the value is invalid. The error names the file, so that the request is not blamed.
+    """
     try:
         converted: Any = msgspec.convert(value, kind)
         SamplingParams(**{key: converted})
-    except ValueError as problem:  # msgspec's errors are of this class too
+    except ValueError as problem:  # includes msgspec's errors
         raise CheckpointError(path, f"{key} {value!r} cannot be used: {problem}") from problem
-    return converted
+    return float(converted) if kind is float else int(converted)

@@ -14,7 +14,7 @@ from penstock.weights.json_files import read_json_object
 
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = sys.float_info.max
-_OTHER_SPELLING = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # transformers 5, and older versions
+_OTHER_SPELLING = {"dtype": "torch_dtype", "torch_dtype": "dtype"}  # transformers 5 and older versions
 
 
 class HuggingFaceConfig(Mapping[str, object]):

@@ -1,4 +1,4 @@
-"""Which LoRA adapters are served, and how much room they get."""
+"""`LoRAConfig`: the LoRA adapters to load and their limits."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ def _are_adapters(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Which LoRA adapters are served, and how much room they get.
+    """The LoRA adapters to load and their limits.
 
     >>> LoRAConfig(lora=("tone=/adapters/tone",)).adapters
     (('tone', '/adapters/tone'),)
 
     Raises:
-        ConfigError: a field has an impossible value.
+        ConfigError: a field has an invalid value.
     """
 
     lora: tuple[str, ...] = setting(
         (),
         Rule("name=path, each name once", _are_adapters),
-        "A LoRA adapter to load at the start, as name=path of a PEFT directory; may be given several times, "
-        "in a variable or file with commas. Requests choose it by its name.",
+        "LoRA adapter to load at start-up, as name=path of a PEFT directory; repeat the flag for several, or "
+        "separate them by commas in a variable or file. Requests select an adapter by its name.",
         parse=_split,
     )
     enable_lora: bool = setting(
-        False, FLAG, "Make room for LoRA adapters, and let a server load and unload them while it runs."
+        False, FLAG, "Reserve memory for LoRA adapters, and let a running server load and unload them."
     )
     lora_dir: str | None = setting(
         None,
         TEXT,
-        "The only directory that a running server loads adapters from; by default any that it can read.",
+        "The only directory from which a running server loads adapters; by default any readable directory.",
     )
     max_loras: int = setting(
-        4, COUNT, "Most adapters that run at once; requests with others wait for their turn."
+        4, COUNT, "Maximum number of adapters that run at once; requests with other adapters wait."
     )
     max_loaded_loras: int = setting(
-        64, COUNT, "Most adapters that are loaded; those that do not run lie in the host's memory."
+        64, COUNT, "Maximum number of loaded adapters; adapters that do not run are kept in host memory."
     )
-    max_lora_rank: int = setting(64, COUNT, "Largest rank of an adapter; room is made for this rank.")
+    max_lora_rank: int = setting(64, COUNT, "Maximum rank of an adapter; memory is reserved for this rank.")
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is room for adapters."""
+        """Whether adapters are enabled."""
         return self.enable_lora or bool(self.lora)
 
     @property
     def adapters(self) -> tuple[tuple[str, str], ...]:
-        """Name and path of each adapter to load at the start."""
+        """Name and path of each adapter to load at start-up."""
         return tuple(_pairs(self.lora))

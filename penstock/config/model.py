@@ -1,4 +1,4 @@
-"""Which model, from where, on what."""
+"""`ModelConfig`: the checkpoint, the task, the encoding and the devices of a model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from penstock.weights.packed_file import PackedKey
 from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 
 FLOAT_ENCODINGS = ENCODINGS.float_names
-"""The encodings that are element types of plain floats."""
+"""Names of the encodings that store plain floats."""
 
 
 def parse_devices(text: str) -> tuple[DeviceSpec, ...]:
-    """Reads ``cpu``, ``gpu`` (the first one), ``gpu:1`` or ``gpu:0,1``.
+    """Parse ``cpu``, ``gpu`` (the first one), ``gpu:1`` or ``gpu:0,1``.
 
     Raises:
-        ConfigError: the text is none of these, or names a device twice.
+        ConfigError: the text has another form, or names a device twice.
     """
     kind, colon, numbers = text.strip().partition(":")
     ids = numbers.split(",") if colon else ["0"]
@@ -77,23 +77,24 @@ def _is_encoding(name: str) -> bool:
 
 
 @cache
-def _warn_encoding_fallback(encoding: str, wanted: str, device: str) -> None:
-    """Once in a process: configurations are copied, and asked again."""
+def _warn_encoding_fallback(encoding: str, requested: str, device: str) -> None:
+    """Log the warning once per process, although copies of a configuration compute their encoding again."""
     logging.getLogger(__name__).warning(
-        "%s weights run in %s on %s, which cannot compute in them: for all their digits ask for "
-        "--quantization-encoding float32, in twice the memory",
-        wanted,
+        "%s weights run in %s on %s, which does not support %s: use --quantization-encoding float32 for full "
+        "precision in twice the memory",
+        requested,
         encoding,
         device,
+        requested,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model, from where, on what.
+    """The checkpoint, the task, the encoding and the devices of a model.
 
     Raises:
-        ConfigError: a field has an impossible value.
+        ConfigError: a field has an invalid value.
     """
 
     model_path: str = setting(
@@ -105,38 +106,39 @@ class ModelConfig:
     gguf_file: str | None = setting(
         None,
         TEXT,
-        "Which GGUF file of a folder or hub model to load: its name or a part of it, such as Q4_K_M.",
+        "GGUF file of a folder or hub model to load: its name or a part of it, such as Q4_K_M.",
     )
     quantization_encoding: str | None = setting(
         None,
         Rule("the name of an encoding", _is_encoding),
-        f"How weights are stored: {', '.join(ENCODINGS.names[:-1])} or {ENCODINGS.names[-1]}; by default as "
-        "in the checkpoint.",
+        f"Encoding of the weights: {', '.join(ENCODINGS.names[:-1])} or {ENCODINGS.names[-1]}; by default "
+        "that of the checkpoint.",
     )
     max_length: int | None = setting(
         None,
         COUNT,
-        "Longest prompt and output together, in tokens; by default what the model and the memory allow.",
+        "Maximum length of prompt and output together, in tokens; by default what the model and the memory "
+        "allow.",
     )
     devices: tuple[DeviceSpec, ...] = setting(
-        (DeviceSpec.cpu(),), _DEVICES, "Where to run: cpu, gpu, gpu:1 or gpu:0,1.", parse=parse_devices
+        (DeviceSpec.cpu(),), _DEVICES, "Devices to run on: cpu, gpu, gpu:1 or gpu:0,1.", parse=parse_devices
     )
     kernels: str | None = setting(
         None,
         TEXT,
-        "Kernels that compute: cpu or reference; by default the fastest that run on the device.",
+        "Kernel back end: cpu or reference; by default the fastest one for the device.",
     )
     chat_template: str | None = setting(
-        None, TEXT, "File of a Jinja chat template to use in place of the checkpoint's."
+        None, TEXT, "Jinja chat template file to use instead of the checkpoint's template."
     )
     special_tokens_in_content: bool = setting(
         False,
         FLAG,
-        "Let special tokens such as <|im_end|> in messages of users and tools be these tokens; by default "
-        "they are text.",
+        "Encode special tokens such as <|im_end|> in messages of users and tools as special tokens; by "
+        "default they are encoded as text.",
     )
     served_model_name: str | None = setting(
-        None, TEXT, "What the server calls the model; by default its folder's name, or its id on the hub."
+        None, TEXT, "Model name in the API; by default the name of its folder, or its id on the hub."
     )
 
     task: str = setting(
@@ -147,7 +149,7 @@ class ModelConfig:
             TASK_OPTIONS,
             read=lambda text: text.replace("_", "-"),
         ),
-        "What the model is loaded for; auto reads the checkpoint's modules.json and 1_Pooling, then "
+        "Task to load the model for; auto detects it from modules.json and 1_Pooling, then from "
         "architectures in config.json.",
     )
     matryoshka_dimensions: tuple[int, ...] = setting(
@@ -163,7 +165,7 @@ class ModelConfig:
 
     @cached_property
     def pipeline_task(self) -> PipelineTask:
-        """The task that the model is loaded for: ``task``, or the checkpoint's if that is ``auto``.
+        """The task that the model is loaded for: ``task``, or the detected task if it is ``auto``.
 
         Raises:
             CheckpointError: the checkpoint's files are missing or malformed.
@@ -190,33 +192,33 @@ class ModelConfig:
 
     @property
     def name(self) -> str:
-        """What the model is called in requests and answers."""
+        """The model name in requests and responses."""
         return self.served_model_name or local_name(self.model_path)
 
     @cached_property
     def checkpoint(self) -> Path:
-        """The checkpoint's folder, or its GGUF file, found or downloaded on first use.
+        """The checkpoint's folder or GGUF file, located or downloaded on first use.
 
         Raises:
-            CheckpointError: there is none, or it cannot be loaded.
+            CheckpointError: the checkpoint does not exist or cannot be loaded.
         """
         return resolve_checkpoint(self.model_path, self.revision, self.gguf_file)
 
     @cached_property
     def huggingface_config(self) -> HuggingFaceConfig:
-        """The checkpoint's ``config.json``, or what stands in a GGUF file in place of it.
+        """The checkpoint's ``config.json``, or its equivalent from the metadata of a GGUF file.
 
         Raises:
-            CheckpointError: it is missing or malformed.
+            CheckpointError: the configuration is missing or malformed.
         """
         return HuggingFaceConfig.from_checkpoint(self.checkpoint)
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """The checkpoint's ``generation_config.json``, empty where it has none; of a GGUF file its own.
+        """The checkpoint's ``generation_config.json``, or its equivalent from a GGUF file; empty if missing.
 
         Raises:
-            CheckpointError: it is malformed.
+            CheckpointError: the file is malformed.
         """
         if is_gguf(self.checkpoint):
             return gguf_generation_config(self.checkpoint)
@@ -225,16 +227,17 @@ class ModelConfig:
 
     @cached_property
     def encoding(self) -> str:
-        """The weights' encoding: the one asked for, else the type that the checkpoint is stored in; in place
-        of one that the device cannot compute in, the nearest that it can.
+        """The encoding of the weights: ``quantization_encoding``, or by default the checkpoint's.
+
+        If the device does not support it, the nearest supported encoding is used, with a warning.
 
         Raises:
-            ConfigError: none was asked for, and the checkpoint's type is no encoding.
+            ConfigError: no encoding is configured, and the checkpoint's type is not an encoding.
         """
-        wanted = self.quantization_encoding or self._stored_encoding()
-        encoding = encoding_named(wanted).on_device(self.devices[0].device_type)
-        if encoding != wanted:
-            _warn_encoding_fallback(encoding, wanted, str(self.devices[0]))
+        requested = self.quantization_encoding or self._stored_encoding()
+        encoding = encoding_named(requested).on_device(self.devices[0].device_type)
+        if encoding != requested:
+            _warn_encoding_fallback(encoding, requested, str(self.devices[0]))
         return encoding
 
     def _stored_encoding(self) -> str:
@@ -262,7 +265,7 @@ class ModelConfig:
 
     @property
     def tensor_headers(self) -> Mapping[str, TensorHeader]:
-        """Name, shape and type of every tensor of the checkpoint; no tensor is read.
+        """Name -> header (shape and type) of every tensor of the checkpoint. No tensor is read.
 
         Raises:
             WeightsError: its files are missing or damaged.
@@ -289,7 +292,7 @@ class ModelConfig:
         declared = config.get("dtype") or config.section("text_config").get("dtype")
         if declared:
             return str(declared).removeprefix("torch.")
-        # Quantized weights do not tell the type of the activations: the other tensors do.
+        # The type of the activations follows from the float tensors, not from the quantized weights.
         headers = [
             header
             for header in self.tensor_headers.values()

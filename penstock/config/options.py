@@ -11,9 +11,9 @@ Path: TypeAlias = str | PathLike[str]
 
 
 class PipelineOptions(TypedDict, total=False):
-    """What `LLM` takes beside the model: the flat names of `config_fields`, each with its type.
+    """Keyword arguments of `LLM` besides the model: the flat names of `config_fields` with their types.
 
-    None counts as not given. What each setting means is in ``docs/configuration.md``.
+    None counts as not given. ``docs/configuration.md`` describes the settings.
     """
 
     config_file: Path | None

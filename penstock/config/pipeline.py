@@ -1,4 +1,4 @@
-"""The whole configuration of a pipeline: frozen, checked, and able to say where each value came from."""
+"""`PipelineConfig`: the complete configuration of a pipeline, with the source of each value."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig:
-    """How keys and values of past tokens are kept.
+    """The KV cache.
 
     Raises:
-        ConfigError: a field has an impossible value.
+        ConfigError: a field has an invalid value.
     """
 
     block_size: int | None = setting(
         None,
         Rule("a power of two from 16 to 128", lambda value: value in (16, 32, 64, 128)),
-        "Tokens in a block of the KV cache; by default what the kernels prefer, 32 on a CPU.",
+        "Tokens per block of the KV cache; by default the preferred size of the kernels, 32 on a CPU.",
         flat="kv_cache_block_size",
     )
-    enable_prefix_caching: bool = setting(True, FLAG, "Reuse the blocks of prompts that begin alike.")
+    enable_prefix_caching: bool = setting(True, FLAG, "Reuse the KV blocks of common prompt prefixes.")
     device_memory_utilization: float = setting(
         0.9,
         FRACTION,
-        "Share of the free memory that weights, activations and the KV cache may take together.",
+        "Fraction of the free memory for weights, activations and the KV cache together.",
     )
     dtype: str | None = setting(
         None,
@@ -60,7 +60,10 @@ class KVCacheConfig:
         flat="kv_cache_dtype",
     )
     memory: int | None = setting(
-        None, NUM_BYTES, "Bytes for the KV cache; by default as planned.", flat="kv_cache_memory"
+        None,
+        NUM_BYTES,
+        "Size of the KV cache in bytes; by default planned from the free memory.",
+        flat="kv_cache_memory",
     )
 
     def __post_init__(self) -> None:
@@ -69,16 +72,16 @@ class KVCacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How requests are sampled that leave it open.
+    """Defaults of sampling parameters.
 
     Raises:
-        ConfigError: a field has an impossible value.
+        ConfigError: a field has an invalid value.
     """
 
     use_generation_config: bool = setting(
         True,
         FLAG,
-        "Take sampling parameters that a request leaves open from the checkpoint's generation_config.json.",
+        "Use the checkpoint's generation_config.json for sampling parameters that a request does not set.",
     )
 
     def __post_init__(self) -> None:
@@ -87,14 +90,14 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """Everything that decides how a pipeline runs.
+    """The complete configuration of a pipeline.
 
     >>> config = PipelineConfig.from_flat({"model_path": "demo", "kv_cache_block_size": 16})
     >>> config.kv_cache.block_size, config.max_num_steps
     (16, 1)
 
     Raises:
-        ConfigError: a field has an impossible value, or two do not go together.
+        ConfigError: a field has an invalid value, or two fields contradict each other.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -104,29 +107,33 @@ class PipelineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
     max_batch_size: int | None = setting(
-        None, COUNT, "Most requests that run at once; by default what the device and the memory allow."
+        None,
+        COUNT,
+        "Maximum number of requests that run at once; by default what the device and the memory allow.",
     )
     max_batch_input_tokens: int | None = setting(
-        None, COUNT, "Most tokens that one step computes; by default 1024 on a CPU and 8192 on a GPU."
+        None, COUNT, "Maximum number of input tokens per step; by default 1024 on a CPU and 8192 on a GPU."
     )
     enable_chunked_prefill: bool = setting(
-        True, FLAG, "Compute long prompts in pieces, between the steps of other requests."
+        True, FLAG, "Compute long prompts in chunks, between the steps of other requests."
     )
     max_num_steps: int | None = setting(
         None,
         COUNT,
-        "Most tokens that a request gains before the scheduler looks again; by default what takes a moment.",
+        "Maximum number of tokens that a request generates per scheduler iteration; by default derived "
+        "from measured step times.",
     )
     deterministic: bool = setting(
         False,
         FLAG,
-        "Bit-equal results alone, batched, chunked and cached; refused in encodings that cannot promise it.",
+        "Results do not depend on batching, chunking and caching, bit for bit; an error for encodings that"
+        " do not support it.",
     )
     num_threads: int | None = setting(
-        None, THREADS, "Threads that compute on the CPU; by default one a core."
+        None, THREADS, "Number of CPU compute threads; by default one per core."
     )
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Flat name -> where its value was given, of those that were; made by `from_flat`."""
+    """Flat name -> source of its value, for values that are not defaults. Set by `from_flat`."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -134,10 +141,10 @@ class PipelineConfig:
             self.check_determinism()
 
     def check_determinism(self) -> None:
-        """Refuses to be deterministic in an encoding that has no such kernels.
+        """Check that the encoding supports ``deterministic``. Without a set encoding, read the checkpoint's.
 
         Raises:
-            ConfigError: lists those that have. Where no encoding is given, the checkpoint's is looked up.
+            ConfigError: it does not; lists the encodings that do.
         """
         if self.deterministic and not encoding_named(self.model.encoding).is_deterministic:
             known = ", ".join(name for name in ENCODINGS.names if ENCODINGS[name].is_deterministic)
@@ -154,28 +161,28 @@ class PipelineConfig:
         *,
         environment: Mapping[str, str] | None = None,
     ) -> PipelineConfig:
-        """Builds the configuration from flat names, as `config_fields` lists them.
+        """Build the configuration from flat names, as `config_fields` lists them.
 
-        A value of ``values`` comes before one of ``environment``, that before one of the ``config_file``
-        that either of them names, and that before the default. None counts as not given.
+        Precedence: ``values``, ``environment``, the file that ``config_file`` in either of them names, the
+        defaults. None counts as not given.
 
         Args:
-            values: flat name -> value; ``config_file``, a JSON or TOML file of flat names, is one more.
-            source: what gave ``values``, for messages and `describe`. Under ``"flag"`` strings are read as
-                text of any type, otherwise types are strict.
-            environment: variables of which ``PENSTOCK_<FLAT_NAME>`` are read; an empty one counts as unset.
+            values: flat name -> value; also ``config_file``, a JSON or TOML file of flat names.
+            source: the source of ``values``, for messages and `describe`. With ``"flag"``, strings are
+                converted to the type of the field; otherwise types are strict.
+            environment: environment variables; ``PENSTOCK_<FLAT_NAME>`` is read if it is not empty.
 
         Raises:
-            ConfigError: unknown name (the nearest is suggested), wrong type, or impossible value.
+            ConfigError: unknown name (the error suggests the nearest), wrong type, or invalid value.
         """
         return cls.from_given(collect_values(config_fields(), values, source, environment or {}))
 
     @classmethod
     def from_given(cls, given: Mapping[str, tuple[Any, str]]) -> PipelineConfig:
-        """Builds it from flat name -> (converted value, where it was given); other names are left out.
+        """Build the configuration from flat name -> (converted value, source). Unknown names are ignored.
 
         Raises:
-            ConfigError: two values do not go together.
+            ConfigError: two values contradict each other.
         """
         given = {one.name: given[one.name] for one in config_fields() if one.name in given}
         sections: dict[str, dict[str, Any]] = {"": {}, **{name: {} for name in _SECTIONS}}
@@ -189,30 +196,30 @@ class PipelineConfig:
         )
 
     def describe(self) -> list[tuple[str, Any, str]]:
-        """Flat name, value and source of every field, for ``--print-config``."""
+        """Return flat name, value and source of every field, for ``--print-config``."""
         rows = []
         for one in config_fields():
             section = getattr(self, one.section) if one.section else self
             value = getattr(section, one.attribute)
-            unnamed = "default" if value == one.default else "argument"
-            rows.append((one.name, value, self.sources.get(one.name, unnamed)))
+            fallback = "default" if value == one.default else "argument"
+            rows.append((one.name, value, self.sources.get(one.name, fallback)))
         return rows
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
-        """Sampling parameters with every open value filled in.
+        """Return sampling parameters with defaults for all values that are not given.
 
-        A value given (not None) comes before the checkpoint's ``generation_config.json``, and that before
-        OpenAI's defaults (temperature 1, top_p 1, all tokens). An absent seed is drawn.
+        Precedence: given values that are not None, the checkpoint's ``generation_config.json``, OpenAI's
+        defaults (temperature 1, top_p 1, all tokens). A missing seed is drawn at random.
 
         Raises:
             InputError: a given value is out of range.
-            CheckpointError: ``generation_config.json`` holds a value that cannot be used.
+            CheckpointError: ``generation_config.json`` holds an invalid value.
         """
         from penstock.config.generation import complete_sampling_params
 
         if not self.sampling.use_generation_config:
             return complete_sampling_params(given, {}, Path())
-        path = self.model.checkpoint  # a GGUF file, which says it itself, or a folder
+        path = self.model.checkpoint  # a folder, or a GGUF file whose metadata holds the values
         path = path / "generation_config.json" if path.is_dir() else path
         return complete_sampling_params(given, self.model.generation_config, path)
 
@@ -229,7 +236,7 @@ _SECTIONS: Mapping[str, type] = {
 
 @cache
 def config_fields() -> tuple[ConfigField, ...]:
-    """Every setting of `PipelineConfig` and its sections, under flat names that are unique.
+    """Return every setting of `PipelineConfig` and its sections, under unique flat names.
 
     >>> [field.name for field in config_fields() if field.section == "sampling"]
     ['use_generation_config']

@@ -1,6 +1,6 @@
-"""What a field of a configuration knows of itself: its flat name, what is legal, and the help text.
+"""Declarations of configuration fields: flat name, allowed values, default and help text.
 
-Flags, files, environment variables and documents are all made from these.
+Command-line flags, configuration files, environment variables and documentation are derived from them.
 """
 
 from __future__ import annotations
@@ -21,39 +21,42 @@ from penstock.plain_numbers import plain
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which values a field may have: in words, as a test, and the few there are where they can be listed."""
+    """The allowed values of a field.
+
+    ``legal`` describes them, ``holds`` checks a value, and ``choices`` lists them if they are few.
+    """
 
     legal: str
     holds: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
-    read: Callable[[str], Any] | None = None
-    """Turns a text that stands for a value into the value, and leaves any other text as it is."""
+    read: Callable[[str], object] | None = None
+    """Converts text to a value. Text that it does not recognise is returned unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigField:
-    """One setting, under its flat name."""
+    """One configuration field under its flat name."""
 
     name: str
     section: str  # the PipelineConfig attribute that holds it: model, kv_cache, sampling, or "" for its own
     attribute: str
     type: Any
-    default: Any
+    default: object
     help: str
     rule: Rule
-    parse: Callable[[str], Any] | None
+    parse: Callable[[str], object] | None
     secret: bool = False
 
-    def convert(self, value: Any, *, from_text: bool = False, source: str = "") -> Any:
-        """The value as the field holds it, of a legal one.
+    def convert(self, value: object, *, from_text: bool = False, source: str = "") -> Any:
+        """Convert a value to the field's type and check it.
 
         Args:
-            value: as it was given.
-            from_text: whether a string may stand for a number or a truth value, as in a flag.
-            source: the file or variable that gave it, for the message; empty where it was given by hand.
+            value: the value as given.
+            from_text: whether a string may stand for a number or a boolean, as in a flag.
+            source: the file or variable that gave the value, for error messages; empty for an argument.
 
         Raises:
-            ConfigError: wrong type or an impossible value.
+            ConfigError: the value has a wrong type or is invalid.
         """
         if self.rule.read is not None and isinstance(value, str):
             value = self.rule.read(value)
@@ -61,19 +64,19 @@ class ConfigField:
             value = plain(value)
             if self.parse is not None:
                 converted = self.parse(value) if isinstance(value, str) else value
-                converted = tuple(converted) if isinstance(converted, list) else converted  # a file's
+                converted = tuple(converted) if isinstance(converted, list) else converted  # from a file
             else:
                 strict = not (from_text and isinstance(value, str))
                 converted = msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError:
-            raise self._refusal(value, source) from None
+            raise self._error(value, source) from None
         if converted is not None and not self.rule.holds(converted):
-            raise self._refusal(value, source)
+            raise self._error(value, source)
         return converted
 
-    def _refusal(self, value: Any, source: str) -> ConfigError:
+    def _error(self, value: object, source: str) -> ConfigError:
         where = f" (from {source})" if source else ""
-        what = "what was given is not" if self.secret else f"was {value!r}"
+        what = "the given value is not" if self.secret else f"was {value!r}"
         return ConfigError(self.name, f"must be {self.rule.legal}, {what}{where}")
 
 
@@ -83,25 +86,25 @@ def setting(
     help: str,
     *,
     flat: str | None = None,
-    parse: Callable[[str], Any] | None = None,
+    parse: Callable[[str], object] | None = None,
     secret: bool = False,
 ) -> Any:
-    """Declares a field of a configuration class.
+    """Declare a field of a configuration class.
 
     Args:
-        default: the value where none is given.
-        rule: which values are legal, None aside where the type allows it.
-        help: a sentence or two for flags and documents.
-        flat: the name outside the class, where the attribute's own would be ambiguous.
-        parse: turns text into the value, where the type alone does not say how.
-        secret: no message and no list of settings shows the value.
+        default: the default value.
+        rule: the allowed values. None is also allowed if the type includes it.
+        help: one or two sentences for flags and documentation.
+        flat: the flat name; by default the name of the attribute.
+        parse: converts text to the value, if the type does not determine how.
+        secret: whether messages and lists of settings hide the value.
     """
     metadata = {"rule": rule, "help": help, "flat": flat, "parse": parse, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def fields_of(cls: type, section: str = "") -> tuple[ConfigField, ...]:
-    """The settings that a configuration class declares, in its order."""
+    """Return the settings that a configuration class declares, in order of declaration."""
     types = get_type_hints(cls)
     return tuple(
         ConfigField(
@@ -121,11 +124,12 @@ def fields_of(cls: type, section: str = "") -> tuple[ConfigField, ...]:
 
 
 def check_fields(config: object) -> None:
-    """Refuses a configuration object with a field of the wrong type or an impossible value, and replaces
-    values of similar types, such as numpy's scalars, by those of the fields' own.
+    """Check all fields of a configuration object.
+
+    Values of similar types, such as numpy scalars, are converted to the types of the fields.
 
     Raises:
-        ConfigError: names the field.
+        ConfigError: a field has a wrong type or an invalid value; names the field.
     """
     for field in fields_of(type(config)):
         value = getattr(config, field.attribute)
@@ -143,7 +147,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]i?b)", re.IGNORECASE)
 
 
 def read_size(text: str) -> int | str:
-    """Return the bytes that a size such as ``4GiB`` or ``500MB`` stands for, or any other text as it is."""
+    """Return the bytes of a size such as ``4GiB`` or ``500MB``; return other text unchanged."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         return text
@@ -158,5 +162,5 @@ FRACTION = Rule("a number above 0 and at most 1", lambda value: isfinite(value) 
 
 
 def one_of(*choices: str) -> Rule:
-    """One of a few words."""
+    """Return the rule that a value is one of ``choices``."""
     return Rule(f"one of {', '.join(choices)}", lambda value: value in choices, choices)

@@ -1,4 +1,4 @@
-"""From where a configuration's values come: arguments or flags, the environment, a file."""
+"""Collects configuration values from arguments or flags, environment variables and a file."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def collect_values(
     source: str,
     environment: Mapping[str, str],
 ) -> dict[str, tuple[Any, str]]:
-    """Flat name -> (converted value, where it was given), of the fields that were given anywhere.
+    """Return flat name -> (converted value, source) of all fields that are given.
 
     Raises:
-        ConfigError: unknown name, wrong type, impossible value, or a file that cannot be read.
+        ConfigError: unknown name, wrong type, invalid value, or a file that cannot be read.
     """
     known = {field.name: field for field in fields}
     values = {name: value for name, value in values.items() if value is not None}
@@ -39,7 +39,7 @@ def collect_values(
     for name, text in variables.items():
         where = f"environment {ENVIRONMENT_PREFIX}{name.upper()}"
         _add(given, known, {name: text}, where, where, from_text=True)
-    # Whoever reads a message about an argument has just written it: it need not say where.
+    # Error messages about arguments name no source: the caller has just passed them.
     _add(given, known, values, source, "", from_text=source == "flag")
     return given
 
@@ -70,7 +70,13 @@ def _unknown(name: str, known: Iterable[str], where: str) -> ConfigError:
 
 
 def _variables(environment: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """The variables that are set for fields. Others of the prefix may be somebody else's, near misses not."""
+    """Return the variables that set fields.
+
+    Other variables with the prefix are ignored, because another program may use them.
+
+    Raises:
+        ConfigError: the name of a variable is similar to a field's, probably a typing error.
+    """
     found = {}
     for variable, text in environment.items():
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()

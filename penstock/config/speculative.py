@@ -1,4 +1,4 @@
-"""How tokens are drafted."""
+"""`SpeculativeConfig`: speculative decoding."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted, for the model to verify several in one forward.
+    """Speculative decoding: how tokens are drafted that the model then verifies in one forward.
 
     Raises:
-        ConfigError: a field has an impossible value, or two do not go together.
+        ConfigError: a field has an invalid value, or two fields contradict each other.
     """
 
     speculative_method: str | None = setting(
         None,
         one_of("ngram", "draft_model"),
-        "Who drafts tokens: ngram, what followed the last time the text read like this; draft_model, a small "
-        "model with the same tokenizer, which draft_model_path names. By default draft_model where that is "
-        "given, else nobody.",
+        "Source of draft tokens: ngram copies what followed the last occurrence of the current n-gram in the "
+        "text; draft_model runs a small model with the same tokenizer, given by draft_model_path. By default "
+        "draft_model if draft_model_path is given, otherwise no speculation.",
     )
     draft_model_path: str | None = setting(
         None, TEXT, "The draft model: a checkpoint's folder or a model's id on the Hugging Face hub."
     )
     draft_quantization_encoding: str | None = setting(
-        None, TEXT, "How the draft model's weights are stored; by default as in its checkpoint."
+        None, TEXT, "Encoding of the draft model's weights; by default that of its checkpoint."
     )
     num_speculative_tokens: int = setting(
-        8, Rule("a whole number from 1 to 64", lambda value: 1 <= value <= 64), "Most tokens drafted at once."
+        8,
+        Rule("a whole number from 1 to 64", lambda value: 1 <= value <= 64),
+        "Maximum number of draft tokens per step.",
     )
     adaptive_speculation: bool = setting(
         True,
         FLAG,
-        "Draft fewer tokens, or none, where measured acceptance and time say that more do not pay; "
-        "otherwise always num_speculative_tokens. Texts are the same either way.",
+        "Draft fewer tokens, or none, if the measured acceptance rate and step times show that more are not "
+        "faster; false always drafts num_speculative_tokens. The output is the same.",
     )
-    ngram_min: int = setting(2, COUNT, "Tokens that must match at least for ngram to draft.")
-    ngram_max: int = setting(4, COUNT, "Longest run of tokens that ngram looks up at once.")
+    ngram_min: int = setting(2, COUNT, "Minimum number of matching tokens for ngram to draft.")
+    ngram_max: int = setting(4, COUNT, "Maximum number of tokens that ngram matches.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -58,12 +60,12 @@ class SpeculativeConfig:
 
     @property
     def method(self) -> str | None:
-        """Who drafts: ``ngram``, ``draft_model``, or None."""
+        """The method in effect: ``ngram``, ``draft_model``, or None for no speculation."""
         if self.speculative_method is None and self.draft_model_path is not None:
             return "draft_model"
         return self.speculative_method
 
     @property
     def max_drafts(self) -> int:
-        """The most drafts of a context in one step; 0 where nobody drafts."""
+        """Maximum number of draft tokens of a context in one step; 0 without speculation."""
         return self.num_speculative_tokens if self.method else 0

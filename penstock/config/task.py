@@ -1,4 +1,4 @@
-"""Which task a checkpoint is made for, read from its files."""
+"""Detects the task of a checkpoint from its files."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def _has_sentence_transformers_modules(checkpoint: Path) -> bool:
     except ValueError as error:
         raise CheckpointError(path, f"is not JSON: {error}") from error
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
-        raise CheckpointError(path, "must be a JSON list of objects, one for each module")
+        raise CheckpointError(path, "must be a JSON list with one object per module")
     return any(str(one.get("type")).startswith("sentence_transformers.") for one in modules)

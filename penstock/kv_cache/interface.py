@@ -4,14 +4,14 @@ The life of a context in a cache::
 
     claim -> reserve -> (forward) -> commit -> reserve -> ... -> release
       |         |                      |                           |
-      |         |                      |                           +- blocks of known content stay cached
-      |         |                      +- full blocks become known to others; those behind windows are freed
-      |         +- blocks for the rows of the next step
-      +- a slot, and whatever blocks of its beginning are known already
+      |         |                      |                           +- full blocks stay cached
+      |         |                      +- full blocks become shareable; blocks behind windows are freed
+      |         +- allocates blocks for the rows of the next step
+      +- assigns a slot and the cached blocks of the prefix
 
 A context whose keys are stale goes from commit back to claim, through `restart`.
 
-All numbers of blocks leave out the null block.
+Numbers of blocks do not count the null block.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class NullKVCache:
 
 
 def restart(kv: KVCache, context: InputContext) -> None:
-    """Makes all tokens of a context a prompt to compute again: it was evicted, or its keys are stale."""
+    """Make the next steps recompute all tokens of a context that was preempted or whose keys are stale."""
     kv.release(context)
     context.reset()
-    context.set_token_indices(active_idx=context.end_idx)  # a chunk may have been cut off it
+    context.set_token_indices(active_idx=context.end_idx)  # `active_idx` may have been the end of a chunk

@@ -1,15 +1,15 @@
-"""Slots, block tables and shared prefixes: `KVCacheManager`, the paged KV cache of a model.
+"""`KVCacheManager`: the paged KV cache of a model, with slots, block tables and shared prefixes.
 
-The block table of a context, S = 4 tokens a block, window 6 in one of two groups of layers::
+Block tables of a context with S = 4 tokens per block and two groups of layers, one with window 6::
 
     tokens             0 1 2 3 | 4 5 6 7 | 8 9 . . | . . . .       start_idx = 10
     without a window     7     |    2    |    5    |    9
     window 6             0     |    4    |    6    |    1          the query at 10 sees 5 .. 10
-                       committed: full,    ours alone:
-                       read-only, perhaps  this step writes here,
-                       shared              or the next (lookahead)
+                       committed: full,    exclusive: this step
+                       read-only, may be   or the next (lookahead)
+                       shared              writes here
 
-Behind the window stands the null block, 0. All tables of a context have the same length.
+Entries behind the window hold the null block, 0. All tables of a context have the same length.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from penstock.pipelines.core import InputContext
 
 @dataclass(slots=True)
 class _Sequence:
-    """What the cache knows of a claimed context."""
+    """The cache state of a claimed context."""
 
     request_id: str
     slot: int
-    behind: list[int]  # a group: table entries that are null because a window has passed them
-    regime: int  # whose keys it holds, see `KVCacheSpec.regime`
-    root: bytes | None = None  # None: its blocks are not to be known to others
+    num_behind: list[int]  # for each group, the leading table entries that are null, behind the window
+    regime: int  # regime of its keys, see `KVCacheSpec.regime`
+    root: bytes | None = None  # None: its blocks must not be shared
     num_blocks: int = 0  # length of each table
-    num_full: int = 0  # of these, the committed ones: read-only from here on
+    num_full: int = 0  # number of committed blocks, which are read-only
     digests: list[bytes] = field(default_factory=list)  # of the committed blocks
-    promised: list[bytes] = field(default_factory=list)  # of the blocks after them, last one first
+    in_flight: list[bytes] = field(default_factory=list)  # of the blocks being computed, last one first
 
 
 class KVCacheManager:
-    """The paged KV cache of a model; see `KVCache` for what its methods mean.
+    """The paged KV cache of a model. `KVCache` describes the methods.
 
     Args:
         spec: the groups of layers of the model.
-        num_blocks: for each group, blocks to allocate, the null block included.
-        block_size: tokens a block, a power of two.
-        device: where keys and values are kept.
-        enable_prefix_caching: whether contexts that begin alike share blocks.
-        adapter_digest: the digest of the content that a context's adapter has. Without it contexts with an
-            adapter share nothing.
+        num_blocks: number of blocks to allocate for each group, including the null block.
+        block_size: tokens per block, a power of two.
+        device: the device of keys and values.
+        enable_prefix_caching: whether contexts share the blocks of common prefixes.
+        adapter_digest: returns the digest of the content of a context's adapter. Without it, contexts with
+            an adapter share no blocks.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class KVCacheManager:
             first = group.first_visible(len(digests) * self.block_size) // self.block_size
             hits = [pool.lookup(digest) for digest in digests[first:]]
             shared = sum(block is not None and pool.references(block) > 0 for block in hits)
-            most = group.max_blocks(context.current_length, self.block_size, chunk_size)
-            if pool.num_free < min(most, whole - first - shared) + headroom:
+            max_blocks = group.max_blocks(context.current_length, self.block_size, chunk_size)
+            if pool.num_free < min(max_blocks, whole - first - shared) + headroom:
                 return False
         return True
 
@@ -154,8 +154,8 @@ class KVCacheManager:
 
     def steps_left(self, context: InputContext) -> int | None:
         length = context.current_length
-        longest = None if self.max_length is None else self.max_length - length
-        return min((n for n in (longest, self.spec.steps_left(length)) if n is not None), default=None)
+        remaining = None if self.max_length is None else self.max_length - length
+        return min((n for n in (remaining, self.spec.steps_left(length)) if n is not None), default=None)
 
     def commit(self, context: InputContext) -> None:
         sequence = self._sequence(context)
@@ -165,33 +165,33 @@ class KVCacheManager:
             context.set_token_indices(committed_idx=num_full * self.block_size)
         for index, group in self._windowed:
             first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_full)
-            if first > sequence.behind[index]:
-                row = self._tables[index, sequence.slot, sequence.behind[index] : first]
+            if first > sequence.num_behind[index]:
+                row = self._tables[index, sequence.slot, sequence.num_behind[index] : first]
                 self._pools[index].release(row.tolist())
                 row[:] = NULL_BLOCK
-                sequence.behind[index] = first
+                sequence.num_behind[index] = first
 
     def fork(self, parent: InputContext, child: InputContext) -> None:
-        assert not child.is_assigned_to_cache, f"{child.request_id} is claimed already"
+        assert not child.is_assigned_to_cache, f"{child.request_id} is already claimed"
         source = self._sequence(parent)
         if self._is_rolled_back(parent, source):
             self._reopen(parent, source)
         self.commit(parent)
         start = parent.start_idx
         assert np.array_equal(parent.all_tokens[:start], child.all_tokens[:start]), (
-            f"{child.request_id} does not begin with the {start} tokens computed of {parent.request_id}"
+            f"{child.request_id} does not begin with the {start} computed tokens of {parent.request_id}"
         )
         num_full, num_partial = source.num_full, int(start % self.block_size > 0)
         self._require(num_partial)
         sequence = self._open(child)
         sequence.regime = source.regime
         sequence.root, sequence.digests = source.root, list(source.digests)
-        sequence.behind = list(source.behind)
+        sequence.num_behind = list(source.num_behind)
         sequence.num_full, sequence.num_blocks = num_full, num_full + num_partial
         self._grow_tables(sequence.num_blocks)
         for index, pool in enumerate(self._pools):
             original, copy = self._tables[index, source.slot], self._tables[index, sequence.slot]
-            pool.retain(original[source.behind[index] : num_full].tolist())
+            pool.retain(original[source.num_behind[index] : num_full].tolist())
             copy[:num_full] = original[:num_full]
             for block in pool.allocate(num_partial):
                 self.storage.copy_block(index, int(original[num_full]), block)
@@ -225,12 +225,12 @@ class KVCacheManager:
         starts: Sequence[int] | None = None,  # [B]
         counts: Sequence[int] | None = None,  # [B]
     ) -> KVCacheInputs:
-        """What the kernels see of a batch whose blocks are reserved.
+        """Return the kernel inputs of a batch whose blocks are reserved.
 
         Args:
             contexts: the batch.
-            starts: position of each context's first row in this step; its ``start_idx`` if not given.
-            counts: how many rows it has; its ``active_length`` if not given. May be more, by drafts.
+            starts: position of each context's first row in this step; by default its ``start_idx``.
+            counts: number of rows of each context; by default its ``active_length``. Drafts add rows.
         """
         if starts is None:
             starts = [context.start_idx for context in contexts]
@@ -238,16 +238,16 @@ class KVCacheManager:
             counts = [context.active_length for context in contexts]
         sequences = [self._sequence(context) for context in contexts]
         slots = [sequence.slot for sequence in sequences]
-        longest = max([1, *[sequence.num_blocks for sequence in sequences]])
+        max_blocks = max([1, *[sequence.num_blocks for sequence in sequences]])
         ends = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
-        rows, positions = np.arange(len(sequences)), ends - 1  # of one row a context
+        rows, positions = np.arange(len(sequences)), ends - 1  # for one row per context
         if sum(counts) > len(sequences):
             rows = np.repeat(rows, counts)  # [T]
             positions = np.arange(len(rows)) + (ends - np.cumsum(counts))[rows]  # [T]
         columns, within = np.divmod(positions, self.block_size)
         groups = []
         for group, table in zip(self.spec.groups, self._tables, strict=True):
-            tables = table[slots, :longest]  # [B, M], a copy
+            tables = table[slots, :max_blocks]  # [B, M], a copy
             stored = tables[rows, columns].astype(np.int64) * self.block_size + within
             groups.append(KVGroupInputs(self._upload(tables), self._upload(stored), group.window))
         return KVCacheInputs(
@@ -265,27 +265,27 @@ class KVCacheManager:
             held = np.zeros(pool.num_blocks + 1, np.int64)
             for sequence in self._sequences.values():
                 row = self._tables[index, sequence.slot]
-                behind, length = sequence.behind[index], sequence.num_blocks
-                assert behind <= sequence.num_full <= length, f"{sequence}"
+                num_behind, length = sequence.num_behind[index], sequence.num_blocks
+                assert num_behind <= sequence.num_full <= length, f"{sequence}"
                 held_columns = np.flatnonzero(row).tolist()
-                assert held_columns == list(range(behind, length)), (
+                assert held_columns == list(range(num_behind, length)), (
                     f"group {index}: table {row.tolist()} of {sequence}"
                 )
-                held += np.bincount(row[behind:length], minlength=len(held))
+                held += np.bincount(row[num_behind:length], minlength=len(held))
             references = pool.all_references()
             wrong = np.flatnonzero(held != references).tolist()
             assert not wrong, (
                 f"group {index}: block {wrong[0]} has {references[wrong[0]]} references and is in "
                 f"{held[wrong[0]]} tables"
             )
-        promised = sum(len(sequence.promised) for sequence in self._sequences.values())
-        assert promised == self._prefixes.num_in_flight, (
-            f"{promised} != {self._prefixes.num_in_flight} promises"
+        in_flight = sum(len(sequence.in_flight) for sequence in self._sequences.values())
+        assert in_flight == self._prefixes.num_in_flight, (
+            f"{in_flight} != {self._prefixes.num_in_flight} blocks in flight"
         )
         slots = sorted([*self._sequences, *self._free_slots])
         assert slots == list(range(len(slots))), f"slots {slots}"
 
-    # -- How a sequence gets, keeps and loses its blocks ------------------------------------------------
+    # -- Blocks of a sequence ---------------------------------------------------------------------------
 
     def _open(self, context: InputContext) -> _Sequence:
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._sequences)
@@ -300,13 +300,13 @@ class KVCacheManager:
         sequence = self._sequences.get(context.cache_seq_id)
         if sequence is None or sequence.request_id != context.request_id:
             raise InputError(
-                f"request {context.request_id} is assigned to slot {context.cache_seq_id}, which this KV "
-                "cache did not give it: leave slots to KVCache.claim"
+                f"request {context.request_id} is assigned to slot {context.cache_seq_id}, but not by this KV "
+                "cache: assign slots only with KVCache.claim"
             )
         return sequence
 
     def _adopt_prefix(self, context: InputContext, sequence: _Sequence) -> None:
-        """Takes the cached blocks of the beginning, and promises those that are not cached."""
+        """Use the cached blocks of the prefix, and mark the other full blocks as in flight."""
         chain = self._prefixes.chain(context)
         if chain is None:
             return
@@ -317,17 +317,17 @@ class KVCacheManager:
             blocks = [pool.find(digest) for digest in chain.digests[first:hit]]
             pool.retain(blocks)
             self._tables[index, sequence.slot, first:hit] = blocks
-            sequence.behind[index] = first
+            sequence.num_behind[index] = first
         sequence.root, sequence.digests = chain.root, chain.digests[:hit]
         sequence.num_full = sequence.num_blocks = hit
-        sequence.promised = chain.digests[hit:][::-1]
-        self._prefixes.mark_in_flight(sequence.promised)
+        sequence.in_flight = chain.digests[hit:][::-1]
+        self._prefixes.mark_in_flight(sequence.in_flight)
 
     def _register(self, context: InputContext, sequence: _Sequence, num_full: int) -> None:
-        """Makes the blocks ``[sequence.num_full, num_full)`` known to others."""
+        """Register the blocks ``[sequence.num_full, num_full)``, so that other contexts can share them."""
         blocks = range(sequence.num_full, num_full)
         if sequence.root is not None:
-            # Not from the promises: tokens may have been rolled back and others taken since.
+            # Hash the blocks again: a rollback may have changed tokens since they were marked in flight.
             parent = sequence.digests[-1] if sequence.digests else sequence.root
             digests = self._prefixes.digests(context, parent, blocks)
             for tables, pool in zip(self._tables, self._pools, strict=True):
@@ -335,27 +335,27 @@ class KVCacheManager:
                 for block, digest in zip(row, digests, strict=True):
                     pool.register(block, digest)
             sequence.digests += digests
-        kept = sequence.promised[-len(blocks) :]
-        self._prefixes.clear_in_flight(kept)
-        del sequence.promised[len(sequence.promised) - len(kept) :]
+        computed = sequence.in_flight[-len(blocks) :]
+        self._prefixes.clear_in_flight(computed)
+        del sequence.in_flight[len(sequence.in_flight) - len(computed) :]
         sequence.num_full = num_full
 
     def _is_rolled_back(self, context: InputContext, sequence: _Sequence) -> bool:
-        """Whether the next rows would go into committed blocks, or miss some that a window has passed."""
+        """Return whether the next step would write into committed blocks or needs freed blocks of a window."""
         start, num_committed = context.start_idx, sequence.num_full * self.block_size
         if start < num_committed or context.committed_idx < num_committed:
             return True
         for index, group in self._windowed:
-            if group.first_visible(start) // self.block_size < sequence.behind[index]:
+            if group.first_visible(start) // self.block_size < sequence.num_behind[index]:
                 return True
         return False
 
     def _reopen(self, context: InputContext, sequence: _Sequence) -> None:
-        """Goes back to the last block boundary from which the context can go on."""
+        """Roll a context back to the last block boundary from which it can continue."""
         length = min(context.start_idx, context.committed_idx) // self.block_size
         for index, group in self._windowed:
-            if group.first_visible(length * self.block_size) // self.block_size < sequence.behind[index]:
-                length = 0  # what the window needs is gone: from the beginning, then
+            if group.first_visible(length * self.block_size) // self.block_size < sequence.num_behind[index]:
+                length = 0  # blocks in the window were freed: restart at the beginning
         self._truncate(sequence, length)
         start = length * self.block_size
         context.set_token_indices(start_idx=start, committed_idx=start)
@@ -363,11 +363,11 @@ class KVCacheManager:
     def _truncate(self, sequence: _Sequence, length: int) -> None:
         for index, pool in enumerate(self._pools):
             row = self._tables[index, sequence.slot, : sequence.num_blocks]
-            sequence.behind[index] = min(sequence.behind[index], length)
+            sequence.num_behind[index] = min(sequence.num_behind[index], length)
             pool.release(block for block in row[length:].tolist() if block != NULL_BLOCK)
             row[length:] = NULL_BLOCK
-        self._prefixes.clear_in_flight(sequence.promised)
-        sequence.promised = []
+        self._prefixes.clear_in_flight(sequence.in_flight)
+        sequence.in_flight = []
         sequence.num_full = min(sequence.num_full, length)
         sequence.num_blocks = length
         del sequence.digests[length:]
@@ -377,14 +377,14 @@ class KVCacheManager:
             if pool.num_free < count:
                 raise InsufficientBlocksError(count, pool.num_free, pool.num_blocks)
 
-    # -- What is asked of a waiting context -------------------------------------------------------------
+    # -- Prefix lookup ----------------------------------------------------------------------------------
 
     def _looks_up(self, context: InputContext) -> bool:
-        # Log probabilities of the prompt's tokens need the logits of all of its rows.
+        # Log probabilities of the prompt's tokens need the logits of all its rows.
         return self._enable_prefix_caching and not context.log_probabilities_echo
 
     def _hit_limit(self, context: InputContext) -> int:
-        return (context.active_idx - 1) // self.block_size  # a row is left to compute, for its logits
+        return (context.active_idx - 1) // self.block_size  # at least the last row is computed, for logits
 
     # -- Arrays -----------------------------------------------------------------------------------------
 
@@ -396,9 +396,9 @@ class KVCacheManager:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-def _grown(tables: npt.NDArray[np.int32], axis: int, least: int) -> npt.NDArray[np.int32]:
+def _grown(tables: npt.NDArray[np.int32], axis: int, min_size: int) -> npt.NDArray[np.int32]:
     shape = list(tables.shape)
-    shape[axis] = max(least, 2 * shape[axis])
+    shape[axis] = max(min_size, 2 * shape[axis])
     grown = np.full(shape, NULL_BLOCK, np.int32)
     grown[:, : tables.shape[1], : tables.shape[2]] = tables
     return grown

@@ -36,7 +36,7 @@ def reserve_steps(kv: KVCache, contexts: Sequence[InputContext], num_steps: int)
     Args:
         kv: the cache.
         contexts: the contexts, claimed, with ``active_idx`` set.
-        num_steps: the most steps to run, at least 1.
+        num_steps: the maximum number of steps, at least 1.
 
     Raises:
         InsufficientBlocksError: the blocks do not suffice for one step. Contexts before the one that failed

@@ -1,7 +1,7 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): read from PEFT directories, many in one batch.
+"""LoRA adapters (Hu et al. 2021, arXiv:2106.09685), read from PEFT directories. A batch can mix adapters.
 
-`adapter_config` and `adapter` read them, `slots` keeps those that run on the device, `manager` decides
-which these are.
+`adapter_config` and `adapter` read adapters, `slots` holds the running ones on the device, and `manager`
+decides which adapters run.
 """
 
 from __future__ import annotations

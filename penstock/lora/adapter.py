@@ -1,4 +1,4 @@
-"""A LoRA adapter as it is read from a PEFT directory, every tensor of it held against the base model."""
+"""Reads a LoRA adapter from a PEFT directory and checks each of its tensors against the base model."""
 
 from __future__ import annotations
 
@@ -29,48 +29,48 @@ _OTHER_KINDS = {
     "token_adapter": "a trained embedding of some tokens (trainable_token_indices)",
     "lora_bias": "a bias in the adapter's matrices (lora_bias)",
 }
-"""Parts of tensor names that belong to kinds of adapters that are not applied here."""
+"""Part of a tensor name -> the unsupported kind of adapter that it belongs to."""
 
 Layers = Mapping[str, PackedLinear]
-"""The linear layers of the base model, by their names in the checkpoint; a fused one under each name."""
+"""The linear layers of the base model by their names in the checkpoint. A fused layer has several names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """The content of an adapter, in the host's memory. It stays as it is, whatever happens to the files."""
+    """The content of an adapter in host memory. Later changes of the files do not affect it."""
 
     path: str
     digest: bytes
-    """Stands for all that changes a result: equal digests, equal results."""
+    """Hash of everything that affects results. Adapters with equal digests give equal results."""
     matrices: Mapping[str, tuple[Tensor, Tensor]]
-    """Layer -> A ``[r, in]``, B ``[out, r]`` with the scale in it, in the type of the activations."""
+    """Layer -> A ``[r, in]``, and B ``[out, r]`` multiplied by the scale, in the type of the activations."""
 
 
 def read_adapter(path: str, layers: Layers, base: Weights, dtype: torch.dtype, max_rank: int) -> Adapter:
-    """Reads a PEFT directory, and refuses it unless all of it can be applied to the base model.
+    """Return the adapter in a PEFT directory. The whole adapter must be applicable to the base model.
 
     Args:
         path: the directory.
         layers: the linear layers of the base model.
-        base: its tensors: an adapter's file may hold copies of them, which must be equal.
+        base: the tensors of the base model. If the adapter's file holds copies of them, these must be equal.
         dtype: the type of the activations.
-        max_rank: the largest rank there is room for.
+        max_rank: the maximum rank.
 
     Raises:
-        CheckpointError: the directory or a file of it is missing or damaged.
-        WeightsError: tensors fit no layer, or are missing or misshapen; lists all of them.
-        UnsupportedFeatureError: it is an adapter of a kind that cannot be applied.
+        CheckpointError: the directory or a file in it is missing or damaged.
+        WeightsError: tensors match no layer, are missing, or have a wrong shape; lists all of them.
+        UnsupportedFeatureError: the kind of adapter is not supported.
     """
     folder = Path(path).expanduser()
     config = AdapterConfig.read(folder)
     weights = Weights.open(_weights_file(folder))
-    keys, copies = _sorted_out(weights, config, layers)
+    keys, copies = _classify_tensors(weights, config, layers)
     adapted = sorted({layer for layer, _ in keys})
     largest = max(adapted, key=config.rank_of)
     if config.rank_of(largest) > max_rank:
         raise UnsupportedFeatureError(
             f"rank {config.rank_of(largest)}",
-            f"{config.path} asks for it, for {largest}, and there is room for rank {max_rank}: "
+            f"{config.path} sets this rank for {largest}, and the maximum is {max_rank}: "
             "raise --max-lora-rank",
         )
     _check_copies(folder, weights, copies, layers, base)
@@ -86,12 +86,15 @@ def read_adapter(path: str, layers: Layers, base: Weights, dtype: torch.dtype, m
     return Adapter(path, _digest(matrices), matrices)
 
 
-def warn_of_another_base(path: str, model: str) -> None:
-    """Says so where an adapter names another base model than the one it is used with: names prove nothing."""
+def warn_base_model_mismatch(path: str, model: str) -> None:
+    """Log a warning if an adapter names another base model.
+
+    This is not an error: the same model can have different names.
+    """
     trained_on = AdapterConfig.read(Path(path).expanduser()).base_model
     if trained_on is not None and Path(trained_on).name != Path(model).name:
         logging.getLogger(__name__).warning(
-            "the adapter at %s was trained on %s, and is applied to %s", path, trained_on, model
+            "the adapter at %s was trained on %s but is applied to %s", path, trained_on, model
         )
 
 
@@ -108,36 +111,45 @@ def _weights_file(folder: Path) -> Path:
     raise CheckpointError(folder, f"has no {WEIGHTS_FILE}")
 
 
-def _sorted_out(
+def _classify_tensors(
     weights: Weights, config: AdapterConfig, layers: Layers
 ) -> tuple[dict[tuple[str, str], str], list[str]]:
-    """(Layer, half) -> name in the file, of all layers the adapter is for; and names of the base's own."""
+    """Classify the tensors of an adapter's file.
+
+    Returns:
+        (Layer, ``A`` or ``B``) -> name in the file, for all layers of the adapter; and the names of tensors
+        that are copies of the base model's.
+
+    Raises:
+        WeightsError: a tensor matches no layer, or the adapter has no matrices.
+        UnsupportedFeatureError: a tensor belongs to an unsupported kind of adapter.
+    """
     keys: dict[tuple[str, str], str] = {}
     copies: list[str] = []
-    strangers: list[str] = []
+    unknown: list[str] = []
     for name in weights.names:
         match = _HALF.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
             _refuse_other_kinds(config.path.parent, name)
             copies.append(name)
         elif match["layer"] not in layers:
-            strangers.append(name)
+            unknown.append(name)
         elif (match["layer"], match["half"]) in keys:
             raise WeightsError(
                 config.path.parent, f"{name} and {keys[match['layer'], match['half']]} are the same"
             )
         else:
             keys[match["layer"], match["half"]] = name
-    if strangers:
-        _refuse_strangers(config.path.parent, strangers, sorted(layers))
-    for layer in layers:  # one that the adapter is for, and has nothing for, is missing
+    if unknown:
+        _refuse_unknown(config.path.parent, unknown, sorted(layers))
+    for layer in layers:  # add the expected names, so that `Weights.tensor` reports absent matrices
         if config.targets(layer):
             for half in "AB":
                 keys.setdefault((layer, half), f"{_PREFIX}{layer}.lora_{half}.weight")
-    aside = [layer for layer, _ in keys if config.target_modules is not None and not config.targets(layer)]
-    if aside:
+    excluded = [layer for layer, _ in keys if config.target_modules is not None and not config.targets(layer)]
+    if excluded:
         raise WeightsError(
-            config.path.parent, f"has matrices for {aside[0]}, which its target_modules leave out"
+            config.path.parent, f"has matrices for {excluded[0]}, which target_modules does not include"
         )
     if not keys:
         raise WeightsError(config.path.parent, "has no matrices for any layer of the model")
@@ -152,13 +164,13 @@ def _refuse_other_kinds(folder: Path, name: str) -> None:
         raise UnsupportedFeatureError("a bias trained with the adapter", f"{folder} has a tensor {name}")
 
 
-def _refuse_strangers(folder: Path, names: Sequence[str], layers: Sequence[str]) -> None:
+def _refuse_unknown(folder: Path, names: Sequence[str], layers: Sequence[str]) -> None:
     layer = names[0].removeprefix(_PREFIX).partition(".lora_")[0]
     nearest = get_close_matches(layer, layers, n=1, cutoff=0)
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     raise WeightsError(
         folder,
-        f"{names[0]}{more} is for {layer}, which is no linear layer of the model; the nearest is "
+        f"{names[0]}{more} is for {layer}, which is not a linear layer of the model; the nearest is "
         f"{nearest[0]}",
     )
 
@@ -166,30 +178,34 @@ def _refuse_strangers(folder: Path, names: Sequence[str], layers: Sequence[str])
 def _check_copies(
     folder: Path, weights: Weights, names: Sequence[str], layers: Layers, base: Weights
 ) -> None:
-    """PEFT saves head and embedding along where an adapter is on one of them: they must be the base's own."""
+    """Check that copies of the base model's tensors equal them.
+
+    PEFT saves the head and the embedding with an adapter that adapts one of them.
+    """
     for name in names:
-        own = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
-        layer = own.removesuffix(".weight")
-        if own in base:
-            expected = base.tensor(own, base.shape(own))
+        base_name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+        layer = base_name.removesuffix(".weight")
+        if base_name in base:
+            expected = base.tensor(base_name, base.shape(base_name))
         elif layer in layers:  # a tied head has no tensor
             expected = _unpacked(layers, layer)
         else:
             raise WeightsError(folder, f"{name} is neither part of an adapter nor a tensor of the model")
         if weights.shape(name) != tuple(expected.shape):
             raise UnsupportedFeatureError(
-                f"a resized {own}",
-                f"{folder} has it of {list(weights.shape(name))}, the model of {list(expected.shape)}",
+                f"a resized {base_name}",
+                f"its shape is {list(weights.shape(name))} in {folder} and {list(expected.shape)} "
+                "in the model",
             )
         copy = weights.tensor(name, tuple(expected.shape))
         is_equal = torch.equal(copy.to(expected.dtype), expected) or torch.equal(
             copy, expected.to(copy.dtype)
         )
-        if not is_equal and own not in base:  # the head was rounded as it was packed: so is the copy
+        if not is_equal and base_name not in base:  # packing rounded the head: round the copy, too
             is_equal = torch.equal(_as_packed(copy, layers[layer]), expected)
         if not is_equal:
             raise UnsupportedFeatureError(
-                f"a retrained {own}", f"{folder} replaces the base model's, for all requests"
+                f"a retrained {base_name}", f"{folder} would replace the base model's for all requests"
             )
 
 
@@ -199,7 +215,7 @@ def _part(layers: Layers, layer: str) -> slice:
 
 
 def layer_shape(layers: Layers, layer: str) -> tuple[int, int]:
-    """Outputs and inputs of a layer of the base model."""
+    """Return the output and input sizes of a layer of the base model."""
     part = _part(layers, layer)
     return part.stop - part.start, layers[layer].in_features
 
@@ -208,8 +224,8 @@ def _unpacked(layers: Layers, layer: str) -> Tensor:  # [out, in]
     return unpack_linear(layers[layer])[_part(layers, layer)].cpu()
 
 
-def _as_packed(weight: Tensor, packed: PackedLinear) -> Tensor:  # [out, in], of either
-    """What would be left of a weight, had it been packed in the encoding of another."""
+def _as_packed(weight: Tensor, packed: PackedLinear) -> Tensor:  # [out, in] -> [out, in]
+    """Return a weight as rounded by the encoding of ``packed``."""
     encoding = encoding_named(packed.encoding)
     return encoding.unpack(encoding.pack(weight.to(encoding.compute_dtype.to_torch())))
 
@@ -218,7 +234,7 @@ def _check_finite(folder: Path, matrices: Mapping[str, tuple[Tensor, Tensor]]) -
     for layer, pair in matrices.items():
         for half, matrix in zip("AB", pair, strict=True):
             if not matrix.isfinite().all():
-                raise WeightsError(folder, f"lora_{half} of {layer} has numbers that are not finite")
+                raise WeightsError(folder, f"lora_{half} of {layer} holds NaN or infinite numbers")
 
 
 def _digest(matrices: Mapping[str, tuple[Tensor, Tensor]]) -> bytes:

@@ -1,8 +1,8 @@
-"""``adapter_config.json`` of a PEFT directory: which layers an adapter is for, with which rank and scale.
+"""``adapter_config.json`` of a PEFT directory: the adapted layers with their ranks and scales.
 
-The format, and how its patterns match, is that of PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
-Whatever in it would change the result, and is not done here, is refused by its name; so is a field that is
-not known and set: an adapter is applied as it was trained, or not at all.
+The format and the matching of patterns are those of PEFT (https://huggingface.co/docs/peft, ``LoraConfig``).
+Unsupported settings that change results are errors, and so are unknown fields that are set. An adapter is
+applied exactly as it was trained.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA",
     "modules_to_save": "a fully trained layer beside the adapter",
     "trainable_token_indices": "a trained embedding of some tokens",
-    "target_parameters": "an adapter on a parameter that is no linear layer",
+    "target_parameters": "an adapter on a parameter that is not a linear layer",
     "layer_replication": "a model with replicated layers",
     "megatron_config": "an adapter for Megatron's layers",
     "lora_bias": "a bias in the adapter's matrices",
@@ -35,14 +35,14 @@ _REFUSED: Mapping[str, str] = {
     "velora_config": "VeLoRA",
     "ensure_weight_tying": "an adapter that keeps head and embedding tied",
 }
-"""Fields that change the result when they are set, and what they stand for."""
+"""Unsupported fields that change results when set -> their meaning."""
 
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "base_model_name_or_path",
-    "corda_config",  # how the matrices began: those that changed the base are refused by init_lora_weights
+    "corda_config",  # initialization only; `init_lora_weights` tells whether it changed the base model
     "eva_config",
-    "fan_in_fan_out",  # how the base's weight lies in memory
+    "fan_in_fan_out",  # memory layout of the base model's weights
     "inference_mode",
     "loftq_config",
     "lora_dropout",  # used only in training
@@ -71,15 +71,15 @@ _READ = {
     "use_rslora",
 }
 
-_HARMLESS_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Ways to begin training that leave the base model's weights as they are."""
+_SUPPORTED_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` that do not change the weights of the base model."""
 
 _HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What an ``adapter_config.json`` says that matters here. Layers have their names in the base model."""
+    """The fields of an ``adapter_config.json`` that affect results. Layer names are the base model's."""
 
     path: Path
     rank: int
@@ -95,36 +95,36 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
-        """Reads the file of an adapter's folder.
+        """Read the ``adapter_config.json`` of an adapter's folder.
 
         Raises:
-            CheckpointNotFoundError: there is no such folder.
-            CheckpointError: it holds no adapter, or the file is damaged.
-            UnsupportedFeatureError: it is an adapter of a kind that cannot be applied.
+            CheckpointNotFoundError: the folder does not exist.
+            CheckpointError: the folder holds no adapter, or the file is damaged.
+            UnsupportedFeatureError: the kind of adapter is not supported.
         """
         if not folder.is_dir():
             raise CheckpointNotFoundError(folder, "no such folder: give the path of a PEFT directory")
         path = folder / CONFIG_FILE
         if not path.is_file():
-            raise CheckpointError(folder, f"is no LoRA adapter: it has no {CONFIG_FILE}")
+            raise CheckpointError(folder, f"is not a LoRA adapter: it has no {CONFIG_FILE}")
         fields = read_json_object(path)
         _refuse_unsupported(path, fields)
         return _Reader(path, fields).config()
 
     def rank_of(self, layer: str) -> int:
-        """The rank of the matrices of a layer."""
+        """Return the rank of a layer's matrices."""
         return int(_first_match(self.rank_pattern, layer, self.rank))
 
     def scale_of(self, layer: str) -> float:
-        """What the product of a layer's matrices is multiplied by.
+        """Return the factor of the product of a layer's matrices.
 
-        ``alpha / rank``, with rsLoRA ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732).
+        It is ``alpha / rank``; with rsLoRA ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732).
         """
         rank, alpha = self.rank_of(layer), _first_match(self.alpha_pattern, layer, self.alpha)
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
     def targets(self, layer: str) -> bool:
-        """Whether the adapter is for a layer. One without ``target_modules`` is for those it has."""
+        """Return whether ``target_modules`` includes a layer. False for all layers if it is not set."""
         if self.target_modules is None:
             return False
         if self.exclude_modules is not None and _is_named(self.exclude_modules, layer):
@@ -147,7 +147,7 @@ class AdapterConfig:
 
 
 class _Reader:
-    """Takes fields out of the file's object, each of the type it must have."""
+    """Reads the fields of the file and checks their types."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
         self._path, self._fields = path, fields
@@ -157,9 +157,11 @@ class _Reader:
             path=self._path,
             rank=self._rank("r", self._fields.get("r", 8)),
             alpha=self._number("lora_alpha", self._fields.get("lora_alpha", 8)),
-            rank_pattern={key: self._rank(f"rank_pattern {key!r}", r) for key, r in self._of("rank_pattern")},
+            rank_pattern={
+                key: self._rank(f"rank_pattern {key!r}", r) for key, r in self._items("rank_pattern")
+            },
             alpha_pattern={
-                key: self._number(f"alpha_pattern {key!r}", a) for key, a in self._of("alpha_pattern")
+                key: self._number(f"alpha_pattern {key!r}", a) for key, a in self._items("alpha_pattern")
             },
             use_rslora=self._flag("use_rslora"),
             target_modules=self._names("target_modules"),
@@ -169,7 +171,7 @@ class _Reader:
             base_model=self._base_model(),
         )
         if isinstance(config.target_modules, str) and config.layers:
-            self._refuse("layers_to_transform goes with a list of target_modules, not with a pattern")
+            self._refuse("layers_to_transform needs a list of target_modules, not a pattern")
         self._check_patterns(config)
         return config
 
@@ -192,7 +194,7 @@ class _Reader:
             self._refuse(f"{name} must be true or false, is {value!r}")
         return value
 
-    def _of(self, name: str) -> Iterable[tuple[str, Any]]:
+    def _items(self, name: str) -> Iterable[tuple[str, Any]]:
         value = self._fields.get(name) or {}
         if not isinstance(value, dict):
             self._refuse(f"{name} must be an object, is {value!r}")
@@ -244,22 +246,22 @@ def _refuse_unsupported(path: Path, fields: Mapping[str, Any]) -> None:
         raise UnsupportedFeatureError(f"the adapter type {kind!r}", f"{path} must have peft_type 'LORA'")
     task = fields.get("task_type")
     if task not in (None, "CAUSAL_LM"):
-        raise UnsupportedFeatureError(f"task_type {task!r}", f"{path} is no adapter for generating text")
+        raise UnsupportedFeatureError(f"task_type {task!r}", f"{path} is not an adapter for text generation")
     if fields.get("bias", "none") != "none":
         refuse(f"bias {fields['bias']!r}", "has biases trained with the adapter")
     for name, meaning in _REFUSED.items():
         if fields.get(name):
-            refuse(f"{meaning} ({name})", f"asks for it, with {fields[name]!r}")
-    beginning = fields.get("init_lora_weights")
-    if beginning not in _HARMLESS_BEGINNINGS:
-        refuse(f"init_lora_weights {beginning!r}", "was trained on a base model that this changes")
+            refuse(f"{meaning} ({name})", f"sets it to {fields[name]!r}")
+    init = fields.get("init_lora_weights")
+    if init not in _SUPPORTED_INITS:
+        refuse(f"init_lora_weights {init!r}", "was trained on a base model that this setting changes")
     unknown = [name for name in fields if name not in {*_REFUSED, *_WITHOUT_EFFECT, *_READ} and fields[name]]
     if unknown:
         refuse(f"the field {unknown[0]!r}", f"sets it to {fields[unknown[0]]!r}")
 
 
 def _first_match(patterns: Mapping[str, float], layer: str, default: float) -> float:
-    """The value of the first pattern that matches a layer's name, or the end of it from some dot on."""
+    """Return the value of the first pattern that matches a layer's name or the part after one of its dots."""
     for pattern, value in patterns.items():
         if re.match(rf"(?:.*\.)?(?:{pattern})$", layer):
             return value
@@ -267,7 +269,7 @@ def _first_match(patterns: Mapping[str, float], layer: str, default: float) -> f
 
 
 def _is_named(names: tuple[str, ...] | str, layer: str) -> bool:
-    """Whether a pattern matches the whole name, or the name ends in one of a list."""
+    """Return whether a pattern matches the whole name, or a name of a list equals its last parts."""
     if isinstance(names, str):
         return re.fullmatch(names, layer) is not None
     return any(layer == name or layer.endswith(f".{name}") for name in names)

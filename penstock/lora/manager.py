@@ -1,4 +1,4 @@
-"""`LoRAManager`: which adapters there are, which request uses which content, and who may run now."""
+"""`LoRAManager`: loads adapters, tracks which request uses which adapter, and limits how many run at once."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ import torch
 from penstock.config import LoRAConfig
 from penstock.errors import InputError, UnknownModelError
 from penstock.kernels import LoRAInputs
-from penstock.lora.adapter import Adapter, Layers, read_adapter, warn_of_another_base
+from penstock.lora.adapter import Adapter, Layers, read_adapter, warn_base_model_mismatch
 from penstock.lora.slots import AdapterSlots
 from penstock.pipelines.core import InputContext
 from penstock.weights import Weights
 
-PATIENCE = 64
-"""How often a request for another adapter is passed over before nobody else is let in until it runs."""
+MAX_SKIPS = 64
+"""How often later requests may overtake one that waits for a slot. Then no request is admitted before it."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """What a request uses, from the first time it is asked for until the request is released."""
+    """The adapter of a request, from its first use until the request is released."""
 
     context: InputContext
     adapter: Adapter
     is_admitted: bool = False
-    num_refusals: int = 0
+    num_skips: int = 0
 
 
 class LoRAManager:
-    """Holds adapters by name, lets no more of them run at once than there are slots, and lays out a batch.
+    """Holds adapters by name, limits the running ones to the number of slots, and prepares batch inputs.
 
-    A request keeps the content that its adapter's name stood for when it was first looked at, also while it
-    is preempted, until it is released: loading another content under that name, or unloading it, changes
-    nothing for it. Its cached blocks are known by the digest of that content, so contents never mix.
+    A request resolves the name of its adapter once, at first use. It keeps that content until it is released,
+    even while it is preempted, and even if the name is unloaded or loaded again. Block hashes are rooted in
+    the digest of the content, so cached blocks of different contents never mix.
 
-    All is called by the thread that runs the steps, but `load`, `unload` and `names`, which any thread may
-    call: a load reads and checks everything before it changes anything, in one assignment.
+    Any thread may call `load`, `unload` and `names`. `load` checks everything first and then changes the
+    state in one assignment. Only the thread that runs the steps may call the other methods.
 
     Args:
-        config: how many adapters may be loaded and run, and how large they may be.
+        config: limits on the number and the rank of adapters.
         layers: the linear layers of the base model by their names in the checkpoint.
         base: the tensors of the base model.
-        model_names: what the base model is called: no adapter may be.
+        model_names: the names of the base model, which adapters cannot use.
         dtype: the type of the activations.
-        device: where the matrices of the adapters that run are kept.
+        device: where the matrices of running adapters are stored.
 
     Raises:
-        PenstockError: an adapter of ``config.lora`` cannot be loaded, as from `load`.
+        PenstockError: an adapter of ``config.lora`` cannot be loaded; see `load`.
     """
 
     def __init__(
@@ -76,55 +76,54 @@ class LoRAManager:
     # -- Adapters by name -------------------------------------------------------------------------------
 
     def load(self, name: str, path: str) -> None:
-        """Loads a PEFT directory under a name, in place of what was loaded under it; all of it or nothing.
+        """Load a PEFT directory under a name. Replaces an adapter of that name. A failure changes nothing.
 
         Raises:
-            InputError: the name cannot be used, or as many adapters are loaded as may be.
+            InputError: the name cannot be used, or the maximum number of adapters is loaded.
             CheckpointError: the directory is missing or damaged, or does not fit the model.
-            UnsupportedFeatureError: it is an adapter of a kind that cannot be applied.
+            UnsupportedFeatureError: the kind of adapter is not supported.
         """
         self._check_name(name)
-        most = self._config.max_loaded_loras
-        if name not in self._loaded and len(self._loaded) >= most:
+        limit = self._config.max_loaded_loras
+        if name not in self._loaded and len(self._loaded) >= limit:
             raise InputError(
-                f"{len(self._loaded)} adapters are loaded, and there may be {most}: unload one, or raise "
+                f"{len(self._loaded)} adapters are loaded, and the maximum is {limit}: unload one, or raise "
                 "--max-loaded-loras"
             )
         adapter = read_adapter(path, self._layers, self._base, self._dtype, self._config.max_lora_rank)
-        warn_of_another_base(path, self._model_names[0])
+        warn_base_model_mismatch(path, self._model_names[0])
         self._loaded[name] = adapter
 
     def unload(self, name: str) -> None:
-        """Forgets an adapter; requests that use it go on to their end.
+        """Unload an adapter. Requests that use it continue.
 
         Raises:
-            UnknownModelError: there is none of this name.
+            UnknownModelError: no adapter of this name is loaded.
         """
         if self._loaded.pop(name, None) is None:
             raise UnknownModelError(name, list(self._loaded))
 
     def names(self) -> list[tuple[str, str]]:
-        """Name and path of each adapter that is loaded."""
+        """Return the name and path of each loaded adapter."""
         return [(name, adapter.path) for name, adapter in list(self._loaded.items())]
 
     # -- Requests ---------------------------------------------------------------------------------------
 
     def digest(self, context: InputContext) -> bytes:
-        """Stands for the content that a request's adapter has: part of the identity of its cached blocks.
+        """Return the digest of the content of a request's adapter, the root of its block hashes.
 
         Raises:
-            UnknownModelError: there is no adapter of the name that the request gives.
+            UnknownModelError: the request's adapter is not loaded.
         """
         return self._use(context).adapter.digest
 
     def ready(self, context: InputContext) -> bool:
-        """Whether a request may run: where it may, room is kept for its adapter until it is released.
+        """Return whether a request may run. An admitted request keeps its adapter's slot until its release.
 
-        Requests for adapters that run already may pass one that waits for room, but not for ever: passed
-        over often enough, it is the next to be let in.
+        Requests whose adapters are running may overtake one that waits for a slot, at most `MAX_SKIPS` times.
 
         Raises:
-            UnknownModelError: there is no adapter of the name that the request gives.
+            UnknownModelError: the request's adapter is not loaded.
         """
         if context.adapter is None:
             return True
@@ -132,19 +131,19 @@ class LoRAManager:
         if use.is_admitted:
             return True
         digest = use.adapter.digest
-        has_room = digest in self._running or len(self._running) < self._config.max_loras
-        overtakes = use.num_refusals < PATIENCE and any(
-            other.num_refusals >= PATIENCE and not other.is_admitted for other in self._uses.values()
+        has_slot = digest in self._running or len(self._running) < self._config.max_loras
+        overtakes = use.num_skips < MAX_SKIPS and any(
+            other.num_skips >= MAX_SKIPS and not other.is_admitted for other in self._uses.values()
         )
-        if not has_room or overtakes:
-            use.num_refusals += 1
+        if not has_slot or overtakes:
+            use.num_skips += 1
             return False
         use.is_admitted = True
         self._running[digest] += 1
         return True
 
     def release(self, context: InputContext) -> None:
-        """Forgets a request; twice is once."""
+        """Release the slot of a request. Calling it again has no effect."""
         use = self._uses.get(context.request_id)
         if use is None or use.context is not context:
             return
@@ -156,27 +155,32 @@ class LoRAManager:
                 del self._running[digest]
 
     def check(self, contexts: Sequence[InputContext]) -> None:
-        """Refuses a batch that cannot run together.
+        """Check that a batch can run together.
 
         Raises:
-            UnknownModelError: there is no adapter of a name that a request gives.
-            InputError: they use more adapters than there are slots.
+            UnknownModelError: the adapter of a request is not loaded.
+            InputError: the batch uses more adapters than there are slots.
         """
         used = {self.digest(context) for context in contexts if context.adapter is not None}
         if len(used) > self._config.max_loras:
             raise InputError(
-                f"the batch uses {len(used)} adapters, and {self._config.max_loras} may run at once: split "
-                "it, or raise --max-loras"
+                f"the batch uses {len(used)} adapters, and at most {self._config.max_loras} can run at once: "
+                "split it, or raise --max-loras"
             )
 
     def inputs(self, contexts: Sequence[InputContext], counts: np.ndarray) -> LoRAInputs | None:
-        """The adapters of a batch whose contexts have ``counts [B]`` rows each; None if none is used."""
-        chosen = [None if context.adapter is None else self._use(context).adapter for context in contexts]
-        adapters = {adapter.digest: adapter for adapter in chosen if adapter is not None}
+        """Return the adapter inputs of a batch, or None if no context uses an adapter.
+
+        Args:
+            contexts: the batch.
+            counts: ``[B]`` number of rows of each context.
+        """
+        used = [None if context.adapter is None else self._use(context).adapter for context in contexts]
+        adapters = {adapter.digest: adapter for adapter in used if adapter is not None}
         if not adapters:
             return None
-        slots = self._slots.place(adapters, keep=self._running)
-        indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in chosen])
+        slots = self._slots.assign(adapters, keep=self._running)
+        indices = np.array([-1 if adapter is None else slots[adapter.digest] for adapter in used])
         rows = torch.from_numpy(indices.repeat(counts)).to(self._device)
         return LoRAInputs(rows, self._slots.matrices, self._slots.ranks)
 
@@ -188,13 +192,13 @@ class LoRAManager:
         adapter = self._loaded.get(context.adapter)
         if adapter is None:
             raise UnknownModelError(context.adapter, [*self._model_names, *self._loaded])
-        if use is not None:  # another request of the same id that was not released
+        if use is not None:  # an earlier request with the same id was not released
             self.release(use.context)
         use = self._uses[context.request_id] = _Use(context, adapter)
         return use
 
     def _check_name(self, name: str) -> None:
         if not name or name != name.strip() or not name.isprintable() or len(name) > 256:
-            raise InputError(f"an adapter cannot be called {name!r}: use up to 256 printable characters")
+            raise InputError(f"an adapter cannot be named {name!r}: use up to 256 printable characters")
         if name in self._model_names:
-            raise InputError(f"an adapter cannot be called {name!r}: that is the base model")
+            raise InputError(f"an adapter cannot be named {name!r}: that is the base model")

@@ -1,4 +1,4 @@
-"""The matrices of the adapters that run, stacked on the device: a slot for each."""
+"""The stacked matrices of running adapters on the device, one slot per adapter."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from penstock.lora.adapter import Adapter, Layers, layer_shape
 
 
 class AdapterSlots:
-    """As many adapters as there are slots, by their digests; the least recently used one makes room.
+    """A fixed number of slots for adapters, identified by digest. The least recently used one is evicted.
 
-    Memory for a layer is taken when the first adapter comes that has something for it. It stays where it is
-    from then on, whatever adapter comes into it: recorded steps read it there.
+    The memory of a layer is allocated when the first adapter with matrices for that layer gets a slot. Its
+    address never changes, because compiled steps and CUDA graphs read it.
 
     Args:
-        num_slots: n, how many adapters there is room for.
-        max_rank: R, the largest rank of one.
+        num_slots: n, the number of slots.
+        max_rank: R, the maximum rank of an adapter.
         layers: the linear layers of the base model.
         dtype: the type of the activations.
-        device: where the matrices are kept.
+        device: where the matrices are stored.
     """
 
     def __init__(
@@ -35,34 +35,34 @@ class AdapterSlots:
         self.matrices: Mapping[str, tuple[Tensor, Tensor]] = {}
         """Layer -> A ``[n, R, in]`` and B ``[n, out, R]``, a view of ``[n, R, out]``.
 
-        Another mapping where layers are added: whoever holds one keeps the layers that it had."""
+        Adding layers replaces the mapping, so a batch that holds the old one keeps its layers."""
         self.ranks: Mapping[str, Tensor] = {}
-        """Layer -> ``[n]`` int64 in the host's memory; what lies beyond a rank means nothing."""
+        """Layer -> ``[n]`` int64 in host memory. Matrix entries beyond a slot's rank are undefined."""
 
     @property
     def held(self) -> list[bytes | None]:
         """The digest of the adapter in each slot."""
         return [None if adapter is None else adapter.digest for adapter in self._held]
 
-    def place(self, adapters: Mapping[bytes, Adapter], keep: Collection[bytes] = ()) -> dict[bytes, int]:
-        """Sees to it that these adapters have slots, and says which.
+    def assign(self, adapters: Mapping[bytes, Adapter], keep: Collection[bytes] = ()) -> dict[bytes, int]:
+        """Give each adapter a slot, and return the slot of each digest.
 
         Args:
-            adapters: digest -> adapter; no more than there are slots.
-            keep: digests of others that had better stay.
+            adapters: digest -> adapter, at most one per slot.
+            keep: digests of other adapters to evict last.
         """
         assert len(adapters) <= len(self._held), f"{len(adapters)} adapters for {len(self._held)} slots"
         held = self.held
         slots = {digest: held.index(digest) for digest in adapters if digest in held}
         for digest, adapter in adapters.items():
             if digest not in slots:
-                slots[digest] = self._slot_to_take(set(slots.values()), keep)
+                slots[digest] = self._slot_to_evict(set(slots.values()), keep)
                 self._put(slots[digest], adapter)
         for digest in adapters:
             self._last_used[slots[digest]] = next(self._clock)
         return slots
 
-    def _slot_to_take(self, taken: Collection[int], keep: Collection[bytes]) -> int:
+    def _slot_to_evict(self, taken: Collection[int], keep: Collection[bytes]) -> int:
         def cost(slot: int) -> tuple[bool, int]:
             adapter = self._held[slot]
             return adapter is not None and adapter.digest in keep, self._last_used[slot]
@@ -74,7 +74,7 @@ class AdapterSlots:
             ranks[slot] = 0
         new = [layer for layer in adapter.matrices if layer not in self.matrices]
         if new:
-            self.matrices = {**self.matrices, **{layer: self._room(layer) for layer in new}}
+            self.matrices = {**self.matrices, **{layer: self._allocate(layer) for layer in new}}
             no_ranks = {layer: torch.zeros(len(self._held), dtype=torch.int64) for layer in new}
             self.ranks = {**self.ranks, **no_ranks}
         for layer, (down, up) in adapter.matrices.items():
@@ -85,7 +85,7 @@ class AdapterSlots:
             self.ranks[layer][slot] = rank
         self._held[slot] = adapter
 
-    def _room(self, layer: str) -> tuple[Tensor, Tensor]:
+    def _allocate(self, layer: str) -> tuple[Tensor, Tensor]:
         num_slots, rank = len(self._held), self._max_rank
         out_features, in_features = layer_shape(self._layers, layer)
         options = {"dtype": self._dtype, "device": self._device}

@@ -172,7 +172,7 @@ def test_a_port_in_use_is_one_line() -> None:
         (["--unknown-fields", "ignore"], "one of error, warn"),
         (["--log-format", "xml"], "one of logfmt, json"),
         (["--cors-origins", "a b"], "texts without spaces"),
-        (["--api-key", "a secret"], "api_key: must be texts without spaces, what was given is not"),
+        (["--api-key", "a secret"], "api_key: must be texts without spaces, the given value is not"),
         (["--api-key", ""], "api_key: must be texts without spaces"),
         (["--model", "./nothing"], "no such folder"),
         (["--max-length", "0"], "max_length: must be"),

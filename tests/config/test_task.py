@@ -53,7 +53,9 @@ def test_sentence_transformers_files_come_before_architectures(tmp_path: Path) -
 @pytest.mark.parametrize("text", ["{", "{}", "[1]", '{"type": "sentence_transformers.models.Transformer"}'])
 def test_modules_that_are_malformed(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"modules\.json: (is not JSON|must be a JSON list of objects)"):
+    with pytest.raises(
+        CheckpointError, match=r"modules\.json: (is not JSON|must be a JSON list with one object per module)"
+    ):
         detect_task(tmp_path, HuggingFaceConfig({}))
 
 

@@ -175,7 +175,7 @@ def test_a_preempted_context_finds_its_own_blocks_and_keeps_its_count() -> None:
 def test_a_slot_from_elsewhere_is_refused() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     context.assign_to_cache(5)
-    with pytest.raises(InputError, match="slot 5, which this KV cache did not give"):
+    with pytest.raises(InputError, match="slot 5, but not by this KV cache"):
         manager.claim(context)
 
 

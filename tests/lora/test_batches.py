@@ -210,7 +210,7 @@ def test_a_batch_of_too_many_adapters_is_refused_before_anything_changes(
 ) -> None:
     pipeline = opened(max_loras=2)
     batch = {name: context_of(PROMPT, adapter=name, request_id=name) for name in ("all", "some", "head")}
-    with pytest.raises(InputError, match=r"uses 3 adapters, and 2 may run at once.*--max-loras"):
+    with pytest.raises(InputError, match=r"uses 3 adapters, and at most 2 can run at once.*--max-loras"):
         pipeline.execute(batch)
     assert not any(context.is_assigned_to_cache for context in batch.values())
     del batch["some"]

@@ -20,7 +20,7 @@ from penstock.config import LoRAConfig
 from penstock.errors import CheckpointError, ConfigError, InputError, UnknownModelError
 from penstock.kernels import LinearSlice, pack_linear
 from penstock.lora import LoRAManager
-from penstock.lora.manager import PATIENCE
+from penstock.lora.manager import MAX_SKIPS
 from penstock.lora.slots import AdapterSlots
 from penstock.pipelines.core import TextContext
 from penstock.weights import Weights
@@ -140,7 +140,7 @@ def test_slots_hold_what_was_asked_for_and_evict_the_oldest(steps: list[list[int
     recent: list[int] = []  # the last used at the end
     for step in steps:
         before = {digest[0] for digest in slots.held if digest}
-        places = slots.place({bytes([i]): adapter(i) for i in step})
+        places = slots.assign({bytes([i]): adapter(i) for i in step})
         assert len(set(places.values())) == len(step)
         for i in step:
             slot = places[bytes([i])]
@@ -195,14 +195,14 @@ def test_names_and_their_limits(make: Callable[..., LoRAManager], tmp_path: Path
     manager = make(2, max_loaded_loras=2)
     assert [name for name, _ in manager.names()] == ["a", "b"]
     path = str(tmp_path / "a")
-    with pytest.raises(InputError, match="2 adapters are loaded, and there may be 2"):
+    with pytest.raises(InputError, match="2 adapters are loaded, and the maximum is 2"):
         manager.load("c", path)
     manager.load("b", path)  # in place of another: no more than before
     manager.unload("a")
     manager.load("c", path)
     assert manager.names() == [("b", path), ("c", path)]
     for name in ("", " x", "x\n", "x" * 257):
-        with pytest.raises(InputError, match="cannot be called"):
+        with pytest.raises(InputError, match="cannot be named"):
             manager.load(name, path)
     with pytest.raises(InputError, match="the base model"):
         manager.load("./base", path)
@@ -266,7 +266,7 @@ def test_a_stream_for_one_adapter_does_not_starve_another(make: Callable[..., Lo
     manager = make(3, max_loras=1)
     running, starved, rival = request("a"), request("b"), request("c")
     assert manager.ready(running)
-    for _ in range(PATIENCE):
+    for _ in range(MAX_SKIPS):
         assert not manager.ready(starved)
         fresh = request("a")
         if manager.ready(fresh):
@@ -285,7 +285,7 @@ def test_who_gives_up_holds_nobody_back(make: Callable[..., LoRAManager]) -> Non
     manager = make(2, max_loras=1)
     assert manager.ready(request("a"))
     starved = request("b")
-    for _ in range(PATIENCE):
+    for _ in range(MAX_SKIPS):
         manager.ready(starved)
     assert not manager.ready(request("a"))
     manager.release(starved)
@@ -295,7 +295,7 @@ def test_who_gives_up_holds_nobody_back(make: Callable[..., LoRAManager]) -> Non
 def test_a_batch_beyond_the_slots_is_refused(make: Callable[..., LoRAManager]) -> None:
     manager = make(3, max_loras=2)
     manager.check([request("a"), request("b"), request("a"), request(None)])
-    with pytest.raises(InputError, match="uses 3 adapters, and 2 may run at once"):
+    with pytest.raises(InputError, match="uses 3 adapters, and at most 2 can run at once"):
         manager.check([request("a"), request("b"), request("c")])
     with pytest.raises(UnknownModelError, match=r"'z' is not served here; served are: ./base, a, b, c"):
         manager.check([request("z")])

@@ -32,7 +32,7 @@ def manager(checkpoint: Path) -> LoRAManager:
 
 @pytest.fixture
 def adapter(adapters: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy of an adapter on all linear layers, to be spoiled."""
+    """A copy of an adapter on all linear layers that a test may damage."""
     return Path(shutil.copytree(adapters["all"], tmp_path / "adapter"))
 
 
@@ -161,7 +161,7 @@ def test_a_retrained_head_is_refused_and_an_unchanged_one_taken(
 def test_a_larger_rank_than_there_is_room_for(checkpoint: Path, manager: LoRAManager, tmp_path: Path) -> None:
     write_adapter(checkpoint, tmp_path, rank_pattern={"up_proj": 9})
     with pytest.raises(
-        UnsupportedFeatureError, match=r"rank 9 .*up_proj, .*room for rank 8: raise --max-lora-rank"
+        UnsupportedFeatureError, match=r"rank 9 .*up_proj, .*the maximum is 8: raise --max-lora-rank"
     ):
         manager.load("x", str(tmp_path))
     edit_config(tmp_path, rank_pattern={"up_proj": 9, "nowhere": 99})
@@ -192,7 +192,7 @@ def test_a_larger_rank_than_there_is_room_for(checkpoint: Path, manager: LoRAMan
             lambda t: t.update(
                 {"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(5, 48)}
             ),
-            r"layers.7.mlp.up_proj, which is no linear layer of the model; the nearest is model.*up_proj$",
+            r"layers.7.mlp.up_proj, which is not a linear layer of the model; the nearest is model.*up_proj$",
         ),
         (
             lambda t: t.update({f"{Q}.lora_A.other.weight": torch.zeros(5, 48)}),
@@ -205,11 +205,11 @@ def test_a_larger_rank_than_there_is_room_for(checkpoint: Path, manager: LoRAMan
         (lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(5, 48).int()}), "not of a float type"),
         (
             lambda t: t[f"{Q}.lora_B.weight"][3].fill_(torch.nan),
-            "lora_B of .*1.self_attn.q_proj .*not finite",
+            "lora_B of .*1.self_attn.q_proj .*NaN or infinite",
         ),
         (
             lambda t: t[f"{Q}.lora_A.weight"][3].fill_(torch.inf),
-            "lora_A of .*1.self_attn.q_proj .*not finite",
+            "lora_A of .*1.self_attn.q_proj .*NaN or infinite",
         ),
         (lambda t: t.clear(), r"42 missing: .* and 34 more"),
     ],
@@ -232,7 +232,7 @@ def test_an_adapter_for_nothing(adapter: Path, load: Callable[[], None]) -> None
 
 def test_tensors_that_the_configuration_leaves_out(adapter: Path, load: Callable[[], None]) -> None:
     edit_config(adapter, target_modules=["q_proj"])
-    with pytest.raises(WeightsError, match=r"has matrices for .*, which its target_modules leave out"):
+    with pytest.raises(WeightsError, match=r"has matrices for .*, which target_modules does not include"):
         load()
 
 
@@ -247,7 +247,7 @@ def test_files_that_are_not_there(adapter: Path, manager: LoRAManager) -> None:
     with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors"):
         manager.load("x", str(adapter))
     (adapter / "adapter_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"is no LoRA adapter: it has no adapter_config.json"):
+    with pytest.raises(CheckpointError, match=r"is not a LoRA adapter: it has no adapter_config.json"):
         manager.load("x", str(adapter))
 
 
@@ -271,7 +271,7 @@ def test_files_that_are_not_there(adapter: Path, manager: LoRAManager) -> None:
             {"target_modules": ["q_proj"], "layers_to_transform": ["0"]},
             "layers_to_transform must be whole numbers",
         ),
-        ({"target_modules": ".*q_proj", "layers_to_transform": [0]}, "goes with a list of target_modules"),
+        ({"target_modules": ".*q_proj", "layers_to_transform": [0]}, "needs a list of target_modules"),
     ],
     ids=str,
 )
