@@ -300,8 +300,8 @@ class KVCacheManager:
         sequence = self._sequences.get(context.cache_seq_id)
         if sequence is None or sequence.request_id != context.request_id:
             raise InputError(
-                f"request {context.request_id} is assigned to slot {context.cache_seq_id}, but not by this KV "
-                "cache: assign slots only with KVCache.claim"
+                f"request {context.request_id} is assigned to slot {context.cache_seq_id}, but not by this "
+                "KV cache: assign slots only with KVCache.claim"
             )
         return sequence
 
@@ -341,7 +341,7 @@ class KVCacheManager:
         sequence.num_full = num_full
 
     def _is_rolled_back(self, context: InputContext, sequence: _Sequence) -> bool:
-        """Return whether the next step would write into committed blocks or needs freed blocks of a window."""
+        """Return whether the next step would write into committed blocks or needs freed blocks."""
         start, num_committed = context.start_idx, sequence.num_full * self.block_size
         if start < num_committed or context.committed_idx < num_committed:
             return True

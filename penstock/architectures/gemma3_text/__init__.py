@@ -1,4 +1,4 @@
-"""Gemma 3, text: the 1B and 270M models, and the larger ones without their vision."""
+"""Gemma 3 text models: 270M, 1B, and the language models of the larger sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: two kinds of layers, each with a rope of its own."""
+    """A ``config.json`` small enough for a test: full and sliding attention, each with its own rotary embedding."""
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",

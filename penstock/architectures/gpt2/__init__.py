@@ -1,4 +1,4 @@
-"""GPT-2, and what was made after it: DistilGPT2, DialoGPT."""
+"""GPT-2 and models of its architecture: DistilGPT2, DialoGPT."""
 
 from __future__ import annotations
 

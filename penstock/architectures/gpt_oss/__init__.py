@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: a window shorter than its prompts in every other layer."""
+    """A ``config.json`` small enough for a test: every other layer has a window shorter than its prompts."""
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",

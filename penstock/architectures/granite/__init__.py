@@ -1,4 +1,4 @@
-"""Granite: Granite 3, dense."""
+"""Granite 3, dense models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: multipliers that no power of two is near."""
+    """A ``config.json`` small enough for a test: multipliers far from powers of two."""
     return {
         "architectures": ["GraniteForCausalLM"],
         "model_type": "granite",

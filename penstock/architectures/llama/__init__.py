@@ -1,4 +1,4 @@
-"""Llama: Llama 1 to 3.3, TinyLlama, SmolLM and all others whose ``model_type`` is ``llama``."""
+"""Llama: Llama 1 to 3.3, TinyLlama, SmolLM and other models with ``model_type`` ``llama``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: grouped heads, sizes that are no powers of two."""
+    """A ``config.json`` small enough for a test: grouped heads, sizes that are not powers of two."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

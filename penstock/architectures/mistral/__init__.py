@@ -1,4 +1,4 @@
-"""Mistral: Mistral 7B, Mistral Nemo, Mistral Small and all others whose ``model_type`` is ``mistral``."""
+"""Mistral: Mistral 7B, Mistral Nemo, Mistral Small and other models with ``model_type`` ``mistral``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mixtral 8x7B, 8x22B and all others whose ``model_type`` is ``mixtral``."""
+"""Mixtral: Mixtral 8x7B, 8x22B and other models with ``model_type`` ``mixtral``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: of five experts each token visits two."""
+    """A ``config.json`` small enough for a test: five experts, two per token."""
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",

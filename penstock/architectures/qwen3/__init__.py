@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: heads wider than E / H, each with its norms."""
+    """A ``config.json`` small enough for a test: head size above E / H, query and key norms per head."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -1,4 +1,4 @@
-"""Qwen 3 with experts: Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder and all others of ``qwen3_moe``."""
+"""Qwen 3 with experts: Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder and other ``qwen3_moe`` models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: a layer without experts between those with them."""
+    """A ``config.json`` small enough for a test: one dense layer between layers with experts."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
