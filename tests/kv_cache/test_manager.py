@@ -399,11 +399,11 @@ def test_a_fork_without_room_changes_nothing() -> None:
     manager.check_integrity()
 
 
-def test_a_fork_of_other_tokens_is_a_mistake_of_ours() -> None:
+def test_a_fork_of_other_tokens_fails() -> None:
     manager = kv_manager(8)
     parent, child = text_context(PROMPT), text_context(PROMPT[::-1])
     advance(manager, parent, 50)
-    with pytest.raises(AssertionError, match="does not begin with the 10 tokens"):
+    with pytest.raises(AssertionError, match="does not begin with the 10 computed tokens"):
         manager.fork(parent, child)
 
 

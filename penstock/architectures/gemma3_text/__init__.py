@@ -7,7 +7,7 @@ from penstock.pipelines.core import PipelineTask
 
 
 def tiny_config() -> dict[str, object]:
-    """A ``config.json`` small enough for a test: full and sliding attention, each with its own rotary embedding."""
+    """A ``config.json`` small enough for a test: full and sliding attention, with separate rotary embeddings."""
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
