@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from support.matrix import items_beyond_cover
 from support.random_draws import (
     RANDOM_FACTOR,
     draw_no_constants_of_modules,
@@ -85,6 +86,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--random"):
         mark_property_tests(items)
+    for item in items_beyond_cover(items):
+        item.add_marker(pytest.mark.slow)
     for item in items:
         for name in ("slow", "peers", "random"):
             if item.get_closest_marker(name) and not config.getoption(name):

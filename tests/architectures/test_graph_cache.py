@@ -84,8 +84,10 @@ def logits_of_a_script(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize(("isa", "encoding"), CASES)
-def test_the_bits_of_an_eager_step(checkpoint: Path, isa: str, encoding: str) -> None:
+@pytest.mark.matrix(strength=1, times=2)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_the_bits_of_an_eager_step(checkpoint: Path, case: tuple[str, str]) -> None:
+    isa, encoding = case
     planned, eager = (opened(checkpoint, isa, encoding, planned=each) for each in (True, False))
     got, expected = logits_of_a_script(planned), logits_of_a_script(eager)
     assert len(got) == len(expected)
@@ -107,6 +109,7 @@ def test_another_back_end_has_no_plans_of_the_first(checkpoint: Path) -> None:
     assert pipeline.session.planned_steps == "none"
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("wanted", list(ReturnHiddenStates))
 def test_hidden_states_are_replayed(checkpoint: Path, wanted: ReturnHiddenStates) -> None:
     states: list[list[torch.Tensor | None]] = []

@@ -61,6 +61,7 @@ def same(operation: Callable[[Ops], Tensor | tuple[Tensor, ...]], ops: Ops) -> N
 # ---- rows ----
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 8), (8, 100), (33, 257), (70, 2048)])
 def test_norms(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
@@ -134,6 +135,7 @@ def test_rotary(ops: Ops, dtype: torch.dtype, dim: int, rotated: int) -> None:
     same(lambda o: o.rotary(q, k, angles.cos(), angles.sin()), ops)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 50), (33, 704)])
@@ -152,6 +154,7 @@ def test_clamped_swish(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> N
     assert (far > 55.9).any() or rows == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("routing", ["all", "all_normed", "chosen"])
 @pytest.mark.parametrize(("rows", "experts", "top"), [(1, 1, 1), (5, 8, 2), (33, 60, 7), (70, 128, 128)])
@@ -256,6 +259,7 @@ ROW_MIXES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("mix", ROW_MIXES)
 @pytest.mark.parametrize(("rank", "inputs"), [(4, 16), (1, 64), (9, 50), (64, 33), (256, 40)])
@@ -390,6 +394,7 @@ MIXES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (5, 1), (20, 1)])
@@ -399,6 +404,7 @@ def test_attention_over_batches(ops: Ops, dtype: torch.dtype, mix: str, heads: i
     same(lambda o: attend(o, q, batch), ops)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [4, 8, 16, 24, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 32, 128])
@@ -408,6 +414,7 @@ def test_attention_over_dimensions(ops: Ops, dtype: torch.dtype, dim: int, block
     same(lambda o: attend(o, q, batch), ops)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 5, 16, 64, 600])
 @pytest.mark.parametrize("mix", ["decode", "prompt", "all at once", "several chunks of keys"])
@@ -452,6 +459,7 @@ def in_bytes(batch: Batch) -> Batch:
     return replace(batch, kv=replace(batch.kv, cache=cache, scales=scales))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (8, 1), (5, 1), (20, 1)])
@@ -461,6 +469,7 @@ def test_attention_over_bytes(ops: Ops, dtype: torch.dtype, mix: str, heads: int
     same(lambda o: attend(o, q, batch), ops)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 16, 24, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 128])
@@ -472,6 +481,7 @@ def test_attention_over_bytes_of_all_dimensions(
     same(lambda o: attend(o, q, batch), ops)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 16, 77, 600])
 @pytest.mark.parametrize("mix", ["decode", "prompt", "several chunks of keys"])
@@ -614,6 +624,7 @@ RULES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("vocabulary", [17, 1000, 32003])
 @pytest.mark.parametrize("dtype", DTYPES)  # equal logits abound in bfloat16

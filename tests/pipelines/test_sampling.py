@@ -28,10 +28,10 @@ def ops(request: pytest.FixtureRequest) -> Ops:
     return compiled
 
 
-def expected_token(logits: np.ndarray, params: SamplingParams, u: float) -> int:
-    """The rule of `Ops.sample` for one row, spelled out."""
+def kept_tokens(logits: np.ndarray, params: SamplingParams) -> tuple[list[int], np.ndarray]:
+    """Return the tokens that the rule of `Ops.sample` keeps, by id, and the sums of their probabilities."""
     if params.temperature == 0 or params.top_k == 1:
-        return int(logits.argmax())
+        return [int(logits.argmax())], np.ones(1)
     scores = logits.astype(np.float64) / np.float64(np.float32(params.temperature))
     probabilities = np.exp(scores - scores.max())
     probabilities /= probabilities.sum()
@@ -46,12 +46,14 @@ def expected_token(logits: np.ndarray, params: SamplingParams, u: float) -> int:
         total += probabilities[token]
     floor = float(np.float32(params.min_p)) * probabilities[kept[0]]
     kept = sorted(token for token in kept if probabilities[token] >= floor)
-    target, total = u * sum(probabilities[token] for token in kept), 0.0
-    for token in kept:
-        total += probabilities[token]
-        if target < total:
-            return token
-    return kept[-1]
+    return kept, np.cumsum([probabilities[token] for token in kept])
+
+
+def expected_tokens(logits: np.ndarray, params: SamplingParams, draws: np.ndarray) -> np.ndarray:
+    """Return the token of one row for each draw: the first one whose sum exceeds the draw's share."""
+    kept, sums = kept_tokens(logits, params)
+    places = np.searchsorted(sums, draws * sums[-1], side="right")
+    return np.array(kept)[np.minimum(places, len(kept) - 1)]
 
 
 def sample(ops: Ops, logits: np.ndarray, params: list[SamplingParams], positions: list[int]) -> list[int]:
@@ -85,7 +87,7 @@ def test_rule(
     params = [one for one, _ in rows]
     positions = [position for _, position in rows]
     expected = [
-        expected_token(row, one, float(uniforms(np.array([one.seed], np.uint64), np.array([position]))[0]))
+        int(expected_tokens(row, one, uniforms(np.array([one.seed], np.uint64), np.array([position])))[0])
         for row, (one, position) in zip(logits, rows, strict=True)
     ]
     assert sample(ops, logits, params, positions) == expected
@@ -127,7 +129,7 @@ def test_distribution(ops: Ops, params: SamplingParams) -> None:
     count, vocabulary = 20_000, 50
     logits = np.random.default_rng(5).normal(0, 1.5, vocabulary).astype(np.float32)
     grid = (np.arange(40_000) + 0.5) / 40_000
-    expected = np.bincount([expected_token(logits, params, u) for u in grid], minlength=vocabulary)
+    expected = np.bincount(expected_tokens(logits, params, grid), minlength=vocabulary)
     drawn = sample(ops, np.tile(logits, (count, 1)), [params] * count, list(range(count)))
     observed = np.bincount(drawn, minlength=vocabulary)
     assert not observed[expected == 0].any()

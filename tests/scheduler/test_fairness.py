@@ -85,8 +85,8 @@ def test_free_places_are_shared_evenly() -> None:
 
 def test_a_client_that_holds_all_places_gives_way_at_once() -> None:
     run = Run()
-    for number in range(128):
-        run.submit(f"a{number}", 4, new=200)
+    for number in range(32):
+        run.submit(f"a{number}", 4, new=60)
     for _ in range(20):
         run.step()
     assert run.running() == {"a": 4}
@@ -138,7 +138,7 @@ def test_one_client_alone_is_never_preempted_for_its_own() -> None:
 def test_requests_one_after_the_other_preempt_once() -> None:
     """After the first one a place is kept free for a while."""
     run = Run()
-    for number in range(40):
+    for number in range(8):
         run.submit(f"a{number}", 4, new=400)
     for _ in range(5):
         run.step()

@@ -70,6 +70,7 @@ def of(lora: LoRAInputs, rows: Tensor) -> LoRAInputs:
     return LoRAInputs(rows, lora.matrices, lora.ranks)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "rank"), [(20, 12), (700, 64), (1500, 16)])
 def test_a_row_is_what_it_is_alone(
@@ -114,6 +115,7 @@ def step(ops: Ops, packed: PackedLinear, lora: LoRAInputs, given: Mapping[str, T
     ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
 @pytest.mark.parametrize(("inputs", "count"), [(33, 1), (33, 6), (700, 1), (700, 8), (700, 60)])
 def test_a_recorded_layer_reads_what_is_there_now(

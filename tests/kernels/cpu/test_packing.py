@@ -57,6 +57,7 @@ def assert_as_defined(ops: CpuOps, encoding: str, weight: Tensor, importance: Te
         assert bits(again) == defined
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "shape", [(1, 1), (64, 64), (65, 2), (70, 33), (63, 31), (130, 515), (200, 4)], ids=str

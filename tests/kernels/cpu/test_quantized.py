@@ -65,6 +65,7 @@ def assert_is_rounded(y: Tensor, expected: Tensor, terms: Tensor) -> None:
     assert bool(((y.float() - expected).abs() <= own * expected.abs() + 2**-21 * terms).all())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products(
@@ -135,6 +136,7 @@ def test_more_rows_than_are_quantised_at_once(ops: CpuOps, encoding: str) -> Non
     assert torch.equal(ops.linear(x[:40], packed), together[:40])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("rows", [5, 40])
 @pytest.mark.parametrize("place", [0, 130])  # in a whole vector, and in the rest of the row

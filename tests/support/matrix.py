@@ -1,0 +1,62 @@
+"""The marker `matrix`: the default run takes a covering subset of a test's parameter sets.
+
+`matrix(strength=2)` keeps a subset in which each pair of values of two parameters occurs; `strength=1` keeps
+one in which each value occurs. `times` is the number of occurrences. The other parameter sets become `slow`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+import pytest
+
+Parameters = tuple[tuple[str, str], ...]  # the name and the representation of each value
+
+
+def items_beyond_cover(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the items with the marker `matrix` that the covering subsets leave out."""
+    functions: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if (
+            isinstance(item, pytest.Function)
+            and hasattr(item, "callspec")
+            and item.get_closest_marker("matrix")
+        ):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    beyond: list[pytest.Item] = []
+    for group in functions.values():
+        marker = group[0].get_closest_marker("matrix")
+        assert marker is not None
+        sets = [tuple((name, repr(value)) for name, value in item.callspec.params.items()) for item in group]
+        kept = cover(sets, **marker.kwargs)
+        beyond += [item for number, item in enumerate(group) if number not in kept]
+    return beyond
+
+
+def cover(sets: Sequence[Parameters], *, strength: int = 2, times: int = 1) -> set[int]:
+    """Return the numbers of parameter sets that together contain each combination `times` times.
+
+    The choice is greedy and deterministic: the next set is the first one with the most missing combinations.
+
+    Args:
+        sets: the parameter sets.
+        strength: the number of parameters of a combination.
+        times: how often each combination occurs in the subset, if it occurs as often in `sets`.
+    """
+    contents = [frozenset(combinations(one, min(strength, len(one)))) for one in sets]
+    available = Counter(combination for content in contents for combination in content)
+    missing = Counter({combination: min(times, count) for combination, count in available.items()})
+    kept: set[int] = set()
+    while missing:
+        gains = {
+            number: sum(combination in missing for combination in content)
+            for number, content in enumerate(contents)
+            if number not in kept
+        }
+        best = max(gains, key=lambda number: gains[number])
+        kept.add(best)
+        missing.subtract(combination for combination in contents[best] if combination in missing)
+        missing = +missing
+    return kept
