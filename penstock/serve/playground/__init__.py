@@ -1,5 +1,7 @@
 """The playground at ``/``: a chat with the served model, and live statistics of the server.
 
+For an embeddings model the page shows the similarity of a few texts in place of the chat.
+
 Plain HTML, CSS and JavaScript modules without a build step. The Content-Security-Policy of the page allows no
 content from other origins. The page uses the public API and one route of its own, `routes.stats`.
 
@@ -8,7 +10,7 @@ content from other origins. The page uses the public API and one route of its ow
     app.js        connects the modules               messages.js   the conversation
     api.js        HTTP, API key, events, errors      tokens.js     log probabilities per token
     dom.js        creates elements from text         panel.js      live statistics
-    snippets.js   a request as curl or Python
+    snippets.js   a request as curl or Python     similarity.js similarity of texts, for embeddings models
 
 No module creates HTML from text. Elements are created one by one and text is inserted as text, so output of
 the model, input of users and file names cannot inject markup.

@@ -26,14 +26,14 @@ export async function getJson(path) {
   return await decoded(response);
 }
 
+/** Sends a POST request and returns the decoded response. */
+export async function postJson(path, body, signal) {
+  return await decoded(await send(path, jsonPost(body, signal)));
+}
+
 /** Sends a POST request and yields the data of each event; returns after `[DONE]`. */
 export async function* postStream(path, body, signal) {
-  const response = await send(path, {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify(body),
-    signal,
-  });
+  const response = await send(path, jsonPost(body, signal));
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const value = JSON.parse(data);
@@ -42,6 +42,13 @@ export async function* postStream(path, body, signal) {
   }
   throw new ApiError("The stream ended before it was complete.");
 }
+
+const jsonPost = (body, signal) => ({
+  method: "POST",
+  headers: { "content-type": "application/json" },
+  body: JSON.stringify(body),
+  signal,
+});
 
 async function send(path, options) {
   const headers = { ...options.headers };

@@ -6,11 +6,13 @@ import { button, byId, copyText, fitHeight } from "./dom.js";
 import { MessageView } from "./messages.js";
 import { Panel } from "./panel.js";
 import { Settings, WrongSetting } from "./settings.js";
+import { SimilarityView } from "./similarity.js";
 import { curl, python } from "./snippets.js";
 import { hideAlternatives } from "./tokens.js";
 
 const EXAMPLES = ["What is a penstock?", "Tell me a story about a river.", "Write a JSON object that describes a cat."];
 const SNIPPETS = { curl, python };
+const CHAT_ONLY = ["log", "composer", "settings", "show-settings", "show-code", "new-chat"];
 const NEAR_END = 80; // pixels; closer to its end, the conversation scrolls with new text
 
 const log = byId("log");
@@ -23,6 +25,7 @@ class App {
     this._language = "curl";
     this._settings = new Settings({ onshade: (shades) => this._shade(shades) });
     this._listen();
+    new SimilarityView({ onerror: (error) => this._onError(error) });
     this._panel = new Panel({ onstate: (state) => this._onState(state) });
   }
 
@@ -125,6 +128,10 @@ class App {
     receiver.end("error");
     if (!(error instanceof ApiError)) console.error(error);
     message.error = error;
+    this._onError(error);
+  }
+
+  _onError(error) {
     if (error.status === 401) this._askForKey(error);
     if (error.code === "model_not_found") this._loadModels();
   }
@@ -223,10 +230,21 @@ class App {
       byId("key-form").hidden = true;
       byId("forget-key").hidden = !key.get();
       this._notice("");
+      this._showTask(data[0]);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (error.status === 401) this._askForKey(error);
       else this._notice(error.message);
+    }
+  }
+
+  /** Shows the chat, or for an embeddings model the similarity of texts. */
+  _showTask({ task, outputs }) {
+    const isEmbedder = task === "embeddings-generation";
+    for (const id of CHAT_ONLY) byId(id).hidden = isEmbedder;
+    byId("similarity").hidden = !isEmbedder || !outputs.includes("dense");
+    if (isEmbedder && byId("similarity").hidden) {
+      this._notice("This model scores texts. Use it through /v1/rerank, /v1/score or /classify.");
     }
   }
 

@@ -26,6 +26,7 @@ _FILES = (
     "messages.js",
     "panel.js",
     "settings.js",
+    "similarity.js",
     "snippets.js",
     "tokens.js",
 )

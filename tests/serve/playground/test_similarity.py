@@ -1,0 +1,126 @@
+"""The similarity page of the playground, run by Node with a fake page and a fake server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.documents import ROOT
+
+from penstock.serve.playground.assets import assets
+
+PLAYGROUND = ROOT / "penstock" / "serve" / "playground"
+FAKE = Path(__file__).parent / "fake_page.js"
+HEAD = """
+import { byId, cells, requests, serve } from "./fake_page.js";
+import { SimilarityView, cosines, textsOf } from "./similarity.js";
+const errors = [];
+const view = new SimilarityView({ onerror: (error) => errors.push(error.status) });
+byId("model").value = "minilm";
+const vectors = { a: [2, 0], b: [0, 3], c: [3, 4] };
+const answer = ({ input }) => [200, {
+  data: input.map((text, index) => ({ index, embedding: vectors[text] })).reverse(),
+  usage: { prompt_tokens: 9 },
+}];
+"""
+
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+
+
+def run(tmp_path: Path, code: str) -> Any:
+    """Return what the code prints as JSON."""
+    for path in [*PLAYGROUND.glob("*.js"), FAKE]:
+        shutil.copy(path, tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "check.js").write_text(HEAD + code)
+    done = subprocess.run(
+        ["node", "check.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_node
+def test_cosines_and_texts(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        'console.log(JSON.stringify([cosines([[2, 0], [3, 4], [0, 0]]), textsOf(" a \\n\\n b\\r\\n")]));',
+    )
+    assert found == [[[1, 0.6, 0], [0.6, 1, 0], [0, 0, 0]], ["a", "b"]]
+
+
+@needs_node
+def test_the_matrix(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        serve(answer);
+        byId("similarity-texts").value = "a\\nb\\nc";
+        await view.compare();
+        const [table] = byId("similarity-matrix").children;
+        const shade = table.children[1].children[0].children[3].attributes["style --part"];
+        const note = byId("similarity-note").textContent;
+        const busy = byId("similarity").attributes["aria-busy"];
+        console.log(JSON.stringify({ rows: cells(table), shade, note, busy, requests, errors }));
+        """,
+    )
+    assert found["rows"] == [
+        ["", "1", "2", "3"],
+        ["1  a", "1.00", "0.00", "0.60"],
+        ["2  b", "0.00", "1.00", "0.80"],
+        ["3  c", "0.60", "0.80", "1.00"],
+    ]
+    assert float(found["shade"]) == pytest.approx(0.6)
+    assert found["note"] == "Cosine similarity, 2 dimensions, 9 tokens."
+    assert found["busy"] == "false"
+    [request] = found["requests"]
+    assert request == {
+        "url": "http://host/prefix/v1/embeddings",
+        "body": {"model": "minilm", "input": ["a", "b", "c"], "encoding_format": "float"},
+        "authorization": "Bearer secret",
+    }
+    assert found["errors"] == []
+
+
+@needs_node
+def test_errors_are_shown(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        """
+        const shown = [];
+        serve(() => [401, { error: { message: "no key", code: "invalid_api_key" } }]);
+        for (const text of ["a", "a\\n".repeat(21), "a\\nb"]) {
+          byId("similarity-texts").value = text;
+          await view.compare();
+          shown.push(byId("similarity-error").textContent);
+        }
+        console.log(JSON.stringify([shown, errors, requests.length]));
+        """,
+    )
+    assert found == [
+        [
+            "Enter 2 to 20 texts, one per line; there are 1.",
+            "Enter 2 to 20 texts, one per line; there are 21.",
+            "no key",
+        ],
+        [401],
+        1,
+    ]
+
+
+def test_all_modules_and_elements_are_served() -> None:
+    paths = {f"/playground/{path.name}" for path in PLAYGROUND.glob("*.js")}
+    assert paths <= set(assets())
+    page = assets()["/"].content.decode()
+    ids = set(re.findall(r'id="([\w-]+)"', page))
+    app = (PLAYGROUND / "app.js").read_text()
+    chat_only = re.search(r"CHAT_ONLY = (\[.*\]);", app)
+    assert chat_only is not None
+    assert set(json.loads(chat_only[1])) <= ids
+    for path in PLAYGROUND.glob("*.js"):
+        assert set(re.findall(r'byId\("([\w-]+)"\)', path.read_text())) <= ids, path.name
