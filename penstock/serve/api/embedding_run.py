@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 from penstock.errors import OverloadedError, PenstockError
 from penstock.pipelines.core import EmbeddingsContext, EmbeddingsResponse
@@ -19,8 +20,8 @@ from penstock.worker.results import Generation
 
 _BATCHES_AT_ONCE = 2
 """Batches of inputs that one request submits at a time: one is computed while the other waits."""
-_RETRY_INTERVAL = 0.01
-"""Seconds between two attempts to submit an input to a full queue, after the first input was accepted."""
+_RETRY_INTERVAL = 0.005
+"""Seconds between two attempts to submit a further input of a request while the queue is too full."""
 
 
 class EmbeddingRun:
@@ -85,12 +86,21 @@ class EmbeddingRun:
 
     async def _submit(self, context: EmbeddingsContext, *, is_first: bool) -> Generation:
         while True:
-            try:
+            if is_first:
                 return self._worker.submit(context)
-            except OverloadedError:
-                if is_first:
-                    raise
+            if self._may_submit():
+                with suppress(OverloadedError):
+                    return self._worker.submit(context)
             await asyncio.sleep(_RETRY_INTERVAL)
+
+    def _may_submit(self) -> bool:
+        """Return whether another input may be submitted now.
+
+        Half of the queue is left to the first inputs of other requests, so that requests with many inputs
+        do not cause their refusal. A request without running inputs may always continue.
+        """
+        worker = self._worker
+        return not self._generations or worker.num_outstanding < worker.max_outstanding // 2
 
     async def _collect(self, index: int) -> None:
         generation = self._generations[index]

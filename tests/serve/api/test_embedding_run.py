@@ -46,16 +46,22 @@ class EmbeddingsEngine(FakeEngine):
         self.num_submitted += 1
         generation = Generation(context.request_id, self._cancel)
         self.running[context.request_id] = (context, generation)
+        self._count()
         return generation
+
+    def _count(self) -> None:
+        self.num_outstanding = len(self.running)
 
     def _cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
         del self.running[request_id]
+        self._count()
 
     def answer(self, count: int = 1, *, last: bool = False) -> None:
         """Answer the oldest inputs, or the youngest, by their number of tokens and first token."""
         for request_id in (list(self.running)[::-1] if last else list(self.running))[:count]:
             context, generation = self.running.pop(request_id)
+            self._count()
             generation.admit(0)
             vector = np.array([context.current_length, context.all_tokens[0]], np.float32)
             generation.add(EmbeddingsResult(request_id, EmbeddingsResponse(vector)))
@@ -162,6 +168,27 @@ async def test_a_full_queue_refuses_new_requests_and_delays_begun_ones(embedder:
         engine.answer()
         await asyncio.sleep(0.02)
     assert (begun.status, engine.num_submitted) == (200, 5)
+
+
+async def test_half_of_the_queue_is_left_to_other_requests(embedder: Path) -> None:
+    served = Served(embedder, engine := EmbeddingsEngine(room=20))
+    engine.max_outstanding = 20
+    large = [served.post(input=inputs(12)) for _ in range(4)]
+    await eventually(lambda: engine.num_outstanding >= 10)
+    await asyncio.sleep(0.1)
+    count = engine.num_outstanding
+    assert count <= 10 + len(large)
+    small = [served.post(input=inputs(1)) for _ in range(3)]
+    await eventually(lambda: engine.num_outstanding == count + 3)
+    engine.answer(3, last=True)
+    for one in small:
+        await one.ended()
+        assert one.status == 200
+    while not all(one.task.done() for one in large):
+        engine.answer()
+        await asyncio.sleep(0.002)
+        assert engine.num_outstanding <= 10 + len(large)
+    assert [one.status for one in large] == [200] * 4
 
 
 async def test_time_limit_and_worker_that_is_not_ready(embedder: Path) -> None:
