@@ -1,0 +1,89 @@
+"""Saved models give the vectors and scores of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.encoders import ENCODERS, save_encoder
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import WordLevel
+
+from penstock import LLM
+
+st = pytest.importorskip("sentence_transformers")
+WORDS = "a the sky is blue green grass red query passage how many colours has it".split()
+SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
+TEXTS = ["the sky is blue", "grass", "how many colours has the green grass and the red sky"]
+POOLINGS = ["cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken", ["mean", "max"]]
+
+
+def save(folder: Path, name: str, head: str, **changes: Any) -> Path:
+    """Save a random model with a tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    (architecture,) = (one for one in ENCODERS if one.name == name)
+    save_encoder(architecture, folder, head, **changes)
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(SPECIAL + WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        unk_token="[UNK]",
+        model_max_length=64,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    ).save_pretrained(folder)
+    return folder
+
+
+def open_llm(folder: Path) -> LLM:
+    return LLM(str(folder), quantization_encoding="float32")
+
+
+@pytest.mark.parametrize("pooling", POOLINGS, ids=str)
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_poolings_dense_normalize_and_prompts(pooling: Any, include_prompt: bool, tmp_path: Path) -> None:
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    transformer = Transformer(str(save(tmp_path / "base", "bert", "")))
+    pooled = Pooling(
+        transformer.get_embedding_dimension(), pooling_mode=pooling, include_prompt=include_prompt
+    )
+    dense = Dense(pooled.get_embedding_dimension(), 20)
+    model = st.SentenceTransformer(
+        modules=[transformer, pooled, dense, Normalize()],
+        prompts={"query": "query how ", "document": "passage "},
+        device="cpu",
+    )
+    model.save(str(tmp_path / "saved"))
+    with open_llm(tmp_path / "saved") as llm:
+        assert llm.pipeline.outputs[0] == "dense"
+        for name in (None, "query", "document"):
+            ours = llm.embed(TEXTS, use_tqdm=False, prompt_name=name)
+            np.testing.assert_allclose(ours, model.encode(TEXTS, prompt_name=name), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "modernbert"])
+@pytest.mark.parametrize("activation", [None, "torch.nn.modules.linear.Identity"])
+def test_cross_encoders(name: str, activation: str | None, tmp_path: Path) -> None:
+    folder = save(tmp_path, name, "ForSequenceClassification", num_labels=1)
+    if activation is not None:
+        config = json.loads((folder / "config.json").read_text())
+        config["sentence_transformers"] = {"activation_fn": activation}
+        (folder / "config.json").write_text(json.dumps(config))
+    model = st.CrossEncoder(str(folder), device="cpu")
+    theirs = model.predict([(TEXTS[0], text) for text in TEXTS])
+    with open_llm(folder) as llm:
+        np.testing.assert_allclose(llm.score(TEXTS[0], TEXTS, use_tqdm=False), theirs, atol=1e-5)
