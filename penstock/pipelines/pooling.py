@@ -31,24 +31,24 @@ def pool(hidden: Tensor, poolings: Sequence[PoolingType], num_unpooled: int = 0)
     Args:
         hidden: the hidden states of the text, special tokens included.
         poolings: their results are concatenated.
-        num_unpooled: leading rows that do not count, such as those of a prompt. ``cls`` is always row 0.
+        num_unpooled: leading rows that do not count, such as those of a prompt.
     """
     rows = hidden.float()
     return torch.cat([_POOLINGS[kind](rows, rows[num_unpooled:]) for kind in poolings])
 
 
-def _weighted_mean(rows: Tensor) -> Tensor:
-    """Return the mean with weights 1, 2, 3, ... (Muennighoff 2022, arXiv:2202.08904)."""
-    weights = torch.arange(1, len(rows) + 1, dtype=torch.float32, device=rows.device)
-    return (rows * weights[:, None]).sum(0) / weights.sum()
+def _weighted_mean(rows: Tensor, counted: Tensor) -> Tensor:
+    """Return the mean with weights 1, 2, 3, ... of all rows (Muennighoff 2022, arXiv:2202.08904)."""
+    weights = torch.arange(len(rows) - len(counted) + 1, len(rows) + 1, device=rows.device).float()
+    return (counted * weights[:, None]).sum(0) / weights.sum()
 
 
 _POOLINGS: Mapping[PoolingType, Callable[[Tensor, Tensor], Tensor]] = {
-    "cls": lambda rows, counted: rows[0],
+    "cls": lambda rows, counted: counted[0],
     "mean": lambda rows, counted: counted.mean(0),
     "max": lambda rows, counted: counted.amax(0),
     "mean_sqrt_len": lambda rows, counted: counted.sum(0) / len(counted) ** 0.5,
-    "weighted_mean": lambda rows, counted: _weighted_mean(counted),
+    "weighted_mean": _weighted_mean,
     "last_token": lambda rows, counted: counted[-1],
 }
 
