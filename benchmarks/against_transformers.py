@@ -1,15 +1,17 @@
-"""Penstock and transformers at the same work, in turn: A B A B, medians and ratios.
+"""Compare Penstock with transformers on the same workloads. The two alternate (A B A B).
 
     python benchmarks/against_transformers.py                    # a 134 M Llama of random weights, bfloat16
     python benchmarks/against_transformers.py --shape l1b --pairs 3 --json out.json
 
-Three works, greedy, end of sequence ignored, prompts fresh and random, prefix cache off:
+Sampling is greedy, end of sequence is ignored, prompts are random and new in every run, and the prefix cache
+is off. There are three workloads:
 
-    decode     one prompt of 128 tokens and 64 more: tokens/s after the first
+    decode     one prompt of 128 tokens, 64 new tokens: tokens/s after the first token
     prefill    one prompt of 1024 tokens: tokens/s
-    batch      32 prompts of 256 tokens and 64 more each: output tokens/s over the whole run
+    batch      32 prompts of 256 tokens, 64 new tokens each: output tokens/s over the whole run
 
-What matters is the ratio: absolute figures are those of the machine in that minute. It should be idle.
+Figures are medians. Compare the ratios: absolute figures vary with the load of the machine, which should be
+idle.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ VOCABULARY = SHAPES["l110m"]["vocab_size"]
 
 @dataclass(frozen=True)
 class Work:
-    """A number of prompts of a length, and how many tokens each is to gain."""
+    """A workload: the number of prompts, their length, and the number of new tokens per prompt."""
 
     name: str
     prompts: int
@@ -47,7 +49,7 @@ class Work:
     new: int
 
     def tokens_per_second(self, first: float, whole: float) -> float:
-        """The figure that names this work, from the time to the first token and the time of all."""
+        """Return the workload's figure from the seconds to the first token and the seconds of the run."""
         if self.name == "prefill":
             return self.length / first
         if self.name == "decode":
@@ -60,7 +62,7 @@ Engine = Callable[[Work, int], float]
 
 
 def main() -> None:
-    """Runs what the command line asks for and prints a table."""
+    """Run the workloads of the command line and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,7 +90,7 @@ def main() -> None:
 
 
 def compare(work: Work, ours: Engine, theirs: Engine, pairs: int) -> dict[str, Any]:
-    """One work on both engines in turn, after a warm-up of each."""
+    """Run a workload on both engines alternately, after one warm-up run of each."""
     ours(work, 0), theirs(work, 0)
     found = [(ours(work, seed), theirs(work, seed)) for seed in range(1, pairs + 1)]
     ratios = [a / b for a, b in found]

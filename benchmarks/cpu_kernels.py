@@ -1,10 +1,11 @@
-"""Times the CPU kernels against plain torch, in turn (A B A B), and prints medians.
+"""Time the CPU kernels against plain torch and print medians. The two sides alternate (A B A B).
 
-    python benchmarks/cpu_kernels.py [name ...]     # those whose name contains one of these
+    python benchmarks/cpu_kernels.py [name ...]     # cases whose name contains one of these strings
 
-With OMP_NUM_THREADS=1 it counts the thread's CPU time, which other processes on the machine disturb little.
-Ratios mean something; absolute times move with the machine. GB/s counts the bytes an operation must read
-(weights, cached keys and values); 48 MB of weights and more are used in turn, so that no cache holds them.
+With OMP_NUM_THREADS=1 the script measures the thread's CPU time, which other processes disturb little.
+Compare the ratios: absolute times vary with the load of the machine. GB/s counts the bytes that an operation
+must read (weights, cached keys and values). At least 48 MB of weights are used in rotation, so that they do
+not fit the CPU caches.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MIN_PAIRS = 7
 
 @dataclass(frozen=True)
 class Case:
-    """One operation, ours and theirs."""
+    """One operation in Penstock and in the implementation it is compared with."""
 
     name: str
     ours: Callable[[], object]
@@ -64,7 +65,7 @@ def cases() -> Iterator[Case]:
 
 
 def linears() -> Iterator[Case]:
-    """Against torch's product on the rows of the checkpoint, and on its own packed form, where it has one."""
+    """Compare with torch's product on unpacked weights, and on oneDNN's packed weights if available."""
     ops = _ops()
     for dtype in (torch.bfloat16, torch.float32):
         for inputs, outputs in ((2048, 2560), (2048, 11264), (5632, 2048), (8192, 2048), (768, 768)):
@@ -85,7 +86,7 @@ def linears() -> Iterator[Case]:
 
 
 def _torch_linears(x: Tensor, weights: list[Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Torch's ways to multiply x with each of the weights in turn."""
+    """Yield the name and call of each torch implementation. Each call uses the next of ``weights``."""
     rows = cycle(weights)
     yield "F.linear", lambda: F.linear(x, next(rows))
     if torch.backends.mkldnn.is_available() and len(x) >= 16:
@@ -225,7 +226,7 @@ def _sdpa(q: Tensor, pairs: Tensor, batch: int, new_rows: int, mask: Tensor | No
 
 
 def _mask(new_rows: int, length: int) -> Tensor | None:  # [new_rows, length]
-    """What the last rows of a text see of it, where ``is_causal`` would have them at its beginning."""
+    """Return the mask of the last ``new_rows`` positions, or None if ``is_causal`` gives the same mask."""
     if new_rows in (1, length):
         return None
     return torch.ones(new_rows, length, dtype=torch.bool).tril(length - new_rows)

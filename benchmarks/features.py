@@ -1,22 +1,24 @@
-"""What each feature costs: the same work with and without it, in turn: A B A B, medians and ratios.
+"""Measure the cost of each feature: the same work with and without it, alternating (A B A B).
 
     python benchmarks/features.py                          # a 134 M Llama of random weights, bfloat16
     python benchmarks/features.py --only steps --batch 1 --encoding int8 --pairs 9
     python benchmarks/features.py --only lora grammar --batch 1 32 --json out.json
 
-The work: ``--batch`` prompts of 128 tokens and 32 more each, greedy, no end of sequence, prefix cache off.
+The work is ``--batch`` prompts of 128 tokens with 32 new tokens each. Sampling is greedy, end of sequence is
+ignored, and the prefix cache is off.
 
-    sampling       temperature, top-p, three penalties, a bias
-    logprobs       of the generated tokens and five in place of each
-    echo           of the prompt's tokens too
-    grammar        a JSON schema that goes on without end
-    lora           every prompt with one of four adapters of rank 16, on all linear layers
-    n              four answers a prompt, against four times as many prompts
-    beams          four beams, against four times as many prompts
-    prefix         the second time a prompt is seen, against the first; cache on
-    steps          as many steps a call as take a moment, against one
+    sampling       temperature, top-p, three penalties, a logit bias
+    logprobs       log probabilities of each generated token and of five alternatives
+    echo           log probabilities of the prompt tokens too
+    grammar        a JSON schema that allows an answer of any length
+    lora           each prompt uses one of four adapters of rank 16 on all linear layers
+    n              four answers per prompt, compared with four times as many prompts
+    beams          four beams, compared with four times as many prompts
+    prefix         the second run of a prompt, compared with the first; prefix cache on
+    steps          several decode steps per call (the default), compared with one step per call
 
-Costs are ratios of seconds, feature over plain: 1.00 is free. The machine should be idle.
+The cost is the ratio of seconds with the feature to seconds without it: 1.00 is free. Figures are medians.
+The machine should be idle.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ Run = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a feature is measured on."""
+    """The model on which features are measured."""
 
     folder: str
     shape: str
@@ -58,14 +60,14 @@ class Setting:
     def llm(self, **config: Any) -> LLM:
         return LLM(self.folder, quantization_encoding=self.encoding, **config)
 
-    @cache  # noqa: B019  # there is one setting a run
+    @cache  # noqa: B019  # a run has one setting
     def plain(self) -> LLM:
-        """Loaded once, for all features that need nothing else."""
+        """Return the model without extra configuration. It is loaded once and shared by the features."""
         return self.llm(enable_prefix_caching=False)
 
 
 def main() -> None:
-    """Runs what the command line asks for and prints each row of the table as it is measured."""
+    """Measure the features of the command line and print each row when it is complete."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -102,7 +104,7 @@ def main() -> None:
 
 
 def compare(name: str, setting: Setting, batch: int, pairs: int) -> dict[str, Any]:
-    """One feature and plain work in turn, after a warm-up of each."""
+    """Run the work with and without a feature alternately, after one warm-up run of each."""
     plain, featured = FEATURES[name](setting, batch)
     plain(0), featured(0)
     found = [(timed(lambda: plain(seed)), timed(lambda: featured(seed))) for seed in range(1, pairs + 1)]  # noqa: B023
@@ -123,7 +125,7 @@ def prompts(batch: int, seed: int) -> list[list[int]]:
 
 
 def with_options(params: dict[str, Any] | None = None, **options: Any) -> Callable[..., tuple[Run, Run]]:
-    """A feature that is a matter of the call alone."""
+    """Return a factory of the two runs of a feature that needs only sampling parameters or call options."""
 
     def make(setting: Setting, batch: int) -> tuple[Run, Run]:
         llm = setting.plain()
@@ -153,7 +155,7 @@ def lora(setting: Setting, batch: int) -> tuple[Run, Run]:
 def n(setting: Setting, batch: int) -> tuple[Run, Run]:
     llm = setting.llm()
     params = SamplingParams(**{**PLAIN, "temperature": 1.0, "top_k": 0})
-    return (  # other prompts than the feature's, or they would be cached
+    return (  # the two runs use different prompts: otherwise the second would hit the prefix cache
         lambda seed: llm.generate(prompts(COPIES * batch, 1000 + seed), params, use_tqdm=False),
         lambda seed: llm.generate(prompts(batch, seed), params, use_tqdm=False, n=COPIES),
     )
@@ -188,7 +190,7 @@ def steps(setting: Setting, batch: int) -> tuple[Run, Run]:
 
 
 def write_adapter(folder: Path, name: str, shape: dict[str, int], seed: int) -> Path:
-    """A PEFT directory of random matrices for every linear layer of a Llama."""
+    """Write a PEFT directory with random matrices for every linear layer of a Llama model."""
     path = folder / name
     path.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": "all-linear"}
@@ -215,7 +217,7 @@ def write_adapter(folder: Path, name: str, shape: dict[str, int], seed: int) -> 
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One whose tokens spell text, for the grammar: bytes, then words that nothing merges to."""
+    """Write a tokenizer whose tokens spell text, which grammars need: bytes, then words without merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

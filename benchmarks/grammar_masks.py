@@ -1,12 +1,12 @@
-"""What grammars cost a step: the masks of a batch, and the question what they force.
+"""Measure the cost of grammars per step: the masks of a batch, and the search for forced tokens.
 
-    python benchmarks/grammar_masks.py TOKENIZER                  # its folder; a large vocabulary tells more
+    python benchmarks/grammar_masks.py TOKENIZER                  # a folder, best with a large vocabulary
     python benchmarks/grammar_masks.py TOKENIZER --batch 32 --steps 200 --json out.json
     python benchmarks/grammar_masks.py TOKENIZER --backends llguidance   # without the extra xgrammar
 
-No model runs. Each context is fed the tokens of a document that its JSON schema allows, from another place
-than its neighbours, as a batch would stand after a while. Each back end is timed in turn. llguidance fills
-the rows of a batch in up to four threads. The machine should be idle.
+No model runs. Each context receives the tokens of a document that its JSON schema allows. The contexts start
+at different positions of their documents, as in a batch of a running server. The back ends are timed one
+after the other. llguidance fills the rows of a batch in up to four threads. The machine should be idle.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WORKLOADS: list[tuple[dict[str, Any], Any]] = [
 
 
 def main() -> None:
-    """Runs what the command line asks for and prints a table."""
+    """Time the back ends of the command line and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,15 +83,15 @@ def main() -> None:
 
 
 def _timed(tokenizer: TextTokenizer, backend: str, batch: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of each compilation, and of the masks and the forced tokens of each step."""
+    """Return the seconds of each compilation, and of the masks and the forced tokens of each step."""
     config = StructuredOutputConfig(compile_timeout=600.0, backend=backend)
     grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, config=config)
-    seconds: dict[str, list[float]] = {"compile": [], "masks": [], "certain": []}
+    seconds: dict[str, list[float]] = {"compile": [], "masks": [], "forced": []}
     rows = []
     for place in range(batch):
         start = time.perf_counter()
         rows.append(_Row(tokenizer, grammars, place))
-        if 0 < place < len(WORKLOADS):  # the first one reads the tokenizer
+        if 0 < place < len(WORKLOADS):  # the first compilation also reads the tokenizer
             seconds["compile"].append(time.perf_counter() - start)
     contexts, sequences = [row.context for row in rows], np.arange(batch)
     for _ in range(steps):
@@ -100,7 +100,7 @@ def _timed(tokenizer: TextTokenizer, backend: str, batch: int, steps: int) -> di
         filled = time.perf_counter()
         for context in contexts:
             forced_tokens(context, 64, tokenizer.vocab_size)
-        seconds["certain"].append(time.perf_counter() - filled)
+        seconds["forced"].append(time.perf_counter() - filled)
         seconds["masks"].append(filled - start)
         for row in rows:
             row.step()
@@ -108,7 +108,7 @@ def _timed(tokenizer: TextTokenizer, backend: str, batch: int, steps: int) -> di
 
 
 class _Row:
-    """A context that walks through a document again and again."""
+    """A context that repeats a document from beginning to end."""
 
     def __init__(self, tokenizer: TextTokenizer, grammars: GrammarCompiler, place: int) -> None:
         schema, document = WORKLOADS[place % len(WORKLOADS)]
@@ -128,7 +128,7 @@ class _Row:
             self.step()
 
     def step(self) -> None:
-        """Takes the next token of the document, or begins again."""
+        """Accept the next token of the document. Resets the matcher at the document's end."""
         matcher = self.context.matcher
         assert matcher is not None
         if self._next == len(self._tokens):

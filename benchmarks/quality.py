@@ -1,14 +1,14 @@
-"""What each encoding does to a model: perplexity, mean KL divergence, agreement on the most probable token.
+"""Measure how each encoding changes a model: perplexity, mean KL divergence, agreement of the top-1 token.
 
     python benchmarks/quality.py                                  # the embedded model
     python benchmarks/quality.py demo /models/small --json quality.json
     python benchmarks/quality.py /models/one-billion --tokens 8192 --text-file ordinary.txt
 
-On up to three kinds of text: sampled from the model in float32 at temperature 1 with fixed seeds, through
-`LLM`; for the embedded model, documents that its training held out; and the text of a file. Each encoding
-is held against float32 and against bfloat16. Beside them stands "4 bits, plain": every linear
-layer but the head rounded to 4 bits in groups of 32 by the group's largest weight, activations left in
-bfloat16: what int4 must be no worse than.
+The script uses up to three kinds of text: text that `LLM` samples from the model in float32 at temperature 1
+with fixed seeds; for the embedded model, documents held out from its training; and the text of a file. Each
+encoding is compared with float32 and with bfloat16. The row "4 bits, plain" is the baseline for int4: every
+linear layer except the head is rounded to 4 bits in groups of 32, scaled by the group's largest weight, and
+activations stay bfloat16. int4 must be no worse than this row.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from against_transformers import machine
 from penstock import LLM
 from penstock.bench.quality import Quality, compare_all, sample_texts, write_rounded
 
-sys.path.append(str(Path(__file__).parent.parent / "tools"))  # where the demo's text is made
+sys.path.append(str(Path(__file__).parent.parent / "tools"))  # demo_corpus is there
 
 ENCODINGS = ("float32", "bfloat16", "int8", "int4")
 REFERENCES = ("float32", "bfloat16")
 PLAIN = "4 bits, plain"
 LENGTH = 512
-HELD_OUT_SEED = 1_000_004  # that of the figures in the model's card
+HELD_OUT_SEED = 1_000_004  # the seed of the figures in the model card
 
 
 def main() -> None:
-    """Runs what the command line asks for and prints tables."""
+    """Measure the models of the command line and print tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="*", default=["demo"])
     parser.add_argument("--tokens", type=int, default=24 * 1024)
-    parser.add_argument("--text-file", type=Path, help="a UTF-8 text to measure too, up to --tokens of it")
+    parser.add_argument("--text-file", type=Path, help="also measure up to --tokens of this UTF-8 file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
@@ -51,7 +51,7 @@ def main() -> None:
     found = []
     for model in options.models:
         if model != "demo" and not Path(model).is_dir():
-            print(f"\n{model}: is not there, skipped")
+            print(f"\n{model}: skipped, no such folder")
             continue
         found += measure(model, options.tokens, options.seed, options.threads, options.text_file)
     if options.json:
@@ -61,7 +61,7 @@ def main() -> None:
 def measure(
     model: str, tokens: int, seed: int, threads: int | None, text_file: Path | None = None
 ) -> list[dict[str, Any]]:
-    """All encodings of one model on all its texts."""
+    """Measure all encodings of a model on all of its texts."""
     exact = open_model(model, "float32", threads)
     length = min(LENGTH, exact.pipeline.memory_plan.max_length)
     texts = {
@@ -100,7 +100,7 @@ def open_model(model: str, encoding: str, threads: int | None) -> LLM:
 
 
 def first_token(llm: LLM) -> int:
-    """What texts begin with: the token for it, or that between two texts."""
+    """Return the first token of each text: the BOS token, else the padding or EOS token, else 0."""
     config = llm.config.model.huggingface_config
     for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
         if isinstance(token := config.get(key), int):
@@ -109,7 +109,7 @@ def first_token(llm: LLM) -> int:
 
 
 def texts_of_file(llm: LLM, file: Path, tokens: int, length: int) -> list[list[int]]:
-    """Return up to ``tokens`` tokens of a file, in rows of ``length`` that begin as every text does."""
+    """Return up to ``tokens`` tokens of a file, in rows of ``length`` that begin with `first_token`."""
     found = llm.tokenizer.backend.encode(file.read_text("utf-8"), add_special_tokens=False).ids[:tokens]
     start = first_token(llm)
     rows = [[start, *found[place : place + length - 1]] for place in range(0, len(found), length - 1)]
@@ -119,7 +119,7 @@ def texts_of_file(llm: LLM, file: Path, tokens: int, length: int) -> list[list[i
 
 
 def held_out_texts(llm: LLM, tokens: int) -> list[list[int]]:
-    """Documents of the kind that the embedded model was trained on, none of which it was trained on."""
+    """Return documents of the demo corpus that are held out from the embedded model's training."""
     from demo_corpus.tokens import Encoder, Packer
 
     packer = Packer(Encoder(llm.tokenizer.backend), HELD_OUT_SEED, held_out=True, distinct=True)

@@ -1,20 +1,22 @@
-"""The same work through HTTP and through `LLM`, in turn: A B C A B C, medians and ratios.
+"""Compare HTTP requests with calls of `LLM` on the same work. The variants alternate (A B C A B C).
 
-    python benchmarks/serve_against_llm.py                      # the embedded model, whole and streamed
+    python benchmarks/serve_against_llm.py                # the embedded model, streamed and not streamed
     python benchmarks/serve_against_llm.py --shape l1b --pairs 3 --prompts 32 --new 32 --json out.json
 
-32 requests at a time, prompts of fresh random tokens, greedy, end of sequence ignored. The server is one
-process and its worker another, on this machine; the client is in this process, and takes its share too.
+32 requests run concurrently. Prompts are new random tokens, sampling is greedy, and end of sequence is
+ignored. The server and its worker are two processes on this machine. The client runs in this process and also
+uses CPU time.
 
-A ratio is the throughput through HTTP over that of `LLM` just before. Besides it the processor's time for
-a token: where others load the machine, they tell more than the clock.
+A ratio is the throughput through HTTP divided by the throughput of `LLM` in the same round. The CPU time per
+token is printed too: it is more reliable than wall time if other processes load the machine. Figures are
+medians.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "100")  # as in the server's worker, and read when torch is imported
+os.environ.setdefault("GOMP_SPINCOUNT", "100")  # as in the server's worker; torch reads it at import
 
 import argparse
 import asyncio
@@ -45,26 +47,26 @@ CONCURRENCY = 32
 
 @dataclass(frozen=True)
 class Run:
-    """One engine's turn."""
+    """One run of one variant."""
 
     seconds: float
     tokens: int
     processor_seconds: list[float]
-    """Of this process, the server's and its worker's."""
+    """CPU seconds of this process, of the server and of its worker."""
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
     @property
     def costs(self) -> list[float]:
-        """The processor's milliseconds for a token, of each process."""
+        """CPU milliseconds per token of each process."""
         return [1000 * seconds / self.tokens for seconds in self.processor_seconds]
 
 
 def main() -> None:
-    """Runs what the command line asks for and prints a table."""
+    """Run the comparison of the command line and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,18 +86,18 @@ def main() -> None:
         rows = compare(options, model, vocabulary)
     report = {"machine": machine(), "options": {**vars(options), "json": None}, "rows": rows}
     print(f"{report['machine']}\n{options.shape}, {options.prompts} prompts of {options.length}, "
-          f"{options.new} more each, {options.pairs} rounds")  # fmt: skip
+          f"{options.new} new tokens each, {options.pairs} rounds")  # fmt: skip
     for row in rows:
         spread = f"{row['ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})"
         client, *rest = row["costs"]
-        shares = f"{client:.3f} here, {rest[0]:.3f} server, {rest[1]:.3f} worker"
-        print(f"{row['how']:10}{row['speed']:8.0f} tokens/s, ratio {spread}; processor, ms a token: {shares}")
+        shares = f"{client:.3f} client, {rest[0]:.3f} server, {rest[1]:.3f} worker"
+        print(f"{row['how']:10}{row['speed']:8.0f} tokens/s, ratio {spread}; CPU ms per token: {shares}")
     if options.json:
         options.json.write_text(json.dumps(report, indent=2))
 
 
 def compare(options: argparse.Namespace, model: str, vocabulary: int) -> list[dict[str, Any]]:
-    """All ways in turn, after a round that does not count."""
+    """Run all variants in turn. The first round is a warm-up and does not count."""
     llm = LLM(model, max_batch_size=CONCURRENCY)
     with server(model) as (url, server_pid):
         client = HttpClient(url)
@@ -107,19 +109,19 @@ def compare(options: argparse.Namespace, model: str, vocabulary: int) -> list[di
             return sum(len(output.token_ids) for output in outputs)
 
         def through_http(prompts: list[list[int]], *, stream: bool) -> int:
-            asking = RequestTemplate(
+            template = RequestTemplate(
                 endpoint=options.endpoint, model="demo", output_length=options.new, stream=stream
             )
             given = prompts if options.endpoint == "completions" else [f"{one}" for one in prompts]
-            bodies = [asking.body(index, prompt) for index, prompt in enumerate(given)]
+            bodies = [template.body(index, prompt) for index, prompt in enumerate(given)]
             found = loop.run_until_complete(
-                measure(client, asking.path, bodies, Load(concurrency=CONCURRENCY))
+                measure(client, template.path, bodies, Load(concurrency=CONCURRENCY))
             )
             errors = {one.error for one in found.outcomes} - {None}
             assert not errors, errors
             return sum(one.completion_tokens for one in found.outcomes)
 
-        ways: dict[str, Callable[[list[list[int]]], int]] = {
+        variants: dict[str, Callable[[list[list[int]]], int]] = {
             "LLM": through_llm,
             "whole": lambda prompts: through_http(prompts, stream=False),
             "streamed": lambda prompts: through_http(prompts, stream=True),
@@ -128,17 +130,17 @@ def compare(options: argparse.Namespace, model: str, vocabulary: int) -> list[di
         rounds = []
         for number in range(options.pairs + 1):
             turn = {}
-            for place, (name, way) in enumerate(ways.items()):
+            for place, (name, variant) in enumerate(variants.items()):
                 draw = np.random.default_rng(100 * number + place)
                 prompts = draw.integers(3, vocabulary, (options.prompts, options.length)).tolist()
-                turn[name] = timed(way, prompts, pids)
+                turn[name] = timed(variant, prompts, pids)
             rounds.append(turn)
         client.close()
-    return [row_of(name, rounds[1:]) for name in ways]
+    return [row_of(name, rounds[1:]) for name in variants]
 
 
 def row_of(name: str, rounds: list[dict[str, Run]]) -> dict[str, Any]:
-    """One way's figures."""
+    """Return the figures of one variant."""
     ratios = [turn[name].speed / turn["LLM"].speed for turn in rounds]
     return {
         "how": name,
@@ -152,41 +154,41 @@ def row_of(name: str, rounds: list[dict[str, Run]]) -> dict[str, Any]:
     }
 
 
-def timed(way: Callable[[list[list[int]]], int], prompts: list[list[int]], pids: list[int]) -> Run:
-    """One turn by the clock, and by the processor's clock of some processes."""
+def timed(variant: Callable[[list[list[int]]], int], prompts: list[list[int]], pids: list[int]) -> Run:
+    """Run one variant. Measures wall time and the CPU time of the processes."""
     before, start = [processor_seconds(pid) for pid in pids], time.perf_counter()
-    tokens = way(prompts)
+    tokens = variant(prompts)
     seconds = time.perf_counter() - start
     spent = [processor_seconds(pid) - earlier for pid, earlier in zip(pids, before, strict=True)]
     return Run(seconds, tokens, spent)
 
 
 def processor_seconds(pid: int) -> float:
-    """User and system time of a process, so far."""
+    """Return the user and system time that a process has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that a process has started: of the server, its worker."""
+    """Return the child processes of a process. The server has one child, its worker."""
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @contextmanager
 def server(model: str) -> Iterator[tuple[str, int]]:
-    """A server in a process of its own: its address and process."""
+    """Run a server in a separate process. Yields its address and process id."""
     command = [sys.executable, "-m", "penstock", "serve", "--model", model, "--served-model-name", "demo",
                "--port", "0", "--max-batch-size", str(CONCURRENCY), "--no-access-log"]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            said = []
+            printed = []
             for line in process.stderr:
-                said.append(line)
+                printed.append(line)
                 if found := re.search(r"serving .* at (http://\S+)", line):
                     break
             else:
-                sys.exit("the server did not start:\n" + "".join(said))
+                sys.exit("the server did not start:\n" + "".join(printed))
             yield found[1], process.pid
         finally:
             process.terminate()

@@ -1,19 +1,19 @@
-"""Plain decoding and drafting from the text itself, in turn: A B C A B C, medians and ratios.
+"""Compare plain decoding with n-gram speculation. The methods alternate (A B C A B C).
 
     python benchmarks/speculation.py                       # a 134 M Llama of random weights, bfloat16
     python benchmarks/speculation.py --pairs 3 --batch 1 8 --json out.json
 
-Random weights write no text that repeats, so what the model says is dictated: behind each forward the logit
-of the token that stands next in a given answer is raised above all others. Forward, sampling and bookkeeping
-do all that they always do; only which token wins is known beforehand. The answers are texts:
+A model with random weights does not generate repeating text. Therefore the answer is forced: after each
+forward, the logit of the next token of a given answer is raised above all others. Forward, sampling and
+bookkeeping run as usual. The prompts and answers are texts:
 
-    edit       a source file of this package with one name changed throughout, behind the file itself
-    summary    every third sentence of a page of the documentation, behind the page
-    fresh      another page, behind an unrelated one: what speculation costs where it has nothing to find
+    edit       prompt: a source file of this package; answer: the same file with one name replaced
+    summary    prompt: a page of the documentation; answer: every third sentence of the page
+    fresh      prompt: one page; answer: an unrelated page. Shows the cost of speculation without matches
 
-Three ways: ``plain``, ``adaptive`` (what ``--speculative-method ngram`` does) and ``fixed`` (always 8 drafts,
-``--no-adaptive-speculation``). Times are those of whole answers, the prompt's included. What matters is the
-ratio; the machine should be idle.
+There are three methods: ``plain``, ``adaptive`` (``--speculative-method ngram``) and ``fixed`` (always 8
+draft tokens, ``--no-adaptive-speculation``). Times cover the whole request, prefill included. Figures are
+medians. Compare the ratios; the machine should be idle.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from penstock.weights.hub import resolve_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_PROMPT, MAX_ANSWER = 800, 400
-WAYS = ("plain", "adaptive", "fixed")
+METHODS = ("plain", "adaptive", "fixed")
 
 
 def main() -> None:
-    """Runs what the command line asks for and prints each row of the table as it is measured."""
+    """Measure the workloads of the command line and print each row when it is complete."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="l110m")
     parser.add_argument("--works", nargs="+", choices=list(texts()), default=list(texts()))
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
-    parser.add_argument("--new", type=int, default=200, help="tokens of an answer at most")
+    parser.add_argument("--new", type=int, default=200, help="maximum number of answer tokens")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -79,31 +79,31 @@ def main() -> None:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Return the printed line of a row."""
     line = f"{row['work']:8} batch {row['batch']:2}  plain {row['plain']:6.1f} tokens/s"
-    for way in WAYS[1:]:
-        found = row[way]
+    for method in METHODS[1:]:
+        found = row[method]
         line += (
-            f"   {way} x{found['ratio']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f}), "
-            f"{found['acceptance_rate']:.0%} accepted, {found['mean_tokens']:.1f} a step"
+            f"   {method} x{found['ratio']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f}), "
+            f"{found['acceptance_rate']:.0%} accepted, {found['mean_tokens']:.1f} tokens per step"
         )
     return line
 
 
 def compare(llm: LLM, work: str, batch: int, new: int, pairs: int) -> dict[str, Any]:
-    """One work in all ways in turn, after a warm-up of each."""
+    """Run a workload with all methods in turn, after one warm-up run of each."""
     prompt, answer = tokens_of(work)
     answer = answer[:new]
-    run = dictating(llm, prompt, answer, batch)
-    for way in WAYS:
-        run(way)
-    found = [{way: run(way) for way in WAYS} for _ in range(pairs)]
+    run = forced_runs(llm, prompt, answer, batch)
+    for method in METHODS:
+        run(method)
+    found = [{method: run(method) for method in METHODS} for _ in range(pairs)]
     row: dict[str, Any] = {"work": work, "batch": batch, "prompt": len(prompt), "answer": len(answer)}
     row["plain"] = statistics.median(batch * len(answer) / one["plain"][0] for one in found)
-    for way in WAYS[1:]:
-        ratios = [one["plain"][0] / one[way][0] for one in found]
-        stats = found[-1][way][1]
-        row[way] = {
+    for method in METHODS[1:]:
+        ratios = [one["plain"][0] / one[method][0] for one in found]
+        stats = found[-1][method][1]
+        row[method] = {
             "ratio": statistics.median(ratios),
             "lowest": min(ratios),
             "highest": max(ratios),
@@ -113,30 +113,33 @@ def compare(llm: LLM, work: str, batch: int, new: int, pairs: int) -> dict[str, 
     return row
 
 
-def dictating(
+def forced_runs(
     llm: LLM, prompt: list[int], answer: list[int], batch: int
 ) -> Callable[[str], tuple[float, SpeculationStats]]:
-    """Runs the prompt ``batch`` times side by side to the end of the answer: seconds, and what drafts did."""
+    """Return a function that runs ``batch`` copies of the prompt to the end of the answer with one method.
+
+    The function returns the seconds and the statistics of speculation.
+    """
     pipeline, model = llm.pipeline, llm.pipeline.model
-    undictated = type(model).execute
+    original_execute = type(model).execute
     text = torch.tensor([*prompt, *answer, 0])
     params = SamplingParams(max_new_tokens=len(answer), ignore_eos=True, detokenize=False)
 
     def execute(inputs: Any) -> Any:
-        outputs = undictated(model, inputs)
+        outputs = original_execute(model, inputs)
         following = (inputs.positions[inputs.logit_rows] + 1).clamp(max=len(text) - 1)
         logits = outputs.logits.scatter(1, text[following][:, None], 1e4)
         is_single = outputs.next_token_logits is not None
         return replace(outputs, logits=logits, next_token_logits=logits if is_single else None)
 
-    def run(way: str) -> tuple[float, SpeculationStats]:
+    def run(method: str) -> tuple[float, SpeculationStats]:
         policies = {"plain": None, "adaptive": AdaptiveDraftLength(8), "fixed": FixedDraftLength(8)}
-        pipeline.proposer = None if way == "plain" else NGramProposer()
-        pipeline.draft_lengths = policies[way]
+        pipeline.proposer = None if method == "plain" else NGramProposer()
+        pipeline.draft_lengths = policies[method]
         pipeline.speculation_stats = SpeculationStats()
         outputs: list[Any] = []
         seconds = timed(lambda: outputs.extend(llm.generate([prompt] * batch, params, use_tqdm=False)))
-        assert all(output.token_ids == answer for output in outputs), "not what was dictated"
+        assert all(output.token_ids == answer for output in outputs), "not the forced answer"
         return seconds, pipeline.speculation_stats
 
     model.execute = execute  # type: ignore[method-assign]
@@ -144,7 +147,7 @@ def dictating(
 
 
 def texts() -> dict[str, tuple[str, str]]:
-    """Prompt and answer of each work."""
+    """Return the prompt and the answer of each workload."""
     code = (ROOT / "penstock" / "dtype.py").read_text()
     page, other = ((ROOT / "docs" / name).read_text() for name in ("architecture.md", "compatibility.md"))
     sentences = re.split(r"(?<=[.:])\s+", page[:3000])

@@ -1,1 +1,1 @@
-"""Penstock and the other engines at the same work, in turn: ``python -m benchmarks.peers --help``."""
+"""Comparison of Penstock with other engines on the same workloads: ``python -m benchmarks.peers --help``."""

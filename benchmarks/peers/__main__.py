@@ -1,13 +1,13 @@
-"""Penstock and another engine at the same work, in turn.
+"""Compare Penstock with another engine on the same workloads. The engines run alternately.
 
     python -m benchmarks.peers setup llama_cpp
     python -m benchmarks.peers run llama_cpp --shape l1b --encoding int4 --works decode --works prefill
     python -m benchmarks.peers table *.json
     python -m benchmarks.peers plot *.json --out peers.png
 
-Greedy, end of sequence ignored, prompts fresh and random, prefix cache and speculation off. Each engine is a
-process of its own, started by the Python of its virtual environment, and stopped while the other one runs.
-The machine should do nothing else.
+Sampling is greedy, end of sequence is ignored, prompts are random and new in every run, prefix cache and
+speculation are off. Each engine is a separate process, started by the Python of its virtual environment. It
+is stopped (SIGSTOP) while the other engine runs. The machine should be idle.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def _venvs(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.group(help=__doc__, context_settings={"max_content_width": 120})
 def main() -> None:
-    """The command line."""
+    """Define the command group."""
 
 
 @main.command()
 @click.argument("names", metavar="PEER...", nargs=-1, required=True, type=click.Choice(list(PEERS)))
 @_venvs
 def setup(names: tuple[str, ...], venvs: Path) -> None:
-    """Makes the virtual environments of peers from the package index. Some take many minutes."""
+    """Create the virtual environments of peers from the package index. Some take many minutes."""
     venvs.mkdir(parents=True, exist_ok=True)
     for name in names:
         set_up(PEERS[name], venvs)
@@ -61,12 +61,24 @@ def setup(names: tuple[str, ...], venvs: Path) -> None:
 @main.command()
 @click.argument("name", metavar="PEER", type=click.Choice(list(PEERS)))
 @click.option("--shape", default="l110m", show_default=True, help="l110m, l1b, or the path of a config.json.")
-@click.option("--encoding", default="bfloat16", show_default=True, help="Penstock's.")
-@click.option("--peer-encoding", help="In the peer's words, where it is to be another than Penstock's.")
-@click.option("--works", type=click.Choice(list(WORKLOADS)), multiple=True, default=("decode", "prefill"))
-@click.option("--batch", type=click.IntRange(min=1), default=32, show_default=True, help="Prompts of batch.")
+@click.option("--encoding", default="bfloat16", show_default=True, help="Penstock's encoding.")
 @click.option(
-    "--context", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of a long prompt."
+    "--peer-encoding", help="The peer's own name of its encoding. Default: the closest to --encoding."
+)
+@click.option("--works", type=click.Choice(list(WORKLOADS)), multiple=True, default=("decode", "prefill"))
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Prompts of the workload batch.",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    help="Prompt tokens of long.",
 )
 @click.option("--pairs", type=click.IntRange(min=1), default=7, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=os.cpu_count(), show_default="all cores")
@@ -87,19 +99,19 @@ def run(
     plot_path: Path | None,
     venvs: Path,
 ) -> None:
-    """Runs works on Penstock and on a peer in turn, and prints medians and ratios."""
+    """Run workloads on Penstock and on a peer alternately, and print medians and ratios."""
     peer = PEERS[name]
     theirs = peer_encoding or peer.encodings.get(encoding)
     if theirs is None:
         known = ", ".join(f"{ours} ({word})" for ours, word in peer.encodings.items())
-        raise click.UsageError(f"{name} has nothing to set against {encoding}: it has {known}")
+        raise click.UsageError(f"{name} has no encoding to compare with {encoding}; it has {known}")
     if not python_of(venvs / name).exists():
-        raise click.UsageError(f"{name} is not installed: `python -m benchmarks.peers setup {name}` does it")
+        raise click.UsageError(f"{name} is not installed; run `python -m benchmarks.peers setup {name}`")
     chosen = [sized(WORKLOADS[work], batch=batch, context=context) for work in works]
     source = checkpoint(shape, venvs / "checkpoints")
     model = converted(peer, theirs, source, venvs)
     ours = {"OMP_NUM_THREADS": str(threads)}
-    if "cold" in works:  # as the peers' models are converted ahead
+    if "cold" in works:  # the peers' models are converted beforehand too
         ours["XDG_CACHE_HOME"] = str(venvs / "penstock")
         pack(source, encoding, ours)
     load = {
@@ -130,7 +142,7 @@ def run(
         vocabulary=vocabulary_of(source),
         pairs=pairs,
         probe=probe,
-        told=lambda text: click.echo(text, err=True),
+        log=lambda text: click.echo(text, err=True),
     )
     found = compare(chosen, contest)
     report: dict[str, Any] = {
@@ -160,7 +172,7 @@ _JSON_FILES = click.argument(
 @main.command()
 @_JSON_FILES
 def table(files: tuple[Path, ...]) -> None:
-    """Prints one Markdown table of what several runs wrote with --json."""
+    """Print one Markdown table of the reports that runs wrote with --json."""
     click.echo(table_of(_read(files)), nl=False)
 
 
@@ -168,7 +180,7 @@ def table(files: tuple[Path, ...]) -> None:
 @_JSON_FILES
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True)
 def plot_files(files: tuple[Path, ...], out: Path) -> None:
-    """Draws the ratios of several runs into one PNG file."""
+    """Draw the ratios of several runs into one PNG file."""
     plot(_read(files), out)
 
 

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Everything that docs/performance.md says of the peers: one JSON file a comparison, a table, a plot.
+# Measure all comparisons with peers in docs/performance.md: one JSON file per comparison, a table, a plot.
 #
 #     benchmarks/peers/all.sh OUT [PAIRS]
 #
-# The machine must do nothing else. A file that is there already is not measured again: to go on after a stop,
-# run it again; to measure one anew, delete it. With 7 pairs on two slow cores: decode and prefill take half an
-# hour, cold starts 10 minutes, batches one hour, long contexts and memory another.
+# The machine must be idle. The script skips comparisons whose file exists: to continue after an interruption,
+# run it again; to repeat a comparison, delete its file. With 7 pairs on two slow cores, decode and prefill take
+# half an hour, cold starts 10 minutes, batches one hour, and long contexts and memory one hour.
 set -eu
 out=${1:?where to put the JSON files}
 pairs=${2:-7}
@@ -19,7 +19,7 @@ contest() { # NAME PEER SHAPE OPTIONS...
 }
 
 steps="--works decode --works prefill"
-# shellcheck disable=SC2086 # several words each
+# shellcheck disable=SC2086 # $steps holds several words
 for shape in l1b l110m; do
     for encoding in bfloat16 int8 int4; do
         for peer in llama_cpp openvino; do
@@ -42,7 +42,7 @@ for encoding in bfloat16 int8; do
     contest "l1b-$encoding-openvino-batch" openvino l1b --encoding $encoding --works batch
 done
 
-pairs=3 # their runs are long, and spread little
+pairs=3 # these runs are long and vary little
 for encoding in bfloat16 int8 int4; do
     for peer in llama_cpp openvino; do
         contest "l1b-$encoding-$peer-long" $peer l1b --encoding $encoding --works long

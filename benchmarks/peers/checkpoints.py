@@ -1,4 +1,4 @@
-"""The same weights for every engine: a checkpoint of random ones, and what a peer's tools make of it."""
+"""A checkpoint of random weights, and its conversion for each engine by the engine's own tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.bench.random_weights import config_of_shape, write_random_checkpoi
 from penstock.errors import InputError
 
 _POSITIONS = 8192
-_MORE = {  # what only Penstock has defaults for
+_DEFAULTS = {  # keys that peers require; Penstock has defaults for them
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
@@ -35,19 +35,19 @@ sys.exit(api.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ct
 
 
 def checkpoint(shape: str, folder: Path) -> Path:
-    """The folder of a checkpoint of random weights, written if it is not there yet.
+    """Return the folder of a checkpoint of random weights. Writes the checkpoint if it does not exist.
 
     Args:
-        shape: as `config_of_shape` has it.
-        folder: where all checkpoints are.
+        shape: a shape as in `config_of_shape`.
+        folder: the parent folder of all checkpoints.
 
     Raises:
-        InputError: there is no such shape.
+        InputError: the shape is unknown.
     """
     target = folder / Path(shape).name
     if not (target / "complete").exists():
         target.mkdir(parents=True, exist_ok=True)
-        config = {**_MORE, **config_of_shape(shape), "max_position_embeddings": _POSITIONS}
+        config = {**_DEFAULTS, **config_of_shape(shape), "max_position_embeddings": _POSITIONS}
         config.setdefault("architectures", [_ARCHITECTURES[config["model_type"]]])
         write_random_checkpoint(target, config)
         described = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0"}
@@ -58,28 +58,28 @@ def checkpoint(shape: str, folder: Path) -> Path:
 
 
 def vocabulary_of(folder: Path) -> int:
-    """How many tokens the model of a checkpoint knows."""
+    """Return the vocabulary size of a checkpoint."""
     return int(json.loads((folder / "config.json").read_text())["vocab_size"])
 
 
 def sentencepiece_model() -> bytes:
-    """The shortest tokenizer that llama.cpp's converter takes; it fills up the vocabulary by itself."""
+    """Return the shortest tokenizer that llama.cpp's converter accepts. The converter pads the vocabulary."""
     pieces = [("<unk>", _UNKNOWN), ("<s>", _CONTROL), ("</s>", _CONTROL), ("t", _NORMAL)]
     return b"".join(_piece(text.encode(), kind) for text, kind in pieces)
 
 
 def _piece(text: bytes, kind: int) -> bytes:
-    """A protocol buffer: field 1 of the model, with the fields text, score and kind."""
+    """Return a piece as a protocol buffer: field 1 of the model, with the fields text, score and kind."""
     body = b"\x0a" + bytes([len(text)]) + text + b"\x15" + struct.pack("<f", 0.0) + b"\x18" + bytes([kind])
     return b"\x0a" + bytes([len(body)]) + body
 
 
 def converted(peer: Peer, encoding: str, source: Path, venvs: Path) -> Path:
-    """What a peer loads for a checkpoint in one of its encodings, made by its own tools if it is not there.
+    """Return the path that a peer loads for a checkpoint in an encoding. Converts the checkpoint if needed.
 
     Raises:
-        CalledProcessError: a tool failed, and has said why.
-        InputError: the tools are another peer's, which is not installed.
+        CalledProcessError: a conversion tool failed. The tool printed the reason.
+        InputError: the conversion needs the tools of a peer that is not installed.
     """
     if peer.name == "llama_cpp":
         return _gguf(encoding, source, venvs)
@@ -91,10 +91,10 @@ def converted(peer: Peer, encoding: str, source: Path, venvs: Path) -> Path:
 
 
 def pack(source: Path, encoding: str, environment: dict[str, str]) -> None:
-    """Has Penstock keep its packed weights of a checkpoint, in the cache that the environment names.
+    """Let Penstock write its packed weights of a checkpoint to the cache folder set in ``environment``.
 
     Raises:
-        CalledProcessError: it failed, and has said why.
+        CalledProcessError: the command failed. It printed the reason.
     """
     command = [sys.executable, "-m", "penstock", "warm-cache", "--pack", "--model", str(source)]
     command += ["--quantization-encoding", encoding]
@@ -106,7 +106,7 @@ def _gguf(encoding: str, source: Path, venvs: Path) -> Path:
     plain, wanted = source / "bf16.gguf", source / f"{encoding}.gguf"
     if not wanted.exists() and not python.exists():
         raise InputError(
-            f"{wanted} is made by llama.cpp's tools: `python -m benchmarks.peers setup llama_cpp` first"
+            f"llama.cpp's tools write {wanted}: run `python -m benchmarks.peers setup llama_cpp` first"
         )
     if not plain.exists():
         part = plain.with_suffix(".part")
@@ -121,7 +121,7 @@ def _gguf(encoding: str, source: Path, venvs: Path) -> Path:
 
 
 def _converter(source: Path) -> Path:
-    """The script in the source distribution, unpacked beside it."""
+    """Return llama.cpp's conversion script. Unpacks the source distribution if needed."""
     name = "*/vendor/llama.cpp/convert_hf_to_gguf.py"
     if not (found := sorted(source.glob(name))):
         (packed,) = source.glob("*.tar.gz")

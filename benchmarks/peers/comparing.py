@@ -1,4 +1,4 @@
-"""Two engines at the same work in turn, A B A B: every pair has prompts of its own, the same for both."""
+"""Alternating runs of two engines (A B A B). Each pair of runs has new prompts, the same for both engines."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ Probe = Callable[[], dict[str, float]]
 
 @dataclass(frozen=True)
 class Contest:
-    """Who plays, and by which rules."""
+    """The two engines and the settings of a comparison."""
 
     ours: Opener
     theirs: Opener
     vocabulary: int
     pairs: int
     probe: Probe
-    """Asked before each pair."""
-    told: Callable[[str], None]
-    """What there is to say meanwhile."""
+    """Measures the machine before each pair."""
+    log: Callable[[str], None]
+    """Prints progress."""
 
 
 def compare(works: Sequence[Work], contest: Contest) -> dict[str, Any]:
-    """The rows of all works, and the versions of both engines.
+    """Return the rows of all workloads and the versions of both engines.
 
-    Works on loaded engines come first and share them; each has a warm-up that does not count. Those that
-    start afresh run once uncounted too, which leaves the files in the page cache.
+    Workloads on loaded engines run first and share the engines. Each workload has a warm-up run that does not
+    count. For workloads that start a new process, the warm-up run brings the files into the page cache.
 
     Raises:
-        EngineError: one of them failed.
+        EngineError: an engine failed.
     """
     rows: list[dict[str, Any]] = []
     versions: dict[str, dict[str, str]] = {}
@@ -59,7 +59,7 @@ def compare(works: Sequence[Work], contest: Contest) -> dict[str, Any]:
 
 
 def _noting(versions: dict[str, dict[str, str]], name: str, opener: Opener) -> Opener:
-    """``opener``, that also notes under ``name`` which versions the engine is made of."""
+    """Wrap ``opener`` so that it also stores the engine's versions in ``versions[name]``."""
 
     @contextmanager
     def opened(watch_memory: bool) -> Iterator[Engine]:
@@ -81,7 +81,7 @@ def _rows(work: Work, runners: Sequence[Runner], contest: Contest, random: Rando
         machine = contest.probe()
         results = [runner(prompts) for runner in runners]
         figures = " ".join(f"{value:.4g}" for one in results for value in one.figures.values())
-        contest.told(f"{work.name} {pair or 'warm-up'}: {figures}")
+        contest.log(f"{work.name} {pair or 'warm-up'}: {figures}")
         if pair:
             found.append(results)
             probes.append(machine)
@@ -91,13 +91,13 @@ def _rows(work: Work, runners: Sequence[Runner], contest: Contest, random: Rando
 def row_of(
     work: Work, of: str, found: Sequence[Sequence[Result]], probes: Sequence[Mapping[str, float]]
 ) -> dict[str, Any]:
-    """The row of one figure of a work: both engines' runs, their medians and the ratio of each pair.
+    """Return the row of one figure of a workload: the runs of both engines, their medians and the ratio.
 
     Args:
-        work: that was done.
-        of: which of its figures.
-        found: a pair of results for each pair of runs: ours and theirs.
-        probes: what the machine gave before each pair.
+        work: the workload.
+        of: the name of the figure.
+        found: for each pair of runs, the results of Penstock and of the peer.
+        probes: the measurement of the machine before each pair.
     """
     ours, theirs = ([pair[side].figures[of] for pair in found] for side in (0, 1))
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]

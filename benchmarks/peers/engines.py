@@ -1,4 +1,4 @@
-"""An engine as a child process, loaded and waiting for its turn."""
+"""An engine that runs as a child process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any, Self
 from benchmarks.peers.processes import PeakMemory, stop_all
 
 ROOT = Path(__file__).parents[2]
-_LAST_LINES = 30  # of what a failed engine printed
+_LAST_LINES = 30  # lines of a failed engine's log in the error message
 _OPENMP = ("OMP_", "GOMP_", "KMP_")
 
 
 class EngineError(Exception):
-    """An engine ended, or said what is no answer."""
+    """An engine ended, or its answer is invalid."""
 
 
 def _inherited() -> dict[str, str]:
@@ -28,21 +28,21 @@ def _inherited() -> dict[str, str]:
 
 
 class Engine:
-    """A driver run by the Python of a virtual environment; a context manager that ends it.
+    """A driver that runs in the Python of a virtual environment. As a context manager, it ends the process.
 
-    Between two requests it is stopped, threads and children too: engines whose threads spin while they wait
-    would take the cores from the other one.
+    Between two requests, the process and its children are stopped (SIGSTOP). Otherwise an engine whose
+    threads spin while they wait would take CPU time from the other engine.
 
     Args:
-        command: that starts the driver.
-        load: what it is to load: the fields of its ``Settings``.
-        environment: variables on top of this process's own, of which those that tune OpenMP are left out:
-            what suits one engine may halve the speed of another.
-        log: where what it prints goes.
-        watch_memory: sample it from the start; costs some of the speed.
+        command: the command that starts the driver.
+        load: the load request: the fields of the driver's ``Settings``.
+        environment: environment variables of the driver, added to those of this process. The driver does not
+            inherit variables that tune OpenMP: a value that suits one engine may halve the speed of another.
+        log: the file for the driver's output.
+        watch_memory: sample the memory from the start. This costs some speed.
 
     Raises:
-        EngineError: it failed to load; names the log.
+        EngineError: the engine failed to load. The message names the log.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Engine:
                 text=True,
                 cwd=ROOT,
                 env={**_inherited(), "PYTHONPATH": str(ROOT), **environment},
-                start_new_session=True,  # its own children end with it
+                start_new_session=True,  # a signal to the group reaches its children too
             )
         self._memory = PeakMemory(self._process.pid) if watch_memory else None
         try:
@@ -82,14 +82,14 @@ class Engine:
 
     @property
     def process_id(self) -> int:
-        """Of the driver, which leads a session of its own."""
+        """Process id of the driver. The driver leads its own session."""
         return self._process.pid
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """One run: ``tokens``, ``first``, ``num_first`` and ``seconds``.
+        """Run one request. Returns ``tokens``, ``first``, ``num_first`` and ``seconds``.
 
         Raises:
-            EngineError: it failed, or made fewer tokens than it was asked for.
+            EngineError: the engine failed, or did not return ``new_tokens`` tokens for each prompt.
         """
         answer = self._ask({"do": "generate", "prompts": prompts, "new_tokens": new_tokens})
         lengths = {len(tokens) for tokens in answer["tokens"]}
@@ -101,16 +101,16 @@ class Engine:
         return answer
 
     def seconds_since_start(self) -> float:
-        """Since the process was started."""
+        """Return the seconds since the process was started."""
         return perf_counter() - self._started
 
     def peak_bytes(self) -> int:
-        """The most memory that it and its children held at once, no file standing behind it."""
-        assert self._memory is not None, "asked for at the start"
+        """Return the peak of the anonymous memory of the process and its children."""
+        assert self._memory is not None, "the engine needs watch_memory=True"
         return self._memory.stop()
 
     def close(self) -> None:
-        """Ends the process and all that it has started."""
+        """End the process and its children."""
         if self._memory is not None:
             self._memory.stop()
         assert self._process.stdin is not None
@@ -132,8 +132,8 @@ class Engine:
             line = ""
         if not line:
             code = self._process.wait()
-            said = "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-            raise EngineError(f"the engine ended with {code}; the end of {self.log}:\n{said}")
+            end = "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+            raise EngineError(f"the engine ended with {code}; the end of {self.log}:\n{end}")
         self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         return answer

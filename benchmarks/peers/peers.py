@@ -1,4 +1,4 @@
-"""Which engines there are: their drivers, their virtual environments, what they call an encoding."""
+"""The table of peer engines: their drivers, virtual environments and encodings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.peers.engines import ROOT
 DEFAULT_FOLDER = Path.home() / ".cache" / "penstock-peers"
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 
-# vLLM's metadata name packages that pull in builds for GPUs and that text needs none of.
+# vLLM's metadata lists these packages. They install GPU builds, and text generation does not need them.
 _VLLM_WITHOUT = ("torch", "torchaudio", "torchvision", "torchcodec", "setuptools")
 _VLLM_NEEDS = f"""
 import importlib.metadata
@@ -33,19 +33,19 @@ class Peer:
 
     name: str
     driver: str
-    """Its module in `benchmarks.peers.drivers`."""
+    """The driver's module in `benchmarks.peers.drivers`."""
     package: str
-    """Whose version names it."""
+    """The package whose version is the engine's version."""
     encodings: Mapping[str, str]
-    """Penstock's encoding -> what it is compared with, in the peer's words."""
+    """Penstock's encoding -> the peer's name of the encoding it is compared with."""
     installs: Sequence[Sequence[str]] = ()
-    """Arguments of ``pip install``, in turn."""
+    """Arguments of successive ``pip install`` commands."""
     removes: Sequence[str] = ()
-    """What must go again."""
+    """Packages to uninstall afterwards."""
     preload: str = ""
-    """A library in the virtual environment that the engine's own pages say must come first."""
+    """A library in the virtual environment to preload, as the engine's documentation requires."""
     build: Mapping[str, str] = field(default_factory=dict)
-    """Environment of the installation."""
+    """Environment variables of ``pip install``."""
 
 
 PEERS: Mapping[str, Peer] = {
@@ -64,9 +64,15 @@ PEERS: Mapping[str, Peer] = {
             "llama-cpp-python",
             {"bfloat16": "bf16", "int8": "Q8_0", "int4": "Q4_0"},
             [
-                # Built here, for this very processor: a wheel from elsewhere may know no AVX-512.
+                # Built from source for this CPU: a wheel may lack AVX-512.
                 ["--no-cache-dir", "--no-binary", "llama-cpp-python", "llama-cpp-python"],
-                ["torch", "transformers", "gguf", "sentencepiece", "protobuf"],  # its converter's needs
+                [
+                    "torch",
+                    "transformers",
+                    "gguf",
+                    "sentencepiece",
+                    "protobuf",
+                ],  # for its converter
             ],
             build={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
         ),
@@ -76,7 +82,7 @@ PEERS: Mapping[str, Peer] = {
             "openvino-genai",
             {"bfloat16": "fp16", "int8": "int8", "int4": "int4"},
             [["openvino-genai", "optimum-intel", "nncf", "torch"]],
-            removes=["torchvision"],  # one built for another PyTorch breaks the export, which needs none
+            removes=["torchvision"],  # the export does not need it, and a build for another PyTorch breaks it
         ),
         Peer(
             "vllm",
@@ -90,7 +96,7 @@ PEERS: Mapping[str, Peer] = {
             "max",
             "max",
             "max",
-            {"float32": "float32", "int4": "q4_k"},  # on a CPU it has no bfloat16 and no int8
+            {"float32": "float32", "int4": "q4_k"},  # no bfloat16 or int8 on CPUs
             [["torch", "numpy"], ["max[all]"]],
         ),
     ]
@@ -98,24 +104,24 @@ PEERS: Mapping[str, Peer] = {
 
 
 def environment_of(peer: Peer, folder: Path, threads: int) -> dict[str, str]:
-    """What a peer's process gets on top of this one's variables; ``folder`` is that of all environments."""
+    """Return the extra environment variables of a peer's process. ``folder`` has all virtual environments."""
     preload = {"LD_PRELOAD": str(folder / peer.name / peer.preload)} if peer.preload else {}
     return {"OMP_NUM_THREADS": str(threads), **preload}
 
 
 def python_of(folder: Path) -> Path:
-    """The interpreter of a virtual environment."""
+    """Return the interpreter of a virtual environment."""
     return folder / "bin" / "python"
 
 
 def set_up(peer: Peer, folder: Path) -> None:
-    """Makes a peer's virtual environment from the package index; what is there is brought up to date.
+    """Create or update a peer's virtual environment from the package index.
 
-    pip reads its own settings: where its index has PyTorch for CUDA first, name one with builds for CPUs in
-    ``PIP_EXTRA_INDEX_URL`` or ``PIP_FIND_LINKS``.
+    pip reads its own settings. If its index prefers CUDA builds of PyTorch, set ``PIP_EXTRA_INDEX_URL`` or
+    ``PIP_FIND_LINKS`` to a source of CPU builds.
 
     Raises:
-        CalledProcessError: pip failed, and has said why.
+        CalledProcessError: pip failed. It printed the reason.
     """
     venv = folder / peer.name
     if not python_of(venv).exists():
@@ -129,7 +135,7 @@ def set_up(peer: Peer, folder: Path) -> None:
             [python_of(venv), "-c", _VLLM_NEEDS], check=True, capture_output=True, text=True
         ).stdout.split("\n")
         _pip(venv, "install", [need for need in needs if need] + ["torch"], peer.build)
-    if peer.name == "llama_cpp":  # whose wheel lacks the converter
+    if peer.name == "llama_cpp":  # the wheel lacks the converter
         source = folder / "llama_cpp.source"
         source.mkdir(exist_ok=True)
         _pip(venv, "download", ["--no-deps", "--no-binary", ":all:", "-d", str(source), peer.package], {})

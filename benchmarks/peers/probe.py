@@ -1,4 +1,4 @@
-"""What the machine gives in this minute: beside every figure stands the memory's speed and the product's."""
+"""Measurement of the machine's current speed: memory bandwidth and matrix products. Reports list both."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _TRIES = 3
 
 
 def probe() -> dict[str, float]:
-    """Reads a quarter of a gigabyte and multiplies bfloat16 matrices of 1536, with all threads of torch.
+    """Read 256 MiB and multiply bfloat16 matrices of 1536 x 1536 with all threads of torch.
 
-    The best of three tries each, ``gb_s`` and ``tflop_s``; some 100 ms in all.
+    Returns the best of three tries as ``gb_s`` and ``tflop_s``. Takes about 100 ms.
     """
     import torch
 

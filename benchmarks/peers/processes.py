@@ -1,4 +1,4 @@
-"""What processes hold, read from ``/proc``: a process and all that descend from it."""
+"""Memory of a process and its descendants, read from ``/proc``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
-_PATIENCE = 10.0  # seconds that an engine has to end by itself
+_EXIT_TIMEOUT = 10.0  # seconds until an engine that does not exit is killed
 _SAMPLES_PER_SECOND = 50
 
 
 def family(pid: int) -> list[int]:
-    """The process and its descendants; those that are there now."""
+    """Return the ids of a process and of its running descendants."""
     children = defaultdict(list)
     for folder in Path("/proc").glob("[0-9]*"):
         if fields := _stat(int(folder.name)):
@@ -28,12 +28,15 @@ def family(pid: int) -> list[int]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory of the whole family that no file stands behind. Shared memory counts once per process."""
+    """Return the anonymous memory of a process and its descendants.
+
+    Shared memory counts once per process.
+    """
     total = 0
     for one in family(pid):
         try:
             lines = Path(f"/proc/{one}/status").read_text().splitlines()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
         for line in lines:
             if line.startswith(("RssAnon:", "RssShmem:")):
@@ -42,7 +45,7 @@ def anonymous_bytes(pid: int) -> int:
 
 
 class PeakMemory:
-    """The largest `anonymous_bytes` of a family so far, looked at 50 times a second until `stop`."""
+    """The peak of `anonymous_bytes` of a process, sampled 50 times per second until `stop`."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -52,7 +55,7 @@ class PeakMemory:
         self._thread.start()
 
     def stop(self) -> int:
-        """Bytes; a second call says the same again."""
+        """Stop sampling and return the peak in bytes. Further calls return the same value."""
         self._end.set()
         self._thread.join()
         return self._bytes
@@ -65,9 +68,9 @@ class PeakMemory:
 
 
 def stop_all(process: subprocess.Popen[str]) -> None:
-    """Waits for a process that leads a session of its own; kills the session where it does not end."""
+    """Wait for a process that leads its own session. Kills the session after a timeout."""
     with suppress(subprocess.TimeoutExpired):
-        process.wait(_PATIENCE)
+        process.wait(_EXIT_TIMEOUT)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -76,7 +79,7 @@ def stop_all(process: subprocess.Popen[str]) -> None:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of ``/proc/PID/stat`` from the state on; empty where the process has ended."""
+    """Return the fields of ``/proc/PID/stat`` from the state on; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

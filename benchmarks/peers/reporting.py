@@ -1,4 +1,4 @@
-"""What a comparison found, for people: a Markdown table as docs/performance.md has it, and a plot."""
+"""Reports of comparisons: the Markdown table of docs/performance.md, and a plot."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _RULE = "|---|---|---|---:|---|---:|---:|---|"
 
 
 def table_of(reports: Sequence[Report]) -> str:
-    """A Markdown table, a row for each figure; the best ratio of a column's peers is left to the reader.
+    """Return a Markdown table with a row per figure.
 
-    Figures are medians, and so is the ratio: of the pairs' own ratios, with the lowest and the highest.
-    Beside each stand the GB/s and the TFLOP/s that the machine gave before the pairs, medians too.
+    Figures are medians. The ratio is the median of the ratios of the pairs, with the lowest and the highest.
+    Each row has the medians of the GB/s and TFLOP/s that the machine reached before the pairs.
     """
     lines = [_HEAD, _RULE]
     for report in reports:
@@ -39,14 +39,14 @@ def table_of(reports: Sequence[Report]) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits and more, without an exponent."""
+    """Format a value with at least three digits and without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def plot(reports: Sequence[Report], path: Path) -> None:
-    """Draws the ratios of all figures, the spread of their pairs and the line of equals.
+    """Draw the ratios of all figures, the spread of their pairs and a line at ratio 1.
 
-    Where less is better the ratio is turned round: to the right is always better for Penstock.
+    Ratios of figures where less is better are inverted: a longer bar is always better for Penstock.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ def plot(reports: Sequence[Report], path: Path) -> None:
         for row in report["rows"]
     ]
     figure = Figure(figsize=(9, 1.5 + 0.32 * len(bars)), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a screen
+    FigureCanvasAgg(figure)  # needs no display
     axes = figure.subplots()
     for place, (_, _, row) in enumerate(bars):
         middle, low, high = better_to_the_right(row)
@@ -68,12 +68,12 @@ def plot(reports: Sequence[Report], path: Path) -> None:
     labels = [f"{name} / {report['peer']} {report['peer_encoding']}" for name, report, _ in bars]
     axes.set_yticks(range(len(bars)), labels)
     axes.invert_yaxis()
-    axes.set_xlabel("Penstock's figure by the peer's: median of pairs, lowest to highest")
+    axes.set_xlabel("Penstock / peer: median of pairs, lowest to highest")
     figure.savefig(path, dpi=120)
 
 
 def better_to_the_right(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    """The ratio, its lowest and its highest, such that more is better."""
+    """Return the ratio, its lowest and its highest value, inverted if less is better."""
     if row["less_is_better"]:
         return 1 / row["ratio"], 1 / row["highest"], 1 / row["lowest"]
     return row["ratio"], row["lowest"], row["highest"]

@@ -1,4 +1,4 @@
-"""What the engines are made to do: sizes, prompts, and what comes of a run as figures."""
+"""The workloads: sizes, prompts, runs and the figures of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.peers.engines import Engine
 
 Opener = Callable[[bool], AbstractContextManager[Engine]]
-"""Starts an engine and loads its model; True: with an eye on its memory."""
+"""Starts an engine and loads its model. The argument is ``watch_memory``."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,14 @@ class Result:
     """One run of one engine."""
 
     figures: Mapping[str, float]
-    """What of the work -> its figure."""
+    """Name of the figure -> its value."""
     tokens: list[int]
-    """The first prompt's answer, to see whether two engines compute the same."""
+    """The answer to the first prompt. It shows whether two engines compute the same tokens."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """So many prompts of a length at once, and how many tokens each is to gain."""
+    """A workload: the number of concurrent prompts, their length, and the number of new tokens per prompt."""
 
     name: str
     what: str
@@ -35,43 +35,43 @@ class Work:
     length: int
     new: int
     is_fresh: bool = False
-    """Each run starts a process of its own."""
+    """Each run starts a new process."""
     less_is_better: bool = False
 
     @property
     def max_length(self) -> int:
-        """Of a prompt with its answer."""
+        """Maximum number of tokens of a prompt with its answer."""
         return self.length + self.new
 
 
 WORKLOADS: Mapping[str, Work] = {
     work.name: work
     for work in [
-        Work("decode", "one prompt: tokens/s after the first", "tokens/s", 1, 128, 64),
-        Work("prefill", "one prompt: its tokens/s, to the first new one", "tokens/s", 1, 1024, 1),
+        Work("decode", "one prompt: tokens/s after the first token", "tokens/s", 1, 128, 64),
+        Work("prefill", "one prompt: prompt tokens/s, until the first new token", "tokens/s", 1, 1024, 1),
         Work("batch", "several prompts at once: output tokens/s over the whole run", "tokens/s", 32, 256, 64),
-        Work("long", "decode at a long context, at 128 tokens, and what share is left", "", 1, 4096, 64),
-        Work("cold", "process start to the first token, files read before", "s", 1, 128, 1, True, True),
-        Work("memory", "peak of anonymous memory: loading, decode, prefill", "MB", 1, 1024, 64, True, True),
+        Work("long", "decode tokens/s at a long context and at 128 tokens, and their ratio", "", 1, 4096, 64),
+        Work("cold", "process start to the first token, files in the page cache", "s", 1, 128, 1, True, True),
+        Work("memory", "peak anonymous memory of loading, decode and prefill", "MB", 1, 1024, 64, True, True),
     ]
 }
 _SHORT = WORKLOADS["decode"].length
 
 
 def sized(work: Work, *, batch: int, context: int) -> Work:
-    """The work with another number of prompts, or tokens of context, where it is about them."""
+    """Return the workload with ``batch`` prompts (batch) or ``context`` prompt tokens (long)."""
     changes = {"batch": {"prompts": batch}, "long": {"length": context}}
     return replace(work, **changes.get(work.name, {}))
 
 
 def prompts_of(work: Work, vocabulary: int, random: Random, length: int | None = None) -> list[list[int]]:
-    """Fresh prompts of random tokens: no run has seen them before."""
+    """Return new prompts of random tokens."""
     size = work.length if length is None else length
     return [[random.randrange(3, vocabulary) for _ in range(size)] for _ in range(work.prompts)]
 
 
 def run(work: Work, engine: Engine, prompts: list[list[int]]) -> Result:
-    """One run of a work on a loaded engine."""
+    """Run a workload once on a loaded engine."""
     if work.name == "long":
         return _run_long(work, engine, prompts)
     answer = engine.generate(prompts, work.new)
@@ -84,7 +84,7 @@ def run(work: Work, engine: Engine, prompts: list[list[int]]) -> Result:
 
 
 def run_fresh(work: Work, opener: Opener, prompts: list[list[int]]) -> Result:
-    """One run of a work that begins with the start of the process."""
+    """Run a workload once, starting a new process."""
     with opener(work.name == "memory") as engine:
         if work.name == "cold":
             tokens = engine.generate(prompts, work.new)["tokens"][0]
@@ -95,13 +95,13 @@ def run_fresh(work: Work, opener: Opener, prompts: list[list[int]]) -> Result:
 
 
 def _decoding_speed(work: Work, answer: Mapping[str, Any]) -> float:
-    """Tokens/s, of those that came after the first ones: an engine may hand out several at once."""
+    """Return tokens/s after the first output. An engine may return several tokens in its first output."""
     return float((work.new - answer["num_first"]) / (answer["seconds"] - answer["first"]))
 
 
 def _run_long(work: Work, engine: Engine, prompts: list[list[int]]) -> Result:
     speeds = {}
-    for length in (work.length, _SHORT):  # in this order little time lies between the two that are compared
+    for length in (work.length, _SHORT):  # Penstock and the peer alternate: ends with the short run of both
         answer = engine.generate([prompts[0][:length]], work.new)
         speeds[length] = _decoding_speed(work, answer)
     short, long = speeds[_SHORT], speeds[work.length]
@@ -110,5 +110,5 @@ def _run_long(work: Work, engine: Engine, prompts: list[list[int]]) -> Result:
 
 
 def max_length_of(works: Sequence[Work]) -> int:
-    """The longest text of all, in whole blocks of 64."""
+    """Return the longest length of all workloads, rounded up to a multiple of 64."""
     return -(-max(work.max_length for work in works) // 64) * 64

@@ -35,7 +35,7 @@ def command(*words: str | Path) -> Result:
     return CliRunner().invoke(main, [str(word) for word in words])
 
 
-def test_a_checkpoint_has_what_peers_want_and_is_written_once(shape: Path, tmp_path: Path) -> None:
+def test_checkpoint_has_the_files_that_peers_require_and_is_written_once(shape: Path, tmp_path: Path) -> None:
     folder = checkpoint(str(shape), tmp_path / "checkpoints")
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -49,11 +49,11 @@ def test_a_checkpoint_has_what_peers_want_and_is_written_once(shape: Path, tmp_p
     assert (folder / "model.safetensors").stat().st_mtime_ns > written
 
 
-def test_the_pieces_of_the_smallest_sentencepiece_model() -> None:
+def test_sentencepiece_model_has_four_pieces() -> None:
     assert sentencepiece_model()[:16] == b"\x0a\x0e\x0a\x05<unk>\x15\x00\x00\x00\x00\x18\x02"
 
 
-def test_a_preloaded_library_is_that_of_the_environment() -> None:
+def test_preloaded_library_is_in_the_virtual_environment() -> None:
     assert environment_of(PEERS["vllm"], Path("/venvs"), 3) == {
         "OMP_NUM_THREADS": "3",
         "LD_PRELOAD": "/venvs/vllm/lib/libiomp5.so",
@@ -61,23 +61,25 @@ def test_a_preloaded_library_is_that_of_the_environment() -> None:
     assert environment_of(PEERS["llama_cpp"], Path("/venvs"), 2) == {"OMP_NUM_THREADS": "2"}
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_encodings_without_counterpart_are_refused(tmp_path: Path) -> None:
     found = command("run", "vllm", "--encoding", "int8")
     assert found.exit_code == 2
-    assert "vllm has nothing to set against int8: it has bfloat16 (bfloat16)" in found.output
+    assert "vllm has no encoding to compare with int8; it has bfloat16 (bfloat16)" in found.output
     found = command("run", "max", "--encoding", "bfloat16")
     assert found.exit_code == 2
-    assert "max has nothing to set against bfloat16: it has float32 (float32), int4 (q4_k)" in found.output
+    assert (
+        "max has no encoding to compare with bfloat16; it has float32 (float32), int4 (q4_k)" in found.output
+    )
     found = command("run", "vllm", "--venvs", tmp_path)
     assert found.exit_code == 2
-    assert "`python -m benchmarks.peers setup vllm` does it" in found.output
+    assert "run `python -m benchmarks.peers setup vllm`" in found.output
 
 
-def test_max_reads_the_checkpoint_or_what_llama_cpp_makes_of_it(tmp_path: Path) -> None:
+def test_max_loads_the_checkpoint_or_the_gguf_file_of_llama_cpp(tmp_path: Path) -> None:
     peer, source = PEERS["max"], tmp_path / "checkpoint"
     source.mkdir()
     assert converted(peer, "float32", source, tmp_path) == source
-    with pytest.raises(InputError, match=r"Q4_K_M.gguf is made by llama.cpp's tools: .* llama_cpp"):
+    with pytest.raises(InputError, match=r"llama.cpp's tools write .*Q4_K_M.gguf: run .* llama_cpp"):
         converted(peer, "q4_k", source, tmp_path)
     (source / "Q4_K_M.gguf").touch()
     (source / "bf16.gguf").touch()
@@ -87,7 +89,7 @@ def test_max_reads_the_checkpoint_or_what_llama_cpp_makes_of_it(tmp_path: Path) 
 @pytest.mark.peers
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PEERS)
-def test_a_small_model_on_a_real_peer(name: str, shape: Path, tmp_path: Path) -> None:
+def test_small_model_on_a_real_peer(name: str, shape: Path, tmp_path: Path) -> None:
     if not python_of(DEFAULT_FOLDER / name).exists():
         pytest.skip(f"{name} is not installed: python -m benchmarks.peers setup {name}")
     small = DEFAULT_FOLDER / "checkpoints" / shape.name

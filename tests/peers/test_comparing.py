@@ -35,11 +35,11 @@ def contest(tmp_path: Path) -> Contest:
         VOCABULARY,
         pairs=2,
         probe=lambda: {"gb_s": next(speeds), "tflop_s": 1.0},
-        told=lambda text: None,
+        log=lambda text: None,
     )
 
 
-def test_all_works(contest: Contest, tmp_path: Path) -> None:
+def test_all_workloads_give_rows(contest: Contest, tmp_path: Path) -> None:
     found = compare(
         [WORKLOADS[name] for name in ("cold", "decode", "prefill", "batch", "long", "memory")], contest
     )
@@ -67,7 +67,7 @@ def test_all_works(contest: Contest, tmp_path: Path) -> None:
 
 
 class Clock:
-    """An engine whose first tokens take 2 s and all of them 5, and 11 where the prompt is long."""
+    """An engine whose first token takes 2 s and whose run takes 5 s, or 11 s for a long prompt."""
 
     num_first = 1
 
@@ -76,7 +76,7 @@ class Clock:
         return {"tokens": [[7]], "first": 2.0, "num_first": self.num_first, "seconds": seconds}
 
 
-def test_versions_are_noted_where_every_run_starts_afresh(contest: Contest) -> None:
+def test_versions_are_reported_if_every_run_starts_a_new_process(contest: Contest) -> None:
     versions = compare([WORKLOADS["cold"]], contest)["versions"]
     assert set(versions) == {"penstock", "peer"}
     assert all(versions.values())
@@ -98,7 +98,7 @@ def test_figures_of_a_run(name: str, figures: dict[str, float]) -> None:
     assert found.tokens == [7]
 
 
-def test_tokens_that_come_with_the_first_do_not_count() -> None:
+def test_decode_speed_excludes_tokens_of_the_first_output() -> None:
     clock = Clock()
     clock.num_first = 8
     for name, figures in {"decode": [56 / 3], "long": [56 / 3, 56 / 9, 3 / 9]}.items():
@@ -106,7 +106,7 @@ def test_tokens_that_come_with_the_first_do_not_count() -> None:
         assert list(found.figures.values()) == pytest.approx(figures)
 
 
-def test_other_sizes() -> None:
+def test_sized_changes_batch_and_context() -> None:
     works = {name: sized(work, batch=4, context=8192) for name, work in WORKLOADS.items()}
     prompts = {name: prompts_of(work, VOCABULARY, Random()) for name, work in works.items()}
     assert [len(prompts["batch"]), len(prompts["batch"][0])] == [4, 256]
@@ -121,7 +121,7 @@ def result(value: float, token: int = 5) -> Result:
     return Result({"": value}, [token, 9])
 
 
-def test_the_ratio_is_the_median_of_the_pairs_own() -> None:
+def test_ratio_is_the_median_of_the_ratios_of_pairs() -> None:
     found = [(result(10), result(10)), (result(30), result(10)), (result(16), result(8, token=6))]
     row = row_of(WORKLOADS["decode"], "", found, [{"gb_s": speed, "tflop_s": 1} for speed in (30, 10, 20)])
     assert row["ours"] == [10, 30, 16]
@@ -130,7 +130,7 @@ def test_the_ratio_is_the_median_of_the_pairs_own() -> None:
     assert (row["gb_s"], row["same_first_token"], row["unit"]) == (20, 2, "tokens/s")
 
 
-def test_prompts_are_fresh_and_of_the_size() -> None:
+def test_prompts_are_new_and_have_the_requested_length() -> None:
     random = Random(0)
     first, second = (prompts_of(WORKLOADS["batch"], VOCABULARY, random) for _ in range(2))
     assert {len(prompt) for prompt in first} == {256}
@@ -140,7 +140,7 @@ def test_prompts_are_fresh_and_of_the_size() -> None:
     assert {token for prompt in first for token in prompt} <= set(range(3, VOCABULARY))
 
 
-def test_the_longest_text_of_all_works() -> None:
+def test_max_length_covers_all_workloads() -> None:
     assert max_length_of([WORKLOADS["decode"], WORKLOADS["prefill"]]) == 1088  # 1025, in blocks of 64
     assert max_length_of([WORKLOADS["decode"]]) == 192
 
@@ -159,7 +159,7 @@ def report() -> dict[str, object]:
     }
 
 
-def test_the_table_has_a_row_for_each_figure() -> None:
+def test_table_has_a_row_for_each_figure() -> None:
     assert table_of([report()]) == (
         "| model | encoding | work | Penstock | peer | ratio | pairs | machine |\n"
         "|---|---|---|---:|---|---:|---:|---|\n"
@@ -171,13 +171,13 @@ def test_the_table_has_a_row_for_each_figure() -> None:
     assert [number(value) for value in (1234.5, 99.96, 12.345, 0.01234)] == ["1234", "100", "12.3", "0.0123"]
 
 
-def test_to_the_right_is_better() -> None:
+def test_ratio_is_inverted_if_less_is_better() -> None:
     faster, slower = report()["rows"]  # type: ignore[misc]
     assert better_to_the_right(faster) == (1.75, 1.5, 2)
     assert better_to_the_right(slower) == (0.4, 1 / 3, 0.5)
 
 
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+def test_plot_writes_a_png_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib draws the plot")
     plot([report(), report()], tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -23,7 +23,7 @@ def state(pid: int) -> str:
 
 
 def becomes(pid: int, wanted: str) -> bool:
-    """Signals take their time; a process that is gone counts as a zombie."""
+    """Wait for the state, because signals take effect with a delay. A process that is gone counts as a zombie."""
     for _ in range(500):
         try:
             found = state(pid)
@@ -35,7 +35,7 @@ def becomes(pid: int, wanted: str) -> bool:
     return False
 
 
-def test_answers_are_those_of_the_driver_whatever_it_prints(tmp_path: Path) -> None:
+def test_prints_of_the_driver_do_not_mix_with_its_answers(tmp_path: Path) -> None:
     with start(tmp_path) as engine:
         answer = engine.generate([[3, 4], [7]], 3)
         assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
@@ -48,7 +48,7 @@ def test_answers_are_those_of_the_driver_whatever_it_prints(tmp_path: Path) -> N
     assert "loading model\na line of the native library" in (tmp_path / "log").read_text()
 
 
-def test_it_is_stopped_between_requests_and_ends_with_its_children(tmp_path: Path) -> None:
+def test_engine_is_stopped_between_requests_and_ends_with_its_children(tmp_path: Path) -> None:
     with start(tmp_path, "child") as engine:
         child = int((tmp_path / "log").read_text().split("child ")[1].split()[0])
         for _ in range(2):
@@ -59,7 +59,7 @@ def test_it_is_stopped_between_requests_and_ends_with_its_children(tmp_path: Pat
     assert becomes(child, "Z")
 
 
-def test_an_engine_that_dies_says_with_what(tmp_path: Path) -> None:
+def test_error_of_an_ended_engine_shows_exit_code_and_log(tmp_path: Path) -> None:
     with (
         start(tmp_path, "dies") as engine,
         pytest.raises(EngineError, match=r"ended with 1; the end of .*log:\n[^$]*out of tokens"),
@@ -68,7 +68,7 @@ def test_an_engine_that_dies_says_with_what(tmp_path: Path) -> None:
     assert becomes(engine.process_id, "Z")
 
 
-def test_an_engine_that_cannot_load_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_engine_that_fails_to_load_leaves_no_process(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"
         "child = subprocess.Popen(['sleep', '600'], stdout=2)\n"
@@ -80,7 +80,7 @@ def test_an_engine_that_cannot_load_leaves_nothing_behind(tmp_path: Path) -> Non
     assert becomes(child, "Z")
 
 
-def test_fewer_tokens_than_asked_for_are_no_answer(tmp_path: Path) -> None:
+def test_answer_with_too_few_tokens_is_an_error(tmp_path: Path) -> None:
     with start(tmp_path, "short") as engine:
         with pytest.raises(EngineError, match=r"asked for 2 x 4 tokens, got 2 answers of \[3\] tokens"):
             engine.generate([[1], [2]], 4)
@@ -88,7 +88,7 @@ def test_fewer_tokens_than_asked_for_are_no_answer(tmp_path: Path) -> None:
             engine.generate([[1]], 1)
 
 
-def test_memory_is_that_of_the_process_and_its_children(tmp_path: Path) -> None:
+def test_memory_includes_child_processes(tmp_path: Path) -> None:
     peaks = []
     for fault in ("", "large"):
         with start(tmp_path, fault, watch_memory=True) as engine:
@@ -101,14 +101,14 @@ def test_memory_is_that_of_the_process_and_its_children(tmp_path: Path) -> None:
     assert 32 << 20 < large - small < 64 << 20  # a child holds it, and is an interpreter too
 
 
-def test_the_log_is_of_this_engine_alone(tmp_path: Path) -> None:
+def test_log_has_only_the_output_of_its_engine(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("of yesterday\n")
     start(tmp_path).close()
     assert "yesterday" not in (tmp_path / "log").read_text()
 
 
-def test_the_environment_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for what tunes the threads of this process alone."""
+def test_environment_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that tune the threads of this process are not passed on."""
     monkeypatch.setenv("GOMP_SPINCOUNT", "100")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("PEER_OWN", "own")

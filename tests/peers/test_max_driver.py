@@ -1,4 +1,4 @@
-"""The driver of MAX on a package of that name which counts: what it asks for, what it makes of answers."""
+"""The driver of MAX with a fake package ``max``: the arguments it passes, and the answers it returns."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import json, sys, types
 from types import SimpleNamespace
 
 class Pipeline:
-    """The answer to a prompt counts on from its last token, one token a step."""
+    """The answer to a prompt counts on from its last token, one token per step."""
 
     async def generate_async(self, requests):
-        told(requests=[[request.prompt, request.sampling_params] for request in requests])
+        log_call(requests=[[request.prompt, request.sampling_params] for request in requests])
         for step in range(requests[0].sampling_params["max_new_tokens"]):
             yield [SimpleNamespace(tokens=[request.prompt[-1] + 1 + step]) for request in requests]
 
@@ -29,12 +29,12 @@ class Request:
     def __init__(self, request_id, model_name, prompt, sampling_params):
         self.prompt, self.sampling_params = prompt, sampling_params
 
-def told(**what):
-    print("told", json.dumps(what, default=str), flush=True)
+def log_call(**what):
+    print("called", json.dumps(what, default=str), flush=True)
 
 class Registry:
     def retrieve(self, config):
-        told(**config)
+        log_call(**config)
         return None, Pipeline()
 
 def module(name, **what):
@@ -65,20 +65,20 @@ def engine(folder: Path, model: str, encoding: str) -> Engine:
     return Engine(command, load, {"PYTHONPATH": f"{ROOT}:{folder}"}, folder / "log")
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
-    """What MAX has been told so far."""
+def logged_calls(folder: Path) -> list[dict[str, Any]]:
+    """Return the calls that the fake package has logged."""
     lines = (folder / "log").read_text().splitlines()
-    return [json.loads(line.removeprefix("told ")) for line in lines if line.startswith("told ")]
+    return [json.loads(line.removeprefix("called ")) for line in lines if line.startswith("called ")]
 
 
-def test_token_ids_go_in_and_come_out(tmp_path: Path) -> None:
+def test_driver_passes_prompts_and_returns_token_ids(tmp_path: Path) -> None:
     with engine(tmp_path, "somewhere/model", "float32") as opened:
         answer = opened.generate([[3, 4], [7]], 3)
         assert answer["tokens"] == [[5, 6, 7], [8, 9, 10]]
         assert 0 < answer["first"] < answer["seconds"]
         assert answer["num_first"] == 1
         assert os.sched_getaffinity(opened.process_id) == {min(os.sched_getaffinity(0))}  # one thread
-    loaded, asked = told(tmp_path)
+    loaded, asked = logged_calls(tmp_path)
     assert loaded == {
         "model_path": "somewhere/model",
         "weight_path": [],
@@ -92,13 +92,15 @@ def test_token_ids_go_in_and_come_out(tmp_path: Path) -> None:
     assert asked == {"requests": [[[3, 4], params], [[7], params]]}
 
 
-def test_a_gguf_file_has_its_checkpoint_beside_it(tmp_path: Path) -> None:
+def test_gguf_file_is_loaded_with_its_folder_as_model_path(tmp_path: Path) -> None:
     engine(tmp_path, "somewhere/Q4_K_M.gguf", "q4_k").close()
-    (loaded,) = told(tmp_path)
+    (loaded,) = logged_calls(tmp_path)
     assert (loaded["model_path"], loaded["weight_path"]) == ("somewhere", ["somewhere/Q4_K_M.gguf"])
 
 
-def test_what_max_has_on_no_cpu_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"MAX has bfloat16 on gpu alone, not on a CPU; take float32, q4_k"):
+def test_encoding_without_cpu_support_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        EngineError, match=r"MAX supports bfloat16 only on gpu, not on a CPU; use float32, q4_k"
+    ):
         engine(tmp_path, "somewhere/model", "bfloat16")
-    assert told(tmp_path) == []
+    assert logged_calls(tmp_path) == []

@@ -1,1 +1,4 @@
-"""One engine a file, run by the Python of its own virtual environment; only `penstock` imports Penstock."""
+"""The drivers, one file per engine. Each runs in the engine's virtual environment.
+
+Only the module `penstock` imports Penstock.
+"""

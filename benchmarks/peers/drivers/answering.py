@@ -1,15 +1,15 @@
-"""The child's side: an engine that answers requests, a JSON object a line, until its input ends.
+"""The request loop of a driver process: one JSON object per line, until standard input ends.
 
-Requests and answers, in the order of their lines:
+Requests and answers:
 
     {"do": "load", "model": folder or file, "encoding": ..., "threads": 2, "max_length": 1100, "prompts": 1}
         -> {"versions": {...}}
     {"do": "generate", "prompts": [[3, 17, ...], ...], "new_tokens": 64}
         -> {"tokens": [[...], ...], "first": seconds, "num_first": 1, "seconds": seconds}
 
-``first`` is when the first tokens of the first prompt were there, ``num_first`` how many they were, and
-``seconds`` when all of all prompts were. An engine prints what it likes: descriptor 1 is standard error
-before it is imported, and the answers have one of their own.
+``first`` is the time of the first output of the first prompt, ``num_first`` its number of tokens, and
+``seconds`` the time until all prompts are complete. Descriptor 1 is redirected to standard error before the
+engine is imported, so that the engine's prints do not mix with the answers.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: the signal that comes when the parent ends
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG: the signal that the kernel sends when the parent ends
 Tokens = list[list[int]]
 Generate = Callable[[Tokens, int, Callable[[int], None]], Tokens]
-"""Prompts, the number of new tokens, and whom to tell how many of a prompt have just come -> new tokens."""
+"""(prompts, number of new tokens, callback with the number of tokens of an output) -> new tokens."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine is opened with."""
+    """The settings of an engine."""
 
     model: Path
-    """The folder of a checkpoint, or whatever else the engine's conversion made of it."""
+    """The folder of a checkpoint, or the file or folder that the engine's conversion tool wrote."""
     encoding: str
-    """As the engine calls it."""
+    """The engine's name of the encoding."""
     threads: int
     max_length: int
-    """Of the longest prompt with its answer, in tokens."""
+    """Maximum number of tokens of a prompt with its answer."""
     prompts: int
-    """How many are served at once."""
+    """Number of concurrent prompts."""
 
 
 def answer_requests(open_engine: Callable[[Settings], Generate]) -> None:
-    """Serves standard input to its end; ``open_engine`` loads what the first request names."""
-    # No engine goes on alone where its reader was killed.
+    """Answer the requests of standard input until it ends. ``open_engine`` loads the engine."""
+    # The driver must not survive its parent.
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -69,7 +69,7 @@ def answer_requests(open_engine: Callable[[Settings], Generate]) -> None:
 
 
 def timed(generate: Generate, prompts: Tokens, new_tokens: int) -> dict[str, Any]:
-    """One run, with the clock beside it."""
+    """Run the engine once and return the tokens and times."""
     arrivals: list[tuple[float, int]] = []
     start = perf_counter()
     tokens = generate(prompts, new_tokens, lambda count: arrivals.append((perf_counter(), count)))
@@ -79,6 +79,6 @@ def timed(generate: Generate, prompts: Tokens, new_tokens: int) -> dict[str, Any
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of all packages beside it, whose names are spelled with hyphens."""
+    """Return the versions of Python and of all installed packages. Package names have hyphens."""
     found = {one.name.lower().replace("_", "-"): one.version for one in importlib.metadata.distributions()}
     return {"python": platform.python_version(), **dict(sorted(found.items()))}

@@ -1,4 +1,4 @@
-"""llama.cpp through the C API that llama-cpp-python binds: contiguous sequences, greedy."""
+"""Driver of llama.cpp through the C API of llama-cpp-python: contiguous sequences, greedy sampling."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import llama_cpp as api
 
 from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answer_requests
 
-BATCH = 2048  # tokens in one call at most; the library cuts them into its own pieces of 512
+BATCH = 2048  # maximum tokens per call; the library splits them into micro-batches of 512
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Loads a GGUF file. A context is made for a number of prompts and their length, and made anew when
-    another is needed."""
+    """Load a GGUF file.
+
+    A context has a fixed number of prompts and a fixed length. A run with other sizes makes a new context.
+    """
     api.llama_backend_init()
     quiet = api.llama_log_callback(lambda level, text, data: None)
     api.llama_log_set(quiet, ctypes.c_void_p(0))
@@ -47,7 +49,7 @@ def open_engine(settings: Settings) -> Generate:
         return kept["context"]
 
     def run(context: Any, entries: list[tuple[int, int, int, bool]]) -> Iterator[tuple[int, int]]:
-        """Entries of (token, position, sequence, is last) -> (sequence, next token) of the last ones."""
+        """Run entries (token, position, sequence, is_last). Yields (sequence, next token) if is_last."""
         for start in range(0, len(entries), BATCH):
             part = entries[start : start + BATCH]
             batch.n_tokens = len(part)

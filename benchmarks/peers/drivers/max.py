@@ -1,4 +1,4 @@
-"""MAX: its pipeline for text in this process, on the CPU, all else at its defaults."""
+"""Driver of MAX: its text pipeline in this process, on the CPU, with default settings otherwise."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Loads a checkpoint, or a GGUF file beside one. The graph is compiled when it is new: minutes.
+    """Load a checkpoint, or a GGUF file in the checkpoint's folder. Compiling a new graph takes minutes.
 
     Raises:
-        RuntimeError: MAX has no such encoding on a CPU.
+        RuntimeError: MAX does not support the encoding on CPUs.
     """
-    # It has no number of threads to be set: it takes the cores that it may use.
+    # MAX has no setting for the number of threads: it uses all cores of the process's affinity.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.threads])
     os.environ.setdefault("MAX_SERVE_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("MODULAR_TELEMETRY_ENABLED", "0")
@@ -26,8 +26,8 @@ def open_engine(settings: Settings) -> Generate:
 
     if "cpu" not in (devices := api.supported_encoding_supported_devices(settings.encoding)):
         raise RuntimeError(
-            f"MAX has {settings.encoding} on {' and '.join(devices)} alone, not on a CPU; "
-            "take float32, q4_k, q4_0 or q6_k"
+            f"MAX supports {settings.encoding} only on {' and '.join(devices)}, not on a CPU; "
+            "use float32, q4_k, q4_0 or q6_k"
         )
     is_gguf = settings.model.suffix == ".gguf"
     folder = settings.model.parent if is_gguf else settings.model

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its pipeline of continuous batching over the paged cache, all else at its defaults."""
+"""Driver of OpenVINO GenAI: its continuous batching pipeline, with default settings otherwise."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 
 
 class Arrivals(api.StreamerBase):  # type: ignore[misc]
-    """Tells of tokens as they come."""
+    """Calls ``arrived`` with the number of tokens of each output."""
 
     def __init__(self, arrived: Callable[[int], None]) -> None:
         super().__init__()
         self._arrived = arrived
 
     def write(self, token: int | list[int]) -> api.StreamingStatus:
-        """One token, or some."""
+        """Report one token or a list of tokens."""
         self._arrived(len(token) if isinstance(token, list) else 1)
         return api.StreamingStatus.RUNNING
 
     def end(self) -> None:
-        """No more come."""
+        """Do nothing at the end of the answer."""
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Loads the folder that optimum-intel's export has written."""
+    """Load a folder written by optimum-intel's export."""
     scheduling = api.SchedulerConfig()
     scheduling.enable_prefix_caching = False
     scheduling.max_num_seqs = settings.prompts

@@ -1,4 +1,4 @@
-"""Penstock itself, through `LLM`."""
+"""Driver of Penstock through `LLM`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.llm.outputs import OutputBuilder
 
 
 class Watched(LLM):
-    """An `LLM` that tells when a step has brought tokens."""
+    """An `LLM` that calls ``arrived`` with the number of new tokens of the first prompt after each step."""
 
     arrived: Callable[[int], None]
 
@@ -22,7 +22,7 @@ class Watched(LLM):
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Loads a checkpoint."""
+    """Load a checkpoint."""
     llm = Watched(
         str(settings.model),
         quantization_encoding=settings.encoding,

@@ -1,4 +1,4 @@
-"""transformers, eager: ``generate`` with the cache that it makes itself."""
+"""Driver of transformers: ``generate`` in eager mode with its default cache."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 
 
 class Arrivals(BaseStreamer):  # type: ignore[misc]
-    """Tells of tokens as they come; what comes first is the prompt."""
+    """Calls ``arrived`` at the first new token. The first `put` is the prompt."""
 
     def __init__(self, arrived: Callable[[int], None]) -> None:
         self._arrived, self._puts = arrived, 0
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt, then token after token."""
+        """Count the calls: the first is the prompt, the second the first new token."""
         self._puts += 1
         if self._puts == 2:
             self._arrived(1)
 
     def end(self) -> None:
-        """No more come."""
+        """Do nothing at the end of the answer."""
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Loads a checkpoint."""
+    """Load a checkpoint."""
     torch.set_num_threads(settings.threads)
     dtype = getattr(torch, settings.encoding)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval()

@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs: its engine in this process, stepped by hand to see when tokens come."""
+"""Driver of vLLM's CPU build: its engine in this process. The driver calls ``step`` to time each output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.peers.drivers.answering import Generate, Settings, Tokens, answe
 
 
 def open_engine(settings: Settings) -> Generate:
-    """Loads a checkpoint. The engine's own process would add nothing but messages."""
+    """Load a checkpoint. The engine runs in this process, which avoids messages between processes."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{settings.threads - 1}")
