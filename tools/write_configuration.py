@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the configuration classes: ``python tools/write_configuration.py``."""
+"""Write docs/configuration.md from the configuration classes: ``python tools/write_configuration.py``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 HEAD = """# Configuration
 
-Every setting has one flat name: the flag (`--max-length 2048`), the keyword (`LLM(max_length=2048)`),
-the key of a configuration file (`max_length = 2048` in TOML or JSON, given by `--config-file`) and, in
-capitals behind a prefix, the variable (`PENSTOCK_MAX_LENGTH=2048`). A flag comes before a variable, a
-variable before the file, the file before the default. `penstock generate --print-config` shows every
-value and where it came from. An unknown name, a wrong type or an impossible value is an error that names
-the field.
+Every setting has one flat name, which is used in four places, in order of precedence:
 
-One variable more is read by the kernels: `PENSTOCK_ISA=generic|avx2|avx512_vnni|avx512` caps the
-instruction set of Penstock's own kernels and of torch's, so that every path can be tried on one machine.
+| source | example |
+|---|---|
+| flag, or keyword argument in Python | `--max-length 2048`, `LLM(max_length=2048)` |
+| environment variable | `PENSTOCK_MAX_LENGTH=2048` |
+| configuration file, TOML or JSON, given by `--config-file` | `max_length = 2048` |
+| default | see the tables below |
 
-Written from the configuration classes by `tools/write_configuration.py`; a test compares the two.
+`penstock generate --print-config` shows every value and its source. An unknown name, a wrong type or an
+invalid value is an error that names the field.
+
+The kernels read one more environment variable: `PENSTOCK_ISA=generic|avx2|avx512_vnni|avx512` limits the
+instruction set of Penstock's kernels and of torch's, so that every code path can be tested on one machine.
+
+`tools/write_configuration.py` generates this page from the configuration classes; a test compares the two.
 """
 
 SECTIONS = {
@@ -40,7 +45,7 @@ SERVER = "Server: `penstock.serve.config.ServeConfig`, for `penstock serve`"
 
 
 def page() -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     parts = [HEAD]
     for section, title in SECTIONS.items():
         parts.append(_table(title, [field for field in config_fields() if field.section == section]))
@@ -49,7 +54,9 @@ def page() -> str:
 
 def _table(title: str, fields: Iterable[ConfigField]) -> str:
     rows = [_row(field) for field in fields]
-    return "\n".join([f"## {title}", "", "| name | default | legal | |", "|---|---|---|---|", *rows, ""])
+    return "\n".join(
+        [f"## {title}", "", "| name | default | values | meaning |", "|---|---|---|---|", *rows, ""]
+    )
 
 
 def _row(field: ConfigField) -> str:

@@ -1,6 +1,7 @@
-"""Writes the tables of docs/ that say what the code says: ``python tools/write_tables.py``.
+"""Generate the tables of docs/ from the code: ``python tools/write_tables.py``.
 
-A page has ``<!-- table: NAME -->`` and ``<!-- end -->``; what stands between them is the table of that name.
+A page has pairs of marks ``<!-- table: NAME -->`` and ``<!-- end -->``. The script writes the table of that
+name between the marks.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ ROUTERS = (
     operations,
     playground,
 )
-OURS = (  # fields that OpenAI's two request types have not
+OURS = (  # fields that OpenAI's two request types do not have
     "add_generation_prompt allowed_token_ids bad_words cache_salt chat_template_kwargs"
     " continue_final_message guided_choice guided_grammar guided_json guided_regex ignore_eos"
     " include_reasoning include_stop_str_in_output min_p min_tokens priority prompt_logprobs repeat_penalty"
@@ -69,20 +70,20 @@ _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTA
 
 
 def page(name: str) -> str:
-    """A page with its tables as they should be."""
+    """Return the text of a page with its tables updated."""
     text = (DOCS / name).read_text()
     return _TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", text)
 
 
 def table(head: str, rows: Iterable[Iterable[str]]) -> str:
-    """``head`` has the columns, with bars between them."""
+    """Return a Markdown table. ``head`` has the column titles, separated by bars."""
     columns = [column.strip() for column in head.split("|")]
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 def code(value: str) -> str:
-    """Text as code, also where it has backticks."""
+    """Format text as inline code. Supports text with backticks."""
     return f"`` {value} ``" if "`" in value else f"`{value}`"
 
 
@@ -90,12 +91,12 @@ def code(value: str) -> str:
 
 
 def routes() -> str:
-    """Every route, and whether it is open."""
+    """Return the table of routes. It shows which routes need the API key."""
     rows = []
     for module in ROUTERS:
         for route in cast(Any, module).router.routes:
             if not route.include_in_schema and route.path not in ("/", "/playground/stats"):
-                continue  # the files of the playground
+                continue  # static files of the playground
             text = (route.endpoint.__doc__ or "The playground.").strip().splitlines()[0].replace("``", "`")
             methods = " ".join(sorted(route.methods - {"HEAD"}))
             key = "open" if route.path in middleware.PUBLIC else "key"
@@ -104,7 +105,7 @@ def routes() -> str:
 
 
 def fields() -> str:
-    """Every field of the two routes of text."""
+    """Return the table of all fields of chat and completion requests."""
     kinds = (schemas.ChatBody, schemas.CompletionBody)
     honoured = {kind: validation.json_schema(kind)["properties"] for kind in kinds}
     tables = {kind: parameters.UNSUPPORTED[kind] for kind in kinds}
@@ -123,7 +124,7 @@ def fields() -> str:
 
 
 def embedding_fields() -> str:
-    """Every field of the routes of embeddings models."""
+    """Return the table of all request fields of the routes of embedding models."""
     kinds = {
         "embeddings": embedding_schemas.EmbeddingsBody,
         "pooling": embedding_schemas.PoolingBody,
@@ -142,7 +143,7 @@ def embedding_fields() -> str:
 
 
 def no_effect() -> str:
-    """Every field that is accepted with values that change nothing."""
+    """Return the table of fields that are accepted only with values that have no effect."""
     places = {
         schemas.ChatBody: "chat",
         schemas.CompletionBody: "completions",
@@ -202,7 +203,7 @@ def _values(
 
 
 def _legal(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Describe a JSON schema in a few words."""
     if "anyOf" in schema:
         options = [_legal(one) for one in schema["anyOf"] if one.get("type") != "null"]
         return " or ".join(dict.fromkeys(options))
@@ -240,7 +241,7 @@ def _plural(words: str) -> str:
 
 
 def errors() -> str:
-    """Which exception becomes which answer."""
+    """Return the table of exceptions and their HTTP responses."""
     rows = [
         [f"`{cls.__name__}`", str(status), code(kind), code(name) if name else ""]
         for cls, (status, kind, name) in problems.TABLE.items()
@@ -249,7 +250,7 @@ def errors() -> str:
 
 
 def statuses() -> str:
-    """What the HTTP layer answers by itself."""
+    """Return the table of error responses of the HTTP layer."""
     rows = [
         [str(status), code(kind), code(name or "")] for status, (kind, name) in problems._STATUS_TABLE.items()
     ]
@@ -257,7 +258,7 @@ def statuses() -> str:
 
 
 def metric_names() -> str:
-    """Every metric: what an application's registry has, and what is read from the worker."""
+    """Return the table of metrics: those of the server's registry, and those read from the worker."""
     rows = []
     found = metrics.Metrics(with_process=False)
     labels = {
@@ -278,7 +279,7 @@ def metric_names() -> str:
 
 
 def architectures() -> str:
-    """Every architecture that the registry finds."""
+    """Return the table of all architectures in the registry."""
     rows = []
     for one in PIPELINE_REGISTRY.architectures:
         text = (importlib.import_module(cast(str, one.package)).__doc__ or "").split("\n\n")[0]
@@ -312,13 +313,13 @@ GGUF_OF: Mapping[str, tuple[str, ...]] = {
     "qwen3_moe": ("qwen3moe",),
     "smollm3": ("smollm3",),
 }
-"""``model_type`` -> the families of GGUF files that are read as it."""
+"""``model_type`` -> the GGUF architectures that are loaded as this type."""
 
 
 def gguf_blocks() -> str:
-    """How numbers may be stored in a GGUF file."""
+    """Return the table of supported number types of GGUF files."""
     rows = [["floats", ", ".join(map(code, gguf_names._FLOATS))]]
-    rows.append(["blocks, read into floats", ", ".join(map(code, gguf_names.READABLE_BLOCKS))])
+    rows.append(["quantized blocks, converted to floats", ", ".join(map(code, gguf_names.READABLE_BLOCKS))])
     return table("kind | types", rows)
 
 
@@ -327,11 +328,11 @@ def tool_formats() -> str:
     rows = [
         [code(name), one.models, code(one.example.replace("\n", "\\n"))] for name, one in TOOL_FORMATS.items()
     ]
-    return table("name | models | a call", rows)
+    return table("name | models | example call", rows)
 
 
 def reasoning_formats() -> str:
-    """The markers of each format of reasoning."""
+    """Return the start and end markers of each reasoning format."""
     rows = [
         [
             code(one.name),
@@ -346,16 +347,15 @@ def reasoning_formats() -> str:
 
 
 def peft_fields() -> str:
-    """What becomes of each field of an adapter's configuration."""
+    """Return the table of fields of an adapter's configuration and how each is treated."""
     rows = [[code(name), "read"] for name in sorted(adapter_config._READ)]
     rows += [
         [code(name), "no effect on a trained adapter"] for name in sorted(adapter_config._WITHOUT_EFFECT)
     ]
     rows += [
-        [code(name), f"refused where it is set: {what}"]
-        for name, what in sorted(adapter_config._REFUSED.items())
+        [code(name), f"refused if set: {what}"] for name, what in sorted(adapter_config._REFUSED.items())
     ]
-    return table("field | what becomes of it", sorted(rows))
+    return table("field | treatment", sorted(rows))
 
 
 HONOURED: Mapping[str, Any] = {
@@ -398,50 +398,59 @@ HONOURED: Mapping[str, Any] = {
     "anyOf": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
     "oneOf": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
 }
-"""Keyword -> a schema with it that is honoured."""
+"""Keyword -> a supported schema with this keyword."""
 
 LIMITS: Mapping[str, tuple[str, Any]] = {
-    "multipleOf": ("whole numbers alone", {"multipleOf": 0.5}),
+    "multipleOf": ("only whole numbers", {"multipleOf": 0.5}),
     "format": (
-        f"{', '.join(string_formats.SUPPORTED)} are generated; {', '.join(string_formats.UNSUPPORTED)} is "
-        "only tested on the values of enum and const; names that are not the standard's are remarks",
+        f"{', '.join(string_formats.SUPPORTED)}; {', '.join(string_formats.UNSUPPORTED)} only with enum and "
+        "const, whose values are tested; formats that the standard does not define are ignored",
         {"type": "string", "format": "regex"},
     ),
     "pattern": (
-        "ECMA 262 without back references; lookaheads directly behind the ^ that begins it",
+        "ECMA 262 without back references; lookaheads only directly after the initial ^",
         {"type": "string", "pattern": "(?=a)b"},
     ),
     "uniqueItems": (
-        "items of enum, const, boolean or few integers; up to 8 values in any order, "
-        "more in that of the schema",
+        "items of enum, const, boolean or a small range of integers; up to 8 values in any order, more than "
+        "8 in the order of the schema",
         {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
     ),
-    "items": ("a schema, not the old array of schemas", {"items": [{"type": "integer"}]}),
+    "items": (
+        "a schema; an array of schemas, as in old drafts, is refused",
+        {"items": [{"type": "integer"}]},
+    ),
     "patternProperties": (
-        "one pattern, where additionalProperties is false or absent",
+        "one pattern, if additionalProperties is false or absent",
         {"patternProperties": {"^a": {}, "^b": {}}},
     ),
     "propertyNames": (
-        "by itself, or with names that enum lists",
+        "names listed by enum; other schemas only for objects without properties and required",
         {"properties": {"a": {}}, "propertyNames": {"pattern": "^a"}},
     ),
-    "minProperties": ("where properties names them", {"type": "object", "minProperties": 2}),
+    "minProperties": ("if properties lists enough names", {"type": "object", "minProperties": 2}),
     "unevaluatedItems": (
-        "true or false, not beside $ref, allOf, anyOf, oneOf",
+        "true or false, not together with $ref, allOf, anyOf or oneOf",
         {"unevaluatedItems": {"type": "integer"}},
     ),
-    "unevaluatedProperties": ("the same", {"allOf": [{}], "unevaluatedProperties": False}),
-    "$ref": ("places in the same schema, #/...; may recur", {"$ref": "https://example.org/schema"}),
+    "unevaluatedProperties": (
+        "true or false, not together with $ref, allOf, anyOf or oneOf",
+        {"allOf": [{}], "unevaluatedProperties": False},
+    ),
+    "$ref": (
+        "references within the schema, #/..., also recursive ones",
+        {"$ref": "https://example.org/schema"},
+    ),
     "oneOf": ("branches that provably exclude each other", {"oneOf": [{"minimum": 1}, {"maximum": 2}]}),
 }
-"""Keyword -> how far it goes, and a schema beyond that."""
+"""Keyword -> the limits of its support, and a schema that is refused."""
 
 
 def schema_keywords() -> str:
-    """What becomes of each keyword of a JSON schema."""
+    """Return the table of JSON schema keywords and their support."""
     rows = [[code(name), f"yes{': ' + LIMITS[name][0] if name in LIMITS else ''}"] for name in HONOURED]
     rows += [[code(name), f"refused: {reason}"] for name, reason in shapes.REFUSED.items()]
-    return table("keyword | honoured", rows)
+    return table("keyword | supported", rows)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

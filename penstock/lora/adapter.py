@@ -25,8 +25,8 @@ _HALF = re.compile(r"(?P<layer>.+)\.lora_(?P<half>[AB])(?:\.(?P<adapter>[^.]+))?
 _OTHER_KINDS = {
     "lora_magnitude_vector": "DoRA",
     "lora_embedding_": "an adapter on an embedding table",
-    "modules_to_save": "a fully trained layer beside the adapter (modules_to_save)",
-    "token_adapter": "a trained embedding of some tokens (trainable_token_indices)",
+    "modules_to_save": "fully trained layers in addition to the adapter (modules_to_save)",
+    "token_adapter": "trained embeddings of some tokens (trainable_token_indices)",
     "lora_bias": "a bias in the adapter's matrices (lora_bias)",
 }
 """Part of a tensor name -> the unsupported kind of adapter that it belongs to."""

@@ -20,8 +20,8 @@ CONFIG_FILE = "adapter_config.json"
 
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA",
-    "modules_to_save": "a fully trained layer beside the adapter",
-    "trainable_token_indices": "a trained embedding of some tokens",
+    "modules_to_save": "fully trained layers in addition to the adapter",
+    "trainable_token_indices": "trained embeddings of some tokens",
     "target_parameters": "an adapter on a parameter that is not a linear layer",
     "layer_replication": "a model with replicated layers",
     "megatron_config": "an adapter for Megatron's layers",

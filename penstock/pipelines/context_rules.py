@@ -54,7 +54,7 @@ def check_sampled_tokens(context: TextContext, tokens: Sequence[int]) -> None:
     before = context.generated_tokens[max(0, len(context.generated_tokens) - rules.longest_prefix) :].tolist()
     for token in tokens:
         is_allowed = rules.allowed is None or token in rules.allowed
-        is_banned = token in rules.banned or token in rules.banned_behind(before)
+        is_banned = token in rules.banned or token in rules.banned_after(before)
         before.append(token)
         if (not is_allowed or is_banned) and token not in context.eos_token_ids:
             raise InputError(

@@ -201,7 +201,7 @@ def _penalise(
     for row in penalised:
         context, params = row.context, row.context.sampling_params
         ahead = max(int(positions[row.index]) - context.active_idx, 0)
-        tokens, times = context.token_counts.behind(drafts[row.sequence][:ahead] if drafts else ())
+        tokens, times = context.token_counts.after(drafts[row.sequence][:ahead] if drafts else ())
         if len(tokens) and tokens.max() >= cells.vocabulary:  # a prompt may have ids beyond the head
             tokens, times = tokens[tokens < cells.vocabulary], times[tokens < cells.vocabulary]
         ids.append(tokens)
@@ -259,7 +259,7 @@ def _forbid_sequences(
             continue
         ahead = max(int(positions[row.index]) - row.context.active_idx, 0)
         tokens = row.context.generated_tokens[-rules.longest_prefix :].tolist()
-        ids = rules.banned_behind([*tokens, *(drafts[row.sequence][:ahead] if drafts else ())])
+        ids = rules.banned_after([*tokens, *(drafts[row.sequence][:ahead] if drafts else ())])
         if rules.allowed is not None and not len(np.setdiff1d(rules.allowed, ids)):
             continue  # no allowed token would remain
         if len(ids):

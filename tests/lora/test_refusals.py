@@ -121,7 +121,7 @@ def test_fields_without_effect(manager: LoRAManager, adapter: Path, fields: dict
         ({"target_modules": ["q_proj"], "lora_bias": True}, "a bias trained with the adapter"),
         (
             {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
-            "a trained embedding of some tokens",
+            "trained embeddings of some tokens",
         ),
     ],
     ids=str,

@@ -23,7 +23,7 @@ def state(pid: int) -> str:
 
 
 def becomes(pid: int, wanted: str) -> bool:
-    """Wait for the state, because signals take effect with a delay. A process that is gone counts as a zombie."""
+    """Wait up to 5 s for a process state. A process that has ended counts as a zombie (Z)."""
     for _ in range(500):
         try:
             found = state(pid)

@@ -13,11 +13,11 @@ from penstock.grammar.schema import regex
 from penstock.grammar.schema.numbers import UNBOUNDED, Bounds
 
 REFUSED = {
-    "not": "what is left out cannot be told from what is let in, token by token",
-    "if": "use anyOf with a const that tells the cases apart",
-    "then": "use anyOf with a const that tells the cases apart",
-    "else": "use anyOf with a const that tells the cases apart",
-    "contains": "which item it is cannot be told in advance: describe the items with prefixItems",
+    "not": "a mask cannot exclude values token by token: describe the allowed values",
+    "if": "use anyOf with a const that distinguishes the cases",
+    "then": "use anyOf with a const that distinguishes the cases",
+    "else": "use anyOf with a const that distinguishes the cases",
+    "contains": "the matching item is not known in advance: describe the items with prefixItems",
     "minContains": "use minItems",
     "maxContains": "use maxItems",
     "dependencies": "use dependentRequired or dependentSchemas",
@@ -25,7 +25,7 @@ REFUSED = {
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
     "divisibleBy": "use multipleOf",
-    "disallow": "use anyOf with the types that are let in",
+    "disallow": "use anyOf with the allowed types",
     "extends": "use allOf",
 }
 

@@ -202,7 +202,7 @@ def _with_names(schemas: Schemas, node: Node, result: Object) -> Object:
     if result.restricts_others and not schemas.shapes(result.others):
         return replace(result, properties=properties)
     if len(allowed) > 1 or result.properties or result.required:
-        reason = "only by itself, or with names that are listed by enum"
+        reason = "only without properties and required, or with names listed by enum"
         raise UnsupportedSchemaError("propertyNames", node.where, reason)
     assert isinstance(allowed[0], StringShape)
     return replace(result, restricts_others=True, names=allowed[0])

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: a context for each. Loads no torch, for the serving side makes them too."""
+"""Contexts of several answers to one prompt. Loads no torch, because the server uses this module."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from penstock.plain_numbers import checked_integer
 
 
 def choice_contexts(context: TextContext, n: int) -> list[TextContext]:
-    """``n`` contexts that answer the prompt of ``context``, which has not begun, independently.
+    """Return ``n`` contexts that generate independent answers to the prompt of ``context``.
 
-    Submitted together they share the computation of the prompt: all but the first wait for its blocks in the
-    prefix cache. (Not where prompts are echoed: such contexts read no cache.) Choice ``i`` is named
-    ``{request_id}-{i}`` and draws from the seed ``splitmix64(seed, i)``, choice 0 from the seed itself, so
-    that it is the answer that ``n=1`` gives. For ``n=1`` the context stays as it is.
+    If the contexts are submitted together, the prompt is computed once: all but the first context wait for
+    its blocks in the prefix cache. Contexts that echo the prompt do not read the cache and compute it
+    themselves. The request id of choice ``i`` is ``{request_id}-{i}``, its seed ``splitmix64(seed, i)``.
+    Choice 0 keeps the seed, so that it equals the answer of ``n=1``. For ``n=1`` the result is ``context``
+    itself.
+
+    Args:
+        context: a context that has not started.
+        n: the number of choices.
 
     Raises:
         InputError: ``n`` is less than 1.
     """
     n = checked_integer("n", n, minimum=1)
-    assert not context.is_assigned_to_cache, f"{context.request_id} has begun"
-    assert not len(context.generated_tokens), f"{context.request_id} has begun"
+    assert not context.is_assigned_to_cache, f"{context.request_id} has started"
+    assert not len(context.generated_tokens), f"{context.request_id} has started"
     return [context] if n == 1 else [_choice(context, i) for i in range(n)]
 
 
@@ -34,7 +39,7 @@ def _choice(context: TextContext, i: int) -> TextContext:
     choice = msgspec.structs.replace(
         context, request_id=f"{context.request_id}-{i}", sampling_params=replace(params, seed=seed)
     )
-    # What a context changes, or may change, is its own.
+    # Mutable state must not be shared between the choices.
     choice.token_hash_overrides = dict(context.token_hash_overrides)
     choice._log_probabilities_data = {}
     return choice

@@ -1,4 +1,4 @@
-"""What one context's sampling parameters do to its logits, as arrays that a batch can be put together of."""
+"""The effect of a context's sampling parameters on its logits, as arrays that are combined into a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class LogitRules:
-    """The rules that are the same in every step."""
+    """The biases, allowed tokens and banned tokens of one request. They are constant over all steps."""
 
     def __init__(self, params: SamplingParams) -> None:
         bias = params.logit_bias or {}
@@ -25,13 +25,13 @@ class LogitRules:
         self.bias: npt.NDArray[np.float32] = np.fromiter(bias.values(), np.float32, len(bias))
         self.banned: Ids = np.unique(np.array(banned, np.int64))
         self.allowed: Ids | None = None
-        """Only these may be sampled; None where all may."""
+        """The only tokens that may be sampled; None allows all."""
         if params.allowed_token_ids is not None:
             allowed = np.array(params.allowed_token_ids, np.int64)
             self.allowed = np.setdiff1d(allowed, self.banned)
         self.longest_prefix = max((len(ids) - 1 for ids in sequences), default=0)
-        """How many of the last generated tokens `banned_behind` looks at."""
-        self._last_of: dict[tuple[int, ...], list[int]] = {}  # the tokens before the last of a sequence
+        """Number of last generated tokens that `banned_after` compares."""
+        self._last_of: dict[tuple[int, ...], list[int]] = {}  # sequence without its last token -> last tokens
         for *prefix, last in sequences:
             if prefix:
                 self._last_of.setdefault(tuple(prefix), []).append(last)
@@ -39,10 +39,10 @@ class LogitRules:
         named = np.array([token for ids in sequences for token in ids], np.int64)
         parts = [self.bias_ids, self.banned, named, *([] if self.allowed is None else [self.allowed])]
         self.largest_id = max((int(ids.max()) for ids in parts if len(ids)), default=-1)
-        """-1 where no id is named."""
+        """The largest token id in any rule; -1 without rules."""
 
-    def banned_behind(self, tokens: Sequence[int]) -> Ids:
-        """Return the tokens that would complete a banned sequence behind the last generated tokens."""
+    def banned_after(self, tokens: Sequence[int]) -> Ids:
+        """Return the tokens that would complete a banned sequence after the last generated tokens."""
         found: list[int] = []
         for length in self._prefix_lengths:
             if length <= len(tokens):
@@ -51,18 +51,18 @@ class LogitRules:
 
 
 class TokenCounts:
-    """The different tokens of a context and how often each was generated, kept up token by token.
+    """The distinct tokens of a context and the number of times each was generated.
 
-    ``O(1)`` a token, whatever the history.
+    Adding a token takes ``O(1)`` time.
 
     Args:
-        prompt: tokens that are to be among them with a count of 0, until they are generated.
-        generated: tokens to begin with.
+        prompt: tokens to include with an initial count of 0.
+        generated: tokens to count at once.
     """
 
     def __init__(self, prompt: npt.NDArray[np.integer], generated: npt.NDArray[np.integer]) -> None:
         self.end = 0
-        """How many generated tokens are counted."""
+        """Number of generated tokens that are counted."""
         unique = np.unique(prompt)
         self._size = len(unique)
         self._ids: Ids = np.zeros(max(2 * self._size, 64), np.int64)
@@ -74,16 +74,16 @@ class TokenCounts:
 
     @property
     def ids(self) -> Ids:
-        """Each token once; a view."""
+        """The distinct tokens, as a view."""
         return self._ids[: self._size]
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """How often each was generated; a view."""
+        """The number of times that each token of ``ids`` was generated, as a view."""
         return self._counts[: self._size]
 
     def add(self, token: int) -> None:
-        """Counts the next generated token."""
+        """Count the next generated token."""
         self.end += 1
         slot = self._slots.setdefault(token, self._size)
         if slot == self._size:
@@ -93,8 +93,8 @@ class TokenCounts:
             self._size += 1
         self._counts[slot] += 1
 
-    def behind(self, drafts: Sequence[int]) -> tuple[Ids, npt.NDArray[np.float32]]:
-        """``ids`` and ``counts`` as they would be once ``drafts`` were generated too."""
+    def after(self, drafts: Sequence[int]) -> tuple[Ids, npt.NDArray[np.float32]]:
+        """Return ``ids`` and ``counts`` as if ``drafts`` had been generated too. Changes nothing."""
         if not drafts:
             return self.ids, self.counts
         new = sorted({token for token in drafts if token not in self._slots})

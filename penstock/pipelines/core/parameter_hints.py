@@ -1,4 +1,4 @@
-"""Errors for unknown keyword arguments that name the parameter that was probably meant."""
+"""Errors for unknown keyword arguments. They suggest the parameter that was probably meant."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _SAME = {
     "adapter": ("lora", "lora_name", "lora_request"),
     "chat_template_kwargs": ("chat_template_options",),
 }
-"""Parameter -> what other libraries call it."""
+"""Parameter -> its names in other libraries."""
 _MEANT = {alias: name for name, aliases in _SAME.items() for alias in aliases}
 _OF_CALLS = "n best_of logprobs prompt_logprobs grammar response_format adapter priority".split()
 _OF_BEAMS = "num_beams length_penalty early_stopping".split()
 
 
 def hinting(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, with an `UnknownParameterError` in place of ``TypeError`` for unknown keywords."""
+    """Wrap a function so that unknown keywords raise `UnknownParameterError` instead of ``TypeError``."""
     parameters = signature(function).parameters.values()
     known = frozenset(one.name for one in parameters if one.kind is not Parameter.POSITIONAL_ONLY)
 
@@ -86,7 +86,7 @@ def _hint(name: str, owner: str, known: list[str]) -> str:
     if meant in _OF_BEAMS:
         return f"LLM.beam_search has the parameter {meant}"
     if meant == "do_sample":
-        return "temperature=0 chooses the most probable token, a higher one samples"
+        return "temperature=0 is greedy, a higher temperature samples"
     return f"the parameters are {', '.join(known)}"
 
 

@@ -1,4 +1,4 @@
-"""What a caller asks for, before a tokenizer makes a context of it."""
+"""Requests. A tokenizer turns a request into a context."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _DEFAULT_SAMPLING = SamplingParams()
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the output must look like: the kind of grammar and its text."""
+    """A constraint on the output: the kind of grammar and its text."""
 
     kind: GrammarKind
     text: str = ""
-    """A JSON schema, a regular expression, an EBNF grammar, a JSON list of choices, a JSON structural tag;
-    empty for ``json_object``."""
+    """A JSON schema, a regular expression, an EBNF grammar, a JSON list of choices or a JSON structural tag,
+    according to ``kind``; empty for ``json_object``."""
 
     def __post_init__(self) -> None:
         if self.kind not in _GRAMMAR_KINDS:
@@ -49,7 +49,7 @@ class TokenGeneratorRequestTool(TypedDict):
 
 
 class TokenGeneratorResponseFormat(TypedDict):
-    """The format that the output must have."""
+    """The required format of the output."""
 
     type: str
     json_schema: dict[str, Any]
@@ -60,7 +60,7 @@ class TokenGeneratorRequestMessage(TypedDict):
 
     role: Literal["system", "user", "assistant", "tool", "developer"]
     content: str | list[dict[str, Any]] | None
-    """A string, or parts such as ``{"type": "text", "text": ...}``; None only beside ``tool_calls``."""
+    """A string, or parts such as ``{"type": "text", "text": ...}``; None only with ``tool_calls``."""
     name: NotRequired[str]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[dict[str, Any]]]
@@ -70,10 +70,10 @@ class TokenGeneratorRequestMessage(TypedDict):
 @hinting_class
 @dataclass(frozen=True)
 class TokenGeneratorRequest:
-    """A request for text: a prompt or messages, and how to answer them."""
+    """A text generation request: a prompt or messages, and the parameters of the answer."""
 
     id: str
-    """Names the request in logs and traces; becomes the context's ``request_id``."""
+    """Identifies the request in logs and traces; becomes the context's ``request_id``."""
     index: int
     """The position among requests that were sent together."""
     model_name: str
@@ -88,25 +88,25 @@ class TokenGeneratorRequest:
     timestamp_ns: int = 0
     """When the server received the request, in nanoseconds."""
     request_path: str = "/"
-    """The HTTP path it came in on."""
+    """The HTTP path of the request."""
     logprobs: int = 0
-    """Report the log probabilities of this many top tokens for each token; 0 reports none."""
+    """Number of top tokens per position whose log probabilities are returned; 0 returns none."""
     echo: bool = False
     """Whether the prompt is part of the output."""
     stop: str | list[str] | None = None
-    """Texts that end the output, besides ``sampling_params.stop``."""
+    """Strings that end the output, in addition to ``sampling_params.stop``."""
     chat_template_options: dict[str, Any] | None = None
     """Extra variables for the chat template."""
     sampling_params: SamplingParams = _DEFAULT_SAMPLING
     _: KW_ONLY
     grammar: Grammar | None = None
-    """What the output must look like, where ``response_format`` cannot say it."""
+    """Grammar of the output, for constraints that ``response_format`` cannot express."""
     adapter: str | None = None
     """The name of the LoRA adapter to use."""
     cache_salt: str | None = None
     """Only requests with the same salt share cached prefixes."""
     priority: int = 0
-    """A higher number is served first."""
+    """Requests with a higher number are scheduled first."""
 
     def __str__(self) -> str:
         limit = self.sampling_params.max_new_tokens
@@ -114,15 +114,15 @@ class TokenGeneratorRequest:
 
 
 class MissingAudioInputError(InputError, RuntimeError):
-    """An audio request has neither text nor tokens; a ``RuntimeError`` too, as code for MAX expects."""
+    """An audio request has neither text nor tokens. Also a ``RuntimeError``, for code written for MAX."""
 
 
 @dataclass(frozen=True)
 class AudioGenerationRequest:
-    """A request for speech: a text to speak, or a prompt for the speech model itself."""
+    """A speech request: a text to speak, or a prompt for the speech model."""
 
     id: str
-    """Names the request in logs and traces."""
+    """Identifies the request in logs and traces."""
     index: int
     """The position among requests that were sent together."""
     model: str
@@ -131,10 +131,10 @@ class AudioGenerationRequest:
     audio_prompt_tokens: list[int] = field(default_factory=list)
     """Speech tokens of the voice to imitate."""
     audio_prompt_transcription: str = ""
-    """What that voice says."""
+    """Transcription of ``audio_prompt_tokens``."""
     sampling_params: SamplingParams = _DEFAULT_SAMPLING
     prompt: list[int] | str | None = None
-    """Token ids or text for the model as they are, instead of a prompt made from the fields above."""
+    """Token ids or text that replace the prompt made from the other fields."""
 
     def __post_init__(self) -> None:
         if self.prompt is None and self.input is None:

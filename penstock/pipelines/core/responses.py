@@ -1,4 +1,4 @@
-"""Responses of pipelines. ``is_done`` tells whether the request has ended."""
+"""Responses of pipelines. ``is_done`` is True if the request has ended."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class LogProbabilities(msgspec.Struct):
-    """Log probabilities of an output token; where the prompt is echoed, of the prompt's tokens before it too.
+    """Log probabilities of an output token. If the prompt is echoed, also of the prompt tokens before it.
 
-    Both lists have one entry a position. A position's top dictionary holds the most probable token ids and
-    always the token that stands there, so it can have one entry more than was asked for.
+    Both lists have one entry per position. The top dictionary of a position has the most probable token ids
+    and always the token at this position, so it can have one more entry than requested.
     """
 
     token_log_probabilities: list[float]
     """Log probability of the token at each position."""
     top_log_probabilities: list[dict[int, float]]
-    """The most probable tokens at each position, the best first, id to log probability."""
+    """For each position, token id -> log probability of the most probable tokens, most probable first."""
 
     def cut(self, top_n: int, tokens: Sequence[int]) -> LogProbabilities:
         """Return a copy with the ``top_n`` best tokens of each position and the token at that position.
 
         Args:
-            top_n: at most as many as were asked for; 0 leaves ``tokens``.
-            tokens: those that stand there, one a position.
+            top_n: number of best tokens per position, at most the requested number; 0 keeps only ``tokens``.
+            tokens: the token at each position.
         """
         tops = [
             dict(islice(top.items(), top_n)) | {token: value}
@@ -49,12 +49,12 @@ class TextResponse(msgspec.Struct):
     """One generated token."""
 
     next_token: int | str
-    """The token's id (or its text, where a pipeline makes text)."""
+    """The token's id, or its text if the pipeline generates text."""
     log_probabilities: LogProbabilities | None = None
 
 
 class TextGenerationResponse(msgspec.Struct):
-    """The tokens that one call of a pipeline made for one request."""
+    """The tokens that one call of a pipeline generated for one request."""
 
     tokens: list[TextResponse]
     final_status: TextGenerationStatus
@@ -69,12 +69,12 @@ class TextGenerationResponse(msgspec.Struct):
 
     @property
     def is_done(self) -> bool:
-        """True when no more tokens will come."""
+        """Whether the request has ended."""
         return self.final_status.is_done
 
 
 class SparseEmbedding(msgspec.Struct):
-    """The sparse embedding of one text: a weight for each of some token ids."""
+    """The sparse embedding of one text: token ids and their weights."""
 
     token_ids: npt.NDArray[Any]
     """``[n]`` int32, ascending."""
@@ -94,8 +94,7 @@ class _DenseEmbedding(msgspec.Struct):
 class EmbeddingsResponse(_DenseEmbedding, kw_only=True, omit_defaults=True):
     """The output of one embeddings request.
 
-    ``embeddings`` is the dense vector ``[E]``; it has no elements where the request asks for other outputs
-    only."""
+    ``embeddings`` is the dense vector ``[E]``. It is empty if the request wants only other outputs."""
 
     scores: npt.NDArray[Any] | None = None
     """``[labels]`` float32: the result of a classification or reranking head."""
@@ -121,26 +120,26 @@ class EmbeddingsResponse(_DenseEmbedding, kw_only=True, omit_defaults=True):
 
 
 class AudioGenerationResponse(msgspec.Struct):
-    """The audio that one call of a pipeline made for one request."""
+    """The audio that one call of a pipeline generated for one request."""
 
     final_status: TextGenerationStatus
     audio: npt.NDArray[Any] | None = None
 
     @property
     def is_done(self) -> bool:
-        """True when no more audio will come."""
+        """Whether the request has ended."""
         return self.final_status.is_done
 
     @property
     def has_audio_data(self) -> bool:
-        """True when this response carries audio."""
+        """Whether this response has audio."""
         return self.audio is not None
 
     @property
     def audio_data(self) -> npt.NDArray[Any]:
-        """The audio; raises ``AssertionError`` without audio (``has_audio_data``)."""
+        """The audio. Raises ``AssertionError`` if there is none (see ``has_audio_data``)."""
         if self.audio is None:
-            raise AssertionError("this response has no audio: ask has_audio_data first")
+            raise AssertionError("this response has no audio: check has_audio_data first")
         return self.audio
 
     def __eq__(self, other: object) -> bool:
@@ -151,7 +150,7 @@ class AudioGenerationResponse(msgspec.Struct):
 
 @dataclass(frozen=True)
 class AudioGeneratorOutput:
-    """A chunk of audio on its way to the client."""
+    """A chunk of audio for the client."""
 
     audio_data: torch.Tensor
     metadata: dict[str, Any]

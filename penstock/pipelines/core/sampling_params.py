@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen."""
+"""The sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -23,54 +23,53 @@ from penstock.plain_numbers import (
 @hinting_class
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling of one request; the defaults are greedy.
+    """The sampling parameters of one request. The defaults are greedy.
 
-    Every field is checked on construction: an impossible value (NaN, an infinity, a bool where a number
-    belongs, a number out of range) raises :class:`~penstock.errors.InputError`, which is a ``ValueError``,
-    with the field and the value in the message. Numbers of other types, such as numpy's scalars, become
-    plain Python ones.
+    The constructor checks every field. An invalid value (NaN, an infinity, a bool instead of a number, a
+    number out of range) raises :class:`~penstock.errors.InputError`, which is a ``ValueError``. The message
+    names the field and the value. Numbers of other types, such as numpy scalars, become plain Python numbers.
     """
 
     top_k: int = 1
-    """Choose among the K most probable tokens; 1 is greedy, -1 or 0 keeps all tokens."""
+    """Sample from the K most probable tokens; 1 is greedy, -1 or 0 keeps all tokens."""
     top_p: float = 1
-    """Of the ``top_k`` tokens, keep the most probable that together reach this probability; in [0, 1]."""
+    """Of the ``top_k`` tokens, keep the most probable ones whose probabilities sum up to this; in [0, 1]."""
     min_p: float = 0.0
-    """Keep tokens that are at least this probable relative to the most probable one; in [0, 1], 0 is off.
-    Combines with ``top_k`` and ``top_p``."""
+    """Keep tokens whose probability is at least ``min_p`` times that of the most probable token; in [0, 1],
+    0 is off. Combines with ``top_k`` and ``top_p``."""
     temperature: float = 1
-    """Above 1 flattens the distribution, below 1 sharpens it; in [0, 2], 0 is greedy."""
+    """Values above 1 flatten the distribution, values below 1 sharpen it; in [0, 2], 0 is greedy."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it was generated; in [-2, 2]."""
     presence_penalty: float = 0.0
     """Subtracted from a token's logit once it was generated; in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens of the prompt and the output less likely; greater than 0, 1 is off."""
+    """Values above 1 make tokens of the prompt and the output less likely; greater than 0, 1 is off."""
     max_new_tokens: int | None = None
-    """Generate at most this many tokens; None leaves it to the model's maximum length."""
+    """Maximum number of generated tokens; None means up to the model's maximum length."""
     min_new_tokens: int = 0
-    """No end-of-sequence token before this many tokens are generated."""
+    """Minimum number of generated tokens before an end-of-sequence token is allowed."""
     ignore_eos: bool = False
-    """Generate on past end-of-sequence tokens, up to the maximum length or a stop string."""
+    """Continue after end-of-sequence tokens, up to the maximum length or a stop string."""
     stop: list[str] | None = None
-    """Texts that end the output, which does not include them."""
+    """Strings that end the output. The output does not include them."""
     stop_token_ids: list[int] | None = None
-    """Token ids that end the output, besides those of the model."""
+    """Token ids that end the output, in addition to those of the model."""
     detokenize: bool = True
-    """Whether the output is turned into text."""
+    """Whether to decode the output to text."""
     seed: int = 0
-    """Seeds the random choice: equal seeds, prompts and parameters give equal output."""
+    """Seed of the random numbers: equal seeds, prompts and parameters give equal outputs."""
     _: KW_ONLY
     logit_bias: dict[int, float] | None = None
-    """Token id to what is added to its logit, before everything else; in [-100, 100]."""
+    """Token id -> bias that is added to its logit before all other rules; in [-100, 100]."""
     allowed_token_ids: list[int] | None = None
-    """Only these are generated. The tokens that end the output are not exempt: name them too."""
+    """The only tokens that may be generated. Include the tokens that end the output."""
     banned_token_ids: list[int] | None = None
-    """These are never generated. Where a grammar allows nothing else, the grammar comes first."""
+    """Tokens that are never generated, unless a grammar allows no other token."""
 
     banned_sequences: list[list[int]] | None = None
-    """Sequences of tokens that are not generated: the last token of one is banned where the output ends with
-    the tokens before it. Where a grammar allows nothing else, the grammar comes first."""
+    """Sequences of tokens that are never generated, unless a grammar allows no other token. The last token of
+    a sequence is banned if the output ends with the tokens before it."""
 
     def __post_init__(self) -> None:
         for name, value in self._checked().items():
@@ -80,22 +79,22 @@ class SamplingParams:
 
     @cached_property
     def needs_penalties(self) -> bool:
-        """True when a logit depends on the tokens so far."""
+        """Whether a penalty is set: logits depend on earlier tokens."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
     @cached_property
     def has_logit_rules(self) -> bool:
-        """True when some tokens are treated unlike the others in every step."""
+        """Whether a bias, allowed tokens or banned tokens are set."""
         some = self.logit_bias or self.banned_token_ids or self.banned_sequences
         return bool(some) or self.allowed_token_ids is not None
 
     @cached_property
     def changes_logits(self) -> bool:
-        """True when a step adjusts logits before it samples: rules, penalties, or a least length."""
+        """Whether logits are adjusted before sampling: by rules, penalties or a minimum length."""
         return self.min_new_tokens > 0 or self.has_logit_rules or self.needs_penalties
 
     def _checked(self) -> dict[str, Any]:
-        """Each field as a plain Python value; InputError names the first that is impossible."""
+        """Return each field as a plain Python value. InputError names the first invalid field."""
         numbers = {name: checked_number(name, getattr(self, name), *_RANGES[name]) for name in _RANGES}
         return {
             **numbers,
@@ -125,13 +124,13 @@ class SamplingParams:
         if allowed is None:
             return
         if not allowed:
-            raise InputError("allowed_token_ids is empty: name at least one token, or leave it out")
+            raise InputError("allowed_token_ids is empty: list at least one token, or omit it")
         singles = (ids[0] for ids in self.banned_sequences or () if len(ids) == 1)
         if not set(allowed).difference(self.banned_token_ids or (), singles):
             name = "banned_token_ids" if not self.banned_sequences else "banned_token_ids or banned_sequences"
             raise InputError(
                 f"{name} has all of the {len(set(allowed))} tokens of allowed_token_ids: "
-                "nothing is left to generate"
+                "no token can be generated; allow more tokens or ban fewer"
             )
 
 

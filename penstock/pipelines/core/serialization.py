@@ -1,12 +1,12 @@
-"""msgpack with numpy arrays: how contexts and responses cross to another process.
+"""msgpack with numpy arrays, the format of contexts and responses between processes.
 
     >>> import numpy as np
     >>> encode, decode = msgpack_numpy_encoder(), msgpack_numpy_decoder(np.ndarray)
     >>> decode(encode(np.arange(3))).tolist()
     [0, 1, 2]
 
-An array is a map ``{"__np__": True, "data": bytes in C order, "shape": [...], "dtype": name}``. Arrays are
-rebuilt where the target type says ``ndarray``; whatever else msgpack does not know is a ``TypeError``.
+An array is a map ``{"__np__": True, "data": bytes in C order, "shape": [...], "dtype": name}``. It is decoded
+to an array if the target type is ``ndarray``. Other types that msgpack does not support raise ``TypeError``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy as np
 
 
 def msgpack_numpy_encoder() -> Callable[[Any], bytes]:
-    """A function that encodes objects to bytes. Use one a thread."""
+    """Return a function that encodes objects to bytes. The function is not thread-safe."""
     return msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 
 
 def msgpack_numpy_decoder(type_: Any, copy: bool = True) -> Callable[[bytes], Any]:
-    """A function that decodes bytes into ``type_``.
+    """Return a function that decodes bytes into ``type_``.
 
-    With ``copy`` the arrays own their memory and are writable; without it they are read-only views of the
-    bytes (a context's ``tokens`` is writable always).
+    With ``copy`` the arrays own their memory and are writable. Without it they are read-only views of the
+    bytes, except the ``tokens`` of a context, which are always writable.
     """
     return msgspec.msgpack.Decoder(type_, dec_hook=partial(_decode_array, copy=copy)).decode
 

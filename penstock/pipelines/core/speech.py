@@ -1,4 +1,4 @@
-"""The context of a speech request: text tokens in, speech tokens and then audio out."""
+"""The context of a speech request: text tokens are the input, speech tokens and then audio the output."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _empty_chunk() -> npt.NDArray[Any]:
 class TTSContext(TextContext, tag=True, omit_defaults=True):
     """A text-to-speech request.
 
-    It has two states: that of the language model, which makes speech tokens (``speech_token_status``), and
-    that of the decoder, which makes audio of them (``audio_generation_status``). ``is_done`` is the latter;
+    It has two states: ``speech_token_status`` of the language model, which generates speech tokens, and
+    ``audio_generation_status`` of the decoder, which turns them into audio. ``is_done`` refers to the audio.
     ``status`` and ``update_status`` would be ambiguous and raise ``ValueError``.
 
         | decoded ................. | speech tokens to decode | zeros up to a multiple of CHUNK_SIZE |
@@ -35,7 +35,7 @@ class TTSContext(TextContext, tag=True, omit_defaults=True):
     audio_prompt_tokens: npt.NDArray[Any] = msgspec.field(default_factory=_no_tokens)
     """Speech tokens of the voice to imitate."""
     prev_samples_beyond_offset: int = 0
-    """Audio samples of the last chunk beyond its end, for the decoder's own use."""
+    """Number of audio samples of the last chunk after its end. Only the decoder uses it."""
 
     _speech_tokens: npt.NDArray[Any] = msgspec.field(default_factory=_empty_chunk)
     _speech_token_end_idx: int = 0
@@ -49,32 +49,32 @@ class TTSContext(TextContext, tag=True, omit_defaults=True):
 
     @property
     def speech_tokens(self) -> npt.NDArray[Any]:
-        """The speech tokens so far, a view."""
+        """The speech tokens so far, as a view."""
         return self._speech_tokens[: self._speech_token_end_idx]
 
     @property
     def block_counter(self) -> int:
-        """How many times speech tokens were added."""
+        """Number of calls that added speech tokens."""
         return self._block_counter
 
     @property
     def decoded_index(self) -> int:
-        """How many speech tokens are decoded to audio."""
+        """Number of speech tokens that are decoded to audio."""
         return self._decoded_index
 
     def set_decoded_index(self, idx: int) -> None:
-        """Says how many speech tokens are decoded to audio."""
+        """Set the number of speech tokens that are decoded to audio."""
         if idx < 0:
             raise ValueError(f"decoded_index must be at least 0, was {idx}")
         self._decoded_index = idx
 
     def update_speech_tokens(self, new_tokens: npt.NDArray[Any]) -> None:
-        """Adds speech tokens, ``[n]``."""
+        """Append speech tokens, ``[n]``."""
         start = self._speech_token_end_idx
         end = start + len(new_tokens)
         if end >= self._speech_tokens.size:
-            room = -(-len(new_tokens) // CHUNK_SIZE) * CHUNK_SIZE
-            grown = np.zeros(self._speech_tokens.size + room, dtype=self._speech_tokens.dtype)
+            capacity = -(-len(new_tokens) // CHUNK_SIZE) * CHUNK_SIZE
+            grown = np.zeros(self._speech_tokens.size + capacity, dtype=self._speech_tokens.dtype)
             grown[:start] = self.speech_tokens
             self._speech_tokens = grown
         self._speech_tokens[start:end] = new_tokens
@@ -84,13 +84,13 @@ class TTSContext(TextContext, tag=True, omit_defaults=True):
     def next_speech_tokens(
         self, audio_chunk_size: int | None = None, buffer: int | None = None
     ) -> tuple[npt.NDArray[Any], int]:
-        """The speech tokens to decode next, and how many already decoded ones stand in front of them.
+        """Return the next speech tokens to decode, and the number of decoded tokens that precede them.
+
+        ``decoded_index`` does not change: the caller sets it with :meth:`set_decoded_index` after decoding.
 
         Args:
-            audio_chunk_size: at most this many tokens to decode; None takes all.
-            buffer: put up to this many decoded tokens in front, as the decoder's context.
-
-        ``decoded_index`` does not change: the caller moves it with :meth:`set_decoded_index` after decoding.
+            audio_chunk_size: maximum number of tokens to decode; None means all.
+            buffer: maximum number of decoded tokens to prepend, as the decoder's context.
         """
         decoded, end = self._decoded_index, self._speech_token_end_idx
         context_size = min(buffer or 0, decoded)
@@ -99,39 +99,39 @@ class TTSContext(TextContext, tag=True, omit_defaults=True):
         return self._speech_tokens[decoded - context_size : end], context_size
 
     def has_undecoded_speech_tokens(self, exclude_last_n: int = 0) -> bool:
-        """Whether there are speech tokens to decode, the last ``exclude_last_n`` left aside."""
+        """Return whether there are speech tokens to decode, ignoring the last ``exclude_last_n``."""
         return self._decoded_index < self._speech_token_end_idx - exclude_last_n
 
     @property
     def speech_token_status(self) -> TextGenerationStatus:
-        """Whether the language model still makes speech tokens."""
+        """Status of the language model, which generates the speech tokens."""
         return self._status
 
     def update_speech_token_status(self, status: TextGenerationStatus) -> None:
-        """Sets the status of the language model."""
+        """Set the status of the language model."""
         self._status = status
 
     @property
     def audio_generation_status(self) -> TextGenerationStatus:
-        """Whether audio is still to come."""
+        """Status of the audio."""
         return self._audio_generation_status
 
     def update_audio_generation_status(self, status: TextGenerationStatus) -> None:
-        """Sets the status of the audio."""
+        """Set the status of the audio."""
         self._audio_generation_status = status
 
     @property
     def is_done(self) -> bool:
-        """True when all audio is made."""
+        """Whether all audio is generated."""
         return self._audio_generation_status.is_done
 
     @property
     def status(self) -> TextGenerationStatus:
-        """Raises ``ValueError``: ask for one of the two states."""
+        """Raise ``ValueError``: the context has two states, each with its own property."""
         raise MissingValueError("Please call `speech_token_status` or `audio_generation_status` instead.")
 
     def update_status(self, status: TextGenerationStatus) -> None:
-        """Raises ``ValueError``: set one of the two states."""
+        """Raise ``ValueError``: the context has two states, each with its own setter."""
         raise ValueError(
             "Please call `update_speech_token_status` or `update_audio_generation_status` instead."
         )

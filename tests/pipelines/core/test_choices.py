@@ -75,7 +75,7 @@ def test_impossible_numbers(n: Any) -> None:
 def test_a_context_that_has_begun_is_a_mistake() -> None:
     context = text_context([1])
     context.update(2)
-    with pytest.raises(AssertionError, match="has begun"):
+    with pytest.raises(AssertionError, match="has started"):
         choice_contexts(context, 2)
 
 

@@ -115,7 +115,7 @@ def test_numbers_of_other_types_become_plain(given_: dict[str, Any], plain: dict
         ("temperatur", "did you mean temperature?"),
         ("n", "LLM.generate and LLM.chat have the parameter n"),
         ("num_beams", "LLM.beam_search has the parameter num_beams"),
-        ("do_sample", "temperature=0 chooses the most probable token, a higher one samples"),
+        ("do_sample", "temperature=0 is greedy, a higher temperature samples"),
         ("zzz", "the parameters are allowed_token_ids, banned_sequences, "),
     ],
 )
