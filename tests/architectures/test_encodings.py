@@ -1,4 +1,4 @@
-"""Every family in every encoding: close to float32, the more bits the closer, and of the size foretold."""
+"""Every family in every encoding: errors shrink with more bits; sizes are as estimated."""
 
 from __future__ import annotations
 

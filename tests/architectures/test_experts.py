@@ -40,7 +40,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def logits_of(pipeline: TextGenerationPipeline) -> torch.Tensor:
-    """Those of a prompt, then of single tokens."""
+    """Return the logits of a prompt, then of single tokens."""
     context = context_of(TOKENS[:50], log_probabilities_echo=True)  # every row computed, none from the cache
     rows = [step_logits(pipeline, [context])[0]]
     for token in TOKENS[50:]:
@@ -51,7 +51,7 @@ def logits_of(pipeline: TextGenerationPipeline) -> torch.Tensor:
 
 
 def deviation(pipeline: TextGenerationPipeline, reference: Any) -> float:
-    """How far the logits are from transformers', in tolerances."""
+    """Return the error of the logits against transformers, in multiples of the tolerance."""
     expected = oracle_logits(reference, TOKENS)
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     return float((logits_of(pipeline) - expected).abs().max()) / tolerance
@@ -100,7 +100,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_what_files_say_otherwise(case: str, tmp_path: Path) -> None:
+def test_variant_spellings_of_keys(case: str, tmp_path: Path) -> None:
     """Keys as they are found in published files, which transformers writes in another way."""
     family, changes = FILES[case]
     dense = {"mlp_only_layers": [], "decoder_sparse_step": 2} if "mlp_only_layers" in changes else {}
@@ -277,7 +277,7 @@ def as_mxfp4(folder: Path, to: Path, **config: Any) -> tuple[Path, Path]:
     return to / "packed", to / "plain"
 
 
-def test_mxfp4_experts_are_the_floats_they_stand_for(gpt_oss: Path, tmp_path: Path) -> None:
+def test_mxfp4_experts_equal_their_float_values(gpt_oss: Path, tmp_path: Path) -> None:
     packed, plain = as_mxfp4(gpt_oss, tmp_path)
     pipeline = open_pipeline(packed, kv_cache_block_size=16)
     assert deviation(pipeline, oracle(plain)) <= 1
@@ -285,7 +285,7 @@ def test_mxfp4_experts_are_the_floats_they_stand_for(gpt_oss: Path, tmp_path: Pa
 
 
 def test_mxfp4_takes_the_type_of_the_other_tensors(gpt_oss: Path, tmp_path: Path) -> None:
-    """OpenAI's files name no type."""
+    """OpenAI's configuration files have no ``dtype``."""
     packed, plain = as_mxfp4(gpt_oss, tmp_path, dtype=...)
     configs = [PipelineConfig.from_flat({"model_path": str(path)}) for path in (packed, plain)]
     sizes = [GptOssModel.estimate_weights_size(config) for config in configs]
@@ -324,7 +324,7 @@ def test_mxfp4_of_a_size_that_has_no_blocks(gpt_oss: Path, tmp_path: Path) -> No
 def write_old_adapter(
     folder: Path, targets: list[str], matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> Path:
-    """As peft wrote adapters while experts were modules of their own."""
+    """Write an adapter in the format of PEFT versions that had one module per expert."""
     folder.mkdir()
     tensors = {}
     for name, (down, up) in matrices.items():

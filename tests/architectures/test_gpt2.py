@@ -1,4 +1,4 @@
-"""GPT-2's two spellings of tensor names, and what lies in its first checkpoint beside weights."""
+"""GPT-2's two spellings of tensor names, and the attention masks in OpenAI's checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_names_without_a_prefix(checkpoint: Path) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-4 * max(1.0, float(expected.std())), rtol=0)
 
 
-def test_a_tensor_that_is_neither_weight_nor_mask(checkpoint: Path) -> None:
+def test_an_unexpected_tensor(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["h.0.attn.gate"] = torch.zeros(3)
     save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""A replayed step gives the bits of the eager one, whatever the steps around it were."""
+"""A replayed step gives the bits of the eager step, independent of other steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def opened(checkpoint: Path, isa: str, encoding: str, *, planned: bool) -> TextG
 
 
 def last_logits(pipeline: TextGenerationPipeline, contexts: list[TextContext]) -> torch.Tensor:  # [B, V]
-    """Logits behind the last row of each, the others' left out."""
+    """Return the logits of the last row of each context."""
     kv: Any = pipeline.kv
     for context in contexts:
         kv.claim(context)

@@ -1,4 +1,4 @@
-"""With ``deterministic=True`` a request's bits do not depend on what happens around it."""
+"""With ``deterministic=True`` the bits of a request do not depend on other requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_logits_are_bit_equal(uncached: TextGenerationPipeline, chunks: list[int
     assert torch.equal(logits_of_tokens(uncached, context_of(PROMPT), chunks, others), alone)
 
 
-def test_batched_is_alone(uncached: TextGenerationPipeline, sampling: SamplingParams) -> None:
+def test_batched_results_equal_single_results(
+    uncached: TextGenerationPipeline, sampling: SamplingParams
+) -> None:
     (alone,) = generate(uncached, [fresh(sampling)])
     others = [
         context_of(random_tokens(n, 130, seed=n), 5 + n % 20, sampling_params=sampling) for n in (1, 9, 70)
@@ -59,7 +61,7 @@ def test_batched_is_alone(uncached: TextGenerationPipeline, sampling: SamplingPa
     assert generate(uncached, [*others, fresh(sampling)])[-1] == alone
 
 
-def test_steps_at_once_are_steps_one_by_one(
+def test_multiple_steps_equal_single_steps(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
     (alone,) = generate(uncached, [fresh(sampling)])

@@ -1,4 +1,4 @@
-"""LongRoPE across ``original_max_position_embeddings``: each token is that of a whole recomputation."""
+"""LongRoPE across ``original_max_position_embeddings``: tokens equal those of a full recomputation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def reference(checkpoint: Path) -> Any:
 
 
 def recomputed(reference: Any, text: list[int], start: int) -> list[float]:
-    """The log probability of each token from ``start`` on, by a forward of all tokens before it."""
+    """Return the log probability of each token from ``start`` on, by a forward of all previous tokens."""
     found = []
     with torch.inference_mode():
         for end in range(start, len(text)):
@@ -137,7 +137,7 @@ def greedy(reference: Any, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_prefixes_are_shared_within_a_regime_alone(checkpoint: Path, reference: Any, caching: bool) -> None:
+def test_prefixes_are_shared_only_within_a_regime(checkpoint: Path, reference: Any, caching: bool) -> None:
     pipeline = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=caching)
     long = random_tokens(60, 130, seed=3)
     assert long[:30] == PROMPT

@@ -1,4 +1,4 @@
-"""Mistakes that the parity tests must notice: each is made on purpose and seen to be caught."""
+"""Mutations of the network that the parity tests must detect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pipeline(checkpoint: Path) -> TextGenerationPipeline:
 
 
 def deviation(pipeline: TextGenerationPipeline, reference: Any) -> float:
-    """How far the logits of a prefill and twenty decode steps are from transformers', in tolerances."""
+    """Return the error of a prefill and twenty decode steps against transformers, in tolerances."""
     expected = oracle_logits(reference, TOKENS)
     context = context_of(TOKENS[:40])
     ours = [step_logits(pipeline, [context])[0]]
@@ -38,7 +38,7 @@ def deviation(pipeline: TextGenerationPipeline, reference: Any) -> float:
     return float((torch.cat(ours) - expected[: len(torch.cat(ours))]).abs().max()) / tolerance
 
 
-def test_without_a_mistake_there_is_no_deviation(pipeline: TextGenerationPipeline, reference: Any) -> None:
+def test_the_unchanged_network_has_no_deviation(pipeline: TextGenerationPipeline, reference: Any) -> None:
     assert deviation(pipeline, reference) <= 1
 
 
@@ -173,7 +173,7 @@ def test_altered_networks(pipeline: TextGenerationPipeline, reference: Any) -> N
             assert deviation(pipeline, reference) > 10, name
 
 
-def test_every_alteration_is_one_for_some_architecture(tmp_path: Path) -> None:
+def test_every_mutation_applies_to_some_architecture(tmp_path: Path) -> None:
     networks = []
     for architecture in DECODERS:
         assert architecture.tiny_config is not None
@@ -212,7 +212,7 @@ def test_rows_stored_one_slot_late(
 
 
 def test_stale_prefix_block(pipeline: TextGenerationPipeline, reference: Any) -> None:
-    """A cached block whose content is another prompt's shows in the logits of whoever finds it."""
+    """A cached block with the content of another prompt changes the logits of requests that share it."""
     assert deviation(pipeline, reference) <= 1  # leaves its blocks in the prefix cache
     context = context_of(TOKENS)
     pipeline.kv.claim(context)
@@ -231,7 +231,7 @@ def test_stale_prefix_block(pipeline: TextGenerationPipeline, reference: Any) ->
 
 
 def test_swapped_layers(tmp_path: Path) -> None:
-    """Two layers of the checkpoint exchanged: the oracle is not blind to the order of blocks."""
+    """Exchanging two layers of the checkpoint is detected."""
     for architecture in DECODERS:
         assert architecture.tiny_config is not None
         folder = write_checkpoint(tmp_path / architecture.name, architecture.tiny_config())

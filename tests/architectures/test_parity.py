@@ -24,7 +24,7 @@ def vocabulary(reference: Any) -> int:
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Within 1e-4 of the logits' own spread."""
+    """Check that the error is at most 1e-4 of the spread of the logits."""
     tolerance = 1e-4 * max(1.0, float(theirs.std()))
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
 

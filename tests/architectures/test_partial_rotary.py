@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 
 
 def with_factor(checkpoint: Path, folder: Path, *, inside: bool, **parameters: Any) -> Path:
-    """A copy of a checkpoint whose rotary embeddings have a factor of 0.5; skips where there are none."""
+    """Copy a checkpoint with ``partial_rotary_factor`` 0.5; skip families without rotary embeddings."""
     config = json.loads((checkpoint / "config.json").read_text())
     ropes = config.get("rope_parameters")
     if ropes is None:

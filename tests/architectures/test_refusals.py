@@ -1,4 +1,4 @@
-"""What a ``config.json`` may ask for that a family does not have: refused, never overlooked."""
+"""Settings in ``config.json`` that a family does not support are errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] 
 
 
 def read(family: str, changes: dict[str, Any]) -> Any:
-    """What an architecture makes of its tiny configuration with these changes."""
+    """Return the blueprint of an architecture's tiny configuration with these changes."""
     (architecture,) = (one for one in DECODERS if one.name == family)
     assert architecture.tiny_config is not None
     config = HuggingFaceConfig(architecture.tiny_config() | changes)
@@ -92,13 +92,13 @@ def test_phi3_calls_longrope_by_older_names() -> None:
         assert one.max_length == known.max_length
 
 
-def test_a_window_that_no_text_outgrows_is_none() -> None:
+def test_a_window_as_long_as_the_context_is_ignored() -> None:
     assert read("mistral", {"sliding_window": 256}).windows == (None,) * 3
     assert read("mistral", {"sliding_window": 255}).windows == (255,) * 3
 
 
-def test_gemma3_runs_as_long_as_its_file_says() -> None:
-    """Its stretched rope is told beside the stretched length, unlike that of older Llamas."""
+def test_gemma3_uses_the_maximum_length_of_its_file() -> None:
+    """Gemma 3 gives the length after rope scaling; older Llama models give the length before it."""
     stretched = read("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
     assert stretched.max_length == 256
     assert read("llama", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}).max_length == 2048

@@ -71,7 +71,7 @@ def test_a_model_is_loaded_only_when_asked_for(registry: PipelineRegistry) -> No
     assert (model.__name__, model.size) == ("Model", 3)
 
 
-def test_a_model_type_that_is_no_identifier(registry: PipelineRegistry) -> None:
+def test_a_model_type_that_is_not_an_identifier(registry: PipelineRegistry) -> None:
     architecture = registry.retrieve_architecture(config("with-dash"), "checkpoint")
     assert architecture.load_pipeline_model().size == 9
 
@@ -162,7 +162,7 @@ def test_records_that_contradict_each_other(tmp_path: Path, addition: str) -> No
         PipelineRegistry([tmp_path]).retrieve_architecture(config("toy"), "x")
 
 
-def test_one_may_be_registered_by_hand(registry: PipelineRegistry) -> None:
+def test_an_architecture_can_be_registered(registry: PipelineRegistry) -> None:
     registry.register(hand_made())
     found = registry.retrieve_architecture(config("hand-made"), "x")
     assert found.load_pipeline_model() is dict

@@ -33,7 +33,7 @@ def write_untied(folder: Path, architecture: SupportedArchitecture) -> Path:
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Replaces the tensors whose names begin so; None removes them."""
+    """Replace the tensors whose names have this prefix; None removes them."""
     file = folder / "model.safetensors"
     stored: dict[str, Any] = load_file(file)
     for name in list(stored):
@@ -58,7 +58,7 @@ def assert_is_that_of_transformers(folder: Path) -> torch.Tensor:
     return ours
 
 
-def test_a_head_of_its_own_is_used(checkpoint: Path) -> None:
+def test_an_untied_head_is_used(checkpoint: Path) -> None:
     ours = assert_is_that_of_transformers(checkpoint)
     change(checkpoint, head=None)
     tied = assert_is_that_of_transformers(checkpoint)

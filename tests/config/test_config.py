@@ -1,4 +1,4 @@
-"""Configurations: every way to give a value, and every way to get it wrong."""
+"""Configurations: all sources of values, and invalid values."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def test_every_setting_is_known_here() -> None:
+def test_every_setting_has_a_test_value() -> None:
     assert [field.name for field in config_fields()] == list(LEGAL)
 
 
 @given(values=st.fixed_dictionaries({}, optional=LEGAL))
-def test_what_is_given_is_what_the_configuration_holds(values: dict[str, Any]) -> None:
+def test_given_values_are_stored(values: dict[str, Any]) -> None:
     config = PipelineConfig.from_flat(values)
     assert values_of(config) == values_of(PipelineConfig()) | values
     assert PipelineConfig.from_flat(values_of(config)) == config
@@ -195,7 +195,7 @@ def test_impossible_numbers_of_other_types(value: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["yes", "on", "2", "x"])
-def test_text_that_is_no_truth_value_is_refused(text: str) -> None:
+def test_text_that_is_not_a_boolean_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="true or false"):
         PipelineConfig.from_flat({"deterministic": text}, "flag")
 
@@ -233,7 +233,7 @@ def test_the_order_of_sources(tmp_path: Path) -> None:
     assert described["revision"] == ("main", "default")
 
 
-def test_a_configuration_built_directly_knows_what_is_no_default() -> None:
+def test_describe_without_sources() -> None:
     described = {name: source for name, _, source in PipelineConfig(max_batch_size=3).describe()}
     assert described["max_batch_size"] == "argument"
     assert described["max_num_steps"] == "default"
@@ -274,7 +274,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, name: str, content: str, mes
         PipelineConfig.from_flat({"config_file": str(file)})
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config_file: .*gone.toml: cannot be read: No such file"):
         PipelineConfig.from_flat({"config_file": tmp_path / "gone.toml"})
     with pytest.raises(ConfigError, match="config_file: must be a path, was 3"):
@@ -302,9 +302,7 @@ def test_deterministic_runs_in_all_but_float16() -> None:
         PipelineConfig.from_flat({"deterministic": True} | there)
 
 
-def test_float16_is_bfloat16_where_there_is_no_arithmetic_for_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_float16_falls_back_to_bfloat16_on_cpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _warn_encoding_fallback.cache_clear()
     assert ModelConfig(quantization_encoding="float16").encoding == "bfloat16"
     assert checkpoint(tmp_path, {"dtype": "float16"}).encoding == "bfloat16"
@@ -362,7 +360,7 @@ def test_the_encoding_is_that_of_the_checkpoint(
     assert checkpoint(tmp_path, config).encoding == encoding
 
 
-def test_an_encoding_asked_for_comes_first(tmp_path: Path) -> None:
+def test_quantization_encoding_has_precedence(tmp_path: Path) -> None:
     config = checkpoint(tmp_path, {"dtype": "float16"})
     assert dataclasses.replace(config, quantization_encoding="float32").encoding == "float32"
 
@@ -372,7 +370,7 @@ def test_a_checkpoint_of_another_type_needs_an_encoding(tmp_path: Path) -> None:
         _ = checkpoint(tmp_path, {"dtype": "float64"}).encoding
 
 
-def test_generation_config_is_empty_where_there_is_none(tmp_path: Path) -> None:
+def test_a_missing_generation_config_is_empty(tmp_path: Path) -> None:
     assert checkpoint(tmp_path, {}).generation_config == {}
 
 

@@ -1,4 +1,4 @@
-"""Sampling parameters of requests that leave some open."""
+"""Defaults of sampling parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_without_a_file_the_defaults_are_openais(tmp_path: Path) -> None:
     assert config.default_sampling_params(seed=5) == expected
 
 
-def test_given_comes_before_the_file_before_the_default(tmp_path: Path) -> None:
+def test_precedence_of_given_values_file_and_defaults(tmp_path: Path) -> None:
     config = config_with(
         tmp_path,
         {"temperature": 0.6, "top_k": 20, "min_p": None, "repetition_penalty": 1.1, "max_new_tokens": 99},
@@ -56,7 +56,7 @@ def test_do_sample_true_changes_nothing(tmp_path: Path) -> None:
     assert config_with(tmp_path, {"do_sample": True}).default_sampling_params().temperature == 1
 
 
-def test_keys_that_say_nothing_of_sampling_are_none_of_ours(tmp_path: Path) -> None:
+def test_keys_that_do_not_concern_sampling_are_ignored(tmp_path: Path) -> None:
     config = config_with(tmp_path, {"eos_token_id": [1, 2], "max_length": "x", "num_beams": 4})
     assert config.default_sampling_params(seed=1) == SamplingParams(
         temperature=1.0, top_p=1.0, top_k=-1, seed=1

@@ -36,7 +36,7 @@ def test_keys_are_attributes_and_items(config: HuggingFaceConfig) -> None:
     assert config.nothing is None
 
 
-def test_a_copy_as_a_dict_is_its_own(config: HuggingFaceConfig) -> None:
+def test_to_dict_returns_a_deep_copy(config: HuggingFaceConfig) -> None:
     plain = config.to_dict()
     assert plain == VALUES
     assert type(plain["text_config"]) is dict
@@ -45,7 +45,7 @@ def test_a_copy_as_a_dict_is_its_own(config: HuggingFaceConfig) -> None:
     assert config.to_dict() == VALUES
 
 
-def test_a_missing_key_names_itself_and_the_file(config: HuggingFaceConfig, tmp_path: Path) -> None:
+def test_the_error_for_a_missing_key_names_key_and_file(config: HuggingFaceConfig, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         _ = config.head_dim
     assert str(error.value) == f"{tmp_path}/config.json: has no 'head_dim'"
@@ -54,7 +54,7 @@ def test_a_missing_key_names_itself_and_the_file(config: HuggingFaceConfig, tmp_
     assert str(error.value) == f"{tmp_path}/config.json: text_config: has no 'head_dim'"
 
 
-def test_a_missing_key_has_a_default_where_one_is_given(config: HuggingFaceConfig) -> None:
+def test_defaults_of_missing_keys(config: HuggingFaceConfig) -> None:
     assert getattr(config, "head_dim", 8) == 8
     assert config.get("head_dim", 8) == 8
     assert config.get("head_dim") is None
@@ -118,12 +118,12 @@ def test_checked_values() -> None:
 
 
 @pytest.mark.parametrize("value", ["four", 0, -1, 2.0, True, [4], None])
-def test_what_is_no_count(value: object) -> None:
+def test_invalid_integers(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"heads must be a whole number of at least 1, was"):
         HuggingFaceConfig({"heads": value}).integer("heads")
 
 
-def test_what_is_no_count_of_anything_that_exists() -> None:
+def test_integers_out_of_range() -> None:
     with pytest.raises(CheckpointError, match=f"heads must be at most 2147483647, was {10**30}"):
         HuggingFaceConfig({"heads": 10**30}).integer("heads")
     with pytest.raises(CheckpointError, match="layers must be at most 9, was 10"):
@@ -131,7 +131,7 @@ def test_what_is_no_count_of_anything_that_exists() -> None:
 
 
 @pytest.mark.parametrize("value", ["small", 0, -1e-5, float("nan"), float("inf"), False, 10**400])
-def test_what_is_no_positive_number(value: object) -> None:
+def test_invalid_positive_numbers(value: object) -> None:
     with pytest.raises(CheckpointError, match="eps must be a number above 0"):
         HuggingFaceConfig({"eps": value}).number("eps", 1.0)
 
@@ -144,12 +144,12 @@ def test_sections(config: HuggingFaceConfig) -> None:
         config.section("hidden_size")
 
 
-def test_what_is_no_flag() -> None:
+def test_invalid_flags() -> None:
     with pytest.raises(CheckpointError, match="tied must be true or false, was 1"):
         HuggingFaceConfig({"tied": 1}).flag("tied")
 
 
-def test_how_many_tokens_there_are(config: HuggingFaceConfig) -> None:
+def test_vocabulary_size(config: HuggingFaceConfig) -> None:
     assert config.vocabulary_size == 10, "those of the text model of a larger one"
     assert HuggingFaceConfig({"vocab_size": 12}).vocabulary_size == 12
     assert HuggingFaceConfig({}).vocabulary_size == 0

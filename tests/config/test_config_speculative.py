@@ -1,4 +1,4 @@
-"""`SpeculativeConfig`: who drafts, and what does not go together."""
+"""`SpeculativeConfig`: the method in effect, and contradictory fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
         ({"speculative_method": "ngram", "num_speculative_tokens": 3}, "ngram", 3),
     ],
 )
-def test_who_drafts(values: dict[str, Any], method: str | None, most: int) -> None:
+def test_method(values: dict[str, Any], method: str | None, most: int) -> None:
     config = PipelineConfig.from_flat(values).speculative
     assert (config.method, config.max_drafts) == (method, most)
 
@@ -36,6 +36,6 @@ def test_who_drafts(values: dict[str, Any], method: str | None, most: int) -> No
         ({"num_speculative_tokens": 65}, "from 1 to 64, was 65"),
     ],
 )
-def test_what_is_refused(values: dict[str, Any], message: str) -> None:
+def test_refusals(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig(**values)

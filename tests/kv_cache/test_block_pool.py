@@ -12,13 +12,13 @@ from penstock.errors import InsufficientBlocksError
 from penstock.kv_cache.block_pool import BlockPool
 
 
-def test_blocks_are_handed_out_from_one_upwards_and_never_the_null_block() -> None:
+def test_blocks_are_allocated_in_order_without_the_null_block() -> None:
     pool = BlockPool(5)
     assert pool.allocate(4) == [1, 2, 3, 4]
     assert (pool.num_blocks, pool.num_free) == (4, 0)
 
 
-def test_too_many_blocks_are_refused_with_the_numbers_and_none_is_taken() -> None:
+def test_allocating_too_many_blocks_fails_and_allocates_none() -> None:
     pool = BlockPool(5)
     pool.allocate(2)
     with pytest.raises(InsufficientBlocksError, match="3 KV blocks are needed, 2 of 4 are free") as caught:
@@ -28,7 +28,7 @@ def test_too_many_blocks_are_refused_with_the_numbers_and_none_is_taken() -> Non
     pool.check_integrity()
 
 
-def test_a_released_block_of_known_content_is_found_until_it_is_evicted() -> None:
+def test_a_released_registered_block_is_found_until_eviction() -> None:
     pool = BlockPool(3)
     one, two = pool.allocate(2)
     pool.register(one, b"one")
@@ -40,7 +40,7 @@ def test_a_released_block_of_known_content_is_found_until_it_is_evicted() -> Non
     assert pool.lookup(b"one") is None
 
 
-def test_the_end_of_what_is_released_together_is_evicted_first() -> None:
+def test_the_last_released_block_is_evicted_first() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(3)
     for block in blocks:
@@ -60,7 +60,7 @@ def test_the_least_recently_used_block_is_evicted_first() -> None:
     assert [pool.allocate(1)[0] for _ in blocks] == [blocks[1], blocks[2], blocks[0]]
 
 
-def test_the_first_of_two_equal_blocks_stays_known() -> None:
+def test_the_first_of_two_equal_blocks_stays_registered() -> None:
     pool = BlockPool(3)
     one, two = pool.allocate(2)
     assert pool.register(one, b"same")
@@ -90,7 +90,7 @@ def test_releasing_a_block_twice_is_a_mistake_of_ours() -> None:
         pool.release(blocks)
 
 
-def test_a_lost_block_is_noticed_with_the_numbers() -> None:
+def test_check_integrity_reports_a_lost_block() -> None:
     pool = BlockPool(5)
     pool.allocate(1)
     pool._free.pop()
@@ -99,7 +99,7 @@ def test_a_lost_block_is_noticed_with_the_numbers() -> None:
 
 
 class Pools(RuleBasedStateMachine):
-    """The pool against a model that keeps everything in plain lists."""
+    """The pool behaves like a simple model that uses plain lists."""
 
     SIZE = 8
 

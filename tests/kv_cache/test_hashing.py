@@ -20,7 +20,7 @@ def digests(
     return chain_digests(root, tokens, overrides or {}, range(len(tokens) // 4), 4)
 
 
-def test_a_digest_stands_for_its_block_and_all_before() -> None:
+def test_a_digest_covers_its_block_and_all_before() -> None:
     other = TOKENS.copy()
     other[5] = 99
     ours, theirs = digests(), digests(other)
@@ -29,7 +29,7 @@ def test_a_digest_stands_for_its_block_and_all_before() -> None:
     assert ours[2] != theirs[2]
 
 
-def test_blocks_may_be_digested_one_by_one() -> None:
+def test_digests_can_be_computed_block_by_block() -> None:
     whole, parent = digests(), ROOT
     for block in range(3):
         (parent,) = chain_digests(parent, TOKENS, {}, range(block, block + 1), 4)
@@ -50,7 +50,7 @@ def test_roots_differ_by_adapter_and_salt() -> None:
     assert len(set(roots)) == len(roots)
 
 
-def test_an_override_stands_for_its_token_and_is_not_taken_for_one() -> None:
+def test_an_override_differs_from_the_token_with_the_same_id() -> None:
     plain, image, other = digests(), digests(overrides={5: 77}), digests(overrides={5: 78})
     assert plain[0] == image[0]
     assert len({plain[1], image[1], other[1]}) == 3
@@ -65,7 +65,7 @@ def test_an_override_may_be_any_number(number: int) -> None:
     assert digests(overrides={0: number})[0] != ROOT
 
 
-def test_tokens_are_left_alone() -> None:
+def test_hashing_does_not_change_the_tokens() -> None:
     tokens = TOKENS.copy()
     digests(tokens, overrides={0: 1})
     np.testing.assert_array_equal(tokens, TOKENS)

@@ -35,7 +35,7 @@ def test_slots_are_the_lowest_free_numbers() -> None:
     manager.check_integrity()
 
 
-def test_a_fresh_cache_has_nothing_of_a_prompt() -> None:
+def test_a_new_cache_has_no_prefix() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.claim(context)
     assert (context.start_idx, context.num_cached_tokens) == (0, 0)
@@ -61,7 +61,7 @@ def test_claiming_twice_changes_nothing() -> None:
         ([99, *PROMPT[1:]], 0),
     ],
 )
-def test_full_blocks_of_a_known_beginning_are_shared(prompt: list[int], hit: int) -> None:
+def test_full_blocks_of_a_cached_prefix_are_shared(prompt: list[int], hit: int) -> None:
     manager, first = kv_manager(8), text_context(PROMPT)
     advance(manager, first)
     second = text_context(prompt)
@@ -102,7 +102,7 @@ def test_generated_tokens_are_shared_too() -> None:
         ({}, {"enable_prefix_caching": False}),
     ],
 )
-def test_what_differs_or_must_be_computed_is_not_shared(
+def test_different_blocks_and_the_last_token_are_not_shared(
     fields: dict[str, Any], options: dict[str, Any]
 ) -> None:
     manager, first = kv_manager(9, **options), text_context(PROMPT)
@@ -116,7 +116,7 @@ def test_what_differs_or_must_be_computed_is_not_shared(
 @pytest.mark.parametrize(
     "fields", [{"cache_salt": "ours"}, {"adapter": "poet"}, {"token_hash_overrides": {2: 7}}]
 )
-def test_what_is_equal_is_shared(fields: dict[str, Any]) -> None:
+def test_equal_prefixes_are_shared(fields: dict[str, Any]) -> None:
     manager = kv_manager(9, adapter_digest=adapter_name)
     first, second = text_context(PROMPT, **fields), text_context(PROMPT, **fields)
     advance(manager, first)
@@ -152,7 +152,7 @@ def test_an_adapter_of_unknown_content_shares_nothing() -> None:
         assert context.num_cached_tokens == 0
 
 
-def test_an_echoing_context_leaves_its_blocks_to_others() -> None:
+def test_blocks_of_an_echoing_context_are_shared() -> None:
     manager, first = kv_manager(8), text_context(PROMPT, log_probabilities_echo=True)
     advance(manager, first)
     second = text_context(PROMPT)
@@ -195,7 +195,7 @@ def test_reserve_covers_active_tokens_and_lookahead() -> None:
     assert manager.num_free_blocks == 4
 
 
-def test_reserve_takes_all_or_nothing_of_all_groups() -> None:
+def test_reserve_is_all_or_nothing_over_all_groups() -> None:
     manager = kv_manager(8, 2, windows=(None, 4))
     context = text_context(PROMPT)
     manager.claim(context)
@@ -230,7 +230,7 @@ def test_reserve_needs_a_claim() -> None:
 # -- commit -------------------------------------------------------------------------------------------
 
 
-def test_only_full_blocks_that_are_computed_are_known() -> None:
+def test_only_computed_full_blocks_are_registered() -> None:
     manager, first = kv_manager(8), text_context(PROMPT)
     advance(manager, first, chunk=6)
     second = text_context(PROMPT)
@@ -238,7 +238,7 @@ def test_only_full_blocks_that_are_computed_are_known() -> None:
     assert (first.committed_idx, second.num_cached_tokens) == (4, 4)
 
 
-def test_the_first_of_two_equal_blocks_stays_known() -> None:
+def test_the_first_of_two_equal_blocks_stays_registered() -> None:
     manager = kv_manager(8)
     first, second = text_context(PROMPT), text_context(PROMPT)
     manager.claim(first)
@@ -342,7 +342,7 @@ def test_a_fork_has_the_keys_of_its_parent() -> None:
     assert manager.is_stale(child)
 
 
-def test_beginnings_are_shared_within_a_regime_alone() -> None:
+def test_prefixes_are_shared_only_within_a_regime() -> None:
     manager = kv_manager(32, key_limits=(10,))
     advance(manager, text_context(PROMPT))
     advance(manager, text_context([*PROMPT, 7]))
@@ -388,7 +388,7 @@ def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
     assert manager.num_free_blocks == 1
 
 
-def test_a_fork_without_room_changes_nothing() -> None:
+def test_a_fork_without_free_blocks_changes_nothing() -> None:
     manager = kv_manager(3)
     parent, child = text_context(PROMPT), text_context(PROMPT)
     advance(manager, parent, 50)
@@ -423,7 +423,7 @@ def test_a_fork_works_behind_a_window(caching: bool) -> None:
 # -- release ------------------------------------------------------------------------------------------
 
 
-def test_release_is_idempotent_and_forgets_nothing_but_its_own() -> None:
+def test_release_is_idempotent_and_affects_only_its_context() -> None:
     manager = kv_manager(8)
     first, second = text_context(PROMPT), text_context(PROMPT)
     advance(manager, first)
@@ -453,7 +453,7 @@ def test_a_rolled_back_context_keeps_its_surplus_blocks() -> None:
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("regrown", [False, True])
-def test_a_rollback_into_shared_blocks_leaves_them_to_others(caching: bool, regrown: bool) -> None:
+def test_a_rollback_does_not_write_into_shared_blocks(caching: bool, regrown: bool) -> None:
     manager = kv_manager(12, enable_prefix_caching=caching)
     parent, child = text_context(PROMPT), text_context(PROMPT)
     advance(manager, parent, 50)
@@ -470,7 +470,7 @@ def test_a_rollback_into_shared_blocks_leaves_them_to_others(caching: bool, regr
     assert tables(manager, child)[0][1] != tables(manager, parent)[0][1]
 
 
-def test_after_a_rollback_blocks_are_known_by_their_new_tokens() -> None:
+def test_after_a_rollback_blocks_are_registered_by_their_new_tokens() -> None:
     manager, context = kv_manager(12), text_context(PROMPT[:9])
     advance(manager, context, 50)  # two blocks are known: 0 .. 7
     context.rollback(4)
@@ -514,7 +514,7 @@ def test_a_context_waits_for_the_prefix_that_another_computes() -> None:
     assert second.num_cached_tokens == 8
 
 
-def test_nobody_waits_for_a_block_that_is_of_no_use() -> None:
+def test_no_wait_for_a_block_that_cannot_be_used() -> None:
     manager = kv_manager(8)
     manager.claim(text_context(PROMPT[:8]))
     assert manager.waits_for(text_context(PROMPT[:5]))
@@ -523,7 +523,7 @@ def test_nobody_waits_for_a_block_that_is_of_no_use() -> None:
     assert not manager.waits_for(text_context(PROMPT, cache_salt="ours"))
 
 
-def test_nobody_waits_for_a_context_that_is_gone() -> None:
+def test_no_wait_for_a_released_context() -> None:
     manager = kv_manager(8)
     first, second = text_context(PROMPT), text_context(PROMPT)
     manager.claim(first)
@@ -544,7 +544,7 @@ def test_a_context_may_grow_while_it_waits() -> None:
     assert context.start_idx == 8
 
 
-def test_what_is_remembered_of_a_waiting_context_is_dropped() -> None:
+def test_digests_of_a_waiting_context_are_dropped() -> None:
     manager = kv_manager(8)
     manager.claim(text_context(PROMPT))
     given_up, claimed = text_context(PROMPT), text_context(PROMPT)
@@ -556,7 +556,7 @@ def test_what_is_remembered_of_a_waiting_context_is_dropped() -> None:
     assert not manager._prefixes._chains
 
 
-def test_waiting_looks_only_at_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_continues_from_the_last_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = kv_manager(300, block_size=1)
     first, second = text_context(list(range(201))), text_context(list(range(201)))
     advance(manager, first, chunk=200)
@@ -573,7 +573,7 @@ def test_waiting_looks_only_at_what_is_new(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(looked) == 1
 
 
-def test_admits_counts_what_is_shared_and_what_would_be_taken_out_of_the_cache() -> None:
+def test_admits_counts_shared_and_evictable_blocks() -> None:
     manager = kv_manager(5)
     first = text_context(PROMPT)
     advance(manager, first, 50)  # three blocks, two of them known
@@ -586,7 +586,7 @@ def test_admits_counts_what_is_shared_and_what_would_be_taken_out_of_the_cache()
     assert not manager.admits(text_context(PROMPT), headroom=3)
 
 
-def test_admits_and_fits_know_windows() -> None:
+def test_admits_and_fits_consider_windows() -> None:
     manager = kv_manager(20, 4, windows=(None, 6))
     context = text_context(list(range(40)))
     assert manager.fits(40, chunk_size=4)
@@ -631,7 +631,7 @@ def test_inputs_with_drafts_and_the_next_step() -> None:
     assert following.groups[0].slots.tolist() == [17]
 
 
-def test_inputs_of_nobody() -> None:
+def test_inputs_of_an_empty_batch() -> None:
     inputs = kv_manager(8).inputs([])
     assert (tuple(inputs.groups[0].block_tables.shape), inputs.lengths.tolist()) == ((0, 1), [])
 
@@ -680,7 +680,7 @@ def test_an_int8_cache_has_its_scales_in_the_inputs() -> None:
 # -- check_integrity ----------------------------------------------------------------------------------
 
 
-def test_a_lost_reference_is_noticed_with_the_numbers() -> None:
+def test_check_integrity_reports_a_lost_reference() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.claim(context)
     manager.reserve(context)
@@ -689,7 +689,7 @@ def test_a_lost_reference_is_noticed_with_the_numbers() -> None:
         manager.check_integrity()
 
 
-def test_a_hole_in_a_table_is_noticed() -> None:
+def test_check_integrity_reports_a_hole_in_a_table() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.claim(context)
     manager.reserve(context)

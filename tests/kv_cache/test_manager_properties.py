@@ -1,4 +1,4 @@
-"""Random lives of contexts in a cache that is too small for all of them."""
+"""Random sequences of cache operations, in a cache that is too small for all contexts."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Lives(RuleBasedStateMachine):
         return True
 
     def writes_to_its_own(self, batch: list[TextContext]) -> None:
-        """No row goes where another context's table leads, or where a digest does."""
+        """No row is written into a block of another context or into a registered block."""
         inputs = self.manager.inputs(batch)
         offsets = np.cumsum([0, *(context.active_length for context in batch)])
         assert inputs.lengths.tolist() == [context.active_idx for context in batch]

@@ -37,7 +37,7 @@ def test_each_layer_is_in_one_group(layers: list[tuple[int, ...]]) -> None:
         KVCacheSpec(tuple(group(*of_group) for of_group in layers))
 
 
-def test_there_is_a_group() -> None:
+def test_a_spec_needs_a_group() -> None:
     with pytest.raises(ConfigError, match="must be in exactly one group"):
         KVCacheSpec(())
 
@@ -65,9 +65,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
     window=st.none() | st.integers(1, 60),
     chunk=st.integers(1, 60),
 )
-def test_most_blocks_is_what_the_steps_of_a_sequence_need(
-    tokens: int, block_size: int, window: int | None, chunk: int
-) -> None:
+def test_max_blocks_equals_a_simulation(tokens: int, block_size: int, window: int | None, chunk: int) -> None:
     layers, most = group(0, window=window), 0
     for start in range(0, tokens, chunk):
         first = layers.first_visible(start) // block_size

@@ -1,4 +1,4 @@
-"""Logits and patterns against peft's own, on small random models."""
+"""Logits and patterns equal PEFT's, on small random models."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_logits_are_those_of_peft(checkpoint: Path, case: str, kernels: str, tmp
     assert float((got - plain).abs().max()) > 0.01
 
 
-def test_a_tied_head_gets_its_adapter_and_the_embedding_none(tmp_path: Path) -> None:
+def test_an_adapter_on_a_tied_head_does_not_change_the_embedding(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": True})
     adapter = write_adapter(checkpoint, tmp_path / "adapter", target_modules=["lm_head"])
     expected = peft_logits(checkpoint, adapter, PROMPT)
@@ -68,7 +68,7 @@ def test_a_tied_head_gets_its_adapter_and_the_embedding_none(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_quantised_layers_and_heads_get_their_adapters(tied: bool, tmp_path: Path) -> None:
-    """PEFT saves a copy of a head with an adapter along: what it is held against has been rounded."""
+    """PEFT saves a copy of an adapted head. It is compared with the rounded head."""
     checkpoint = write_checkpoint(tmp_path / "base", {**tiny_config(), "tie_word_embeddings": tied})
     adapter = write_adapter(checkpoint, tmp_path / "adapter", target_modules=["lm_head", "up_proj"])
     plain, quantised = (
@@ -162,8 +162,8 @@ def test_patterns_match_as_in_peft(checkpoint: Path, tmp_path: Path, **drawn: An
     assert found == expected
 
 
-def test_what_peft_wrote_is_what_is_read(checkpoint: Path, tmp_path: Path) -> None:
-    """All fields of peft's configuration are known, so that a new one is noticed when it comes."""
+def test_all_fields_that_peft_writes_are_known(checkpoint: Path, tmp_path: Path) -> None:
+    """All fields of PEFT's configuration are known, so that the test fails for new ones."""
     adapter = save_adapter(peft_model(checkpoint, r=4, target_modules=["q_proj"]), tmp_path)
     assert AdapterConfig.read(adapter).rank == 4
     from penstock.lora import adapter_config

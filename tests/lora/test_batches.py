@@ -1,4 +1,4 @@
-"""Adapters in batches: side by side, in chunks, through the prefix cache, and exchanged meanwhile."""
+"""Adapters in mixed batches, with chunks, prefix caching, and reloads while requests run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAMES = ["all", None, "some", "head", "all", None, "some"]
 
 
 def mixed_logits(pipeline: TextGenerationPipeline) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Of a batch in which several adapters and none are mixed; and of each of its contexts alone."""
+    """Return the logits of a mixed batch, and those of each context in a separate batch."""
     lengths = [3, 17, 1, 40, 9, 2, 33]
     batch = [context_of(PROMPT[:n], adapter=name) for n, name in zip(lengths, NAMES, strict=True)]
     together = step_logits(pipeline, batch)
@@ -54,7 +54,9 @@ def mixed_logits(pipeline: TextGenerationPipeline) -> tuple[list[torch.Tensor], 
     return together, alone
 
 
-def test_a_mixed_batch_is_each_alone_to_the_bit(opened: Callable[..., TextGenerationPipeline]) -> None:
+def test_a_mixed_batch_gives_the_bits_of_single_requests(
+    opened: Callable[..., TextGenerationPipeline],
+) -> None:
     together, alone = mixed_logits(opened(enable_prefix_caching=False))
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(one, other)
@@ -71,10 +73,10 @@ def test_a_mixed_batch_on_the_fast_kernels(
     )
 
 
-def test_rows_without_an_adapter_do_not_notice(
+def test_rows_without_an_adapter_are_unchanged_by_others(
     opened: Callable[..., TextGenerationPipeline], checkpoint: Path
 ) -> None:
-    """To the bit, also on the fast kernels: they are the same rows of the same products."""
+    """Bits are equal on the CPU kernels, too: the rows of the products are the same."""
     plain = open_pipeline(checkpoint, kv_cache_block_size=16, enable_prefix_caching=False)
     adapting = opened(deterministic=False, enable_prefix_caching=False)
     lengths = [3, 17, 1, 40, 9, 2, 33]
@@ -84,7 +86,9 @@ def test_rows_without_an_adapter_do_not_notice(
         assert torch.equal(one, other) == (name is None)
 
 
-def test_chunks_and_single_tokens_are_the_whole(opened: Callable[..., TextGenerationPipeline]) -> None:
+def test_chunks_and_single_tokens_equal_a_whole_prefill(
+    opened: Callable[..., TextGenerationPipeline],
+) -> None:
     pipeline = opened(enable_prefix_caching=False)
     (whole,) = step_logits(pipeline, [context_of(PROMPT, adapter="head")])
     context, rows = context_of(PROMPT, adapter="head"), []
@@ -96,7 +100,7 @@ def test_chunks_and_single_tokens_are_the_whole(opened: Callable[..., TextGenera
 
 
 @pytest.mark.parametrize("num_steps", [1, 4])
-def test_generating_together_is_generating_alone(
+def test_batched_generation_equals_single_generation(
     opened: Callable[..., TextGenerationPipeline], num_steps: int
 ) -> None:
     pipeline = opened()
@@ -148,7 +152,7 @@ def test_a_reload_never_serves_stale_blocks(
 def test_a_running_request_keeps_its_content(
     checkpoint: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Through a reload and an unload, and also where it is preempted in between."""
+    """The content stays the same after a reload, an unload and a preemption."""
     pipeline = open_pipeline(
         checkpoint, lora=(f"tone={adapters['all']}",), max_loras=1, deterministic=True, kv_cache_block_size=16
     )
@@ -217,14 +221,14 @@ def test_a_batch_of_too_many_adapters_is_refused_before_anything_changes(
     assert set(pipeline.execute(batch)) == {"all", "head"}
 
 
-def test_an_unknown_adapter_names_those_there_are(opened: Callable[..., TextGenerationPipeline]) -> None:
+def test_an_unknown_adapter_lists_the_loaded_ones(opened: Callable[..., TextGenerationPipeline]) -> None:
     pipeline, context = opened(), context_of(PROMPT, adapter="al")
     with pytest.raises(UnknownModelError, match=r"'al' is not served here; served are: .*, all, some, head"):
         pipeline.execute({"a": context})
     assert not context.is_assigned_to_cache
 
 
-def test_the_slots_take_what_was_planned_for_them(
+def test_slots_use_the_planned_memory(
     opened: Callable[..., TextGenerationPipeline], checkpoint: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     pipeline = opened(max_loras=2, max_lora_rank=6)

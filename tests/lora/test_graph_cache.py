@@ -1,4 +1,4 @@
-"""Steps with adapters, recorded and replayed: the bits of the eager step, whatever the slots hold by then."""
+"""Replayed steps with adapters give the bits of eager steps, also after the slots have changed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def opened(
 
 
 class Script:
-    """Runs contexts step by step, and keeps logits, and how the steps ran."""
+    """Runs contexts step by step; records the logits and whether each step was replayed."""
 
     def __init__(self, pipeline: TextGenerationPipeline) -> None:
         self.pipeline = pipeline
@@ -151,7 +151,7 @@ def test_adapters_that_all_threads_share(tmp_path: Path) -> None:
     assert "planned" in scripts[0].ran
 
 
-def test_together_is_alone(checkpoint: Path, adapters: dict[str, Path]) -> None:
+def test_batched_results_equal_single_results(checkpoint: Path, adapters: dict[str, Path]) -> None:
     names = ["all", None, "some", "head", "all"]
 
     def contexts() -> list[TextContext]:
@@ -168,7 +168,7 @@ def test_together_is_alone(checkpoint: Path, adapters: dict[str, Path]) -> None:
 def test_a_batch_without_adapters_has_the_plan_that_it_had(
     checkpoint: Path, adapters: dict[str, Path]
 ) -> None:
-    """No kernel of it is for adapters, before and after some have run."""
+    """The plan contains no adapter kernels, before and after steps with adapters."""
     statuses = []
     for given in ({}, adapters):
         script = Script(opened(checkpoint, given, ISAS[-1], "bfloat16", planned=True, enable_lora=True))
@@ -184,7 +184,7 @@ def test_a_batch_without_adapters_has_the_plan_that_it_had(
 
 
 def test_an_adapter_for_more_layers_makes_other_plans(checkpoint: Path, adapters: dict[str, Path]) -> None:
-    """Plans of before know nothing of the layers that have come."""
+    """Earlier plans do not include layers that were added later."""
     few = {name: adapters[name] for name in ("some", "all")}
     planned, eager = (
         Script(opened(checkpoint, few, ISAS[-1], "bfloat16", planned=each)) for each in (True, False)
@@ -199,8 +199,8 @@ def test_an_adapter_for_more_layers_makes_other_plans(checkpoint: Path, adapters
     assert planned.ran[-1] == "planned"
 
 
-def test_the_head_of_some_rows_knows_their_adapters(checkpoint: Path, adapters: dict[str, Path]) -> None:
-    """Of chunks, whose last rows alone go through the head, recorded or not."""
+def test_the_head_of_selected_rows_uses_their_adapters(checkpoint: Path, adapters: dict[str, Path]) -> None:
+    """Only the last rows of chunks go through the head, in eager and replayed steps."""
     pipeline = opened(checkpoint, adapters, ISAS[-1], "bfloat16", planned=True)
     model: Any = pipeline.model
     kv: Any = pipeline.kv

@@ -1,4 +1,4 @@
-"""Adapters from the outside: `LLM` with ``lora`` and ``adapter``, several prompts with several adapters."""
+"""`LLM` with ``lora`` and ``adapter``: several prompts with several adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, and beside it two adapters on its queries."""
+    """A tiny model and two adapters of its query projections."""
     root = tmp_path_factory.mktemp("llm")
     write_tiny_llm(root / "base")
     for seed, name in enumerate(("loud", "quiet")):
@@ -45,7 +45,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def test_each_prompt_with_its_own_adapter(llm: LLM, folder: Path) -> None:
-    """More adapters than slots: they take turns."""
+    """More adapters than slots run one after the other."""
     names = ["loud", None, "quiet", "loud"]
     together = [output.text for output in llm.generate(["Hello there"] * 4, GREEDY, adapter=names)]
     alone = [llm.generate("Hello there", GREEDY, adapter=name)[0].text for name in names]
@@ -61,7 +61,7 @@ def test_an_unknown_adapter(llm: LLM) -> None:
         llm.generate("Hello there", GREEDY, adapter="loader")
 
 
-def test_adapters_where_there_are_none(folder: Path) -> None:
+def test_adapters_are_refused_if_not_enabled(folder: Path) -> None:
     with (
         LLM(str(folder / "base")) as plain,
         pytest.raises(UnsupportedFeatureError, match="no LoRA adapters are enabled"),

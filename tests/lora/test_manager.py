@@ -32,7 +32,7 @@ LAYERS = {"m.q_proj": FUSED, "m.k_proj": FUSED}
 
 
 def write(folder: Path, value: float = 1.0, layer: str = "m.q_proj", out_features: int = 8) -> Path:
-    """An adapter of rank 2 all of whose numbers are ``value``, with scale 2."""
+    """Write an adapter of rank 2 with scale 2 whose numbers are all ``value``."""
     folder.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": [layer]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -46,7 +46,7 @@ def write(folder: Path, value: float = 1.0, layer: str = "m.q_proj", out_feature
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., LoRAManager]:
-    """A manager of some adapters, named a, b, c ... and loaded."""
+    """Return a manager with loaded adapters named a, b, c, ..."""
     save_file({"m.norm.weight": torch.ones(6)}, tmp_path / "model.safetensors")
 
     def make(count: int = 3, **config: Any) -> LoRAManager:
@@ -65,7 +65,7 @@ def request(name: str | None, **fields: Any) -> TextContext:
 
 
 def laid_out(manager: LoRAManager, contexts: Sequence[TextContext], counts: Sequence[int]) -> list[float]:
-    """For each row, the sum that its adapter adds to the first output of a row of ones; 0 for none."""
+    """Return what the adapter of each row adds to the first output of a row of ones; 0 without an adapter."""
     inputs = manager.inputs(contexts, np.array(counts))
     if inputs is None:
         return [0.0] * sum(counts)
@@ -94,7 +94,7 @@ def test_a_batch_without_adapters_costs_nothing(make: Callable[..., LoRAManager]
     assert make().inputs([request(None), request(None)], np.array([1, 2])) is None
 
 
-def test_layers_nobody_adapted_are_left_out(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
+def test_inputs_hold_only_layers_with_adapters(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
     manager = make(1)
     manager.load("k", str(write(tmp_path / "k", 3.0, "m.k_proj", 4)))
     found = []
@@ -110,8 +110,8 @@ def test_layers_nobody_adapted_are_left_out(make: Callable[..., LoRAManager], tm
         assert inputs.ranks[layer].tolist().count(0) == 3
 
 
-def test_room_for_a_layer_stays_where_it_is(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
-    """Recorded steps know it by its address: others are added, and slots get other contents in place."""
+def test_the_memory_of_a_layer_is_never_moved(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
+    """Recorded steps use the address. New layers get new memory; slots change in place."""
     manager = make(3, max_loras=1)
     manager.load("k", str(write(tmp_path / "k", 3.0, "m.k_proj", 4)))
     places: list[dict[str, list[int]]] = []
@@ -129,7 +129,7 @@ def test_room_for_a_layer_stays_where_it_is(make: Callable[..., LoRAManager], tm
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), max_size=30))
-def test_slots_hold_what_was_asked_for_and_evict_the_oldest(steps: list[list[int]]) -> None:
+def test_slots_hold_the_requested_adapters_and_evict_the_oldest(steps: list[list[int]]) -> None:
     from penstock.lora.adapter import Adapter
 
     def adapter(i: int) -> Adapter:
@@ -155,9 +155,7 @@ def test_slots_hold_what_was_asked_for_and_evict_the_oldest(steps: list[list[int
         assert len(evicted) <= len(step)
 
 
-def test_a_slot_forgets_the_layers_of_the_one_before(
-    make: Callable[..., LoRAManager], tmp_path: Path
-) -> None:
+def test_a_slot_is_cleared_of_its_previous_adapter(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
     manager = make(2, max_loras=2)
     manager.load("k", str(write(tmp_path / "k", 3.0, "m.k_proj", 4)))
     a, b, k = request("a"), request("b"), request("k")
@@ -210,7 +208,7 @@ def test_names_and_their_limits(make: Callable[..., LoRAManager], tmp_path: Path
         manager.unload("a")
 
 
-def test_a_request_keeps_what_it_began_with(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
+def test_a_request_keeps_its_adapter_content(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
     manager = make(1, max_loras=2)
     old, later = request("a"), request("a")
     began = manager.digest(old)
@@ -225,7 +223,9 @@ def test_a_request_keeps_what_it_began_with(make: Callable[..., LoRAManager], tm
         manager.digest(old)
 
 
-def test_another_request_of_the_same_id_is_another(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
+def test_a_new_request_with_the_same_id_uses_its_own_adapter(
+    make: Callable[..., LoRAManager], tmp_path: Path
+) -> None:
     manager = make(2, max_loras=1)
     first, second = request("a", request_id="same"), request("b", request_id="same")
     assert manager.ready(first)
@@ -250,9 +250,7 @@ def test_no_more_adapters_run_than_there_are_slots(make: Callable[..., LoRAManag
     assert not manager.ready(a)
 
 
-def test_contents_under_one_name_count_for_themselves(
-    make: Callable[..., LoRAManager], tmp_path: Path
-) -> None:
+def test_old_and_new_content_count_as_two_adapters(make: Callable[..., LoRAManager], tmp_path: Path) -> None:
     manager = make(1, max_loras=1)
     old, new = request("a"), request("a")
     assert manager.ready(old)
@@ -281,7 +279,7 @@ def test_a_stream_for_one_adapter_does_not_starve_another(make: Callable[..., Lo
     assert manager.ready(rival)
 
 
-def test_who_gives_up_holds_nobody_back(make: Callable[..., LoRAManager]) -> None:
+def test_a_cancelled_request_does_not_block_others(make: Callable[..., LoRAManager]) -> None:
     manager = make(2, max_loras=1)
     assert manager.ready(request("a"))
     starved = request("b")
@@ -302,7 +300,7 @@ def test_a_batch_beyond_the_slots_is_refused(make: Callable[..., LoRAManager]) -
 
 
 def test_batches_take_turns_without_a_scheduler(make: Callable[..., LoRAManager]) -> None:
-    """Whoever runs batches by hand may have more adapters than slots, as long as each batch has not."""
+    """Without a scheduler, all batches together may use more adapters than there are slots."""
     manager = make(3, max_loras=2)
     a, b, c = (request(name) for name in "abc")
     for _ in range(2):
@@ -314,7 +312,7 @@ def test_batches_take_turns_without_a_scheduler(make: Callable[..., LoRAManager]
 
 
 @pytest.mark.parametrize("lora", [("a",), ("=x",), ("a=",), ("a=x", "a=y"), (" =x",)])
-def test_what_is_no_adapter_is_refused(lora: tuple[str, ...]) -> None:
+def test_invalid_lora_values_are_refused(lora: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="lora: must be name=path, each name once"):
         LoRAConfig(lora=lora)
 

@@ -1,4 +1,4 @@
-"""What cannot be applied is refused by its name, and what is damaged with the tensor and the numbers."""
+"""Errors name unsupported features, and the tensors and numbers of damaged adapters."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_fields_without_effect(manager: LoRAManager, adapter: Path, fields: dict
 def test_tensors_of_other_kinds(
     checkpoint: Path, load: Callable[[], None], adapter: Path, config: dict[str, Any], feature: str
 ) -> None:
-    """Also where the configuration keeps silent about them."""
+    """These kinds are refused even if the configuration does not mention them."""
     write_adapter(checkpoint, adapter, **config)
     edit_config(adapter, **{key: None for key in config if key != "target_modules"})
     edit_tensors(adapter, lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
@@ -138,7 +138,7 @@ def test_tensors_of_other_kinds(
     assert feature in refusal.value.feature
 
 
-def test_a_retrained_head_is_refused_and_an_unchanged_one_taken(
+def test_a_retrained_head_is_refused_and_an_unchanged_one_accepted(
     checkpoint: Path, manager: LoRAManager, tmp_path: Path
 ) -> None:
     model = peft_model(checkpoint, r=2, target_modules=["lm_head"])
@@ -158,7 +158,7 @@ def test_a_retrained_head_is_refused_and_an_unchanged_one_taken(
         manager.load("x", str(tmp_path))
 
 
-def test_a_larger_rank_than_there_is_room_for(checkpoint: Path, manager: LoRAManager, tmp_path: Path) -> None:
+def test_a_rank_above_the_maximum(checkpoint: Path, manager: LoRAManager, tmp_path: Path) -> None:
     write_adapter(checkpoint, tmp_path, rank_pattern={"up_proj": 9})
     with pytest.raises(
         UnsupportedFeatureError, match=r"rank 9 .*up_proj, .*the maximum is 8: raise --max-lora-rank"
@@ -223,7 +223,7 @@ def test_damaged_tensors(
         load()
 
 
-def test_an_adapter_for_nothing(adapter: Path, load: Callable[[], None]) -> None:
+def test_an_adapter_without_matrices(adapter: Path, load: Callable[[], None]) -> None:
     edit_tensors(adapter, lambda tensors: tensors.clear())
     edit_config(adapter, target_modules=["nothing"])
     with pytest.raises(WeightsError, match="has no matrices for any layer"):
@@ -236,7 +236,7 @@ def test_tensors_that_the_configuration_leaves_out(adapter: Path, load: Callable
         load()
 
 
-def test_files_that_are_not_there(adapter: Path, manager: LoRAManager) -> None:
+def test_missing_files(adapter: Path, manager: LoRAManager) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no such folder"):
         manager.load("x", str(adapter / "nowhere"))
     weights = adapter / "adapter_model.safetensors"
@@ -283,7 +283,7 @@ def test_damaged_configurations(
         load()
 
 
-def test_another_base_model_is_only_said(
+def test_another_base_model_is_only_logged(
     adapter: Path, manager: LoRAManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     edit_config(adapter, base_model_name_or_path="somebody/other-model")

@@ -1,4 +1,4 @@
-"""The planner: never more than there is, never less than would fit, and a way out where nothing does."""
+"""The memory planner: plans fit into memory, use it fully, and errors give advice if nothing fits."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def fixed(
 
 
 def blocks_held(group: KVGroup, config: PipelineConfig, length: int, rows: int) -> int:
-    """By simulation: the most blocks that a sequence computed ``rows`` tokens at a time holds."""
+    """Simulate a sequence that computes ``rows`` tokens per step; return the maximum number of its blocks."""
     size, most = wanted_block_size(config), 0
     for start in range(0, length, rows):
         stop = min(start + rows, length)
@@ -103,7 +103,7 @@ def blocks_held(group: KVGroup, config: PipelineConfig, length: int, rows: int) 
 
 
 def assert_works(found: MemoryPlan, config: PipelineConfig, spec: KVCacheSpec) -> None:
-    """A whole sequence fits alone, and a block for each sequence of the batch."""
+    """The minimum holds one whole sequence, or one block for each sequence of the batch."""
     rows = found.max_batch_input_tokens if config.enable_chunked_prefill else found.max_length
     for group, count in zip(spec.groups, found.num_blocks, strict=True):
         assert count - 1 >= blocks_held(group, config, found.max_length, rows)
@@ -129,7 +129,7 @@ def test_a_plan_keeps_to_the_memory_and_works(
 
 
 @given(config=configs, spec=specs, length=lengths, free=st.integers(200_000, 5_000_000))
-def test_what_is_fixed_is_kept_and_the_rest_is_at_most_the_default(
+def test_configured_sizes_are_kept_and_others_are_at_most_the_default(
     config: PipelineConfig, spec: KVCacheSpec, length: int, free: int
 ) -> None:
     try:
@@ -154,7 +154,7 @@ def test_what_is_fixed_is_kept_and_the_rest_is_at_most_the_default(
     free=st.integers(300_000, 3_000_000),
     more=st.integers(0, 1_000_000),
 )
-def test_more_memory_is_never_worse_than_what_is_no_last_resort(
+def test_more_memory_never_gives_a_smaller_plan(
     config: PipelineConfig,
     spec: KVCacheSpec,
     length: int,
@@ -256,14 +256,14 @@ def test_with_plenty_all_windows_fit_beside_a_full_step(
     assert found.num_blocks[0] - 1 >= held
 
 
-def test_a_full_group_is_given_what_a_window_leaves() -> None:
+def test_blocks_that_a_windowed_group_cannot_use_go_to_the_full_group() -> None:
     found = plan(replace(fixed(max_batch_size=2), max_batch_input_tokens=64), SPECS["mixed"], free=10**9)
     full, windowed = found.num_blocks
     assert full == 2 * 32 + 1
     assert windowed < full
 
 
-def test_a_batch_that_was_asked_for_leaves_room_for_its_windows() -> None:
+def test_a_configured_batch_size_fits_with_its_windows() -> None:
     spec, config = SPECS["mixed"], replace(fixed(max_batch_size=30), max_batch_input_tokens=64)
     windows = 31 * spec.bytes_per_block(32)[1]
     found = plan(config, spec, length=3000, free=windows + 51 * spec.bytes_per_block(32)[0])
@@ -292,7 +292,7 @@ def test_steps_get_smaller_before_sequences_do() -> None:
     assert (found.max_batch_input_tokens, found.activation_size, found.max_length) == (512, 512, 96)
 
 
-def test_steps_get_as_small_as_they_must_where_nothing_else_fits() -> None:
+def test_the_step_size_shrinks_as_a_last_resort() -> None:
     size = DEFAULT_STEP_SIZE * 100
     found = plan(activations=size, length=32, free=64 * 100 + 2 * BLOCK)
     assert (found.max_batch_input_tokens, found.max_length) == (64, 32)
@@ -300,7 +300,7 @@ def test_steps_get_as_small_as_they_must_where_nothing_else_fits() -> None:
         plan(activations=size, length=32, free=99)
 
 
-def test_a_step_has_room_for_a_token_of_each_of_a_large_batch() -> None:
+def test_the_step_size_is_at_least_the_batch_size() -> None:
     found = plan(PipelineConfig(max_batch_size=2000), length=16, free=10**8)
     assert (found.max_batch_size, found.max_batch_input_tokens) == (2000, 2000)
     given = PipelineConfig(max_batch_size=2000, max_batch_input_tokens=3000)
@@ -308,7 +308,7 @@ def test_a_step_has_room_for_a_token_of_each_of_a_large_batch() -> None:
     assert plan(free=10**8).max_batch_input_tokens == DEFAULT_STEP_SIZE
 
 
-def test_a_batch_that_was_asked_for_is_blamed() -> None:
+def test_the_error_names_a_configured_batch_size() -> None:
     with pytest.raises(InsufficientMemoryError, match=r"lower --max-batch-input-tokens or --max-batch-size$"):
         plan(PipelineConfig(max_batch_size=10**8), activations=10**9, weights=10**9, free=10**6)
 
@@ -318,7 +318,7 @@ def test_steps_stay_whole_where_prompts_cannot_be_chunked() -> None:
     assert plan(config, activations=4096, free=4 * BLOCK + 4096).max_batch_input_tokens == 4096
 
 
-def test_memory_given_to_the_cache_is_what_it_gets() -> None:
+def test_kv_cache_memory_is_used_exactly() -> None:
     found = plan(fixed(memory=10 * BLOCK, device_memory_utilization=0.1), weights=100, free=20 * BLOCK)
     assert found.kv_cache_size == 10 * BLOCK
     assert found.available_memory == 10 * BLOCK + 100
@@ -340,7 +340,7 @@ def test_the_length_is_the_models_at_most() -> None:
         (100, 50, ": try --max-length 100 --max-batch-size 9$"),
     ],
 )
-def test_only_what_was_asked_for_is_blamed(
+def test_the_error_names_only_configured_values(
     max_length: int | None, max_batch_size: int | None, advice: str
 ) -> None:
     with pytest.raises(InsufficientMemoryError, match=advice):
@@ -369,7 +369,7 @@ def shown(found: MemoryPlan) -> str:
     return console.export_text()
 
 
-def test_the_table_says_what_was_shortened() -> None:
+def test_the_table_shows_reduced_values() -> None:
     text = shown(plan(length=1000, weights=5 * 2**20, free=10 * BLOCK + 5 * 2**20))
     for words in (
         "weights",
@@ -404,7 +404,7 @@ def test_the_size_of_the_cache_is_that_of_the_plan() -> None:
     assert estimate_kv_cache_size(config, None, model_max_length=9, available_cache_memory=9) == 0
 
 
-def test_room_for_adapters_is_taken_from_the_cache() -> None:
+def test_memory_for_adapters_reduces_the_cache() -> None:
     config = fixed()
     options = {"model_max_length": 100_000, "weights_size": 1000, "activation_size": 0, "free_memory": 2**20}
     without, beside = (

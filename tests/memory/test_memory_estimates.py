@@ -1,4 +1,4 @@
-"""What a model will take, from the headers of a small checkpoint."""
+"""Memory estimates from the headers of a small checkpoint."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_size_of_the_activations(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("encoding", "size"), [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_room_for_adapters(tmp_path: Path, encoding: str, tied: bool, size: int) -> None:
+def test_memory_for_adapters(tmp_path: Path, encoding: str, tied: bool, size: int) -> None:
     config = checkpoint(tmp_path, tied=tied, quantization_encoding=encoding)
     assert estimate_adapters_size(config) == 0
     config = replace(config, lora=LoRAConfig(enable_lora=True, max_loras=3, max_lora_rank=5))

@@ -1,4 +1,4 @@
-"""From tensors to packed layers: which encoding, which parts, what is let go of."""
+"""The loader: encodings, fused parts and released memory of packed layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BACK_ENDS = {"reference": ReferenceOps(), "best": InferenceSession([CPU()]).ops}
 
 
 class Source:
-    """Named tensors, some of which are quantised already."""
+    """Named tensors, some of them quantized."""
 
     def __init__(self, tensors: Mapping[str, Tensor], quantized: Mapping[str, str] | None = None) -> None:
         self.tensors, self.quantized = tensors, quantized or {}
@@ -158,7 +158,7 @@ def test_a_transposed_weight(back_end: str) -> None:
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("encoding", ["int8", "int4"])
 def test_rows_that_are_quantised_stay_as_they_are(back_end: str, encoding: str) -> None:
-    """Beside them the other parts of a fused layer are quantised."""
+    """The other parts of the fused layer are quantized."""
     tensors = {f"x.{name}.weight": random(64, 80, seed=i) for i, name in enumerate("ab")}
     source = Source(tensors, {"x.a.weight": encoding})
     packed = load(source, encoding, BACK_ENDS[back_end]).fused("x", {"a": 64, "b": 64}, 80).packed
@@ -187,8 +187,8 @@ class Store:
         return self.layers.pop(0)
 
 
-def test_what_was_packed_before_is_not_read() -> None:
-    """Reading may dequantise: it would take longer than all the rest of a start."""
+def test_weights_that_are_already_packed_are_not_read() -> None:
+    """Reading may dequantize, which would take longer than the rest of the start."""
 
     def build(loader: Loader) -> list[PackedLinear]:
         loader.linear("x", 70, 96, transposed=True)
@@ -210,7 +210,7 @@ def test_what_was_packed_before_is_not_read() -> None:
 
 @pytest.fixture
 def _no_promises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of other tests count no more."""
+    """Drop the reservations of other tests."""
     monkeypatch.setattr(host_memory, "_reservations", WeakSet())
 
 
@@ -243,7 +243,7 @@ def test_mapped_floats_are_packed_when_they_are_looked_at(encoding: str) -> None
 
 
 @needs_kernels
-def test_what_cannot_wait_is_packed_at_once() -> None:
+def test_weights_that_cannot_be_packed_lazily_are_packed_at_once() -> None:
     source = Source(
         {
             "widened.weight": random(64, 80),
@@ -280,7 +280,7 @@ def test_a_head_in_the_file_takes_precedence_over_the_table(encoding: str, back_
 
 @needs_kernels
 @pytest.mark.usefixtures("_no_promises")
-def test_memory_is_promised_until_it_is_taken_or_nobody_wants_it() -> None:
+def test_memory_is_reserved_until_it_is_used_or_dropped() -> None:
     source = Source({"x.weight": random(64, 80)})
     source.mapped = {"x.weight"}
     layers = load_later(source, "float32").layers

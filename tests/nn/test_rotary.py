@@ -74,7 +74,7 @@ def test_logits(checkpoint: Path, kernels: str) -> None:
 
 
 def test_a_stretched_prompt_in_chunks(tmp_path: Path) -> None:
-    """Under dynamic scaling the prompt's whole length decides the angles, also in its first chunk."""
+    """With dynamic scaling the angles depend on the length of the whole prompt, even in its first chunk."""
     parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 500.0}
     config = tiny_config() | {"max_position_embeddings": 48, "rope_parameters": parameters}
     pipeline = open_pipeline(write_checkpoint(tmp_path, config), deterministic=True)

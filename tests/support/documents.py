@@ -62,13 +62,13 @@ def _blocks_of(page: Path) -> Iterator[Block]:
 
 
 def shell_commands(block: Block) -> list[str]:
-    """The commands of a session: lines behind ``$``, those that a backslash continues joined."""
+    """Return the commands of a session: lines after ``$``, joined where a backslash continues them."""
     joined = block.code.replace("\\\n", " ")
     return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
 
 
 def curl_of(command: str) -> tuple[str, str, dict[str, Any] | None]:
-    """Method, path and JSON body of a curl command to the pages' server."""
+    """Return method, path and JSON body of a curl command to the server of the pages."""
     words = shlex.split(command, comments=True)
     (address,) = [word for word in words if word.startswith("http")]
     body = words[words.index("-d") + 1] if "-d" in words else None
@@ -88,7 +88,7 @@ def write_adapter(folder: Path, seed: int = 0) -> Path:
 
 @contextmanager
 def running_server(folder: Path, *flags: str) -> Iterator[str]:
-    """``penstock serve`` in a process of its own; gives its URL."""
+    """Run ``penstock serve`` in a separate process and yield its URL."""
     log = folder / "server.log"
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
     with log.open("w") as errors, subprocess.Popen(command, cwd=folder, stderr=errors) as process:
@@ -100,7 +100,7 @@ def running_server(folder: Path, *flags: str) -> Iterator[str]:
 
 
 def _announced(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The address, once the server has said it."""
+    """Wait until the server logs its address, and return it."""
     while True:
         found = re.search(r"serving \S+ at (\S+) \(ready", log.read_text())
         if found:

@@ -1,4 +1,4 @@
-"""A peer that counts: ``python fake_engine.py``, with what it should do wrong as its argument."""
+"""A fake benchmark peer that counts. Its argument selects a fault: ``python fake_engine.py FAULT``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ input()
 
 
 def open_engine(settings: Settings) -> Generate:
-    """The answer to a prompt counts on from its last token."""
+    """The output continues counting from the last token of the prompt."""
     print("loading", settings.model.name, flush=True)
     os.write(1, b"a line of the native library\n")
     if FAULT == "large":

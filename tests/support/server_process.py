@@ -1,4 +1,4 @@
-"""``penstock serve`` as a process of its own, and what it says of itself."""
+"""Run ``penstock serve`` in a separate process, with access to its log, metrics and memory."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class ServerProcess:
 
     @property
     def worker(self) -> int | None:
-        """The process that runs the model; None between two of them."""
+        """The worker process, or None while it restarts."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         commands = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in children}
         return next((child for child, line in commands.items() if "json_process" not in line), None)
 
     def kill_worker(self) -> int:
-        """At once; the process that it was."""
+        """Kill the worker and return its process id."""
         worker = self.worker
         assert worker is not None
         os.kill(worker, signal.SIGKILL)
@@ -59,7 +59,7 @@ class ServerProcess:
         return {name: float(value) for name, value in rows}
 
     def until_idle(self) -> dict[str, float]:
-        """Waits until nothing is served and every block is free: the metrics then."""
+        """Wait until no request runs and every block is free; return the metrics."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             metrics = self.metrics()
@@ -69,7 +69,7 @@ class ServerProcess:
         raise AssertionError({name: metrics[name] for name in BUSY})
 
     def until_status(self, path: str, status: int) -> None:
-        """Waits until a path is answered so."""
+        """Wait until a path returns this status."""
         deadline = time.monotonic() + 60
         while (found := httpx.get(self.url + path, timeout=30).status_code) != status:
             assert time.monotonic() < deadline, (path, found)
@@ -95,7 +95,7 @@ BUSY = (
 
 @contextmanager
 def server_process(log: Path, *flags: str) -> Iterator[ServerProcess]:
-    """A server on a free port, until the block ends."""
+    """Run a server on a free port until the block ends."""
     command = [sys.executable, "-m", "penstock", "serve", "--model", "demo", "--port", "0", *flags]
     with log.open("wb") as errors, subprocess.Popen(command, stderr=errors) as process:
         try:
@@ -111,7 +111,7 @@ def server_process(log: Path, *flags: str) -> Iterator[ServerProcess]:
 
 @dataclass
 class RawExchange:
-    """A connection on which a request was sent, byte by byte as a test wants it."""
+    """A raw connection on which a request was sent."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -120,19 +120,19 @@ class RawExchange:
         self.writer.write(data)
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        """Status and headers of the answer."""
+        """Return status and headers of the response."""
         first, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in lines if line)
         return int(first.split()[1]), headers
 
     async def event(self) -> bytes | None:
-        """The next block of a stream; None at its end."""
+        """Return the next block of a stream, or None at its end."""
         size = int(await self.reader.readuntil(b"\r\n"), 16)
         data = await self.reader.readexactly(size + 2)
         return data[:-2] if size else None
 
     async def body(self, headers: Mapping[str, str]) -> bytes:
-        """The whole body, however it is framed."""
+        """Return the whole body, for any framing."""
         if "content-length" in headers:
             return await self.reader.readexactly(int(headers["content-length"]))
         blocks = []
@@ -141,7 +141,7 @@ class RawExchange:
         return b"".join(blocks)
 
     def abort(self) -> None:
-        """Leaves without a word: a reset rather than an end."""
+        """Reset the connection instead of closing it."""
         self.writer.transport.abort()
 
 
@@ -156,7 +156,7 @@ def post_head(path: str, length: int | None, **headers: str) -> bytes:
 
 @asynccontextmanager
 async def raw_exchange(port: int, path: str, body: Any = None) -> AsyncIterator[RawExchange]:
-    """A connection of its own, with a request sent where there is a body."""
+    """Open a connection, and send the request if there is a body."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     exchange = RawExchange(reader, writer)
     try:
@@ -166,7 +166,7 @@ async def raw_exchange(port: int, path: str, body: Any = None) -> AsyncIterator[
         yield exchange
     finally:
         writer.close()
-        if writer.transport.get_write_buffer_size():  # which nobody may be going to read
+        if writer.transport.get_write_buffer_size():  # no test may read it
             writer.transport.abort()
         with suppress(OSError):  # the other side may have ended it first
             await writer.wait_closed()

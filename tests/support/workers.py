@@ -1,4 +1,4 @@
-"""Workers for tests: fake work for those in a thread, and factories that a process can load."""
+"""Fake workers for tests: in a thread, or as factories that a worker process loads."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TOKENIZER = FakeTokenizer()
 
 
 class Gate:
-    """Lets steps through one by one, or all of them."""
+    """Lets steps run one by one, or all of them."""
 
     def __init__(self) -> None:
         self._semaphore = threading.Semaphore(0)
         self._is_open = False
         self.num_arrived = 0
-        """Steps that came to the gate."""
+        """Number of steps that reached the gate."""
 
     def let(self, count: int) -> None:
         self._semaphore.release(count)
@@ -47,7 +47,7 @@ class Gate:
 
 
 class GatedPipeline(FakePipeline):
-    """A fake whose steps wait at a gate, and fail where they are told to."""
+    """A fake pipeline whose steps wait at a gate and fail on request."""
 
     def __init__(self, gate: Gate | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -63,7 +63,7 @@ class GatedPipeline(FakePipeline):
 
 
 class FakeAdapters:
-    """Adapters that are nothing but names."""
+    """Fake adapters that have only names."""
 
     def __init__(self, **loaded: str) -> None:
         self.loaded = loaded
@@ -83,7 +83,7 @@ class FakeAdapters:
 
 
 def letters(count: int) -> Callable[[TextContext], int]:
-    """So many different letters, and then the end."""
+    """Generate this many different letters, then stop."""
     return lambda context: (
         FakeTokenizer.EOS if len(context.generated_tokens) == count else 97 + len(context.generated_tokens)
     )
@@ -117,7 +117,7 @@ def fake_work(
 async def client_of(
     make: FakePipeline | Callable[[], WorkerRuntime], **options: Any
 ) -> AsyncIterator[WorkerClient]:
-    """A started client of a worker in a thread, stopped at the end."""
+    """Start a client of a worker in a thread, and stop it at the end."""
     factory = (lambda: fake_work(make)) if isinstance(make, FakePipeline) else make
     client = WorkerClient(factory, in_thread=True, **options)
     await client.start()
@@ -146,7 +146,7 @@ def text(deltas: list[RequestDelta]) -> str:
     return bytes(ids(deltas)).decode()
 
 
-# -- For a process of its own: found by name ---------------------------------------------------------------
+# -- Factories for a separate process, found by name -----------------------------------------------------
 
 
 def saying_hello() -> WorkerRuntime:
@@ -158,7 +158,7 @@ def never_ending() -> WorkerRuntime:
 
 
 def exiting_in_a_forward() -> WorkerRuntime:
-    """The first letter comes; then the process is gone."""
+    """The process dies after the first token."""
 
     def choose(context: TextContext) -> int:
         if len(context.generated_tokens):
@@ -184,7 +184,7 @@ def exiting_at_the_start() -> WorkerRuntime:
 
 
 def hanging_in_a_forward() -> WorkerRuntime:
-    """The first letter comes; then a step never ends, and makes no progress."""
+    """After the first token a step never ends and makes no progress."""
 
     def choose(context: TextContext) -> int:
         if len(context.generated_tokens) and context.request_id == "hang":
@@ -195,7 +195,7 @@ def hanging_in_a_forward() -> WorkerRuntime:
 
 
 def holding_the_interpreter() -> WorkerRuntime:
-    """As `hanging_in_a_forward`, in native code that keeps Python's lock."""
+    """Like `hanging_in_a_forward`, but in native code that holds the GIL."""
     import ctypes
 
     def choose(context: TextContext) -> int:
@@ -207,7 +207,7 @@ def holding_the_interpreter() -> WorkerRuntime:
 
 
 def slow_in_a_forward() -> WorkerRuntime:
-    """A step takes 5 s and makes progress all the time."""
+    """A step takes 5 s and makes steady progress."""
 
     def choose(context: TextContext) -> int:
         if context.request_id == "slow":

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what they say, and every way they can be damaged."""
+"""Headers of GGUF files, valid and damaged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def text(value: str) -> bytes:
 def raw(
     entries: list[bytes] = (), tensors: list[bytes] = (), *, version: int = 3, data: bytes = b""
 ) -> bytes:  # type: ignore[assignment]
-    """A file as its parts say, aligned to 32 bytes."""
+    """Return the bytes of a GGUF file with these parts, aligned to 32 bytes."""
     header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(entries))
     header += b"".join([*entries, *tensors])
     return header + bytes(-len(header) % 32) + data
@@ -98,7 +98,7 @@ def test_values_of_every_kind(file: Path) -> None:
         read.array("text")
 
 
-def test_tensors_lie_where_they_are_said_to(file: Path) -> None:
+def test_tensor_offsets(file: Path) -> None:
     tensors = GGUFFile(file).tensors
     assert {name: (t.shape, t.block_type.name, t.num_bytes) for name, t in tensors.items()} == {
         "a.weight": ((3, 4), "F32", 48),
@@ -200,7 +200,7 @@ def test_a_damaged_file_raises_an_error_with_numbers(tmp_path: Path, data: bytes
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="cannot be read: No such file"):
         GGUFFile(tmp_path / "a.gguf")
 

@@ -1,4 +1,4 @@
-"""Metadata of GGUF files as config.json: the rotary embedding's ways, and all that is refused."""
+"""Metadata of GGUF files as config.json: rotary embeddings and unsupported settings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def frequencies(config: Any, head_dim: int = 16) -> torch.Tensor:
     return torch.stack([rotary.cos, rotary.sin])
 
 
-def test_what_a_file_does_not_say(tmp_path: Path) -> None:
+def test_defaults_of_missing_keys(tmp_path: Path) -> None:
     assert gguf_config(write(tmp_path)) == {
         "model_type": "llama",
         "vocab_size": 10,
@@ -80,7 +80,7 @@ def test_what_a_file_does_not_say(tmp_path: Path) -> None:
     }
 
 
-def test_what_follows_from_the_tensors(tmp_path: Path) -> None:
+def test_settings_derived_from_tensors(tmp_path: Path) -> None:
     tensors = {
         "output.weight": np.zeros((10, 64), np.float16),
         "blk.0.attn_q.bias": np.zeros(64, np.float32),
@@ -97,7 +97,7 @@ def test_what_follows_from_the_tensors(tmp_path: Path) -> None:
 
 
 class TestFamilies:
-    """What the name of a family stands for besides its own."""
+    """Architecture names that several families share."""
 
     def test_a_llama_with_a_window_is_a_mistral(self, tmp_path: Path) -> None:
         blueprint = blueprint_of(write(tmp_path, attention__sliding_window=128))
@@ -144,10 +144,10 @@ class TestFamilies:
 
 
 class TestRope:
-    """Ways to stretch the rotary embedding."""
+    """Scaling of the rotary embedding."""
 
     def test_llama_3_s_factors(self, tmp_path: Path) -> None:
-        """The file holds what the four numbers of config.json come to, for each pair of dims."""
+        """The file holds one factor per pair of dimensions, derived from four numbers in config.json."""
         llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         llama3["original_max_position_embeddings"] = 64
         values = {"rope_theta": 10000.0, "max_position_embeddings": 512}

@@ -1,4 +1,4 @@
-"""Whole models in GGUF files: the same tensors and logits as the checkpoint they were made of."""
+"""GGUF models have the same tensors and logits as the checkpoints from which they are made."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
 def test_16_bit_floats(family: str, kind: str, tmp_path: Path) -> None:
-    """The numbers are those of a checkpoint that was rounded to the type before."""
+    """The numbers equal those of a checkpoint that was rounded to the type."""
     checkpoint = checkpoint_of(family, tmp_path)
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
     tensors = load_file(checkpoint / "model.safetensors")
@@ -105,7 +105,7 @@ def test_16_bit_floats(family: str, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_blocks(kind: str, tmp_path: Path) -> None:
-    """Random blocks, and a checkpoint of the numbers that the format's own package reads in them."""
+    """Random blocks, compared with a checkpoint of the numbers that the gguf package reads from them."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2}
     checkpoint = checkpoint_of("llama", tmp_path, **sizes)
     config = json.loads((checkpoint / "config.json").read_text())
@@ -218,7 +218,7 @@ def test_a_model_in_two_parts(tmp_path: Path) -> None:
 
 
 def test_from_the_file_to_text(tmp_path: Path) -> None:
-    """Configuration, tokenizer, template, ends and weights, all of one file."""
+    """Configuration, tokenizer, template, EOS tokens and weights come from one file."""
     checkpoint = write_tiny_llm(tmp_path / "m")
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
     template = json.loads((checkpoint / "tokenizer_config.json").read_text())["chat_template"]

@@ -1,4 +1,4 @@
-"""GGUF files as llama.cpp reads them: the same tokens, logits and text. Needs llama-cpp-python."""
+"""llama.cpp gives the same tokens, logits and text for GGUF files. Needs llama-cpp-python."""
 
 from __future__ import annotations
 

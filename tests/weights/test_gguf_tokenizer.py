@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from GGUF files, against those they were made of."""
+"""Tokenizers rebuilt from GGUF files equal the originals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEXTS = [
 
 
 def write(folder: Path, metadata: dict[str, Any]) -> Path:
-    """A file whose model has the sizes of nothing and the tokenizer of ``metadata``."""
+    """Write a GGUF file with a minimal model and the tokenizer of ``metadata``."""
     writer = GGUFWriter(folder / "m.gguf", "llama")
     sizes = {"context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32}
     sizes["attention.head_count"] = 1
@@ -61,7 +61,7 @@ def check_equal(own: Tokenizer, original: Tokenizer) -> None:
 
 
 def embedded() -> dict[str, Any]:
-    """The embedded model's tokenizer, with the splits of GPT-2."""
+    """Return the embedded model's tokenizer with GPT-2's pre-tokenizer."""
     tokenizer: dict[str, Any] = json.loads((resolve_checkpoint("demo") / "tokenizer.json").read_text())
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return tokenizer | {"pre_tokenizer": split}
@@ -93,7 +93,7 @@ def test_real_sentencepiece_models(tmp_path: Path, shared_data: Path, name: str)
 
 
 def test_a_real_vocabulary_by_scores(tmp_path: Path, shared_data: Path) -> None:
-    """TinyLlama's: the scores are those that its merges stand in the order of."""
+    """TinyLlama's tokenizer, whose scores are in the order of its merges."""
     path = shared_data / "tokenizers" / "tinyllama" / "tokenizer.json"
     model = json.loads(path.read_text())["model"]
     scores: dict[str, float] = {}
@@ -115,7 +115,7 @@ PIECES = [
 
 
 class TestScores:
-    """SentencePiece, in small."""
+    """A small SentencePiece tokenizer."""
 
     def tokens(self, folder: Path, text: str, **more: Any) -> list[str]:
         metadata = sentencepiece_metadata(PIECES) | {
@@ -128,7 +128,7 @@ class TestScores:
     def test_the_highest_score_is_joined_first(self, tmp_path: Path) -> None:
         assert self.tokens(tmp_path, "abc") == ["<s>", "▁a", "bc"]
 
-    def test_no_space_is_put_before_where_the_file_says_so(self, tmp_path: Path) -> None:
+    def test_add_space_prefix_false(self, tmp_path: Path) -> None:
         assert self.tokens(tmp_path, "abc", add_space_prefix=False) == ["<s>", "abc"]
         assert self.tokens(tmp_path, " a", add_space_prefix=False) == ["<s>", "▁a"]
 
@@ -149,7 +149,7 @@ class TestScores:
             ({"add_bos_token": False, "add_eos_token": True}, ["▁a", "</s>"]),
         ],
     )
-    def test_the_ends_that_the_file_says(
+    def test_bos_and_eos_tokens_of_the_file(
         self, tmp_path: Path, ends: dict[str, bool], expected: list[str]
     ) -> None:
         assert self.tokens(tmp_path, "a", **ends) == expected
@@ -186,7 +186,7 @@ def test_how_text_is_split(tmp_path: Path, name: str) -> None:
     assert tokenizer.encode("a").ids[:1] == [1] if adds_bos else tokenizer.encode("a").ids[:1] != [1]
 
 
-def test_a_split_that_is_a_token_is_one_where_the_family_says_so(tmp_path: Path) -> None:
+def test_ignore_merges_keeps_words_that_are_tokens(tmp_path: Path) -> None:
     tokenizer = embedded()
     tokenizer["model"]["vocab"]["zqz"] = 2048
     for name, is_one in (("llama-bpe", True), ("qwen2", False)):
@@ -195,7 +195,7 @@ def test_a_split_that_is_a_token_is_one_where_the_family_says_so(tmp_path: Path)
 
 
 class TestBeside:
-    """A tokenizer.json beside the file."""
+    """A tokenizer.json in the folder of the GGUF file."""
 
     def write(self, folder: Path, **changes: Any) -> Path:
         tokenizer = embedded()
@@ -204,7 +204,7 @@ class TestBeside:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         return write(folder, tokenizer_metadata(tokenizer, "martian") | changes)
 
-    def test_it_goes_before_the_file_s_own(self, tmp_path: Path) -> None:
+    def test_tokenizer_json_has_precedence(self, tmp_path: Path) -> None:
         more = {"tokenizer.chat_template": "inside", "tokenizer.ggml.eos_token_id": 0}
         file = self.write(tmp_path, **more, **{"tokenizer.ggml.bos_token_id": 1})
         files = read_tokenizer_files(file)
@@ -239,7 +239,7 @@ def test_a_tokenizer_that_is_whole_in_the_file(tmp_path: Path) -> None:
     )
 
 
-def test_what_the_files_say_together(tmp_path: Path) -> None:
+def test_special_tokens_templates_and_limits(tmp_path: Path) -> None:
     metadata = tokenizer_metadata(embedded(), "gpt-2", size=2050) | {
         "tokenizer.ggml.eos_token_id": 0,
         "tokenizer.ggml.eom_token_id": 5,
@@ -297,7 +297,7 @@ def test_refusals(tmp_path: Path, changes: dict[str, Any], problem: str) -> None
     assert str(error.value).startswith(str(file))
 
 
-def test_a_token_that_is_there_twice(tmp_path: Path) -> None:
+def test_a_duplicate_token(tmp_path: Path) -> None:
     metadata = tokenizer_metadata(embedded(), "gpt-2")
     metadata["tokenizer.ggml.tokens"][900] = metadata["tokenizer.ggml.tokens"][800]
     with pytest.raises(CheckpointError, match="has a token twice"):

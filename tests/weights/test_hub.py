@@ -1,4 +1,4 @@
-"""From a name to a folder. The hub itself is never reached: its client is replaced, or offline."""
+"""Resolving a model name to a folder. The hub's client is replaced or offline."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class TestLocal:
     @pytest.mark.parametrize(
         "path", ["/no/such", "./gone", "~/gone", "~nobody/gone", "a/b/c", "../gone", "/" + "x" * 500]
     )
-    def test_what_looks_like_a_path_never_goes_to_the_hub(self, path: str) -> None:
+    def test_paths_are_never_searched_on_the_hub(self, path: str) -> None:
         with pytest.raises(CheckpointNotFoundError, match="no such folder: give the path"):
             resolve_checkpoint(path)
 
     @pytest.mark.parametrize("name", ["", "a b", "model/", "a\x00b", "namespace/na me", "-x"])
-    def test_what_is_neither_path_nor_id(self, name: str) -> None:
+    def test_neither_a_path_nor_a_hub_id(self, name: str) -> None:
         with pytest.raises(CheckpointNotFoundError, match="is neither a folder nor a hub id"):
             resolve_checkpoint(name)
 
@@ -120,7 +120,7 @@ class TestLocalGGUF:
             (("config.json", "model.safetensors", "m.gguf"), None, ""),
         ],
     )
-    def test_the_one_of_a_folder(
+    def test_gguf_file_selection_in_a_folder(
         self, tmp_path: Path, files: tuple[str, ...], wanted: str | None, chosen: str
     ) -> None:
         assert resolve_checkpoint(str(touch(tmp_path, *files)), gguf_file=wanted) == tmp_path / chosen
@@ -159,7 +159,7 @@ class TestLocalGGUF:
 
 
 class FakeHub:
-    """Repositories in memory, and which of their files were downloaded, as the client does it."""
+    """A fake hub client with repositories in memory. Records the downloaded files."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str, online: bool = True
@@ -193,12 +193,14 @@ class FakeHub:
 class TestHubGGUF:
     SIZES = ("README.md", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m.gguf")
 
-    def test_only_the_file_that_is_meant_comes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_the_selected_file_is_downloaded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES, "tokenizer.json")
         assert resolve_checkpoint("a/b", "v1", "q4_k_m") == tmp_path / "m" / "m-Q4_K_M.gguf"
         assert hub.downloaded == {"m-Q4_K_M.gguf", "tokenizer.json"}
 
-    def test_without_a_name_nothing_large_comes(
+    def test_several_gguf_files_without_a_name_download_no_weights(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hub = FakeHub(monkeypatch, tmp_path / "m", *self.SIZES)
@@ -230,7 +232,7 @@ class TestHubGGUF:
         assert resolve_checkpoint("a/b", "v1", "Q8_0") == tmp_path / "m" / parts[0]
         assert hub.downloaded == set(parts)
 
-    def test_offline_what_is_there_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_offline_uses_the_local_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         FakeHub(monkeypatch, touch(tmp_path, "m-Q8_0.gguf"), *self.SIZES, online=False)
         assert resolve_checkpoint("a/b", "v1") == tmp_path / "m-Q8_0.gguf"
         with pytest.raises(CheckpointError, match=r"has no GGUF file 'Q4_K_M': choose one of m-Q8_0.gguf$"):
@@ -289,7 +291,7 @@ class TestHub:
             (OSError, "cannot be downloaded from the hub .finished files are kept.*: first line$"),
         ],
     )
-    def test_each_failure_says_what_to_do(
+    def test_each_failure_gives_advice(
         self, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], advice: str
     ) -> None:
         text = "first line\nsecond line"

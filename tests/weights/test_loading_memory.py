@@ -1,4 +1,4 @@
-"""What memory a load takes beside the weights that it packs: a layer's, however large the checkpoint is."""
+"""A load needs memory for one layer besides the packed weights, for any checkpoint size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MB = 1 << 20
 
 
 def resident(kind: str) -> int:
-    """Bytes of this process in memory: ``RssAnon``, those of no file, or ``RssFile``."""
+    """Return resident bytes of this process: ``RssAnon`` (anonymous) or ``RssFile`` (mapped files)."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{kind}:"))
     return 1024 * int(line.split()[1])
 
@@ -77,13 +77,13 @@ def test_pages_come_back_as_they_were(tmp_path: Path) -> None:
     assert torch.equal(other, torch.ones(7))
 
 
-def test_less_than_a_page_is_left_alone() -> None:
+def test_tensors_smaller_than_a_page_are_not_dropped() -> None:
     numbers = torch.ones(8)
     drop_pages(numbers)
     assert torch.equal(numbers, torch.ones(8))
 
 
-def test_memory_of_no_file_is_left_alone() -> None:
+def test_anonymous_memory_is_not_dropped() -> None:
     numbers = torch.arange(1 << 20)
     drop_pages(numbers)
     assert torch.equal(numbers, torch.arange(1 << 20))

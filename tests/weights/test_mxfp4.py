@@ -26,14 +26,14 @@ def by_definition(nibble: int, scale: int) -> float:
 
 
 @given(st.lists(st.integers(0, 255), min_size=16, max_size=16), st.integers(0, 252))
-def test_a_block_is_what_the_format_says(content: list[int], scale: int) -> None:
+def test_dequantized_blocks_equal_the_reference(content: list[int], scale: int) -> None:
     numbers = dequantize(torch.tensor([content]).byte(), torch.tensor([scale]).byte())
     assert numbers.dtype == torch.bfloat16
     expected = [by_definition(nibble, scale) for byte in content for nibble in (byte & 15, byte >> 4)]
     assert numbers.tolist() == expected
 
 
-def test_a_scale_that_is_no_number() -> None:
+def test_a_nan_scale() -> None:
     content = torch.arange(32).view(2, 16).byte()
     numbers = dequantize(content, torch.tensor([127, 255]).byte()).view(2, BLOCK)
     assert numbers[0].isfinite().all()

@@ -1,4 +1,4 @@
-"""Names of tensors without what programs have put before them, and checkpoints that are saved so."""
+"""Tensor names without the prefixes of wrappers, and checkpoints with such names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_prefixes(prefix: str) -> None:
     assert list(plain_names(stored).values()) == list(PLAIN)
 
 
-def test_a_part_that_was_compiled_alone() -> None:
+def test_a_submodule_that_was_compiled() -> None:
     assert list(plain_names(["model.layers.3._orig_mod.mlp.up_proj.weight"]).values()) == [
         "model.layers.3.mlp.up_proj.weight"
     ]
@@ -92,14 +92,14 @@ def test_faults_tell_both_names(tmp_path: Path) -> None:
         weights.finish()
 
 
-def test_names_that_would_be_one_stay_two(tmp_path: Path) -> None:
+def test_colliding_plain_names_keep_the_stored_names(tmp_path: Path) -> None:
     tensors = {"a.weight": torch.ones(3), "module.a.weight": torch.zeros(3)}
     save_file(tensors, tmp_path / "model.safetensors")
     assert Weights.open(tmp_path).names == ("a.weight", "module.a.weight")
 
 
 def test_a_table_that_was_saved_as_the_head_alone(tmp_path: Path) -> None:
-    """Writers that save tied tensors once say in the file whose names they leave out."""
+    """Some writers save tied tensors once and list the omitted names in the file's metadata."""
     from safetensors.torch import save_model
 
     class Tied(torch.nn.Module):

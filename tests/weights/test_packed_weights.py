@@ -1,4 +1,4 @@
-"""Weights packed ahead are those that a load packs, and count for nothing once they might not be."""
+"""Files of packed weights equal what a load packs, and are not used if they may be outdated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def packings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The encodings of the layers that the back end packs, from now on."""
+    """Record the encodings of the layers that the back end packs."""
     found: list[str] = []
     pack = CpuOps._pack
 
@@ -73,7 +73,7 @@ def checkpoint_of(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "qwen3_moe", "gpt_oss"])
-def test_what_was_packed_is_what_a_load_packs(
+def test_packed_files_equal_what_a_load_packs(
     name: str, encoding: str, tmp_path: Path, packings: list[str]
 ) -> None:
     checkpoint = checkpoint_of(name, tmp_path / name)
@@ -163,7 +163,7 @@ def test_layers_in_another_order_are_packed_anew(
     assert len(packings) == 2
 
 
-def test_a_write_that_fails_leaves_what_was_there(
+def test_a_failed_write_keeps_the_old_file(
     tiny: Path, packings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = pack_checkpoint(config_of(tiny))
@@ -188,7 +188,7 @@ def test_the_place_of_the_file(tiny: Path, cache: Path, monkeypatch: pytest.Monk
     assert config_of(tiny).model.packed_key.file.parent == cache / "home" / ".cache" / "penstock" / "packed"
 
 
-def test_what_packs_in_rows_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_back_ends_that_pack_in_rows_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InferenceSession, "ops", ReferenceOps())
     with pytest.raises(ConfigError, match="nothing is packed for the reference kernels"):
         pack_checkpoint(config_of(tiny))

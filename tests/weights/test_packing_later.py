@@ -1,4 +1,4 @@
-"""A load of floats packs nothing: the first step multiplies rows, those after it panels, to the same bits."""
+"""Lazy packing of floats: the first step multiplies rows, later steps panels, with equal bits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def logits(pipeline: TextGenerationPipeline, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_first_step_is_what_the_others_are(name: str, encoding: str, tmp_path: Path) -> None:
+def test_the_first_step_equals_later_steps(name: str, encoding: str, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, tmp_path / name)
     pipeline = open_pipeline(checkpoint, quantization_encoding=encoding, enable_prefix_caching=False)
     waiting = num_waiting(pipeline)
@@ -109,7 +109,7 @@ def test_quantised_weights_are_packed_by_the_load(tiny: Path) -> None:
         assert num_waiting(open_pipeline(tiny, quantization_encoding=encoding)) == 0
 
 
-def test_planning_leaves_room_for_what_waits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_counts_lazily_packed_weights(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_reservations", WeakSet())
     monkeypatch.setattr("penstock.host.limits.memory", lambda: (1 << 30, 1 << 29))
     first = open_pipeline(tiny)

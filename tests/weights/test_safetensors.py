@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what they say, and every way they can be damaged."""
+"""Headers of safetensors files, valid and damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors by name, and all faults of a load in one error."""
+"""Tensors by name. One error reports all faults of a load."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_tensors_come_as_they_are_stored(weights: Weights) -> None:
     weights.finish()
 
 
-def test_what_is_written_into_a_tensor_never_reaches_the_file(weights: Weights, tmp_path: Path) -> None:
+def test_writes_to_a_tensor_do_not_change_the_file(weights: Weights, tmp_path: Path) -> None:
     weights.tensor("norm.weight", (4,)).zero_()
     assert torch.equal(Weights.open(tmp_path).tensor("norm.weight", (4,)), TENSORS["norm.weight"])
 
@@ -71,7 +71,7 @@ def test_shards_are_one(tmp_path: Path) -> None:
     weights.finish()
 
 
-def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+def test_all_faults_are_reported_in_one_error(tmp_path: Path) -> None:
     weights = saved(tmp_path, {**TENSORS, "packed.weight": torch.zeros(2, dtype=torch.int8)})
     assert torch.equal(weights.tensor("lm_head.weight", (2, 3)), torch.zeros(2, 3))
     assert weights.tensor("embed.weight", (4, 3)).shape == (4, 3)
@@ -87,7 +87,7 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_faults_of_what_is_only_expected_are_told_too(tmp_path: Path) -> None:
+def test_faults_of_expect_are_reported(tmp_path: Path) -> None:
     tensors = {"kept": torch.ones(3), "long": torch.ones(4), "bytes": torch.ones(2, dtype=torch.uint8)}
     weights = saved(tmp_path, tensors)
     assert weights.expect("kept", (3,))
@@ -149,18 +149,18 @@ def test_renaming_twice_reads_the_right_tensor(weights: Weights) -> None:
     assert torch.equal(twice.tensor("b.norm.weight", (4,)), TENSORS["norm.weight"])
 
 
-def test_two_tensors_cannot_have_one_name(weights: Weights) -> None:
+def test_two_tensors_with_the_same_new_name_are_refused(weights: Weights) -> None:
     with pytest.raises(WeightsError, match="are both read as x"):
         weights.renamed(lambda name: "x")
 
 
-def test_a_view_under_other_names_keeps_its_own_account(weights: Weights) -> None:
+def test_a_renamed_view_records_its_reads_separately(weights: Weights) -> None:
     read_all(weights.renamed(lambda name: name))
     with pytest.raises(WeightsError, match="3 unexpected"):
         weights.finish()
 
 
-def test_asking_about_a_tensor_that_is_not_there(weights: Weights) -> None:
+def test_the_shape_of_a_missing_tensor(weights: Weights) -> None:
     with pytest.raises(WeightsError, match=r"has no tensor norm\.bias"):
         weights.shape("norm.bias")
 

@@ -1,4 +1,4 @@
-"""Trained checkpoints: the embedded one, and others where they lie beside the project."""
+"""Trained checkpoints: the embedded one, and others if they are available."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is let in."""
+"""API keys."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ async def test_the_server_asks_for_a_key() -> None:
     assert bare.json()["error"]["code"] == "missing_api_key"
     assert wrong.json()["error"]["code"] == "invalid_api_key"
     assert wrong.headers["www-authenticate"].startswith("Bearer")
-    assert hidden.status_code == 401  # which routes there are is nobody's business either
+    assert hidden.status_code == 401  # unknown routes also need a key
     assert right.status_code == 404
     assert [probe.status_code for probe in probes] == [200] * 4

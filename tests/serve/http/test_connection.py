@@ -78,14 +78,14 @@ class App:
 
 @asynccontextmanager
 async def served(app: Any) -> AsyncIterator[int]:
-    """The port of a server of an application."""
+    """Serve an application and return its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with HttpServer(app, ServeConfig()).listening(listener):
             yield listener.getsockname()[1]
 
 
 async def exchange(port: int, *sent: bytes, half_close: bool = False) -> bytes:
-    """All that the server sends until it closes the connection."""
+    """Return all bytes that the server sends until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for part in sent:
         writer.write(part)
@@ -100,7 +100,7 @@ async def exchange(port: int, *sent: bytes, half_close: bool = False) -> bytes:
 
 
 def answers(data: bytes) -> list[tuple[int, dict[str, Any]]]:
-    """Status and body of each answer."""
+    """Return status and body of each response."""
     found = []
     while data:
         head, _, rest = data.partition(b"\r\n\r\n")
@@ -188,7 +188,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
     assert [body["path"] for _, body in found] == ["/1", "/2", "/3", "/close"]
 
 
-async def test_what_is_no_http_behind_a_request_is_refused_after_its_answer() -> None:
+async def test_garbage_after_a_request_is_refused_after_its_response() -> None:
     app = App()
     async with served(app) as port:
         waiting = asyncio.ensure_future(exchange(port, GET % b"wait", b"\x00 no HTTP\r\n\r\n"))
@@ -230,7 +230,7 @@ async def test_heads_do_not_add_up() -> None:
     assert len(found) == 13
 
 
-async def test_continue_is_said_when_the_body_is_read() -> None:
+async def test_100_continue_is_sent_when_the_body_is_read() -> None:
     async with served(App()) as port:
         head = POST % b"close" + b"content-length: 3\r\nexpect: 100-continue\r\n\r\n"
         data = await exchange(port, head, b"abc")
@@ -262,7 +262,7 @@ async def test_a_half_closed_client_may_wait_for_its_answer() -> None:
         assert answers(await waiting) == [(200, {"path": "/wait", "size": 0})]
 
 
-async def test_a_client_that_left_is_noticed_while_nothing_is_sent() -> None:
+async def test_a_disconnect_is_detected_while_nothing_is_sent() -> None:
     app = App()
     async with served(app) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -272,7 +272,7 @@ async def test_a_client_that_left_is_noticed_while_nothing_is_sent() -> None:
         await until(lambda: app.disconnects == 1)
 
 
-async def test_half_a_request_is_no_request() -> None:
+async def test_an_incomplete_request_is_not_served() -> None:
     app = App()
     async with served(app) as port:
         head = POST % b"a" + b"content-length: 10\r\n\r\nabc"
@@ -284,7 +284,7 @@ async def test_half_a_request_is_no_request() -> None:
 
 
 async def test_an_early_answer_is_read_by_a_client_that_sends_first() -> None:
-    """As Python's http.client does: it sends all of a body before it looks at the answer."""
+    """Python's http.client sends the whole body before it reads the response."""
     async with served(App()) as port:
 
         def send() -> tuple[int, bytes]:
@@ -297,7 +297,7 @@ async def test_an_early_answer_is_read_by_a_client_that_sends_first() -> None:
     assert (status, json.loads(body)["path"]) == (413, "/early-close")
 
 
-async def test_what_is_discarded_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_discarded_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "LINGER_BYTES", 100_000)
     async with served(App()) as port:
 

@@ -1,4 +1,4 @@
-"""Bodies that nobody means: by the hundred, and every answer is an answer or a refusal, never a fault."""
+"""Hundreds of invalid bodies: each gets a result or a client error, never a server error."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ RAW = [
     "path",
     ["/v1/chat/completions", "/v1/completions", "/v1/chat/completions/render", "/tokenize", "/detokenize"],
 )
-async def test_what_is_no_body_at_all(path: str) -> None:
+async def test_invalid_bodies(path: str) -> None:
     async with chatting() as server:
         for raw in RAW:
             response = await server.http.post(path, content=raw, headers={"content-type": "application/json"})

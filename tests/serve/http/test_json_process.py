@@ -112,7 +112,7 @@ async def test_the_process_continues_after_a_refusal(decoder: JsonDecoder) -> No
     assert decoder._process is process
 
 
-async def test_concurrent_bodies_are_decoded_one_after_another(decoder: JsonDecoder) -> None:
+async def test_concurrent_bodies_are_decoded_in_sequence(decoder: JsonDecoder) -> None:
     bodies = [json.dumps([number] * 50_000).encode() for number in range(5)]
     found = await asyncio.gather(*(decoder.decode(body, MANY, MANY) for body in bodies))
     assert [one[0] for one in found] == [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""The life of a server: its start, what signals do to it, and how it ends."""
+"""Start, signals and shutdown of a server."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Running:
         when_ready: bool = True,
         **config: Any,
     ) -> tuple[int, Any]:
-        """The server's exit status, and what the client returned."""
+        """Return the server's exit status and the client's result."""
         result: list[Any] = []
 
         def client() -> None:
@@ -116,7 +116,7 @@ def body(max_tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def stream(http: httpx.Client, max_tokens: int, after_first: Callable[[], Any]) -> tuple[list[Any], Any]:
-    """The events of a stream, and what was done when its first had come."""
+    """Return the events of a stream, and the result of the action after the first event."""
     events: list[Any] = []
     done: Any = None
     with http.stream("POST", "/v1/completions", json=body(max_tokens, stream=True)) as response:
@@ -129,7 +129,7 @@ def stream(http: httpx.Client, max_tokens: int, after_first: Callable[[], Any]) 
     return events, done
 
 
-def test_it_serves_until_it_is_told_to_stop(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_serves_until_a_stop_signal(running: Running, capfd: pytest.CaptureFixture[str]) -> None:
     def act(http: httpx.Client) -> Any:
         answer = http.post("/v1/completions", json=body(3))
         probes = [http.get(path).status_code for path in ("/health", "/ready")]
@@ -164,7 +164,7 @@ def test_json_logs_are_json_only(running: Running, capfd: pytest.CaptureFixture[
     assert ready["phases"]["worker: weights"] == 0.25
 
 
-def test_a_signal_lets_what_runs_finish(running: Running) -> None:
+def test_a_signal_lets_active_requests_finish(running: Running) -> None:
     def while_draining(http: httpx.Client) -> Any:
         send(signal.SIGTERM)
         while http.get("/ready").status_code == 200:
@@ -216,7 +216,7 @@ def test_a_second_signal_ends_at_once(running: Running, second: int, expected: i
     assert num_events < 2000
 
 
-def test_while_it_loads_it_says_so(running: Running) -> None:
+def test_requests_during_loading_get_an_error(running: Running) -> None:
     loaded = threading.Event()
 
     def slow_work() -> WorkerRuntime:
@@ -272,7 +272,7 @@ def test_a_model_that_does_not_load_is_the_callers_error(running: Running) -> No
 
 
 def test_a_fault_at_the_start_does_not_go_unnoticed(running: Running) -> None:
-    """The warm-up meets it before a user does."""
+    """The warm-up request finds the fault before a client does."""
 
     def fail(context: TextContext) -> int:
         raise ZeroDivisionError
@@ -319,7 +319,7 @@ def test_idle_connections_do_not_keep_it(running: Running) -> None:
     "sent",
     [b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n"],
 )
-def test_what_is_no_http(running: Running, sent: bytes) -> None:
+def test_garbage_instead_of_http(running: Running, sent: bytes) -> None:
     def act(http: httpx.Client) -> bytes:
         with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as raw:
             raw.sendall(sent)
@@ -335,7 +335,7 @@ def test_what_is_no_http(running: Running, sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: a\r\nx-slow: "])
-def test_who_never_begins_is_not_waited_for(running: Running, sent: bytes) -> None:
+def test_a_connection_without_a_request_is_closed(running: Running, sent: bytes) -> None:
     def act(http: httpx.Client) -> bytes:
         with socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60) as raw:
             raw.sendall(sent)
@@ -347,7 +347,7 @@ def test_who_never_begins_is_not_waited_for(running: Running, sent: bytes) -> No
     assert running.serve(act, body_timeout=1) == (0, b"")
 
 
-def test_who_begins_again_and_never_ends_is_not_waited_for(running: Running) -> None:
+def test_an_incomplete_later_request_is_closed(running: Running) -> None:
     whole = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
     def answer_to(raw: socket.socket, *parts: bytes) -> bytes:
@@ -421,7 +421,7 @@ def test_addresses() -> None:
         ("example.org", False),
     ],
 )
-def test_who_reaches_an_address(host: str, is_ours_alone: bool) -> None:
+def test_reachability_of_addresses(host: str, is_ours_alone: bool) -> None:
     assert is_loopback(host) == is_ours_alone
 
 

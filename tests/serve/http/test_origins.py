@@ -1,4 +1,4 @@
-"""Where requests come from: hosts, origins, and what a browser lets a foreign page send."""
+"""Host and Origin headers, and cross-origin requests that browsers send without a preflight."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_local_server_answers_to_no_other(host: str, path: str) -> None:
     assert "--allowed-hosts" in error["message"]
 
 
-async def test_what_is_to_be_done_is_said() -> None:
+async def test_the_error_gives_advice() -> None:
     error = (await ask("/health", {"host": "llm.example:8000"})).json()["error"]
     assert "--allowed-hosts llm.example, or with --api-key" in error["message"]
 
@@ -97,7 +97,7 @@ async def test_hosts_that_are_set(config: dict[str, Any], host: str, status: int
     assert (await ask("/v1/models", headers, **config)).status_code == status
 
 
-async def test_several_hosts_are_none() -> None:
+async def test_several_host_headers_are_refused() -> None:
     async with client_of(make_services()) as client:
         response = await client.get("/health", headers=[("host", "localhost"), ("host", "evil.example")])
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_http")
@@ -115,7 +115,7 @@ async def test_several_hosts_are_none() -> None:
     ],
 )
 @pytest.mark.parametrize("path", [LOAD, "/v1/completions", "/nothing"])
-async def test_foreign_pages_may_send_nothing(headers: dict[str, str], path: str) -> None:
+async def test_requests_of_foreign_pages_are_refused(headers: dict[str, str], path: str) -> None:
     response = await ask(path, headers, "POST")
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (
@@ -145,12 +145,12 @@ async def test_foreign_pages_may_send_nothing(headers: dict[str, str], path: str
         ({"origin": "https://app.example", "authorization": "Bearer k"}, {"api_key": ["k"]}),
     ],
 )
-async def test_others_may(headers: dict[str, str], config: dict[str, Any]) -> None:
+async def test_other_requests_are_accepted(headers: dict[str, str], config: dict[str, Any]) -> None:
     response = await ask("/nothing", headers, "POST", **config)
     assert response.status_code == 404
 
 
-async def test_what_changes_nothing_may_be_read_from_anywhere() -> None:
+async def test_reading_routes_accept_any_origin() -> None:
     assert (await ask("/health", {"origin": "http://evil.example"})).status_code == 200
 
 
@@ -164,8 +164,8 @@ async def test_the_page_of_an_allowed_origin_may_ask_first() -> None:
 
 
 @pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded"])
-async def test_what_a_page_may_send_without_asking_is_refused(media_type: str | None) -> None:
-    """The three types of a simple request, and none."""
+async def test_simple_cross_origin_requests_are_refused(media_type: str | None) -> None:
+    """The media types of a simple request, or none."""
     headers = {} if media_type is None else {"content-type": media_type}
     async with client_of(make_services()) as client:
         response = await client.post(
@@ -182,5 +182,5 @@ def test_names_of_this_machine(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ODD)
-def test_what_is_no_host(host: str) -> None:
+def test_invalid_hosts(host: str) -> None:
     assert host_name(host) is None

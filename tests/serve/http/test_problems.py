@@ -1,4 +1,4 @@
-"""Every error leaves in OpenAI's shape, with the status, type and code of one table."""
+"""Every error response has OpenAI's format, with status, type and code from one table."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_request_that_reached_the_memory_limit_is_not_to_be_repeated() -> None
     }
 
 
-def test_every_error_of_ours_is_in_the_table_or_below_one_that_is() -> None:
+def test_the_table_covers_every_error_class() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     for kind in kinds:
         if issubclass(kind, PenstockError) and kind is not PenstockError:
@@ -168,7 +168,7 @@ async def test_errors_of_routes(index: int) -> None:
     assert response.headers.get("retry-after") == CASES[index][5]
 
 
-async def test_what_the_framework_finds() -> None:
+async def test_errors_of_the_framework() -> None:
     async with client_of(make_services(), failing()) as client:
         unknown = error_of(await client.get("/v1/nothing"), 404)
         wrong = await client.get("/form")
@@ -182,7 +182,7 @@ async def test_what_the_framework_finds() -> None:
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The error of a response, whose shape is checked to the letter."""
+    """Return the error of a response after checking its exact format."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]

@@ -1,4 +1,4 @@
-"""Streams of events: framing, errors, and what becomes of them when the client leaves."""
+"""Server-sent events: framing, errors and disconnected clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_value_in_a_template_is_the_event_with_that_value(text: str) -> None:
 
 
 class Peer:
-    """Takes a response, and may leave."""
+    """An ASGI client that receives a response and can disconnect."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
@@ -83,7 +83,7 @@ async def test_an_error_is_the_last_event(error: Exception) -> None:
     assert peer.messages[-1]["more_body"] is False
 
 
-async def test_whoever_leaves_ends_the_generator() -> None:
+async def test_a_disconnect_closes_the_generator() -> None:
     ended = asyncio.Event()
 
     async def pieces() -> AsyncGenerator[bytes, None]:
@@ -123,7 +123,7 @@ async def test_a_server_that_ends_ends_the_generator() -> None:
     assert ended.is_set()
 
 
-async def test_a_broken_connection_is_somebody_who_left() -> None:
+async def test_a_broken_connection_counts_as_a_disconnect() -> None:
     async def pieces() -> AsyncGenerator[bytes, None]:
         while True:
             yield b": x\n\n"

@@ -1,4 +1,4 @@
-"""A stream's chunks, put together, are the answer without ``stream``: text, tokens, scores, usage and all."""
+"""The joined chunks of a stream equal the response without ``stream``: text, tokens, scores, usage."""
 
 from __future__ import annotations
 

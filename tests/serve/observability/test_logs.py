@@ -1,4 +1,4 @@
-"""Lines of the log: one an event, whatever a client puts into it."""
+"""One log line per event, for any text from clients."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def test_levels() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("closed file")])
-def test_a_stream_that_takes_nothing_stops_nobody(
-    error: Exception, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_the_log_stream_are_ignored(error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             raise error

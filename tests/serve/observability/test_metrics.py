@@ -18,7 +18,7 @@ from penstock.worker.messages import WorkerStats
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A fake clock that tests advance."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
-    """Name and labels -> value, but not when it was made."""
+    """Return name and labels -> value, without creation times."""
     text = metrics.render().decode()
     return {
         sample.name + "".join(f" {key}={value}" for key, value in sorted(sample.labels.items())): sample.value
@@ -98,7 +98,7 @@ def test_a_request_from_its_arrival_to_its_end(clock: Clock) -> None:
         (400, (None, 400), False, "400", "error:400"),
     ],
 )
-def test_the_status_says_how_it_ended(
+def test_the_exit_status(
     sent: int | None, error: tuple[str | None, int] | None, left: bool, status: str, outcome: str
 ) -> None:
     metrics = Metrics(with_process=False)
@@ -111,7 +111,7 @@ def test_the_status_says_how_it_ended(
     assert record.outcome == outcome
 
 
-def test_what_the_worker_does() -> None:
+def test_worker_metrics() -> None:
     stats = WorkerStats(
         num_running=1,
         num_waiting=2,
@@ -207,7 +207,7 @@ async def test_a_scripted_workload() -> None:
     assert not any("requests_total" in name for name in samples(other.metrics))
 
 
-async def test_what_a_served_workload_adds_up_to() -> None:
+async def test_metrics_of_a_served_workload() -> None:
     """Through routes and scheduler, of a model that always says ``Hello!`` and its end: seven tokens."""
     async with chatting() as server:
         server.services.metrics.watch(server.services.worker)

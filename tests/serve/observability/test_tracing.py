@@ -1,4 +1,4 @@
-"""Spans: one a request, in the caller's trace, and nothing at all where tracing is off."""
+"""One span per request, in the caller's trace. Disabled tracing does nothing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ async def test_it_is_part_of_the_callers_trace(
     assert second.parent is None
 
 
-async def test_a_failure_is_one_in_the_span(exporter: tuple[export.InMemorySpanExporter, Tracing]) -> None:
+async def test_a_failure_is_recorded_in_the_span(
+    exporter: tuple[export.InMemorySpanExporter, Tracing],
+) -> None:
     spans, tracing = exporter
     async with client_of(make_services(tracing=tracing), routes()) as client:
         await client.get("/bug")
@@ -97,8 +99,8 @@ async def test_a_failure_is_one_in_the_span(exporter: tuple[export.InMemorySpanE
     assert span.attributes["http.response.status_code"] == 500
 
 
-def test_off_it_loads_nothing() -> None:
-    # FastAPI looks for the API by itself.
+def test_disabled_tracing_imports_nothing() -> None:
+    # FastAPI imports the OpenTelemetry API; the SDK must not be imported.
     code = (
         "import sys, penstock.serve.app, penstock.serve.http.lifecycle, penstock.serve.observability.tracing;"
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"
@@ -112,7 +114,7 @@ def test_an_endpoint() -> None:
     Tracing.to_endpoint("http://127.0.0.1:9/v1/traces").close()  # nobody listens there, and nothing is sent
 
 
-def test_without_the_extra_it_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(MissingDependencyError, match=r"penstock-llm\[otel\]"):
         Tracing.to_endpoint("http://127.0.0.1:4318/v1/traces")

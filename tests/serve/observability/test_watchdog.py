@@ -13,7 +13,7 @@ from penstock.worker.messages import WorkerStats
 
 
 class Watched:
-    """A watchdog that looks when it is told to, by a clock that a test moves."""
+    """A watchdog with a fake clock that checks only when a test calls it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         self.now = 0.0
@@ -24,7 +24,7 @@ class Watched:
         self.watchdog = Watchdog(self.worker, limit=10)
 
     def look(self, at: float) -> list[tuple[str, Any]]:
-        """Level and fields of what is reported at a time."""
+        """Return level and fields of the reports at a given time."""
         self.now = at
         self.caplog.clear()
         self.watchdog.check()
@@ -36,18 +36,18 @@ def watched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
     return Watched(monkeypatch, caplog)
 
 
-def test_an_idle_worker_is_left_alone(watched: Watched) -> None:
+def test_an_idle_worker_is_not_reported(watched: Watched) -> None:
     assert [watched.look(second) for second in range(0, 100, 5)] == [[]] * 20
 
 
-def test_a_worker_that_goes_on_is_left_alone(watched: Watched) -> None:
+def test_a_worker_that_makes_progress_is_not_reported(watched: Watched) -> None:
     watched.worker.num_outstanding = 3
     for second in range(0, 100, 5):
         watched.worker.stats = WorkerStats(num_steps=second)
         assert watched.look(second) == []
 
 
-def test_a_worker_that_stands_still_is_reported_now_and_then(watched: Watched) -> None:
+def test_a_stalled_worker_is_reported_repeatedly(watched: Watched) -> None:
     watched.look(0)
     watched.worker.num_outstanding = 3
     watched.worker.stats = WorkerStats(num_steps=7, num_waiting=2, num_used_blocks=5)
@@ -72,7 +72,7 @@ def test_time_without_work_does_not_count(watched: Watched) -> None:
     assert len(watched.look(61)) == 1
 
 
-def test_a_death_and_what_came_of_it(watched: Watched) -> None:
+def test_worker_death_and_restart(watched: Watched) -> None:
     watched.worker.state, watched.worker.num_restarts = "restarting", 1
     [(level, fields)] = watched.look(1)
     assert (level, fields["state"], fields["was"], fields["restarts"]) == ("ERROR", "restarting", "ready", 1)
