@@ -88,7 +88,7 @@ def command(
 
     with LLM.from_config(config) as llm:
         loaded = time.perf_counter() - start
-        kind = output_kind or llm.pipeline.outputs[0]
+        kind: Any = output_kind or llm.pipeline.outputs[0]
         check_format(chosen, kind)
         begin = time.perf_counter()
         responses = llm.encode(inputs, outputs=(kind,), **options)

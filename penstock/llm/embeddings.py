@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.llm.batch_runner import BatchRunner
     from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 
-EmbeddingsInput: TypeAlias = str | Sequence[int]
+EmbeddingsInput: TypeAlias = str | Sequence[int] | npt.NDArray[np.integer[Any]]
 """A text, or its token ids including special tokens."""
 
 

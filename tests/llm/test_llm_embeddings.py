@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.tiny_embedder import CLS, HIDDEN, SEP, TOKENS, write_tiny_embedder
+from support.tiny_embedder import CLS, HIDDEN, SEP, TOKENS, write_tiny_adapter, write_tiny_embedder
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM
@@ -116,6 +116,19 @@ def test_an_error_names_its_input_and_leaves_nothing_behind(
     assert error.value.__notes__ == ["in input 2 of 2"]
     assert not llm._scheduler.has_work
     assert llm.embed("cat").shape == (HIDDEN,)
+
+
+def test_an_error_frees_the_room_of_adapters(tmp_path: Path) -> None:
+    model = write_tiny_embedder(tmp_path / "model")
+    adapters = [write_tiny_adapter(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    lora = [f"{path.name}={path}" for path in adapters]
+    with LLM(str(model), lora=lora, max_loras=1) as llm:
+        with pytest.raises(InputError, match="the input is empty"):
+            llm.embed(["cat", ""], adapter="a")
+        plain, first, second = llm.embed(["cat"] * 3, adapter=[None, "a", "b"])
+        assert not np.allclose(plain, first, atol=1e-3)
+        assert not np.allclose(first, second, atol=1e-3)
+        assert np.array_equal(llm.embed("cat", adapter="b"), second)
 
 
 def test_adapters_and_inputs_must_match(llm: LLM) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from support.encoders import embeddings_context, encode_all, open_encoder
 from support.random_draws import examples
-from support.tiny_embedder import HIDDEN, LAYERS, POSITIONS, TOKENS, write_tiny_embedder
+from support.tiny_embedder import (
+    HIDDEN,
+    LAYERS,
+    POSITIONS,
+    TOKENS,
+    write_tiny_adapter,
+    write_tiny_embedder,
+)
 
 from penstock.assembly import load_scheduler
 from penstock.config import PipelineConfig
@@ -26,8 +32,6 @@ from penstock.errors import (
 from penstock.pipelines.core import EmbeddingsContext, TextContext, TextGenerationStatus
 from penstock.pipelines.embeddings import EmbeddingsPipeline
 from penstock.scheduler import Scheduler
-
-QUERY = "encoder.layer.{}.attention.self.query"
 
 
 @pytest.fixture(scope="module")
@@ -173,28 +177,21 @@ def test_cancelled_inputs_are_not_computed(folder: Path, pipeline: EmbeddingsPip
     assert [count for count, _ in steps if count] == [1, 1]
 
 
-def write_lora(folder: Path, base: Path) -> Path:
-    """Write an adapter, and a checkpoint with its weights merged; return the adapter."""
-    rng = np.random.default_rng(3)
-    tensors, merged = {}, load_file(base / "model.safetensors")
+def write_merged(folder: Path, base: Path, adapter: Path) -> Path:
+    """Write a checkpoint whose weights have those of an adapter added."""
+    tensors, merged = load_file(adapter / "adapter_model.safetensors"), load_file(base / "model.safetensors")
     for layer in range(LAYERS):
-        a, b = (rng.normal(0, 0.5, shape).astype(np.float32) for shape in ((2, HIDDEN), (HIDDEN, 2)))
-        name = QUERY.format(layer)
-        tensors[f"base_model.model.{name}.lora_A.weight"] = a
-        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+        name = f"encoder.layer.{layer}.attention.self.query"
+        a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
         merged[f"{name}.weight"] = merged[f"{name}.weight"] + 2 * b @ a
-    adapter = folder / "adapter"
-    adapter.mkdir()
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["query"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    write_tiny_embedder(folder / "merged")
-    save_file(merged, folder / "merged" / "model.safetensors")
-    return adapter
+    write_tiny_embedder(folder)
+    save_file(merged, folder / "model.safetensors")
+    return folder
 
 
 def test_a_lora_adapter_is_applied(folder: Path, pipeline: EmbeddingsPipeline, tmp_path: Path) -> None:
-    adapter = write_lora(tmp_path, folder)
+    adapter = write_tiny_adapter(tmp_path / "adapter", seed=3)
+    merged = open_encoder(write_merged(tmp_path / "merged", folder, adapter))
     adapted = open_encoder(folder, lora=(f"a={adapter}",))
     inputs = inputs_of([9, 5])
     batch = {
@@ -203,7 +200,7 @@ def test_a_lora_adapter_is_applied(folder: Path, pipeline: EmbeddingsPipeline, t
     }
     assert all(adapted.ready(context) for context in batch.values())
     outputs = adapted.encode(batch)
-    [expected] = encode_all(open_encoder(tmp_path / "merged"), inputs[:1])
+    [expected] = encode_all(merged, inputs[:1])
     [plain, other] = encode_all(pipeline, inputs)
     np.testing.assert_allclose(outputs["0"].embeddings, expected.embeddings, atol=1e-5)
     assert not np.allclose(outputs["0"].embeddings, plain.embeddings, atol=1e-2)

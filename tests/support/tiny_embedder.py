@@ -87,6 +87,20 @@ def write_tiny_embedder(
     return folder
 
 
+def write_tiny_adapter(folder: Path, seed: int = 0) -> Path:
+    """Write a LoRA adapter of rank 2 and alpha 4 on the query projections."""
+    folder.mkdir(parents=True)
+    random, tensors = np.random.default_rng(seed), {}
+    for layer in range(LAYERS):
+        name = f"base_model.model.encoder.layer.{layer}.attention.self.query"
+        for part, shape in (("A", (2, HIDDEN)), ("B", (HIDDEN, 2))):
+            tensors[f"{name}.lora_{part}.weight"] = random.normal(0, 0.5, shape).astype(np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["query"]}
+    _write(folder / "adapter_config.json", config)
+    return folder
+
+
 def tiny_tokenizer() -> Tokenizer:
     """Return the tokenizer: words, else letters, between ``[CLS]`` and ``[SEP]``."""
     vocabulary = {token: i for i, token in enumerate(TOKENS)}

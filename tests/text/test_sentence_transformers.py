@@ -39,7 +39,7 @@ def test_a_pooling_flag(tmp_path: Path, kind: str) -> None:
 def test_several_poolings_and_named_ones(tmp_path: Path) -> None:
     both = {KINDS["max"]: True, KINDS["cls"]: True}
     assert read_layout(write_tiny_embedder(tmp_path / "a", pooling=both)).poolings == ("cls", "max")
-    named = {"pooling_mode": "lasttoken"}
+    named: dict[str, Any] = {"pooling_mode": "lasttoken"}
     assert read_layout(write_tiny_embedder(tmp_path / "b", pooling=named)).poolings == ("last_token",)
     named = {"pooling_mode": ["weightedmean", "mean"]}
     poolings = read_layout(write_tiny_embedder(tmp_path / "c", pooling=named)).poolings
