@@ -276,7 +276,7 @@ async def check_with_other_fields(server: Chatting) -> None:
     assert "ignore_eos" in endless.json()["error"]["message"]
     assert stuck.status_code == 400, stuck.text
     for response in (stuck, stuck_stream):
-        assert "the grammar allows none of those that" in response.text
+        assert "the grammar allows none of the tokens that" in response.text
 
 
 async def test_grammar_limits(monkeypatch: pytest.MonkeyPatch) -> None:
