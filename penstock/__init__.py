@@ -30,7 +30,7 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # who checks types is to notice names that are not there
+if not TYPE_CHECKING:  # type checkers must report unknown names
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:

@@ -33,8 +33,8 @@ _PREFAULT_SHARE = 0.7
 """Share of the free memory; a larger load may have to be refused, which the memory planner decides."""
 _PHASES = ("tokenizer", "libraries", "model")
 STREAMING_LATENCY_BUDGET = 0.02
-"""Seconds that a scheduler step may take by default: new requests wait so long, and streamed tokens arrive in
-groups of so many seconds."""
+"""Default time limit of a scheduler step in seconds. New requests wait up to this long, and streamed tokens
+arrive in groups at this interval."""
 
 
 @dataclass(frozen=True)

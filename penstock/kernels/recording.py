@@ -274,7 +274,7 @@ def _map(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     """Apply ``function`` to each ``kind`` in a value, inside dataclasses, mappings and tuples too."""
     if isinstance(value, kind):
         return function(value)
-    if isinstance(value, PackedExperts):  # thousands of weights, none of which changes
+    if isinstance(value, PackedExperts):  # thousands of weights, which never change
         return value
     if isinstance(value, Mapping):
         return {name: _map(one, kind, function) for name, one in value.items()}

@@ -43,7 +43,7 @@ class TensorSource(Protocol):
         ...
 
     def is_mapped(self, name: str) -> bool:
-        """Return whether `tensor` returns a view of the file, which takes no memory of its own."""
+        """Return whether `tensor` returns a view of the mapped file instead of a copy."""
         ...
 
     def release(self, name: str) -> None:

@@ -63,7 +63,7 @@ class ReferenceOps(Ops):
         return layer_of(tensors, shape, encoding, bias, slices, self.layout)
 
     def _may_wait(self, encoding: str, parts: Sequence[Tensor]) -> bool:
-        """Whether packing can be put off: floats would gain nothing, and another device hold both forms."""
+        """Return whether packing can be deferred: only for calibrated encodings, and only on a CPU."""
         return encoding_named(encoding).needs_calibration and parts[0].device.type == "cpu"
 
     def _pack(

@@ -44,7 +44,7 @@ def _draw(scores: Tensor, sampling: SamplingInputs) -> Tensor:
     kept = kept * (kept >= sampling.min_p.double()[:, None] * kept[:, :1])
     mass = torch.zeros_like(kept).scatter_(-1, ids, kept).cumsum(-1)  # back in token-id order
     total = mass[:, -1:]
-    # Below the total even where the product rounds up to it: the last kept token, never one behind it.
+    # If the product rounds up to the total, use the number below it: it selects the last kept token.
     target = torch.minimum(sampling.uniforms[:, None] * total, torch.nextafter(total, 0 * total))
     return torch.searchsorted(mass, target, right=True)[:, 0]
 
