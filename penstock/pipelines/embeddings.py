@@ -225,10 +225,16 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         }
 
     def _sparse(self, hidden: Tensor, step: StepInputs) -> SparseEmbedding:
-        """Return the largest ``log(1 + relu(logit))`` of each token id (SPLADE, arXiv:2109.10086)."""
+        """Return the weight of each token id, by default the largest ``log(1 + relu(logit))``.
+
+        SPLADE (arXiv:2109.10086); the logarithm is applied twice for ``log1p_relu`` (arXiv:2504.14839).
+        """
         vocabulary = self.model.network.vocabulary
         assert vocabulary is not None
-        weights = torch.log1p(vocabulary(hidden, step).float().relu()).amax(0)  # [V]
+        weights = torch.log1p(vocabulary(hidden, step).float().relu())  # [n, V]
+        if self.layout.sparse_activation == "log1p_relu":
+            weights = torch.log1p(weights)
+        weights = weights.sum(0) if self.layout.sparse_pooling == "sum" else weights.amax(0)
         ids = weights.nonzero()[:, 0]
         return SparseEmbedding(ids.int().numpy(force=True), weights[ids].numpy(force=True))
 

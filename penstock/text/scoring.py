@@ -31,7 +31,8 @@ class PairScoring:
     """The inputs that score pairs of a query and a document, and the scores from their outputs.
 
     A cross-encoder computes each pair. An embedder computes the similarity of the two embeddings, with the
-    similarity function of the checkpoint. It computes equal queries once.
+    similarity function of the checkpoint. A multi-vector model computes MaxSim. Equal queries are computed
+    once.
 
     Args:
         queries: one for each document.
@@ -59,7 +60,10 @@ class PairScoring:
         for index, query in enumerate(queries):
             self._first_use.setdefault(query, index)
         self._is_cross_encoder = "scores" in outputs
-        self.output: EmbeddingsOutput = "scores" if self._is_cross_encoder else "dense"
+        self._is_multi_vector = tuple(outputs[:1]) == ("multi_vector",)
+        self.output: EmbeddingsOutput = "multi_vector" if self._is_multi_vector else "dense"
+        if self._is_cross_encoder:
+            self.output = "scores"
         """The output that all inputs request."""
         if activation is not None and not self._is_cross_encoder:
             raise UnsupportedFeatureError("activation", "this model is an embedder, without a scoring head")
@@ -84,8 +88,12 @@ class PairScoring:
                     f"the model has {len(rows[0])} labels: a cross-encoder has one; use it to classify"
                 )
             return np.concatenate(rows)
-        vectors = np.stack([response.embeddings for response in responses])
         rows_of = {query: row for row, query in enumerate(self._first_use)}
+        if self._is_multi_vector:
+            found = [response.multi_vector for response in responses if response.multi_vector is not None]
+            pairs = zip(self._queries, found[len(rows_of) :], strict=True)
+            return np.array([max_similarity(found[rows_of[query]], one) for query, one in pairs], np.float32)
+        vectors = np.stack([response.embeddings for response in responses])
         first = vectors[[rows_of[query] for query in self._queries]]
         return similarity(first, vectors[len(rows_of) :], self._layout.similarity)
 
@@ -117,6 +125,18 @@ def similarity(first: _Array, second: _Array, kind: str) -> _Array:
     if kind not in _SIMILARITIES:
         raise InputError(f"similarity_fn_name {kind!r} is unknown: use {', '.join(_SIMILARITIES)}")
     return _SIMILARITIES[kind](first, second)
+
+
+def max_similarity(query: _Array, document: _Array) -> float:
+    """Return the sum over a query's vectors of the largest product with a document's vector (MaxSim).
+
+    Khattab and Zaharia 2020, arXiv:2004.12832.
+
+    Args:
+        query: ``[n, E]``.
+        document: ``[m, E]``.
+    """
+    return float((query @ document.T).max(1).sum())
 
 
 def ranking(scores: _Array, top_n: int | None = None) -> list[int]:

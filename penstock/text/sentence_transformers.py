@@ -16,6 +16,9 @@ from penstock.pipelines.core import PoolingType
 
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
+SparsePooling = Literal["max", "sum"]
+SparseActivation = Literal["relu", "log1p_relu"]
+
 _POOLING_FLAGS: Mapping[str, PoolingType] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -58,6 +61,10 @@ class SentenceTransformersLayout:
     """Whether pooling includes the tokens of a prompt."""
     dense: tuple[DenseModule, ...] = ()
     normalize: bool = False
+    sparse_pooling: SparsePooling = "max"
+    """How the token weights of a text's positions become one weight."""
+    sparse_activation: SparseActivation = "relu"
+    """The function of a logit; the weight is ``log(1 + f(logit))``."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     max_seq_length: int | None = None
@@ -88,7 +95,7 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
     found: dict[str, Any] = {}
     dense: list[DenseModule] = []
     for kind, path in modules:
-        if kind == "Transformer":
+        if kind in ("Transformer", "MLMTransformer"):
             transformer = path
         elif kind == "Pooling":
             found["poolings"], found["include_prompt"] = _poolings(path)
@@ -96,10 +103,15 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
             dense.append(_dense(path))
         elif kind == "Normalize":
             found["normalize"] = True
+        elif kind == "SpladePooling":
+            found["sparse_pooling"], found["sparse_activation"] = _sparse_pooling(path)
+        elif kind == "MultiVectorMask":
+            _check_multi_vector_mask(path)
         elif kind not in _IGNORED_MODULES:
             raise CheckpointError(
                 checkpoint / "modules.json",
-                f"module {kind!r} is not supported: use Transformer, Pooling, Dense and Normalize",
+                f"module {kind!r} is not supported: use Transformer, Pooling, Dense, Normalize, "
+                "MLMTransformer, SpladePooling and MultiVectorMask",
             )
     limits_file = transformer / "sentence_bert_config.json"
     limits = _object(limits_file)
@@ -142,6 +154,29 @@ def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
     else:
         poolings = [kind for flag, kind in _POOLING_FLAGS.items() if config.get(flag)]
     return tuple(poolings) or ("mean",), bool(config.get("include_prompt", True))
+
+
+def _sparse_pooling(path: Path) -> tuple[SparsePooling, SparseActivation]:
+    file = path / "config.json"
+    config = _object(file)
+    pooling = config.get("pooling_strategy", "max")
+    activation = config.get("activation_function", "relu")
+    if pooling not in get_args(SparsePooling):
+        raise CheckpointError(file, f"pooling_strategy {pooling!r} is not supported: use max or sum")
+    if activation not in get_args(SparseActivation):
+        raise CheckpointError(
+            file, f"activation_function {activation!r} is not supported: use relu or log1p_relu"
+        )
+    return pooling, activation
+
+
+def _check_multi_vector_mask(path: Path) -> None:
+    """Refuse a mask that leaves out tokens by their ids."""
+    file = path / "config.json"
+    config = _object(file)
+    for key in ("skiplist_words", "keep_only_token_ids"):
+        if config.get(key):
+            raise CheckpointError(file, f"{key} is not supported: remove it, all tokens are then scored")
 
 
 def _dense(path: Path) -> DenseModule:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.encoders import ENCODERS, save_encoder
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
@@ -87,3 +88,50 @@ def test_cross_encoders(name: str, activation: str | None, tmp_path: Path) -> No
     theirs = model.predict([(TEXTS[0], text) for text in TEXTS])
     with open_llm(folder) as llm:
         np.testing.assert_allclose(llm.score(TEXTS[0], TEXTS, use_tqdm=False), theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+@pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
+def test_sparse_encoders(pooling: str, activation: str, tmp_path: Path) -> None:
+    from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
+
+    transformer = MLMTransformer(str(save(tmp_path / "base", "bert", "ForMaskedLM")))
+    pooled = SpladePooling(pooling_strategy=pooling, activation_function=activation)
+    model = st.SparseEncoder(modules=[transformer, pooled], device="cpu")
+    model.save(str(tmp_path / "saved"))
+    theirs = model.encode(TEXTS, convert_to_sparse_tensor=False).numpy()
+    with open_llm(tmp_path / "saved") as llm:
+        for response, expected in zip(llm.encode(TEXTS, use_tqdm=False), theirs, strict=True):
+            assert response.sparse is not None
+            weights = np.zeros_like(expected)
+            weights[response.sparse.token_ids] = response.sparse.weights
+            np.testing.assert_allclose(weights, expected, atol=1e-5)
+
+
+def test_multi_vector_encoders(tmp_path: Path) -> None:
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    transformer = Transformer(str(save(tmp_path / "base", "bert", "")))
+    dense = Dense(
+        48,
+        20,
+        bias=False,
+        activation_function=torch.nn.Identity(),
+        module_input_name="token_embeddings",
+        module_output_name="token_embeddings",
+    )
+    normalize = Normalize(module_input_name="token_embeddings", module_output_name="token_embeddings")
+    model = st.MultiVectorEncoder(
+        modules=[transformer, dense, normalize, MultiVectorMask()],
+        prompts={"query": "query ", "document": "passage "},
+        device="cpu",
+    )
+    model.save(str(tmp_path / "saved"))
+    queries, documents = model.encode_query(TEXTS[:1]), model.encode_document(TEXTS)
+    with open_llm(tmp_path / "saved") as llm:
+        assert llm.pipeline.outputs[0] == "multi_vector"
+        [response] = llm.encode(TEXTS[:1], use_tqdm=False, prompt_name="query")
+        scores = llm.score(TEXTS[0], TEXTS, use_tqdm=False)
+    np.testing.assert_allclose(response.multi_vector, queries[0], atol=1e-5)
+    np.testing.assert_allclose(scores, np.ravel(model.similarity(queries, documents)), atol=1e-4)

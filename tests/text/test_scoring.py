@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import InputError
-from penstock.text.scoring import best_label, label_names, ranking, similarity
+from penstock.text.scoring import best_label, label_names, max_similarity, ranking, similarity
 
 FIRST = np.array([[3.0, 4.0], [1.0, 0.0]], np.float32)
 SECOND = np.array([[4.0, 3.0], [0.0, 0.0]], np.float32)
@@ -44,3 +44,9 @@ def test_label_names() -> None:
     assert label_names(config) == {0: "negative", 1: "positive"}
     assert best_label(config, np.array([0.1, 0.9])) == "positive"
     assert best_label({}, np.array([0.1, 0.9])) == "LABEL_1"
+
+
+def test_max_similarity() -> None:
+    query = np.array([[1.0, 0.0], [0.0, 2.0]])
+    document = np.array([[3.0, 1.0], [0.5, 4.0], [2.0, 2.0]])
+    assert max_similarity(query, document) == 3 + 8
