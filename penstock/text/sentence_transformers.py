@@ -115,6 +115,8 @@ def read_layout(checkpoint: Path) -> SentenceTransformersLayout:
             )
     limits_file = transformer / "sentence_bert_config.json"
     limits = _object(limits_file)
+    for file, values in ((settings_file, settings), (limits_file, limits)):
+        _check_multi_vector_options(file, values)
     prompts = _prompts(settings_file, settings)
     return SentenceTransformersLayout(
         dense=tuple(dense),
@@ -168,6 +170,13 @@ def _sparse_pooling(path: Path) -> tuple[SparsePooling, SparseActivation]:
             file, f"activation_function {activation!r} is not supported: use relu or log1p_relu"
         )
     return pooling, activation
+
+
+def _check_multi_vector_options(file: Path, values: Mapping[str, Any]) -> None:
+    """Refuse options of multi-vector models (PyLate) that change tokens or scores."""
+    for key in ("do_query_expansion", "query_expansion", "skiplist_words", "query_prefix", "document_prefix"):
+        if values.get(key):
+            raise CheckpointError(file, f"{key} is not supported: the scores would differ from the model's")
 
 
 def _check_multi_vector_mask(path: Path) -> None:

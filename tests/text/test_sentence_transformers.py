@@ -129,3 +129,11 @@ def test_a_damaged_dense_module_is_named(tmp_path: Path) -> None:
     write_tiny_embedder(tmp_path, modules=("Transformer", "Pooling", "Dense"))
     with pytest.raises(CheckpointError, match=r"2_Dense.*needs in_features and out_features"):
         read_layout(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["do_query_expansion", "skiplist_words", "query_prefix"])
+def test_options_of_multi_vector_models_are_refused(tmp_path: Path, key: str) -> None:
+    folder = write_tiny_embedder(tmp_path)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({key: ["x"]}))
+    with pytest.raises(CheckpointError, match=f"{key} is not supported"):
+        read_layout(folder)
