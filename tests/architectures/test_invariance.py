@@ -42,6 +42,7 @@ def fresh(sampling: SamplingParams, max_new: int = 18) -> TextContext:
     return context_of(PROMPT, max_new, sampling_params=sampling)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("chunks", "others"),
     [([75], [1, 30]), ([1] * 75, []), ([10, 33, 32], []), ([10, 33, 32], [3, 17, 64]), ([74, 1], [1])],
@@ -51,6 +52,7 @@ def test_logits_are_bit_equal(uncached: TextGenerationPipeline, chunks: list[int
     assert torch.equal(logits_of_tokens(uncached, context_of(PROMPT), chunks, others), alone)
 
 
+@pytest.mark.matrix
 def test_batched_results_equal_single_results(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
@@ -61,6 +63,7 @@ def test_batched_results_equal_single_results(
     assert generate(uncached, [*others, fresh(sampling)])[-1] == alone
 
 
+@pytest.mark.matrix
 def test_multiple_steps_equal_single_steps(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
@@ -68,6 +71,7 @@ def test_multiple_steps_equal_single_steps(
     assert generate(uncached, [fresh(sampling)], num_steps=6) == [alone]
 
 
+@pytest.mark.matrix
 def test_chunked_is_whole(uncached: TextGenerationPipeline, sampling: SamplingParams) -> None:
     (whole,) = generate(uncached, [fresh(sampling)])
     context = fresh(sampling)
@@ -79,6 +83,7 @@ def test_chunked_is_whole(uncached: TextGenerationPipeline, sampling: SamplingPa
     assert generate(uncached, [context]) == [whole]
 
 
+@pytest.mark.matrix
 def test_prefix_hit_is_fresh(
     pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
@@ -93,6 +98,7 @@ def test_prefix_hit_is_fresh(
     assert shared.num_cached_tokens == 48
 
 
+@pytest.mark.matrix
 def test_preempted_is_not(
     pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:

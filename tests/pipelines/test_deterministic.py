@@ -82,6 +82,7 @@ def uncached_context(tokens: Sequence[int] = PROMPT) -> TextContext:
     return context_of(tokens, log_probabilities_echo=True)
 
 
+@pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.usefixtures("_threads")
 def test_cut_anywhere_beside_any_others(pipeline: TextGenerationPipeline, alone: torch.Tensor) -> None:
     @settings(max_examples=examples(5), phases=[Phase.explicit, Phase.reuse, Phase.generate])

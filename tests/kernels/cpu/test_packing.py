@@ -31,11 +31,9 @@ def encoding(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     """What lies in memory; of a NaN the bits count, too."""
-    return {
-        name: tensor.contiguous().view(torch.uint8).flatten().tolist() for name, tensor in tensors.items()
-    }
+    return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
 
 def packed_by(ops: CpuOps, weight: Tensor, encoding: str, importance: Tensor | None) -> Mapping[str, Tensor]:
