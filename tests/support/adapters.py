@@ -1,4 +1,4 @@
-"""Random LoRA adapters, written and applied by peft: the other side of every comparison."""
+"""Random LoRA adapters, written and applied by peft, the reference of the comparisons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def peft_model(checkpoint: Path, seed: int = 0, *, size: float = 0.1, **config: Any) -> Any:
-    """The checkpoint with an adapter of random matrices; peft itself begins with a B of zeros."""
+    """Return the checkpoint with an adapter of random matrices. peft initialises B with zeros."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
@@ -27,7 +27,7 @@ def peft_model(checkpoint: Path, seed: int = 0, *, size: float = 0.1, **config: 
 
 
 def save_adapter(model: Any, folder: Path) -> Path:
-    """Saves a model's adapter as peft does."""
+    """Save a model's adapter with peft."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder)
@@ -35,13 +35,13 @@ def save_adapter(model: Any, folder: Path) -> Path:
 
 
 def write_adapter(checkpoint: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
-    """A random adapter for a checkpoint; on all linear layers, with rank 4, unless told otherwise."""
+    """Write a random adapter for a checkpoint. Default: all linear layers, rank 4."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     return save_adapter(peft_model(checkpoint, seed, **settings | config), folder)
 
 
 def peft_logits(checkpoint: Path, adapter: Path, tokens: list[int]) -> Tensor:  # [T, V]
-    """Logits behind every token of one sequence, as peft computes them with what it reads from the disk."""
+    """Return the logits after every token of one sequence, as peft computes them with a saved adapter."""
     from peft import PeftModel
 
     with warnings.catch_warnings():

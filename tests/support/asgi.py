@@ -58,21 +58,21 @@ class Exchange:
 
     @property
     def body(self) -> bytes:
-        """What has been sent."""
+        """The body sent so far."""
         return b"".join(message.get("body", b"") for message in self.messages)
 
     def leave(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._left.set()
 
     async def until_sent(self, num_messages: int) -> None:
-        """Waits for so many messages."""
+        """Wait until this number of messages is sent."""
         while len(self.messages) < num_messages:
             self._sent.clear()
             await asyncio.wait_for(self._sent.wait(), PATIENCE)
 
     async def ended(self) -> None:
-        """Waits for the application to be done with it."""
+        """Wait until the application has handled the request."""
         await asyncio.wait_for(asyncio.shield(self.task), PATIENCE)
 
     async def _receive(self) -> Message:

@@ -47,25 +47,25 @@ class Chatting:
     pipeline: FakePipeline
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
-        """A request as it is given, with the model named."""
+        """Send a request with the model's name."""
         return await self.http.post(path, json={"model": "demo", **body})
 
     async def chat(self, **body: Any) -> dict[str, Any]:
-        """The answer to a chat that is served."""
+        """Return the answer to a chat request. Asserts status 200."""
         response = await self.post("/v1/chat/completions", **{"messages": [user("Hi")], **body})
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
 
     async def complete(self, **body: Any) -> dict[str, Any]:
-        """The answer to a completion that is served."""
+        """Return the answer to a completion request. Asserts status 200."""
         response = await self.post("/v1/completions", **{"prompt": "Hi", **body})
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         return answer
 
     async def refusal(self, path: str, **body: Any) -> dict[str, Any]:
-        """The error of a request that is refused by a 400."""
+        """Return the error of a refused request. Asserts status 400."""
         response = await self.post(path, **body)
         assert response.status_code == 400, response.text
         error: dict[str, Any] = response.json()["error"]

@@ -1,4 +1,4 @@
-"""Small random checkpoints, written by transformers: the other side of every comparison."""
+"""Small random checkpoints, written and run by transformers, the reference of the comparisons."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DECODERS = PIPELINE_REGISTRY.of_task(PipelineTask.TEXT_GENERATION)
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> Path:
-    """Saves a model of this ``config.json`` with weights large enough for every mistake to show.
+    """Save a model of this ``config.json`` with weights large enough to expose every mistake.
 
-    Transformers initialises with a standard deviation of 0.02 and norms of exactly 1, which hides a wrong
-    rope base or a forgotten norm below the noise; here it is 0.2 and random norms.
+    transformers initialises weights with a standard deviation of 0.02 and norms with 1. A wrong RoPE base or
+    a missing norm would be below the noise. Here the standard deviation is 0.2 and norms are random.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -39,7 +39,7 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
 
 
 def oracle(folder: Path) -> Any:
-    """The checkpoint as transformers runs it, in float32; its eager attention is the one with soft caps."""
+    """Load the checkpoint in transformers, in float32. Only its eager attention supports soft caps."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -47,15 +47,16 @@ def oracle(folder: Path) -> Any:
 
 
 def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V]
-    """Logits behind every token of one sequence, computed at once."""
+    """Return the logits after every token of one sequence, computed in one forward."""
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0].float()
 
 
 def oracle_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Tensor, Any]:  # [1, V]
-    """Logits behind the last token of a text, by the cache of what is before it; and the cache from then on.
+    """Return the logits after the last token of a text, and the updated cache.
 
-    Where the text outgrows the short factors of LongRoPE the cache is made anew, as by Phi 3's ``generate``.
+    ``past`` is the cache of the tokens before the last. If the text exceeds the length of LongRoPE's short
+    factors, the cache is recomputed, as in ``generate`` of Phi 3.
     """
     rope = getattr(model.config, "rope_parameters", None) or {}
     limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
@@ -68,9 +69,9 @@ def oracle_step(model: Any, text: list[int], past: Any = None) -> tuple[torch.Te
 
 
 def oracle_greedy(model: Any, tokens: list[int], count: int) -> list[int]:
-    """The ``count`` tokens that transformers' own greedy search appends."""
+    """Return the ``count`` tokens that the greedy search of transformers generates."""
     prompt = torch.tensor([tokens])
-    ids = model.generate(  # with a mask of its own: a token equal to the padding's is a token
+    ids = model.generate(  # the explicit mask keeps tokens that equal the padding token
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=count,

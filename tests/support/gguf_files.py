@@ -1,6 +1,6 @@
-"""GGUF files made of the checkpoints that the other tests read, the way that the format documents.
+"""Conversion of test checkpoints to GGUF files, as the format's specification describes.
 
-A second implementation of everything that reading has to undo: names, order of rows, norms, tokens.
+The inverse of reading a GGUF file: names, order of rows, norms and tokens are converted.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     more: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes the model of a checkpoint's folder into one GGUF file.
+    """Write the model of a checkpoint's folder to one GGUF file.
 
     Args:
         checkpoint: with config.json and model.safetensors.
@@ -110,7 +110,7 @@ def write_gguf(
 
 
 def finish(writer: GGUFWriter) -> None:
-    """Writes what a writer was given, and closes its file."""
+    """Write the collected data and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -118,7 +118,7 @@ def finish(writer: GGUFWriter) -> None:
 
 
 def add_metadata(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
-    """Adds values under their full keys, each as the type that converters give it."""
+    """Add values under their full keys, with the types that converters use."""
     for key, value in metadata.items():
         kind = {
             bool: GGUFValueType.BOOL,
@@ -131,7 +131,7 @@ def add_metadata(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
 
 
 def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
-    """Adds what the files of a family say about its sizes."""
+    """Add the size keys of an architecture."""
     if config["model_type"] == "gpt2":
         sizes = ("n_positions", "n_embd", "n_layer", "n_head")
         positions, hidden, layers, heads = (config[name] for name in sizes)
@@ -152,7 +152,7 @@ def add_config(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_embedding_length(hidden)
     writer.add_block_count(layers)
     writer.add_head_count(heads)
-    _add_ways(writer, config)
+    _add_variants(writer, config)
 
 
 def _add_rope(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -170,7 +170,7 @@ def _add_rope(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
 
 
-def _add_ways(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
+def _add_variants(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
     family = config["model_type"]
     if config.get("sliding_window") and family not in ("qwen2", "qwen3", "qwen3_moe"):
         writer.add_sliding_window(config["sliding_window"])
@@ -193,7 +193,7 @@ def _add_ways(writer: GGUFWriter, config: Mapping[str, Any]) -> None:
 
 
 def converted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint as GGUF files have them."""
+    """Return the tensors of a checkpoint under their GGUF names and in GGUF's row order."""
     family = config["model_type"]
     parts = _PARTS | (_AROUND if family in ("gemma2", "gemma3_text", "olmo2") else {})
     result: dict[str, Tensor] = {}
@@ -230,13 +230,13 @@ def _shifted(part: str, tensor: Tensor, family: str) -> Tensor:
 
 
 def _paired(rows: Tensor, heads: int) -> Tensor:
-    """What the specification calls permute: the first half of a head's rows between those of the second."""
+    """Interleave the first and second half of each head's rows (``permute`` in the specification)."""
     order = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2)
     return order.reshape(rows.shape).contiguous()
 
 
 def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, *, size: int | None = None) -> dict[str, Any]:
-    """The keys that describe a byte-level BPE tokenizer.
+    """Return the keys of a byte-level BPE tokenizer.
 
     Args:
         tokenizer: the contents of a tokenizer.json.
@@ -267,7 +267,7 @@ def _type_of(added: Mapping[str, Any] | None, is_there: bool) -> TokenType:
 
 
 def sentencepiece_metadata(pieces: list[tuple[str, float]]) -> dict[str, Any]:
-    """The keys that describe a SentencePiece tokenizer, whose first pieces are <unk>, <s> and </s>."""
+    """Return the keys of a SentencePiece tokenizer. The first pieces are <unk>, <s> and </s>."""
     types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL]
     types += [
         TokenType.BYTE if re.fullmatch("<0x[0-9A-F]{2}>", piece) else TokenType.NORMAL
@@ -286,7 +286,7 @@ def sentencepiece_metadata(pieces: list[tuple[str, float]]) -> dict[str, Any]:
 
 
 def pieces_of(model: Path) -> list[tuple[str, float]]:
-    """The pieces of a SentencePiece model and their scores, from its protocol buffer."""
+    """Read the pieces of a SentencePiece model and their scores from its protocol buffer."""
     data = model.read_bytes()
 
     def fields(start: int, end: int) -> Iterator[tuple[int, int, int]]:  # number, start and end of its bytes

@@ -27,7 +27,7 @@ class LiveServer:
     loop: asyncio.AbstractEventLoop
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits, for some seconds at most, until something holds of the server."""
+        """Wait up to 30 seconds until a condition is true, checked in the server's thread."""
         asyncio.run_coroutine_threadsafe(eventually(condition), self.loop).result(30)
 
 

@@ -1,4 +1,4 @@
-"""What a network is made of."""
+"""The modules and weights of a network."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.pipelines import TextGenerationPipeline
 
 
 def held_bytes(pipeline: TextGenerationPipeline) -> int:
-    """What the weights of a network take; those that share their memory count once."""
+    """Return the bytes of a network's weights. Weights that share memory count once."""
     model: Any = pipeline.model
     tensors = [one for one in parts_of(model.network) if isinstance(one, torch.Tensor)]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def parts_of(one: Any) -> Iterator[Any]:
-    """A network, its layers, their weights; not the tables of its rotary embedding, which are no weights."""
+    """Yield a network, its layers and their weights, without the tables of its rotary embedding."""
     yield one
     if is_dataclass(one) and not isinstance(one, Rotary):
         children = [getattr(one, each.name) for each in fields(one)]

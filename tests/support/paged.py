@@ -1,8 +1,7 @@
-"""Contexts for tests of the KV cache, and a stand-in for what a model writes into it.
+"""Contexts for tests of the KV cache, and a fake model that writes to the cache.
 
-The "key" stored for a position is a number made of all tokens up to it, as a real model's is. Reading
-another number back than the context's tokens give means: a block of somebody else, a stale one, one that
-was overwritten, or a table or a slot off by one.
+The "key" of a position is a number that depends on all tokens up to it, as in a real model. A different
+number in the cache means a foreign, stale or overwritten block, or a block table or slot that is off by one.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def text_context(tokens: Sequence[int], *, max_length: int = 4096, **fields: Any
 
 
 def kv_spec(*windows: int | None, key_limits: tuple[int, ...] = ()) -> KVCacheSpec:
-    """One group of one layer for each window."""
+    """Return a spec with one group of one layer for each window."""
     groups = (KVGroup((layer,), 1, 1, DType.float32, window) for layer, window in enumerate(windows))
     return KVCacheSpec(tuple(groups), key_limits)
 
@@ -37,13 +36,13 @@ def kv_manager(
     key_limits: tuple[int, ...] = (),
     **options: Any,
 ) -> KVCacheManager:
-    """A manager with so many usable blocks in each group; small blocks make small tests."""
+    """Return a manager with this number of usable blocks in each group."""
     total = tuple(count + 1 for count in num_blocks)
     return KVCacheManager(kv_spec(*windows, key_limits=key_limits), total, block_size, **options)
 
 
 def compute(manager: KVCacheManager, contexts: Sequence[TextContext]) -> None:
-    """A forward: stores the active tokens of a batch, and checks what each last query sees."""
+    """Store the keys of the active tokens of a batch, and check the keys visible to each last query."""
     inputs = manager.inputs(contexts)
     for layer in range(manager.spec.num_layers):
         view = inputs.layer(layer)
@@ -55,7 +54,7 @@ def compute(manager: KVCacheManager, contexts: Sequence[TextContext]) -> None:
 
 
 def assert_readable(manager: KVCacheManager, inputs: KVCacheInputs, row: int, context: TextContext) -> None:
-    """What the query of the last active token sees is what was computed for this context's tokens."""
+    """Assert that the keys visible to the last active token are those of the context's tokens."""
     assert inputs.lengths[row] == context.active_idx
     last = context.active_idx - 1
     for layer in range(manager.spec.num_layers):
@@ -70,7 +69,7 @@ def assert_readable(manager: KVCacheManager, inputs: KVCacheInputs, row: int, co
 
 
 def advance(manager: KVCacheManager, context: TextContext, token: int = 0, chunk: int | None = None) -> None:
-    """One step of one context alone: reserve, forward, update, commit."""
+    """Run one step of one context: reserve, forward, update, commit."""
     manager.claim(context)
     if chunk is not None:
         context.set_token_indices(active_idx=min(context.start_idx + chunk, context.end_idx))
@@ -81,13 +80,13 @@ def advance(manager: KVCacheManager, context: TextContext, token: int = 0, chunk
 
 
 def tables(manager: KVCacheManager, context: TextContext) -> list[list[int]]:
-    """The block table of a context in each group, without its padding."""
+    """Return the block table of a context in each group, without padding."""
     inputs = manager.inputs([context], counts=np.zeros(1, np.int64))
     return [group.block_tables[0].tolist() for group in inputs.groups]
 
 
 def _keys(manager: KVCacheManager, context: TextContext) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """For each position a number below 2**24, which float32 holds exactly; another in another regime."""
+    """Return a number below 2**24 (exact in float32) for each position. Numbers differ between regimes."""
     regime = manager.spec.regime(context.current_length)
     crc, keys = crc32(repr((context.cache_salt, context.adapter, regime)).encode()), []
     for index, token in enumerate(context.all_tokens.tolist()):

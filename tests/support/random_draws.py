@@ -1,4 +1,4 @@
-"""How property tests draw their examples: the same ones in every run, or many at random (`--random`)."""
+"""Examples of property tests: the same in every run, or many random ones with `--random`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RANDOM_TIMEOUT = 3600  # seconds that a property test may take with `--random`
 
 
 def register_profiles() -> None:
-    """Registers the profiles ``fixed``, loaded by default, and ``random``, which `--random` loads.
+    """Register the profiles ``fixed``, loaded by default, and ``random``, which `--random` loads.
 
-    No example has a deadline and no health check measures time: machines are busy.
+    There are no deadlines and no health checks of time, because machines may be busy.
     """
     fixed = settings(
         max_examples=DEFAULT_EXAMPLES,
@@ -38,21 +38,21 @@ def register_profiles() -> None:
 
 
 def examples(count: int) -> int:
-    """The number of examples for a test that draws `count` of them by default."""
+    """Return the number of examples for a test that draws `count` of them by default."""
     return count * settings().max_examples // DEFAULT_EXAMPLES
 
 
 def draw_no_constants_of_modules() -> None:
-    """Stops Hypothesis from drawing constants that it finds in the source of the modules loaded so far.
+    """Stop Hypothesis from drawing constants that it finds in the source of loaded modules.
 
-    With them, a test that runs alone draws other examples than in a run of all tests.
+    These constants depend on the loaded modules. A single test would draw other examples than a full run.
     """
     nothing = Constants()
     providers._get_local_constants = lambda: nothing
 
 
 def mark_property_tests(items: Iterable[pytest.Item]) -> None:
-    """Marks the tests that draw examples ``random``, and gives them time for the additional examples."""
+    """Mark property tests as ``random`` and extend their timeout for the additional examples."""
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker(pytest.mark.random)

@@ -1,4 +1,4 @@
-"""A recogniser of grammars that is slow and simple: which texts their rules match, by the definition."""
+"""A slow and simple recogniser of grammars, the reference for the texts that their rules match."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Ends = dict[tuple[str, int], frozenset[int]]
 
 
 def matches(rules: Rules, text: str) -> bool:
-    """Whether the rule ``root`` matches the whole text."""
+    """Return whether the rule ``root`` matches the whole text."""
     known: Ends = {(name, at): frozenset() for name in rules for at in range(len(text) + 1)}
     while True:  # recursion: until no rule matches more than before
         found = {(name, at): _ends(rules[name], text, at, known) for name, at in known}
@@ -18,7 +18,7 @@ def matches(rules: Rules, text: str) -> bool:
 
 
 def _ends(node: Node, text: str, at: int, known: Ends) -> frozenset[int]:
-    """Where a match that begins at ``at`` may end."""
+    """Return the possible ends of a match that begins at ``at``."""
     if isinstance(node, Ref):
         return known[node.name, at]
     if isinstance(node, Text):

@@ -1,4 +1,4 @@
-"""Running a checkpoint through the pipeline, a step at a time and with its logits in sight."""
+"""Run a checkpoint through the pipeline step by step, with access to the logits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def open_pipeline(
     kernels: str = "best",
     **config: Any,
 ) -> TextGenerationPipeline:
-    """The pipeline of a checkpoint, in float32 unless told otherwise.
+    """Open the pipeline of a checkpoint, by default in float32.
 
     Args:
-        checkpoint: its folder.
-        members: of the model, in place of its own.
-        kernels: name of the back end, or ``best`` for the one that runs by default.
-        config: of the pipeline, under flat names.
+        checkpoint: the folder of the checkpoint.
+        members: attributes of the model class to override.
+        kernels: name of the back end, or ``best`` for the default.
+        config: settings of the pipeline under flat names.
     """
     flat = {"model_path": str(checkpoint), "quantization_encoding": "float32", "max_batch_size": 8}
     if kernels != "best":
@@ -42,7 +42,7 @@ def open_pipeline(
 
 
 def context_of(tokens: Sequence[int], max_new: int = 100, **fields: Any) -> TextContext:
-    """A context of these prompt tokens that ends by length alone."""
+    """Return a context of these prompt tokens that ends only by length."""
     sampling = fields.pop("sampling_params", SamplingParams())
     return TextContext(
         prompt=list(tokens),
@@ -55,14 +55,14 @@ def context_of(tokens: Sequence[int], max_new: int = 100, **fields: Any) -> Text
 
 
 def random_tokens(count: int, vocabulary: int, seed: int = 0) -> list[int]:
-    """Prompt tokens, the same for the same seed."""
+    """Return random prompt tokens for a seed."""
     return [int(token) for token in np.random.default_rng(seed).integers(0, vocabulary, count)]
 
 
 def step_logits(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext]) -> list[torch.Tensor]:
-    """Logits of a forward over the active tokens of each context, ``[rows, V]`` each; no context changes.
+    """Return the logits ``[rows, V]`` of the active tokens of each context, from one forward.
 
-    But those whose keys are stale become prompts again.
+    Contexts do not change, except that a context with stale keys restarts.
     """
     kv = pipeline.kv
     assert isinstance(kv, KVCacheManager)
@@ -79,7 +79,7 @@ def step_logits(pipeline: TextGenerationPipeline, contexts: Sequence[TextContext
 
 
 def feed(pipeline: TextGenerationPipeline, context: TextContext, token: int) -> None:
-    """Hands a context its next token, as a sampler would, and commits what was computed."""
+    """Append the next token to a context and commit its blocks."""
     context.update(token)
     pipeline.kv.commit(context)
 
@@ -87,16 +87,19 @@ def feed(pipeline: TextGenerationPipeline, context: TextContext, token: int) -> 
 def logits_of_tokens(
     pipeline: TextGenerationPipeline, context: TextContext, chunks: Sequence[int], others: Sequence[int] = ()
 ) -> torch.Tensor:  # [T, V]
-    """Logits behind each prompt token ``[T, V]``, computed in chunks beside new contexts of these lengths."""
+    """Return the logits ``[T, V]`` after each prompt token, computed in chunks.
+
+    Each chunk shares its batch with new contexts of the lengths ``others``.
+    """
     rows = []
     for number, chunk in enumerate(chunks):
         context.set_token_indices(active_idx=context.start_idx + chunk)
-        neighbours = [context_of(random_tokens(n, 130, seed=n + number)) for n in others]
-        logits = step_logits(pipeline, [*neighbours, context])
+        batch = [context_of(random_tokens(n, 130, seed=n + number)) for n in others]
+        logits = step_logits(pipeline, [*batch, context])
         rows.append(logits[-1])
         feed(pipeline, context, 0)
-        for neighbour in neighbours:
-            pipeline.release(neighbour)
+        for other in batch:
+            pipeline.release(other)
     pipeline.release(context)
     return torch.cat(rows)
 
@@ -104,7 +107,7 @@ def logits_of_tokens(
 def generate(
     pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], num_steps: int = 1
 ) -> list[list[int]]:
-    """The tokens of each context, run together to their ends and released."""
+    """Run the contexts as one batch to their ends, release them and return their tokens."""
     tokens: dict[str, list[int]] = {context.request_id: [] for context in contexts}
     running = {context.request_id: context for context in contexts}
     while running:

@@ -1,4 +1,4 @@
-"""Proposers that know the answer, contexts of all kinds, and everything that a pipeline gives them."""
+"""Support for tests of speculation: a proposer with known answers, mixed contexts, and their full results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPEATING = [*PROMPT[:9], *PROMPT[:9], *PROMPT[:4]]
 
 
 class Oracle:
-    """Knows each text, and drafts it with mistakes: draft number j is wrong where ``wrong(j)``."""
+    """Drafts known texts. Draft number j is wrong if ``wrong(j)``."""
 
     def __init__(self, texts: Mapping[str, list[int]], wrong: Callable[[int], bool], length: int) -> None:
         self.texts, self.wrong, self.length = texts, wrong, length
@@ -42,7 +42,7 @@ class Oracle:
 
 
 def mixed() -> list[TextContext]:
-    """Greedy, sampled, penalised, scored and echoed, short and long, side by side."""
+    """Return greedy, sampled, penalised, scored and echoed contexts, short and long."""
     drawn = [SamplingParams(temperature=1.0, top_k=-1, seed=seed) for seed in (3, 4)]
     penalised = SamplingParams(
         temperature=0.8, seed=5, frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.2
@@ -68,7 +68,7 @@ def mixed() -> list[TextContext]:
 def outcome(
     pipeline: TextGenerationPipeline, contexts: Sequence[TextContext], **run: Any
 ) -> dict[str, list[Any]]:
-    """Everything that the contexts were given, log probabilities and status too."""
+    """Run the contexts and return their tokens, log probabilities and status."""
     given: dict[str, list[Any]] = {context.request_id: [] for context in contexts}
     running = {context.request_id: context for context in contexts}
     while running:
