@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
+from support.tiny_embedder import write_tiny_embedder
 from support.tiny_llm import write_tiny_llm
 
 from penstock import LLM, SamplingParams
@@ -82,6 +83,26 @@ def test_the_embedded_model_from_start_to_end(tmp_path: Path) -> None:
     assert any("outcome=length model=demo stream=true" in line for line in lines_of_log)
     assert not any("Traceback" in line for line in lines_of_log)
     assert not any("Hi" in line.split() for line in lines_of_log)
+
+
+def test_an_embedder_from_start_to_end(tmp_path: Path) -> None:
+    model, log = write_tiny_embedder(tmp_path / "tiny", matryoshka_dimensions=[8]), tmp_path / "log"
+    body = {"input": ["a cat", "a dog"], "dimensions": 4}
+    with serving(str(model), "--matryoshka-dimensions", "4,16", log=log) as (process, client):
+        answer = client.post("/v1/embeddings", json=body).json()
+        assert [len(one["embedding"]) for one in answer["data"]] == [4, 4]
+        refused = client.post("/v1/embeddings", json={**body, "dimensions": 8}).json()["error"]
+        assert refused["message"] == "dimensions must be one of 4, 16, 32, was 8"
+        os.kill(_worker_of(process), signal.SIGKILL)
+        _wait_for(client, "/health", 503)
+        assert client.post("/v1/embeddings", json=body).status_code == 503
+        _wait_for(client, "/ready", 200)
+        assert client.post("/v1/embeddings", json=body).json() == answer
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    text = log.read_text()
+    assert "server warm up" in text
+    assert "Traceback" not in text
 
 
 def _worker_of(process: subprocess.Popen[bytes]) -> int:
