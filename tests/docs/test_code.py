@@ -30,6 +30,8 @@ ALONE = [
 ]  # test_readme
 SESSIONS = [block for block in blocks("console") if shell_commands(block)]
 CURLS = [(block, line) for block in SESSIONS for line in shell_commands(block) if line.startswith("curl ")]
+EMBEDDER = "./all-MiniLM-L6-v2"
+"""The model of sessions with an embeddings model."""
 FOLDERS = ("penstock", "tests", "tools", "examples", "benchmarks")
 NOT_RUN = {"text", "ini", "nginx", "toml", "json", "console"}
 """Languages of blocks that are shown alone; commands of Penstock in sessions are checked all the same."""
@@ -48,6 +50,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(folder: Path) -> Iterator[str]:
     flags = ("--lora", "tone=adapters/tone", "--enable-lora", "--speculative-method", "ngram")
     with running_server(folder, *flags) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def embedder_url(folder: Path) -> Iterator[str]:
+    with running_server(folder, EMBEDDER, "--served-model-name", "minilm") as address:
         yield address
 
 
@@ -71,7 +79,9 @@ def run(block: Block, code: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("block", "line"), CURLS, ids=str)
-def test_curl(block: Block, line: str, url: str) -> None:
+def test_curl(block: Block, line: str, request: pytest.FixtureRequest) -> None:
+    serves_embedder = f"penstock serve {EMBEDDER}" in block.code
+    url: str = request.getfixturevalue("embedder_url" if serves_embedder else "url")
     method, path, body = curl_of(line)
     response = httpx.request(method, url + path, json=body, timeout=60)
     assert response.status_code == 200, response.text
