@@ -8,6 +8,9 @@ grammar says twice; one document in fifty (chosen by a checksum) is held out.  `
 documents, the tokenizer and the initial weights.  The schedule follows the clock, so a faster
 machine sees more text and two runs differ in how far they come, not in what they read.
 
+``--start FOLDER`` begins with the weights and the tokenizer of an exported model instead of random
+weights; give it a smaller ``--learning-rate``.
+
 ``--resume`` goes on from the last checkpoint in ``--checkpoints``; ``--export-only`` writes the
 last checkpoint to ``--out`` and measures it.
 """
@@ -33,7 +36,7 @@ from demo_corpus.tokens import (
     Packer,
     train_tokenizer,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -185,6 +188,24 @@ class Model(nn.Module):
             state |= {f"model.layers.{index}.{name}.weight": tensor for name, tensor in tensors.items()}
         return {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in state.items()}
 
+    @torch.no_grad()
+    def load_llama_state(self, state: dict[str, Tensor]) -> None:
+        """Copy weights under their Hugging Face names into the model, the inverse of `llama_state`."""
+        self.embedding.weight.copy_(state["model.embed_tokens.weight"])
+        self.norm.weight.copy_(state["model.norm.weight"])
+        for index, block in enumerate(self.blocks):
+            layer = {
+                name.removeprefix(f"model.layers.{index}.").removesuffix(".weight"): tensor
+                for name, tensor in state.items()
+                if name.startswith(f"model.layers.{index}.")
+            }
+            block.attention_norm.weight.copy_(layer["input_layernorm"])
+            block.qkv.weight.copy_(torch.cat([layer[f"self_attn.{part}_proj"] for part in "qkv"]))
+            block.attention_out.weight.copy_(layer["self_attn.o_proj"])
+            block.mlp_norm.weight.copy_(layer["post_attention_layernorm"])
+            block.gate_up.weight.copy_(torch.cat([layer["mlp.gate_proj"], layer["mlp.up_proj"]]))
+            block.down.weight.copy_(layer["mlp.down_proj"])
+
 
 @dataclass
 class Progress:
@@ -262,6 +283,8 @@ class Trainer:
         torch.manual_seed(options.seed)
         self.tokenizer = self._load_or_train_tokenizer()
         self.model = Model(Shape())
+        if options.start is not None:
+            self.model.load_llama_state(load_file(options.start / "model.safetensors"))
         self.optimizer = make_optimizer(self.model, options.learning_rate)
         self.progress = Progress()
         encoder = Encoder(self.tokenizer)
@@ -276,7 +299,9 @@ class Trainer:
 
     def _load_or_train_tokenizer(self) -> Tokenizer:
         path = self.options.checkpoints / "tokenizer.json"
-        if not ((self.options.resume or self.options.export_only) and path.exists()):
+        if self.options.start is not None:
+            shutil.copyfile(self.options.start / "tokenizer.json", path)
+        elif not ((self.options.resume or self.options.export_only) and path.exists()):
             train_tokenizer(self.options.seed, Shape().vocab_size).save(str(path))
         return Tokenizer.from_file(str(path))
 
@@ -427,6 +452,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--learning-rate", type=float, default=2.5e-3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--start", type=Path, help="folder of an exported model to begin with")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--export-only", action="store_true")
     return parser.parse_args()

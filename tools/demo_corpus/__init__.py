@@ -13,6 +13,7 @@ from .about_penstock import penstock_pair, penstock_paragraph
 from .answers import make_pair
 from .chats import Message, chat_with_tools, missing_tool, several_turns, story_turn, turn, with_system
 from .json_tasks import json_pair
+from .odd_inputs import odd_input, odd_pair
 from .stories import story_document
 from .texts import sections
 from .words import BOYS, CAPITALS, CITIES, GIRLS, JOBS, a, pick
@@ -21,14 +22,16 @@ __all__ = ["MIX", "Document", "make_documents"]
 
 # Share of the documents, in percent. Stories and tool chats are long, so by tokens they weigh more.
 MIX = {
-    "story": 15,
+    "story": 14,
     "plain facts": 2,
-    "question": 28,
-    "penstock": 14,
+    "question": 25,
+    "penstock": 12,
     "story chat": 11,
-    "several turns": 11,
-    "json": 10,
+    "several turns": 10,
+    "json": 9,
     "tool call": 9,
+    "odd chat": 5,
+    "odd text": 3,
 }
 
 
@@ -76,6 +79,8 @@ def make_document(rng: random.Random, kind: str) -> Document:
         return Document(kind, text=story_document(rng))
     if kind == "plain facts":
         return Document(kind, text=plain_facts(rng))
+    if kind == "odd text":
+        return Document(kind, text=odd_input(rng))
     if kind == "tool call":
         return tool_document(rng)
     if kind == "several turns":
@@ -85,6 +90,7 @@ def make_document(rng: random.Random, kind: str) -> Document:
         "penstock": lambda: turn(*penstock_pair(rng)),
         "story chat": lambda: story_turn(rng),
         "json": lambda: turn(*json_pair(rng)),
+        "odd chat": lambda: turn(*odd_pair(rng)),
     }
     return Document(kind, messages=with_system(rng, makers[kind]()))
 

@@ -7,6 +7,7 @@ from .about_penstock import WHO, penstock_pair
 from .answers import UNKNOWN_REPLIES, greeting, make_pair
 from .asking import order, question
 from .json_tasks import json_pair
+from .odd_inputs import odd_pair
 from .stories import make_story
 from .texts import request
 from .tool_chats import offered_tools, reworded, tool_chat
@@ -72,8 +73,10 @@ def some_turn(rng: random.Random) -> list[Message]:
         return turn(*make_pair(rng))
     if roll < 0.85:
         return turn(*penstock_pair(rng))
-    if roll < 0.92:
+    if roll < 0.90:
         return turn(*json_pair(rng))
+    if roll < 0.93:
+        return turn(*odd_pair(rng))
     return story_turn(rng)
 
 

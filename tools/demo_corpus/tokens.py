@@ -83,10 +83,12 @@ class Encoder:
         self._ends = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
         self._role = tokenizer.encode("assistant\n").ids
 
-    def encode(self, text: str) -> Row:
-        """Ids and weights of one document."""
+    def encode(self, text: str, *, is_odd: bool = False) -> Row:
+        """Ids and weights of one document; of an odd text only the end has full weight."""
         ids = [*self._tokenizer.encode(text).ids, self._ends[END_OF_TEXT]]
         weights = np.ones(len(ids), np.float32)
+        if is_odd:
+            weights[:-1] = PROMPT_WEIGHT
         if ids[0] == self._ends[TURN_START]:
             weights[:] = PROMPT_WEIGHT
             for start, end in self._answers(ids):
@@ -126,7 +128,7 @@ class Packer:
                 continue
             if self.distinct:
                 seen.add(text)
-            yield self.encoder.encode(text)
+            yield self.encoder.encode(text, is_odd=document.kind == "odd text")
 
     def row(self, length: int) -> Row:
         """One row of ``length + 1`` tokens, to be shifted by one into inputs and targets.
