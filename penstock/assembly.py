@@ -23,8 +23,9 @@ from penstock.scheduler import Scheduler
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.architectures.decoder import DecoderModel
+    from penstock.architectures.network_model import NetworkModel
     from penstock.pipelines.task_pipeline import TaskPipeline
+    from penstock.weights import Weights
     from penstock.worker.process import WorkerRuntime
 
 _MIN_PREFAULTED = 64 << 20
@@ -138,7 +139,7 @@ def check_checkpoint(config: PipelineConfig) -> Any:
 
     Raises:
         CheckpointError: it cannot be loaded; lists all tensors with errors. ConfigError: it does not run in
-        its encoding, the chat template is invalid, or the model is no decoder.
+        its encoding, the chat template is invalid, or the model has no network of layers.
     """
     import torch
 
@@ -147,8 +148,8 @@ def check_checkpoint(config: PipelineConfig) -> Any:
     from penstock.weights import Weights
 
     tokenizer = load_tokenizer(config)
-    model = _load_decoder(config)
-    weights = Weights.open(config.model.checkpoint, shapes_only=True)
+    model = _load_network(config)
+    weights = _renamed(Weights.open(config.model.checkpoint, shapes_only=True), model)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
     with torch.no_grad():
         kind = encoding_named(config.model.encoding)
@@ -166,7 +167,7 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
 
     Raises:
         CheckpointError: the model cannot be loaded.
-        ConfigError: its device has no packed form, or the model is no decoder.
+        ConfigError: its device has no packed form, or the model has no network of layers.
         OSError: the file cannot be written.
     """
     from penstock.driver import load_devices
@@ -175,12 +176,12 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
     from penstock.weights import Weights
     from penstock.weights.packed_weights import write_packed
 
-    model = _load_decoder(config)
+    model = _load_network(config)
     devices = load_devices(config.model.devices)
     ops = InferenceSession(devices, num_threads=config.num_threads, kernels=config.model.kernels).ops
     if not ops.packs_weights:
         raise ConfigError("devices", f"nothing is packed for the {ops.name} kernels: leave out --pack")
-    weights = Weights.open(config.model.checkpoint)
+    weights = _renamed(Weights.open(config.model.checkpoint), model)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
     loader = Loader(weights, config.model.encoding, devices[0].torch_device, ops, lazy="calibrated")
     network = model.read(weights, loader, config.model.huggingface_config, length)
@@ -188,15 +189,19 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
     return write_packed(config.model.packed_key, loader.layers)
 
 
-def _load_decoder(config: PipelineConfig) -> type[DecoderModel]:
-    from penstock.architectures.decoder import DecoderModel
+def _renamed(weights: Weights, model: type[NetworkModel[Any]]) -> Weights:
+    return weights if model.weights_adapter is None else weights.renamed(model.weights_adapter)
+
+
+def _load_network(config: PipelineConfig) -> type[NetworkModel[Any]]:
+    from penstock.architectures.network_model import NetworkModel
 
     architecture, _ = CATALOG.resolve(config)
     architecture.check_encoding(config.model.encoding)
     model = architecture.load_pipeline_model()
-    if not issubclass(model, DecoderModel):
+    if not issubclass(model, NetworkModel):
         raise ConfigError(
-            "model_path", f"{architecture.name} is no decoder: only decoders can be checked and packed"
+            "model_path", f"{architecture.name} has no network of layers that could be checked and packed"
         )
     return model
 

@@ -16,8 +16,10 @@ from click.testing import CliRunner, Result
 from safetensors.numpy import load_file, save_file
 from support.checkpoints import DECODERS, write_checkpoint
 from support.gguf_files import GGMLQuantizationType, tokenizer_metadata, write_gguf
+from support.tiny_embedder import write_tiny_embedder
 from support.tiny_llm import write_tiny_llm
 
+from penstock import LLM
 from penstock.cli import cli
 from penstock.kernels.cpu import available_isas
 from penstock.weights import tensors as loading
@@ -86,6 +88,19 @@ def test_every_architecture_can_be_checked(name: str, tmp_path: Path) -> None:
     folder = write_checkpoint(write_tiny_llm(tmp_path / "tiny"), architecture.tiny_config())
     (model,) = told("--model", folder)["models"]
     assert model["architecture"] == name
+
+
+def test_an_embeddings_model_is_checked_and_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_tiny_embedder(tmp_path / "tiny", labels=2)
+    flags = ("--quantization-encoding", "int8") + (("--pack",) if available_isas() else ())
+    (model,) = told("--model", folder, *flags)["models"]
+    assert model["architecture"] == "bert"
+    tensors = load_file(folder / "model.safetensors")
+    with LLM(str(folder), quantization_encoding="int8") as llm:
+        assert llm.classify("cat")[0].scores.shape == (2,)
+    change(folder, "classifier.bias", surplus=tensors["classifier.bias"])
+    refused(r"classifier\.bias", "--model", folder)
 
 
 def test_all_wrong_tensors_are_named(tmp_path: Path) -> None:
