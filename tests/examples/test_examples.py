@@ -58,7 +58,7 @@ def test_lora(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: p
     assert named == {"adapters/tone"}
     with LLM("demo", lora=["tone=adapters/tone"]) as llm:
         plain, toned = llm.generate(
-            ["Once upon a time"] * 2, SamplingParams(max_new_tokens=10), adapter=[None, "tone"]
+            ["Once upon a time"] * 2, SamplingParams(max_new_tokens=25), adapter=[None, "tone"]
         )
     assert plain.text != toned.text
 
