@@ -17,7 +17,6 @@ import click
 from penstock.cli.formatting import GroupedCommand, GroupedOption
 from penstock.cli.options import config_from_flags, config_options, print_settings
 from penstock.errors import InputError
-from penstock.pipelines.core import PipelineTask
 
 if TYPE_CHECKING:
     from penstock.config import PipelineConfig
@@ -302,6 +301,8 @@ def _check_model(name: str | None) -> None:
 
 def _check_task(config: PipelineConfig) -> None:
     """Refuse an embeddings model before it is loaded."""
+    from penstock.pipelines.core import PipelineTask
+
     served = config.model.pipeline_task
     if config.model.task == "auto" and served is PipelineTask.EMBEDDINGS_GENERATION:
         raise InputError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config.huggingface import HuggingFaceConfig
 from penstock.config.settings import COUNT, FLAG, TEXT, Rule, check_fields, setting
@@ -16,13 +16,15 @@ from penstock.config.task import TASK_OPTIONS, detect_task
 from penstock.driver import DeviceSpec
 from penstock.errors import ConfigError
 from penstock.kernels.encodings import ENCODINGS, encoding_named
-from penstock.pipelines.core import PipelineTask
 from penstock.weights.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from penstock.weights.gguf_config import gguf_generation_config
 from penstock.weights.hub import local_name, resolve_checkpoint
 from penstock.weights.json_files import read_json_object
 from penstock.weights.packed_file import PackedKey
 from penstock.weights.safetensors import QuantizedHeader, TensorHeader
+
+if TYPE_CHECKING:
+    from penstock.pipelines.core import PipelineTask
 
 FLOAT_ENCODINGS = ENCODINGS.float_names
 """Names of the encodings that store plain floats."""
@@ -172,6 +174,8 @@ class ModelConfig:
         """
         if self.task == "auto":
             return detect_task(self.checkpoint, self.huggingface_config)
+        from penstock.pipelines.core import PipelineTask
+
         return PipelineTask(self.task.replace("-", "_"))
 
     @property

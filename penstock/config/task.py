@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import CheckpointError
-from penstock.pipelines.core import PipelineTask
 
 if TYPE_CHECKING:
     from penstock.config.huggingface import HuggingFaceConfig
+    from penstock.pipelines.core import PipelineTask
 
-TASK_OPTIONS = ("auto", *(task.option for task in PipelineTask))
-"""The values of ``--task``."""
+TASK_OPTIONS = (
+    "auto",
+    "text-generation",
+    "embeddings-generation",
+    "audio-generation",
+    "speech-token-generation",
+)
+"""The values of ``--task``: auto and each `PipelineTask`, as text so that ``--help`` loads no numpy."""
 
 _TEXT_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _EMBEDDINGS_SUFFIXES = (
@@ -40,6 +46,8 @@ def detect_task(checkpoint: Path, huggingface_config: HuggingFaceConfig) -> Pipe
     Raises:
         CheckpointError: ``modules.json`` or ``architectures`` is malformed.
     """
+    from penstock.pipelines.core import PipelineTask
+
     if _has_sentence_transformers_modules(checkpoint) or (checkpoint / "1_Pooling" / "config.json").is_file():
         return PipelineTask.EMBEDDINGS_GENERATION
     names = huggingface_config.get("architectures") or []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.config import HuggingFaceConfig, PipelineConfig
-from penstock.config.task import detect_task
+from penstock.config.task import TASK_OPTIONS, detect_task
 from penstock.errors import CheckpointError, ConfigError
 from penstock.pipelines.core import PipelineTask
 
@@ -106,3 +106,7 @@ def test_trained_dimensions(
 def test_malformed_matryoshka_dimensions(text: str) -> None:
     with pytest.raises(ConfigError, match="must be whole numbers of at least 1, such as 64,128,256"):
         PipelineConfig.from_flat({"matryoshka_dimensions": text})
+
+
+def test_every_task_is_an_option() -> None:
+    assert TASK_OPTIONS == ("auto", *(task.option for task in PipelineTask))
