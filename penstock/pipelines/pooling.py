@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.dtype import DType
 from penstock.errors import CheckpointError
 from penstock.kernels import Ops, PackedLinear
 from penstock.pipelines.core import PoolingType
@@ -81,5 +82,5 @@ def load_dense(module: DenseModule, ops: Ops, device: torch.device) -> Dense:
     if module.bias:
         bias = weights.tensor("linear.bias", (module.out_features,)).float().to(device)
     weights.finish(())
-    packed = ops.pack_linear(weight, "float32", bias=bias)
+    packed = ops.pack_linear(weight, DType.float32.value, bias=bias)
     return Dense(packed, _ACTIVATIONS[module.activation])
