@@ -27,6 +27,7 @@ class PipelineOptions(TypedDict, total=False):
     special_tokens_in_content: bool | None
     served_model_name: str | None
     task: str | None
+    matryoshka_dimensions: tuple[int, ...] | None
     kv_cache_block_size: int | None
     enable_prefix_caching: bool | None
     device_memory_utilization: float | None

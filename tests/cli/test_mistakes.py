@@ -104,8 +104,9 @@ FLAGS = {
     ),
     "unknown task": (["generate", *PROMPT, "--task", "chat"], "task: must be one of auto, text-generation"),
     "task of another architecture": (
-        ["generate", *PROMPT, "--task", "embeddings-generation"],
-        "architecture 'llama' has no pipeline for the task embeddings-generation (it has: text-generation)",
+        ["generate", *PROMPT, "--task", "speech-token-generation"],
+        "architecture 'llama' has no pipeline for the task speech-token-generation "
+        "(it has: text-generation, embeddings-generation)",
     ),
     "missing configuration": (["generate", *PROMPT, "--config-file", "none.json"], "none.json"),
     "configuration of no kind": (["generate", *PROMPT, "--config-file", "a.ini"], ".json or .toml"),

@@ -118,7 +118,7 @@ def _wait_for(client: httpx.Client, path: str, status: int) -> None:
 def test_speculation_by_flags(tmp_path: Path) -> None:
     """Responses equal those without speculation, and drafts are accepted."""
     deterministic = {"deterministic": True, "quantization_encoding": "float32", "max_length": 512}
-    story = "Once upon a time there was a dragon. Once upon a time there was a"
+    story = "Lily lived near a blue lake. Lily lived near a blue lake. Lily lived near a"
     samplings: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 3, "top_p": 1.0, "top_k": -1},

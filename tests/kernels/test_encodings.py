@@ -62,6 +62,11 @@ def test_records_load_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.mark.parametrize("kind", ENCODINGS.values(), ids=lambda kind: kind.name)
 class TestEveryRecord:
     def test_packed_tensors_are_as_described(self, kind: LinearEncoding) -> None:
