@@ -103,6 +103,7 @@ def cli(ctx: click.Context) -> None:
 def main() -> NoReturn:
     """Run the command line and exit the process."""
     atexit.register(gc.freeze)  # skips the last garbage collection, which takes half a second
+    atexit.register(_drop_broken_stderr)
     cli.main(prog_name="penstock")
 
 
@@ -122,6 +123,15 @@ def _explained(error: OSError) -> str:
         where = "standard output"
         sys.stdout = None  # its buffer cannot be flushed at exit either
     return f"{where}: {error.strerror}" if where is not None else str(error)
+
+
+def _drop_broken_stderr() -> None:
+    """Forget a standard error that cannot be flushed: Python would exit with status 120 because of it."""
+    if sys.stderr is not None:
+        try:
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            sys.stderr = None
 
 
 def _flush() -> None:
