@@ -29,7 +29,7 @@ from penstock.nn.decoder import (
     load_attention,
 )
 from penstock.nn.embedding import Embedding
-from penstock.nn.encoder import MLP, EncoderAttention, PostNormBlock
+from penstock.nn.encoder import EncoderAttention, PostNormBlock
 from penstock.nn.encoder_heads import (
     ClassificationHead,
     ClassifierNames,
@@ -43,7 +43,7 @@ from penstock.nn.experts import Experts, load_experts, load_router, num_experts_
 from penstock.nn.head import Head
 from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader, TensorSource
-from penstock.nn.mlp import GatedMLP
+from penstock.nn.mlp import MLP, GatedMLP
 from penstock.nn.norm import LayerNorm, RMSNorm
 from penstock.nn.outputs import ReturnHiddenStates, ReturnLogits
 from penstock.nn.post_norm_encoder import EncoderNames, PostNormEncoder, PostNormSizes

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels import Activation, StepInputs
+from penstock.kernels import StepInputs
 from penstock.nn.linear import Linear
-from penstock.nn.mlp import GatedMLP
+from penstock.nn.mlp import MLP, GatedMLP
 from penstock.nn.norm import LayerNorm
 from penstock.nn.rotary import RotaryRows
 
@@ -42,18 +42,6 @@ class EncoderAttention:
             q, k, v, step.row_offsets, scale=self.scale, window=self.window, bias=bias
         )
         return self.output(out.view(-1, self.heads * self.head_dim), step)
-
-
-@dataclass(frozen=True, slots=True)
-class MLP:
-    """``down(activation(up(x)))``."""
-
-    up: Linear
-    down: Linear
-    activation: Activation
-
-    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
-        return self.down(step.ops.activation(self.up(x, step), self.activation), step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer (Shazeer 2020, arXiv:2002.05202)."""
+"""Feed-forward layers: plain, and gated (Shazeer 2020, arXiv:2002.05202)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from torch import Tensor
 from penstock.kernels import Activation, StepInputs
 from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """``down(activation(up(x)))``."""
+
+    up: Linear
+    down: Linear
+    activation: Activation
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
+        return self.down(step.ops.activation(self.up(x, step), self.activation), step)
 
 
 @dataclass(frozen=True, slots=True)

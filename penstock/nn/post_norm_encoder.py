@@ -9,11 +9,11 @@ from torch import Tensor
 
 from penstock.host.heartbeat import beat
 from penstock.kernels import Activation, StepInputs
-from penstock.nn.encoder import MLP, EncoderAttention, PostNormBlock
+from penstock.nn.encoder import EncoderAttention, PostNormBlock
 from penstock.nn.encoder_heads import ClassificationHead, VocabularyHead
 from penstock.nn.linear import Linear
 from penstock.nn.loader import Loader
-from penstock.nn.mlp import GatedMLP
+from penstock.nn.mlp import MLP, GatedMLP
 from penstock.nn.norm import LayerNorm
 from penstock.nn.rotary import Rotary, RotaryConfig
 

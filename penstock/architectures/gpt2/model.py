@@ -11,24 +11,12 @@ from penstock.architectures.decoder import DecoderModel, kv_dtype
 from penstock.architectures.gpt2.config import NAMES, GPT2Config
 from penstock.config import upper_bounded_default
 from penstock.host.heartbeat import beat
-from penstock.kernels import Activation, StepInputs
+from penstock.kernels import StepInputs
 from penstock.kv_cache import KVCacheSpec, KVGroup
-from penstock.nn import Attention, Embedding, Head, LayerNorm, Linear, Loader, TensorNames
+from penstock.nn import MLP, Attention, Embedding, Head, LayerNorm, Linear, Loader, TensorNames
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
-
-
-@dataclass(frozen=True, slots=True)
-class GPT2MLP:
-    """``down(activation(up(x)))``."""
-
-    up: Linear
-    down: Linear
-    activation: Activation
-
-    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
-        return self.down(step.ops.activation(self.up(x, step), self.activation), step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +26,7 @@ class GPT2Block:
     attention_norm: LayerNorm
     attention: Attention
     mlp_norm: LayerNorm
-    mlp: GPT2MLP
+    mlp: MLP
 
     @classmethod
     def load(cls, load: Loader, config: GPT2Config, layer: int) -> GPT2Block:
@@ -61,9 +49,7 @@ class GPT2Block:
                 rotary=None,
             ),
             load.layer_norm(f"{name}.ln_2", hidden, config.norm_eps),
-            GPT2MLP(
-                linear("mlp.c_fc", inner, hidden), linear("mlp.c_proj", hidden, inner), config.activation
-            ),
+            MLP(linear("mlp.c_fc", inner, hidden), linear("mlp.c_proj", hidden, inner), config.activation),
         )
 
     def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
