@@ -4,7 +4,7 @@
     python benchmarks/embeddings.py --model FOLDER --sentence-transformers \\
         --onnx model.onnx --onnx model_int8.onnx --json out.json
 
-Each engine runs in a process of its own, which waits while another one runs. A round runs every engine once;
+Each engine runs in a separate process, which waits while another engine runs. A round runs every engine once;
 the result is the median of the rounds. Work:
 
 - ``mixed``: texts of 8 to 256 tokens, as one list.
@@ -12,8 +12,8 @@ the result is the median of the rounds. Work:
 - ``single``: one short query at a time; the figure is the latency in milliseconds.
 
 ONNX Runtime gets the texts sorted by length, in batches of 32, padded to the longest of the batch, which is
-its best setting here. sentence-transformers sorts by itself. The cosine is that to sentence-transformers, or
-to Penstock in float32 without it.
+its best setting here. sentence-transformers sorts the texts too. The cosine compares with
+sentence-transformers, or with Penstock in float32 if sentence-transformers is not measured.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _private_memory() -> float:
 
 
 class Engine:
-    """An engine in a process of its own."""
+    """An engine in a separate process."""
 
     def __init__(self, model: str, engine: str, option: str) -> None:
         self.name = f"{engine} {Path(option).stem}".strip()

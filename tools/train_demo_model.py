@@ -290,7 +290,7 @@ class Trainer:
         encoder = Encoder(self.tokenizer)
         if options.resume or options.export_only:
             self._restore()
-        # A resumed run reads on in a stream of its own rather than repeat the beginning.
+        # A resumed run reads a new stream of documents; the old one would repeat the beginning.
         self.packer = Packer(encoder, options.seed + self.progress.step)
         held_out = Packer(encoder, options.seed + HELD_OUT_SEED_OFFSET, held_out=True, distinct=True)
         self.held_out = [next_batch(held_out, 512) for _ in range(MEASURED_BATCHES)]

@@ -1,6 +1,6 @@
 """Run the inputs of one HTTP request through an embeddings model.
 
-Each input is a context of its own. A request submits a few batches of them at a time, so that a request with
+Each input has its own context. A request submits a few batches of them at a time, so that a request with
 many inputs does not fill the queue, and other requests get their share of each batch.
 """
 
