@@ -109,7 +109,7 @@ class CpuAttention(CpuExperts):
     ) -> Tensor:
         cache, tables, strides = kv.cache, kv.block_tables, q.stride()
         kind, cache_kind = TYPES.get(q.dtype), _CACHE_TYPES.get(cache.dtype)
-        _, num_blocks, kv_heads, block_size, dim = cache.shape
+        block_size, dim = cache.shape[3:]
         blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
         rows_fit = dim % 8 == 0 and dim <= _MAX_HEAD and strides[2] == 1 and tables.stride(1) == 1
         if kind is None or cache_kind is None or not (blocks_fit and rows_fit):
@@ -128,37 +128,9 @@ class CpuAttention(CpuExperts):
         assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
         if sinks is not None:
             sinks = self._kept(sinks.float().contiguous())
-        out = self._empty(q.shape, q.dtype)
-        rows, heads, _ = q.shape
-        long = rows * tables.shape[1] * block_size * heads * dim > LONG
-        (self._kernels.long_attention if long else self._kernels.attention)(
-            kind,
-            cache_kind,
-            q.data_ptr(),
-            cache.data_ptr(),
-            _scales_of(kv),
-            out.data_ptr(),
-            tables.data_ptr(),
-            row_offsets.data_ptr(),
-            lengths.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(),
-            0,
-            lengths.shape[0],
-            heads,
-            num_blocks,
-            kv_heads,
-            block_size,
-            dim,
-            strides[0],
-            strides[1],
-            tables.stride(0),
-            kv.window or 0,
-            0,
-            0,
-            scale,
-            soft_cap or 0.0,
+        return self._attend(
+            q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, ahead=0, bias=None
         )
-        return out
 
     def encoder_attention(
         self,
@@ -188,40 +160,69 @@ class CpuAttention(CpuExperts):
                 q, k, v, row_offsets, scale=scale, window=window, is_causal=is_causal, bias=bias
             )
         tables, slots, lengths, num_blocks = self._blocks_of(row_offsets)
-        kv = self._empty((2, num_blocks, k.shape[1], _ENCODER_BLOCK, dim), k.dtype)
-        self.store_kv(k, v, LayerKV(kv, tables, slots))
+        cache = self._empty((2, num_blocks, k.shape[1], _ENCODER_BLOCK, dim), k.dtype)
+        kv = LayerKV(cache, tables, slots, None if window is None else window + 1)
+        self.store_kv(k, v, kv)
         if bias is not None:
             bias = F.pad(bias.float(), (_ENCODER_BLOCK, _ENCODER_BLOCK)).contiguous()  # a tile is read whole
-        out = self._empty(q.shape, q.dtype)
-        rows, heads, _ = q.shape
         longest = tables.shape[1] * _ENCODER_BLOCK
-        is_long = rows * longest * heads * dim > LONG
+        return self._attend(
+            q,
+            kv,
+            row_offsets,
+            lengths,
+            scale=scale,
+            soft_cap=None,
+            sinks=None,
+            ahead=0 if is_causal else longest if window is None else window,
+            bias=bias,
+        )
+
+    def _attend(
+        self,
+        q: Tensor,  # [T, H, D]
+        kv: LayerKV,
+        row_offsets: Tensor,  # [B + 1]
+        lengths: Tensor,  # [B]
+        *,
+        scale: float,
+        soft_cap: float | None,
+        sinks: Tensor | None,  # [H]
+        ahead: int,
+        bias: Tensor | None,  # [H, 2P - 1]
+    ) -> Tensor:  # [T, H, D]
+        """Call the kernel. A query sees up to ``ahead`` keys after its position; 0 is causal attention."""
+        cache, tables = kv.cache, kv.block_tables
+        _, num_blocks, kv_heads, block_size, dim = cache.shape
+        rows, heads, _ = q.shape
+        out = self._empty(q.shape, q.dtype)
+        is_long = rows * tables.shape[1] * block_size * heads * dim > LONG
         (self._kernels.long_attention if is_long else self._kernels.attention)(
-            kind,
-            kind,
+            TYPES[q.dtype],
+            _CACHE_TYPES[cache.dtype],
             q.data_ptr(),
-            kv.data_ptr(),
-            0,
+            cache.data_ptr(),
+            _scales_of(kv),
             out.data_ptr(),
             tables.data_ptr(),
             row_offsets.data_ptr(),
             lengths.data_ptr(),
-            0,
+            0 if sinks is None else sinks.data_ptr(),
             0 if bias is None else bias.data_ptr() + bias.shape[1] // 2 * 4,
             lengths.shape[0],
             heads,
-            kv.shape[1],
-            k.shape[1],
-            _ENCODER_BLOCK,
+            num_blocks,
+            kv_heads,
+            block_size,
             dim,
             q.stride(0),
             q.stride(1),
             tables.stride(0),
-            0 if window is None else window + 1,
-            0 if is_causal else longest if window is None else window,
+            kv.window or 0,
+            ahead,
             0 if bias is None else bias.shape[1],
             scale,
-            0.0,
+            soft_cap or 0.0,
         )
         return out
 

@@ -198,13 +198,7 @@ class CpuElementwise(CpuAttention):
     def gated_activation(self, x: Tensor, activation: Activation) -> Tensor:
         kind, strides = TYPES.get(x.dtype), x.stride()
         if kind is None or len(strides) != 2 or strides[1] != 1:
-            self._fall_back(
-                "gated_activation",
-                {
-                    f"{x.dtype} activations": kind is not None,
-                    "this memory layout": len(strides) == 2 and strides[1] == 1,
-                },
-            )
+            self._fall_back("gated_activation", _elementwise_conditions(x))
             return super().gated_activation(x, activation)
         rows, width = x.shape
         out = self._empty((rows, width // 2), x.dtype)
@@ -222,13 +216,7 @@ class CpuElementwise(CpuAttention):
     def clamped_swiglu(self, x: Tensor, gate: ClampedSwiGLU) -> Tensor:
         kind, strides = TYPES.get(x.dtype), x.stride()
         if kind is None or len(strides) != 2 or strides[1] != 1:
-            self._fall_back(
-                "clamped_swiglu",
-                {
-                    f"{x.dtype} activations": kind is not None,
-                    "this memory layout": len(strides) == 2 and strides[1] == 1,
-                },
-            )
+            self._fall_back("clamped_swiglu", _elementwise_conditions(x))
             return super().clamped_swiglu(x, gate)
         rows, width = x.shape[0], x.shape[1] // 2
         out = self._empty((rows, width), x.dtype)
