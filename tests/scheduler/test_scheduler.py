@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import gc
+import subprocess
 import sys
 from itertools import pairwise
 from typing import Any
