@@ -4,7 +4,7 @@ These are the names of the ``max.pipelines.core`` page, and our additions: ``Gra
 ``Pipeline``, ``TokenBuffer``, ``RequestContext`` and the types of embeddings requests. Importing this package
 loads numpy and msgspec, but neither torch nor transformers nor a library for grammars."""
 
-from penstock.pipelines.core.context import TextAndVisionContext, TextContext
+from penstock.pipelines.core.context import TextContext
 from penstock.pipelines.core.context_types import RequestContext, context_type
 from penstock.pipelines.core.embeddings import (
     EMBEDDINGS_OUTPUTS,
@@ -47,6 +47,7 @@ from penstock.pipelines.core.serialization import msgpack_numpy_decoder, msgpack
 from penstock.pipelines.core.speech import TTSContext
 from penstock.pipelines.core.status import PipelineTask, TextGenerationStatus
 from penstock.pipelines.core.tokens import TokenBuffer
+from penstock.pipelines.core.vision import TextAndVisionContext
 
 __all__ = [
     "EMBEDDINGS_OUTPUTS",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 from uuid import uuid4
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import InputError, UnsupportedFeatureError
-from penstock.pipelines.core.interfaces import GrammarMatcher, InputContext
+from penstock.errors import InputError
+from penstock.pipelines.core.interfaces import GrammarMatcher, InputContext, MissingValueError
+from penstock.pipelines.core.log_probability_rows import joined, without_first, without_last
 from penstock.pipelines.core.logit_rules import LogitRules, TokenCounts
 from penstock.pipelines.core.requests import Grammar
 from penstock.pipelines.core.responses import LogProbabilities, TextGenerationResponse, TextResponse
@@ -378,61 +379,17 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
             return rows
         scored, self._scored_idx = self._scored_idx, max(self._scored_idx, self._active_idx + 1)
         first = self._active_idx + 1 - len(rows.token_log_probabilities)
-        return _without_first(rows, scored - first) if first < scored else rows
+        return without_first(rows, scored - first) if first < scored else rows
 
     def _keep_for_prompt(self, rows: LogProbabilities) -> None:
-        self._prompt_log_probabilities = _joined(self._prompt_log_probabilities, rows)
+        self._prompt_log_probabilities = joined(self._prompt_log_probabilities, rows)
 
     def _keep_log_probabilities(self, position: int, rows: LogProbabilities, shown: bool) -> None:
         if shown:
-            self._log_probabilities_data[position] = _joined(self._prompt_log_probabilities, rows)
+            self._log_probabilities_data[position] = joined(self._prompt_log_probabilities, rows)
             self._prompt_log_probabilities = None
         elif self.log_probabilities_echo and len(rows.token_log_probabilities) > 1:
-            self._keep_for_prompt(_without_last(rows))
-
-
-class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=True):
-    """A text request with an image.
-
-    ``pixel_values`` are kept: chunked prompts and preempted contexts need them again.
-    """
-
-    pixel_values: tuple[npt.NDArray[Any], ...] = ()
-    """The image as returned by the model's processor."""
-    extra_model_args: dict[str, npt.NDArray[Any]] = msgspec.field(default_factory=dict)
-    """Other outputs of the processor."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.pixel_values) > 1:
-            raise UnsupportedFeatureError(
-                "more than one image", f"only one image supported in a context, got {len(self.pixel_values)}"
-            )
-
-
-class MissingValueError(ValueError, AttributeError):
-    """A property has no value.
-
-    It is also an ``AttributeError``: on Python 3.11 ``isinstance(context, InputContext)`` reads each property
-    and propagates all other exceptions.
-    """
+            self._keep_for_prompt(without_last(rows))
 
 
 InputContext.register(TextContext)
-
-
-def _joined(first: LogProbabilities | None, second: LogProbabilities) -> LogProbabilities:
-    if first is None:
-        return second
-    return LogProbabilities(
-        first.token_log_probabilities + second.token_log_probabilities,
-        first.top_log_probabilities + second.top_log_probabilities,
-    )
-
-
-def _without_first(rows: LogProbabilities, count: int) -> LogProbabilities:
-    return LogProbabilities(rows.token_log_probabilities[count:], rows.top_log_probabilities[count:])
-
-
-def _without_last(rows: LogProbabilities) -> LogProbabilities:
-    return LogProbabilities(rows.token_log_probabilities[:-1], rows.top_log_probabilities[:-1])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TypeAlias, get_args
 
-from penstock.pipelines.core.context import TextAndVisionContext, TextContext
+from penstock.pipelines.core.context import TextContext
 from penstock.pipelines.core.embeddings import EmbeddingsContext
 from penstock.pipelines.core.interfaces import InputContext
 from penstock.pipelines.core.speech import TTSContext
+from penstock.pipelines.core.vision import TextAndVisionContext
 
 RequestContext: TypeAlias = TextContext | TextAndVisionContext | TTSContext | EmbeddingsContext
 """Every context that can be sent to a worker."""

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class MissingValueError(ValueError, AttributeError):
+    """A property has no value.
+
+    It is also an ``AttributeError``: on Python 3.11 ``isinstance(context, InputContext)`` reads each property
+    and propagates all other exceptions.
+    """
+
+
 class GrammarMatcher(Protocol):
     """Advances through a grammar token by token. `xgrammar.GrammarMatcher` implements it too."""
 

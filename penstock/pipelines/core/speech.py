@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.pipelines.core.context import MissingValueError, TextContext
+from penstock.pipelines.core.context import TextContext
+from penstock.pipelines.core.interfaces import MissingValueError
 from penstock.pipelines.core.status import TextGenerationStatus
 from penstock.pipelines.core.tokens import CHUNK_SIZE
 

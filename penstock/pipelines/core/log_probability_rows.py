@@ -1,0 +1,25 @@
+"""Joining and cutting the rows of log probabilities that a context collects over several steps."""
+
+from __future__ import annotations
+
+from penstock.pipelines.core.responses import LogProbabilities
+
+
+def joined(first: LogProbabilities | None, second: LogProbabilities) -> LogProbabilities:
+    """Return the rows of ``first``, if any, followed by those of ``second``."""
+    if first is None:
+        return second
+    return LogProbabilities(
+        first.token_log_probabilities + second.token_log_probabilities,
+        first.top_log_probabilities + second.top_log_probabilities,
+    )
+
+
+def without_first(rows: LogProbabilities, count: int) -> LogProbabilities:
+    """Return ``rows`` without the first ``count``."""
+    return LogProbabilities(rows.token_log_probabilities[count:], rows.top_log_probabilities[count:])
+
+
+def without_last(rows: LogProbabilities) -> LogProbabilities:
+    """Return ``rows`` without the last one."""
+    return LogProbabilities(rows.token_log_probabilities[:-1], rows.top_log_probabilities[:-1])
