@@ -1,4 +1,4 @@
-"""Discovery of records: one module of a folder per implementation of an extension point."""
+"""Discovery of records: one module or package of a folder per implementation of an extension point."""
 
 from __future__ import annotations
 
@@ -23,6 +23,19 @@ def modules_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleTyp
     for parent in (package, *map(_as_package, folders)):
         for module in iter_modules(import_module(parent).__path__):
             if not module.name.startswith("_"):
+                yield import_module(f"{parent}.{module.name}")
+
+
+def packages_in(package: str, folders: Iterable[Path] = ()) -> Iterator[ModuleType]:
+    """Import and return the packages inside a package and inside further folders, without other modules.
+
+    Args:
+        package: name of the package.
+        folders: folders that belong to no package.
+    """
+    for parent in (package, *map(_as_package, folders)):
+        for module in iter_modules(import_module(parent).__path__):
+            if module.ispkg:
                 yield import_module(f"{parent}.{module.name}")
 
 

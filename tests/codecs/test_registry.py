@@ -1,0 +1,113 @@
+"""Audio codecs: found by folder, chosen by ``config.json``, loaded when asked for; the checks of codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.codecs import CodecChunk, CodecRegistry, load_codec
+from penstock.engine import InferenceSession
+from penstock.errors import CheckpointError, ConfigError, InputError, UnsupportedFeatureError
+
+RECORD = """
+from penstock.codecs import SupportedCodec
+
+CODEC = SupportedCodec(
+    name={name!r}, detect=lambda config: config.get("type") == {name!r}, codec="model:SquareCodec"
+)
+"""
+MODEL = '''
+"""Each frame of two codes becomes four samples; the first depends on the frame before."""
+import torch
+from penstock.codecs import AudioCodec
+from penstock.errors import UnsupportedFeatureError
+
+
+class SquareCodec(AudioCodec):
+    name = "square"
+    sample_rate = encoder_sample_rate = 100
+    codes_per_frame, samples_per_frame, codebook_size = 2, 4, 8
+    left_context, right_context, tolerance = 1, 1, 0.0
+
+    @classmethod
+    def load(cls, folder, config, session):
+        return cls()
+
+    def decode_chunks(self, chunks):
+        out = []
+        for chunk in chunks:
+            self.check_chunk(chunk)
+            values = chunk.frames.float()
+            before = torch.cat([torch.zeros(1, 2), values[:-1]])
+            after = torch.cat([values[1:], torch.zeros(1, 2)])
+            samples = torch.cat([before[:, :1] / 8, values / 8, after[:, :1] / 8], 1)
+            out.append(samples[chunk.left : chunk.left + chunk.num_frames].flatten())
+        return out
+
+    def encode(self, samples):
+        raise UnsupportedFeatureError("encoding", "this codec has no encoder")
+'''
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> CodecRegistry:
+    for name in ("square", "other"):
+        (tmp_path / "found" / name).mkdir(parents=True)
+        (tmp_path / "found" / name / "__init__.py").write_text(RECORD.format(name=name))
+        (tmp_path / "found" / name / "model.py").write_text(MODEL)
+    (tmp_path / "found" / "a_module.py").write_text("raise RuntimeError('not a folder')")
+    return CodecRegistry([tmp_path / "found"])
+
+
+def checkpoint(tmp_path: Path, **config: object) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_folders_are_codecs_and_load_on_request(registry: CodecRegistry, tmp_path: Path) -> None:
+    records = {one.name: one for one in registry.codecs}
+    assert {"square", "other"} <= set(records)
+    assert f"{records['square'].package}.model" not in sys.modules
+    codec = load_codec(checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
+    assert type(codec).__module__ == f"{records['square'].package}.model"
+    assert (codec.frame_rate, codec.can_encode) == (25, False)
+
+
+def test_an_unknown_checkpoint_is_refused(registry: CodecRegistry, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"known: .*other.*square"):
+        load_codec(checkpoint(tmp_path, type="circle"), InferenceSession(), registry=registry)
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("CODEC = 1")
+    with pytest.raises(ConfigError, match="must hold CODEC, with the name 'broken'"):
+        CodecRegistry([tmp_path]).codecs  # noqa: B018
+
+
+@pytest.mark.parametrize("chunk_frames", range(1, 8))
+def test_chunks_equal_the_whole(registry: CodecRegistry, tmp_path: Path, chunk_frames: int) -> None:
+    codec = load_codec(checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
+    frames = torch.arange(14).view(7, 2) % 8
+    chunks = list(codec.cut(frames, chunk_frames))
+    assert [chunk.start for chunk in chunks] == list(range(0, 7, chunk_frames))
+    assert sum(chunk.num_frames for chunk in chunks) == 7
+    assert torch.equal(torch.cat(codec.decode_chunks(chunks)), codec.decode([frames])[0])
+
+
+def test_wrong_frames_are_refused(registry: CodecRegistry, tmp_path: Path) -> None:
+    codec = load_codec(checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
+    with pytest.raises(InputError, match=r"of shape \[F, 2\], were torch.int64 of shape \[3, 1\]"):
+        codec.decode([torch.zeros(3, 1, dtype=torch.int64)])
+    with pytest.raises(InputError, match=r"were torch\.float32"):
+        codec.decode([torch.zeros(3, 2)])
+    with pytest.raises(InputError, match="from 0 to 7, were from -1 to 8"):
+        codec.decode([torch.tensor([[-1, 8]])])
+    with pytest.raises(InputError, match="starts at frame 2 needs 1 frames of left context, has 0 in 3"):
+        codec.decode_chunks([CodecChunk(torch.zeros(3, 2, dtype=torch.int64), start=2)])
+    with pytest.raises(UnsupportedFeatureError):
+        codec.encode(torch.zeros(8))
