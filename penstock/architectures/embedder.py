@@ -81,6 +81,11 @@ class EmbedderModel(EncoderModel):
         return replace(blueprint, names=replace(blueprint.names, prefix=""))
 
     @classmethod
+    def is_causal(cls, huggingface_config: HuggingFaceConfig) -> bool:
+        """Return whether attention sees no later keys."""
+        return True
+
+    @classmethod
     def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
         return cls.blueprint(huggingface_config).names
 
@@ -104,6 +109,8 @@ class EmbedderModel(EncoderModel):
         blueprint = cls.blueprint(huggingface_config)
         feed_forward = cls.decoder.feed_forward(load, blueprint, huggingface_config)
         trunk = DecoderTrunk.load(load, blueprint, max_length, feed_forward)
+        if not cls.is_causal(huggingface_config):
+            trunk = trunk.bidirectional()
         vocabulary = None
         if has_head(huggingface_config, "ForMaskedLM"):
             tied_to = trunk.embedding.table if blueprint.tied_head else None

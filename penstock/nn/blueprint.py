@@ -76,8 +76,6 @@ class Blueprint:
     """Scale of each layer's output before it is added to the residual stream."""
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
-    is_causal: bool = True
-    """Whether a query sees no later keys. Only encoders, which run without a KV cache, can be otherwise."""
     names: TensorNames = LLAMA_NAMES
 
     @classmethod

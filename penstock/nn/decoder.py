@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
@@ -151,6 +151,13 @@ class DecoderTrunk:
         """Whether keys depend on the length of the sequence; prompts then cannot share prefixes."""
         return any(rotary.length_dependent for rotary in self.rotaries)
 
+    def bidirectional(self) -> DecoderTrunk:
+        """Return the trunk with attention that also sees later keys, for steps without a KV cache."""
+        blocks = (
+            replace(block, attention=replace(block.attention, is_causal=False)) for block in self.blocks
+        )
+        return DecoderTrunk(self.embedding, self.rotaries, tuple(blocks), self.norm)
+
     def __call__(
         self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -234,7 +241,6 @@ def load_attention(load: Loader, blueprint: Blueprint, name: str, layer: int) ->
         load.tensor(f"{name}.{names.sinks}", heads) if blueprint.sinks else None,
         values,
         window=blueprint.windows[layer],
-        is_causal=blueprint.is_causal,
     )
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.architectures.embedder import EmbedderModel
 from penstock.architectures.llama.model import LlamaModel
 from penstock.errors import ConfigError
-from penstock.nn import (
-    Blueprint,
-    ClassifierNames,
-)
+from penstock.nn import ClassifierNames
 from penstock.pipelines.core import PoolingType
 
 if TYPE_CHECKING:
@@ -39,5 +35,5 @@ class EuroBertModel(EmbedderModel):
         return self.huggingface_config.text("classifier_pooling", "late") == "late"
 
     @classmethod
-    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
-        return replace(super().blueprint(huggingface_config), is_causal=False)
+    def is_causal(cls, huggingface_config: HuggingFaceConfig) -> bool:
+        return False
