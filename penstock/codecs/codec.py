@@ -1,8 +1,13 @@
 """`AudioCodec`: codes to waveforms and back. A codec is a folder of this package, see `codecs.registry`.
 
-A codec holds weights and no state of a request. A stream is decoded in chunks: each chunk brings the frames
-before it that its samples depend on (`AudioCodec.left_context`), and the frames after it
-(`AudioCodec.right_context`).
+A codec holds weights and no state of a request. A stream is decoded in chunks. A chunk brings the frames
+before and after it that its samples depend on, so the joined chunks equal the stream decoded as one chunk.
+Whenever a stream has grown or ended:
+
+    ready = codec.ready_frames(len(frames), ended=ended)
+    if ready > decoded:
+        samples += codec.decode_chunks([codec.chunk(frames, decoded, ready, ended=ended)])
+        decoded = ready
 """
 
 from __future__ import annotations
@@ -19,11 +24,9 @@ from penstock.errors import InputError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodecChunk:
-    """Consecutive frames of a stream. The frames between ``left`` and ``right`` are to be decoded.
+    """Consecutive frames of a stream, with context at both sides. `AudioCodec.chunk` makes one.
 
-    The frames at the edges are context. The left context has `AudioCodec.left_context` frames, or all frames
-    from the start of the stream if there are fewer. The right context has `AudioCodec.right_context` frames;
-    fewer mean that the stream ends after the last frame.
+    Without context it is a whole stream: ``CodecChunk(frames)``.
     """
 
     frames: Tensor
@@ -34,6 +37,8 @@ class CodecChunk:
     """Number of frames of left context."""
     right: int = 0
     """Number of frames of right context."""
+    ended: bool = True
+    """Whether the stream ends after the last frame of ``frames``."""
 
     @property
     def num_frames(self) -> int:
@@ -61,9 +66,9 @@ class AudioCodec(ABC):
     codebook_size: int
     """Codes are between 0 and ``codebook_size - 1``."""
     left_context: int
-    """Frames before a chunk that its samples depend on."""
+    """Largest number of frames before a chunk that its samples depend on."""
     right_context: int
-    """Frames after a chunk that its samples depend on; 0 in a causal codec."""
+    """Largest number of frames after a chunk that its samples depend on; 0 in a causal codec."""
     tolerance: float
     """Bound of the absolute difference between a sample decoded in chunks and the same sample of a stream
     that is decoded as one chunk."""
@@ -107,16 +112,18 @@ class AudioCodec(ABC):
         """
 
     def check_chunk(self, chunk: CodecChunk) -> None:
-        """Check the left context of a chunk, and shape, type and range of its frames.
+        """Check the context of a chunk, and shape, type and range of its frames.
 
         Raises:
             InputError: names the expected and the found values.
         """
-        frames, needed = chunk.frames, min(chunk.start, self.left_context)
-        if not needed <= chunk.left <= chunk.start or chunk.num_frames < 0:
+        frames, stop = chunk.frames, chunk.start + chunk.num_frames
+        first, end = self.context_at(chunk.start, stop)
+        complete = chunk.ended or chunk.right >= end - stop
+        if chunk.num_frames < 0 or not chunk.start - first <= chunk.left <= chunk.start or not complete:
             raise InputError(
-                f"{self.name}: a chunk that starts at frame {chunk.start} needs {needed} frames of left "
-                f"context, has {chunk.left} in {len(frames)} frames: keep {self.left_context} decoded frames"
+                f"{self.name}: frames {chunk.start} to {stop} need frames {first} to {end} as context, "
+                f"{chunk.left} before and {chunk.right} after them were given: use AudioCodec.chunk"
             )
         if frames.dim() != 2 or frames.shape[1] != self.codes_per_frame or frames.dtype != torch.int64:
             raise InputError(
@@ -129,10 +136,36 @@ class AudioCodec(ABC):
                 f"{int(frames.min())} to {int(frames.max())}: subtract the offsets of the speech tokens"
             )
 
+    def ready_frames(self, num_frames: int, *, ended: bool) -> int:
+        """Return how many frames of a stream can be decoded if its first ``num_frames`` are known.
+
+        Args:
+            num_frames: number of frames so far.
+            ended: whether there will be no more.
+        """
+        return num_frames if ended else max(num_frames - self.right_context, 0)
+
+    def context_at(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the first frame that the samples of frames ``start`` to ``stop - 1`` depend on, and the end.
+
+        The end may exceed the stream.
+        """
+        return max(start - self.left_context, 0), stop + self.right_context
+
+    def chunk(self, frames: Tensor, start: int, stop: int, *, ended: bool) -> CodecChunk:
+        """Return the frames from ``start`` to ``stop - 1`` of a stream, with their context.
+
+        Args:
+            frames: all frames of the stream so far, ``[F, C]``.
+            start: the first frame to decode.
+            stop: the frame after the last one to decode, at most `ready_frames`.
+            ended: whether there will be no more frames.
+        """
+        first, end = self.context_at(start, stop)
+        end = min(end, len(frames))
+        return CodecChunk(frames[first:end], start, start - first, end - stop, ended and end == len(frames))
+
     def cut(self, frames: Tensor, chunk_frames: int) -> Iterator[CodecChunk]:
         """Yield the chunks of a finished stream ``[F, C]``, each of at most ``chunk_frames`` frames."""
         for start in range(0, len(frames), chunk_frames):
-            stop = min(start + chunk_frames, len(frames))
-            left = min(start, self.left_context)
-            right = min(len(frames) - stop, self.right_context)
-            yield CodecChunk(frames[start - left : stop + right], start, left, right)
+            yield self.chunk(frames, start, min(start + chunk_frames, len(frames)), ended=True)

@@ -96,7 +96,27 @@ def test_chunks_equal_the_whole(registry: CodecRegistry, tmp_path: Path, chunk_f
     chunks = list(codec.cut(frames, chunk_frames))
     assert [chunk.start for chunk in chunks] == list(range(0, 7, chunk_frames))
     assert sum(chunk.num_frames for chunk in chunks) == 7
+    assert [chunk.ended for chunk in chunks[:-1]] == [
+        chunk.start + chunk.num_frames == 6 for chunk in chunks[:-1]
+    ]
     assert torch.equal(torch.cat(codec.decode_chunks(chunks)), codec.decode([frames])[0])
+
+
+@pytest.mark.parametrize("frames_per_step", [1, 2, 3])
+def test_a_growing_stream_equals_the_whole(
+    registry: CodecRegistry, tmp_path: Path, frames_per_step: int
+) -> None:
+    codec = load_codec(checkpoint(tmp_path, type="square"), InferenceSession(), registry=registry)
+    frames = torch.arange(14).view(7, 2) % 8
+    decoded, known, samples = 0, 0, []
+    while decoded < len(frames):
+        known = min(known + frames_per_step, len(frames))
+        ended = known == len(frames)
+        ready = codec.ready_frames(known, ended=ended)
+        assert ready == (known if ended else max(known - 1, 0))
+        samples += codec.decode_chunks([codec.chunk(frames[:known], decoded, ready, ended=ended)])
+        decoded = ready
+    assert torch.equal(torch.cat(samples), codec.decode([frames])[0])
 
 
 def test_wrong_frames_are_refused(registry: CodecRegistry, tmp_path: Path) -> None:
@@ -107,7 +127,7 @@ def test_wrong_frames_are_refused(registry: CodecRegistry, tmp_path: Path) -> No
         codec.decode([torch.zeros(3, 2)])
     with pytest.raises(InputError, match="from 0 to 7, were from -1 to 8"):
         codec.decode([torch.tensor([[-1, 8]])])
-    with pytest.raises(InputError, match="starts at frame 2 needs 1 frames of left context, has 0 in 3"):
+    with pytest.raises(InputError, match="2 to 5 need frames 1 to 6 as context, 0 before and 0 after"):
         codec.decode_chunks([CodecChunk(torch.zeros(3, 2, dtype=torch.int64), start=2)])
     with pytest.raises(UnsupportedFeatureError):
         codec.encode(torch.zeros(8))
