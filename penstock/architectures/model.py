@@ -65,7 +65,11 @@ class ModelInputs:
     kv: KVCacheInputs | None = None
     lora: LoRAInputs | None = None
     input_embeds: tuple[Tensor, Tensor] | None = None
-    """Rows ``[P]`` and the embeddings ``[P, E]`` that replace theirs, for images and audio."""
+    """Rows ``[P]`` and the embeddings ``[P, W]`` that replace theirs, for images and audio.
+
+    W is E, unless the family's encoder returns wider rows, whose further parts its network reads."""
+    spans: Tensor | None = None
+    """``[T, 2]`` int32, see `StepInputs.spans`."""
     hidden_states: Tensor | None = None
     """``[T, E]``: hidden states of the target model, for a draft model that reads them."""
     drafts: tuple[int, ...] | None = None

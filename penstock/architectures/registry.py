@@ -52,6 +52,10 @@ class SupportedArchitecture:
 
     It is constructed with the checkpoint and the keyword arguments ``chat_template`` and
     ``special_tokens_in_content``, as `penstock.text.tokenizer.TextTokenizer` is."""
+    media: str | type | None = None
+    """The `penstock.media.family.VisionFamily` of a family that reads images; its module loads no torch.
+
+    The `pipeline_model` is a `penstock.architectures.vision.VisionModel` then."""
     tiny_config: Callable[[], dict[str, Any]] | None = None
     """Values of a ``config.json`` small enough for tests with random weights; every folder has them."""
     package: str | None = None
@@ -60,6 +64,10 @@ class SupportedArchitecture:
     def load_pipeline_model(self) -> type[Any]:
         """Return the class of the model; loads torch."""
         return load_class(self.pipeline_model, self.package)
+
+    def load_media(self) -> type[Any] | None:
+        """Return the class that prepares images, None for a family that reads text only; loads no torch."""
+        return None if self.media is None else load_class(self.media, self.package)
 
     @property
     def encodings(self) -> tuple[str, ...]:

@@ -22,3 +22,7 @@ class StepInputs:
     text_lengths: Tensor | None = None
     """[T] int64: the text length of each row, for rotary embeddings that depend on it; see
     `penstock.architectures.decoder`."""
+    spans: Tensor | None = None
+    """[T, 2] int32: keys ``spans[t, 0]:spans[t, 1]`` of its sequence are visible to row t, besides those that
+    causal attention lets it see; the span contains the row itself. For images whose tokens attend to each
+    other in both directions. None if no row has such a span."""

@@ -1,8 +1,9 @@
 """Requests, contexts and responses: what the parts of Penstock say to each other.
 
 These are the names of the ``max.pipelines.core`` page, and our additions: ``Grammar``, ``GrammarMatcher``,
-``Pipeline``, ``TokenBuffer``, ``RequestContext`` and the types of embeddings requests. Importing this package
-loads numpy and msgspec, but neither torch nor transformers nor a library for grammars."""
+``ImageMetadata``, ``Pipeline``, ``TokenBuffer``, ``RequestContext`` and the types of embeddings requests.
+Importing this package loads numpy and msgspec, but neither torch nor transformers nor a library for
+grammars."""
 
 from penstock.pipelines.core.context import TextContext
 from penstock.pipelines.core.context_types import RequestContext, context_type
@@ -47,7 +48,7 @@ from penstock.pipelines.core.serialization import msgpack_numpy_decoder, msgpack
 from penstock.pipelines.core.speech import TTSContext
 from penstock.pipelines.core.status import PipelineTask, TextGenerationStatus
 from penstock.pipelines.core.tokens import TokenBuffer
-from penstock.pipelines.core.vision import TextAndVisionContext
+from penstock.pipelines.core.vision import ImageMetadata, TextAndVisionContext, image_digest
 
 __all__ = [
     "EMBEDDINGS_OUTPUTS",
@@ -63,6 +64,7 @@ __all__ = [
     "EmbeddingsResponse",
     "Grammar",
     "GrammarMatcher",
+    "ImageMetadata",
     "InputContext",
     "LogProbabilities",
     "Pipeline",
@@ -87,6 +89,7 @@ __all__ = [
     "TokenGeneratorResponseFormat",
     "check_dimensions",
     "context_type",
+    "image_digest",
     "msgpack_numpy_decoder",
     "msgpack_numpy_encoder",
 ]

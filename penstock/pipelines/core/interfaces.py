@@ -184,6 +184,12 @@ class InputContext(Protocol):
     ) -> None:
         """Move the indices by the given differences. Tokens do not change."""
 
+    def boundary_before(self, idx: int) -> int:
+        """Return the last index, at most ``idx``, at which the tokens can be split into two steps."""
+
+    def boundary_after(self, idx: int) -> int:
+        """Return the first index, at least ``idx``, at which the tokens can be split into two steps."""
+
     def compute_num_available_steps(self, max_seq_len: int) -> int:
         """Return how many single-token steps fit into ``max_seq_len``; may be 0 or less."""
 

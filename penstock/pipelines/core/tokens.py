@@ -137,6 +137,14 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Return how many single-token steps fit into ``max_seq_len``; may be 0 or less."""
         return max_seq_len - (self._end_idx - self._active_idx + self._start_idx)
 
+    def boundary_before(self, idx: int) -> int:
+        """Return the last index, at most ``idx``, at which the tokens can be split into two steps."""
+        return idx
+
+    def boundary_after(self, idx: int) -> int:
+        """Return the first index, at least ``idx``, at which the tokens can be split into two steps."""
+        return idx
+
     def rollback(self, idx: int) -> None:
         """Remove the last ``idx`` tokens before ``active_idx``, and the rest of a chunked prompt after it.
 

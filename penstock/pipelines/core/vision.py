@@ -2,29 +2,202 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import UnsupportedFeatureError
+from penstock.errors import InputError
 from penstock.pipelines.core.context import TextContext
+
+_HASH_SIZE = 32  # bytes
+_WORDS = "<u8"
+
+
+class ImageMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An image in a prompt: its tokens, its pixels and its content hash.
+
+    The tokens of ``vision_token_ids`` in the span are placeholders: the rows of the vision encoder replace
+    their embeddings. A span may contain other tokens, such as separators between the tiles of an image.
+    """
+
+    start_idx: int
+    """Index of the first placeholder of the image."""
+    end_idx: int
+    """Index after the last placeholder of the image."""
+    pixel_values: npt.NDArray[Any]
+    """The image as returned by the model's processor, without a batch dimension."""
+    image_hash: bytes | None = None
+    """Digest of the content, of 32 bytes, see `image_digest`. Equal digests mean equal encoder rows. Without
+    it nothing of the image is cached."""
+    num_embedding_rows: int | None = None
+    """Number of rows that the vision encoder returns; None: the length of the span."""
+    arguments: dict[str, npt.NDArray[Any]] = msgspec.field(default_factory=dict)
+    """Other outputs of the processor that the encoder or the decoder reads, such as ``image_grid_thw``."""
+
+    def __post_init__(self) -> None:
+        if self.start_idx < 0:
+            raise InputError(f"Images must have a valid start index, got {self.start_idx}")
+        if self.end_idx <= self.start_idx:
+            raise InputError(
+                f"Images must have a valid start and end index, got {self.start_idx} and {self.end_idx}"
+            )
+
+    @property
+    def embedding_rows(self) -> int:
+        """The number of rows that the vision encoder returns for the image."""
+        return self.end_idx - self.start_idx if self.num_embedding_rows is None else self.num_embedding_rows
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not ImageMetadata:
+            return NotImplemented
+        return (
+            (self.start_idx, self.end_idx, self.image_hash, self.num_embedding_rows)
+            == (other.start_idx, other.end_idx, other.image_hash, other.num_embedding_rows)
+            and _equal(self.pixel_values, other.pixel_values)
+            and self.arguments.keys() == other.arguments.keys()
+            and all(_equal(array, other.arguments[name]) for name, array in self.arguments.items())
+        )
 
 
 class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=True):
-    """A text request with an image.
+    """A text request with images.
 
-    ``pixel_values`` are kept: chunked prompts and preempted contexts need them again.
+    Pixels are kept until the request ends: chunked prompts and preempted contexts need them again. The vision
+    encoder runs when a step first computes a placeholder of an image.
+
+    Raises:
+        InputError: the images are not in order, overlap, or do not match the tokens.
     """
 
     pixel_values: tuple[npt.NDArray[Any], ...] = ()
-    """The image as returned by the model's processor."""
+    """The pixels of all images; set from ``images`` if those are given."""
     extra_model_args: dict[str, npt.NDArray[Any]] = msgspec.field(default_factory=dict)
-    """Other outputs of the processor."""
+    """Further arguments of a model that reads ``pixel_values`` itself. Penstock's own models read
+    `ImageMetadata.arguments`."""
+    images: list[ImageMetadata] = msgspec.field(default_factory=list)
+    """The images, in the order of their tokens."""
+    vision_token_ids: list[int] = msgspec.field(default_factory=list)
+    """The ids of placeholder tokens."""
+    has_bidirectional_images: bool = False
+    """Whether the tokens of an image attend to each other in both directions. Then a span of an image is
+    never split into two steps."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.pixel_values) > 1:
-            raise UnsupportedFeatureError(
-                "more than one image", f"only one image supported in a context, got {len(self.pixel_values)}"
+        if not self.images:
+            return
+        if not self.pixel_values:
+            self.pixel_values = tuple(image.pixel_values for image in self.images)
+        self._check_images()
+        for image in self.images:
+            for index, word in image_hash_overrides(image).items():
+                self.token_hash_overrides.setdefault(index, word)
+
+    @property
+    def image_idx(self) -> int:
+        """Index of the first image that has tokens to compute; ``len(images)`` if there is none."""
+        return bisect_right(self.images, self.start_idx, key=lambda image: image.end_idx)
+
+    @property
+    def next_images(self) -> list[ImageMetadata]:
+        """The images with tokens that are not computed yet."""
+        return self.images[self.image_idx :]
+
+    @property
+    def next_images_in_window(self) -> list[ImageMetadata]:
+        """The images with tokens in ``next_tokens``; an image at the edge of the window counts as a whole."""
+        return [image for image in self.next_images if image.start_idx < self.active_idx]
+
+    @property
+    def needs_vision_encoding(self) -> bool:
+        """Whether an image has tokens that are not computed yet."""
+        if not self.images:
+            return bool(self.pixel_values) and self.is_initial_prompt
+        return self.image_idx < len(self.images)
+
+    @property
+    def image_token_indices(self) -> npt.NDArray[np.int32]:
+        """The indices of all placeholder tokens of images."""
+        return np.concatenate([*map(self.placeholders, self.images), np.empty(0, np.int32)])
+
+    def placeholders(self, image: ImageMetadata) -> npt.NDArray[np.int32]:
+        """Return the indices of an image's placeholder tokens; row i of the encoder replaces index i."""
+        span = self.tokens[image.start_idx : image.end_idx]
+        within = np.flatnonzero(np.isin(span, self.vision_token_ids))
+        return (within + image.start_idx).astype(np.int32)
+
+    def compute_image_aligned_idx(self, idx: int) -> int:
+        """Return ``idx``, or the start of the image that contains the tokens before and after it."""
+        image = self._image_around(idx)
+        return idx if image is None else image.start_idx
+
+    def boundary_before(self, idx: int) -> int:
+        return self.compute_image_aligned_idx(idx) if self.has_bidirectional_images else idx
+
+    def boundary_after(self, idx: int) -> int:
+        image = self._image_around(idx) if self.has_bidirectional_images else None
+        return idx if image is None else image.end_idx
+
+    def _image_around(self, idx: int) -> ImageMetadata | None:
+        """Return the image with ``start_idx < idx < end_idx``."""
+        position = bisect_right(self.images, idx, key=lambda image: image.end_idx)
+        if position == len(self.images) or self.images[position].start_idx >= idx:
+            return None
+        return self.images[position]
+
+    def _check_images(self) -> None:
+        images, ids = self.images, self.vision_token_ids
+        for first, second in pairwise(images):
+            if first.start_idx > second.start_idx:
+                raise InputError(f"Images must be sorted, but {second.start_idx} follows {first.start_idx}")
+            if first.end_idx > second.start_idx:
+                raise InputError(
+                    f"Images must be non-overlapping: one ends at {first.end_idx}, the next begins at "
+                    f"{second.start_idx}"
+                )
+        if images[-1].end_idx > self.end_idx:
+            raise InputError(
+                f"Images must be before the end of the token array: {images[-1].end_idx} > {self.end_idx}"
             )
+        for image in images:
+            ends = self.tokens[[image.start_idx, image.end_idx - 1]].tolist()
+            if not set(ends) <= set(ids):
+                raise InputError(
+                    f"Images must be filled with <vision_token_id> ({ids}): the tokens at {image.start_idx} "
+                    f"and {image.end_idx - 1} are {ends[0]} and {ends[1]}"
+                )
+            count = len(self.placeholders(image))
+            if count != image.embedding_rows:
+                raise InputError(
+                    f"the image at token {image.start_idx} has {image.embedding_rows} rows of embeddings, "
+                    f"but {count} placeholder tokens"
+                )
+
+
+def image_digest(pixel_values: npt.NDArray[Any], arguments: dict[str, npt.NDArray[Any]]) -> bytes:
+    """Return the digest of the outputs of a processor for one image: values, shapes and types."""
+    digest = blake2b(digest_size=_HASH_SIZE)
+    for name, array in [("", pixel_values), *sorted(arguments.items())]:
+        digest.update(f"{name}:{array.dtype}:{array.shape};".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+    return digest.digest()
+
+
+def image_hash_overrides(image: ImageMetadata) -> dict[int, int]:
+    """Return ids that replace the first tokens of an image in block hashes: the words of its digest.
+
+    Each placeholder has a key that depends on the whole image, therefore the first token is among them.
+    """
+    if image.image_hash is None:
+        return {}
+    words = np.frombuffer(image.image_hash, _WORDS).tolist()
+    return dict(zip(range(image.start_idx, image.end_idx), words, strict=False))
+
+
+def _equal(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
+    return a.dtype == b.dtype and np.array_equal(a, b)

@@ -182,12 +182,6 @@ def test_pixel_values_stay() -> None:
     assert np.array_equal(made.extra_model_args["a"], image)
 
 
-def test_only_one_image_fits() -> None:
-    image = np.ones((2, 3), np.float32)
-    with pytest.raises(ValueError, match=r"only one image supported .* got 2"):
-        TextAndVisionContext(prompt="", max_length=20, tokens=np.arange(4), pixel_values=(image, image))
-
-
 def test_images_count_in_equality() -> None:
     def make(pixel: float) -> TextAndVisionContext:
         images = (np.full((2, 3), pixel),)

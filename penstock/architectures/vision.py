@@ -1,0 +1,57 @@
+"""`VisionModel`: the additional methods of a `PipelineModel` that reads images."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from penstock.pipelines.core import ImageMetadata
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig, PipelineConfig
+
+
+class VisionModel(ABC):
+    """A mixin for models that read images.
+
+    The runner calls `encode_images` for the images that a step touches and that are not in its encoder
+    cache, and passes the rows to the network as ``ModelInputs.input_embeds``.
+    """
+
+    max_encoder_rows: ClassVar[int] = 4096
+    """Rows that one call of `encode_images` may compute, over all images; an image with more rows is encoded
+    by itself."""
+
+    @abstractmethod
+    def encode_images(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
+        """Return the embeddings ``[embedding_rows, W]`` of each image, in the type of the activations.
+
+        The result for an image must not depend on the other images of the call. W is the hidden size of the
+        decoder; a family whose decoder adds rows in further layers returns them in the same rows, ``W = (1 +
+        n) E``, and its network splits them.
+        """
+
+    @abstractmethod
+    def encoder_rows(self, image: ImageMetadata) -> int:
+        """Return the rows that the vision tower computes for an image: its patches."""
+
+    @classmethod
+    @abstractmethod
+    def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
+        """Return the `encoder_rows` of the largest image that the tower is planned for."""
+
+    @classmethod
+    @abstractmethod
+    def encoder_row_size(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
+        """Return the bytes of activations that the tower holds for one row at its widest layer."""
+
+    @classmethod
+    def estimate_encoder_memory(
+        cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
+    ) -> int:
+        """Return the bytes of activations of the largest call of `encode_images`."""
+        rows = max(cls.max_encoder_rows, cls.largest_image(huggingface_config))
+        return rows * cls.encoder_row_size(pipeline_config, huggingface_config)

@@ -1,0 +1,41 @@
+"""`EncoderCache`: the rows of encoded images, by content, within a byte budget."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor
+
+
+class EncoderCache:
+    """The rows of encoded images; the images used longest ago are removed first.
+
+    Args:
+        max_bytes: the largest sum of the bytes of all rows; 0 keeps nothing.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_hits = 0
+        self.num_encoded = 0
+        self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    def get(self, image_hash: bytes | None) -> Tensor | None:
+        """Return the rows ``[embedding_rows, W]`` of an image, or None if they are not cached."""
+        rows = None if image_hash is None else self._rows.get(image_hash)
+        if rows is not None and image_hash is not None:
+            self._rows.move_to_end(image_hash)
+            self.num_hits += 1
+        return rows
+
+    def put(self, image_hash: bytes | None, rows: Tensor) -> None:
+        """Keep the rows of an image, unless it has no digest or exceeds the budget by itself."""
+        self.num_encoded += 1
+        if image_hash is None or image_hash in self._rows or rows.nbytes > self.max_bytes:
+            return
+        self._rows[image_hash] = rows
+        self.num_bytes += rows.nbytes
+        while self.num_bytes > self.max_bytes:
+            _, oldest = self._rows.popitem(last=False)
+            self.num_bytes -= oldest.nbytes

@@ -1,0 +1,136 @@
+"""`TextAndVisionContext`: images, their tokens and their digests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.errors import InputError
+from penstock.pipelines.core import (
+    ImageMetadata,
+    TextAndVisionContext,
+    image_digest,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+)
+
+IMAGE = 9  # the placeholder token
+
+
+def image_of(start: int, end: int, pixel: float = 1.0, **fields: Any) -> ImageMetadata:
+    pixels = np.full((3, 2, 2), pixel, np.float32)
+    fields.setdefault("image_hash", image_digest(pixels, {}))
+    return ImageMetadata(start_idx=start, end_idx=end, pixel_values=pixels, **fields)
+
+
+def context_of(
+    *images: ImageMetadata, tokens: list[int] | None = None, **fields: Any
+) -> TextAndVisionContext:
+    if tokens is None:
+        tokens = list(range(20, 40))
+        for image in images:
+            tokens[image.start_idx : image.end_idx] = [IMAGE] * (image.end_idx - image.start_idx)
+    return TextAndVisionContext(
+        prompt="",
+        max_length=50,
+        tokens=np.array(tokens),
+        images=list(images),
+        vision_token_ids=[IMAGE],
+        request_id="a",
+        **fields,
+    )
+
+
+def test_images_are_encoded_while_they_have_tokens_to_compute() -> None:
+    context = context_of(image_of(2, 6), image_of(6, 10, 2.0))
+    assert (context.image_idx, len(context.next_images), context.needs_vision_encoding) == (0, 2, True)
+    assert len(context.pixel_values) == 2
+    context.set_token_indices(active_idx=4)
+    assert context.next_images_in_window == context.images[:1]
+    context.update(0)
+    assert (context.start_idx, context.image_idx) == (4, 0)  # the first image is cut by the chunk
+    context.set_token_indices(start_idx=6, active_idx=7)
+    assert context.next_images_in_window == context.images[1:]
+    context.set_token_indices(start_idx=10, active_idx=20)
+    assert (context.image_idx, context.next_images, context.needs_vision_encoding) == (2, [], False)
+    context.update(30)
+    context.reset()
+    assert context.needs_vision_encoding
+
+
+def test_placeholders_leave_out_separators() -> None:
+    tokens = [5, IMAGE, IMAGE, 7, IMAGE, 5]
+    image = image_of(1, 5, num_embedding_rows=3)
+    context = context_of(image, tokens=tokens)
+    assert context.placeholders(image).tolist() == context.image_token_indices.tolist() == [1, 2, 4]
+    assert context.image_token_indices.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ([(6, 10), (2, 6)], "Images must be sorted, but 2 follows 6"),
+        ([(2, 6), (5, 9)], "Images must be non-overlapping: one ends at 6, the next begins at 5"),
+        ([(18, 21)], "Images must be before the end of the token array: 21 > 20"),
+    ],
+)
+def test_images_must_be_in_order(images: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        context_of(*[image_of(*span) for span in images], tokens=[IMAGE] * 20)
+
+
+def test_images_must_match_their_tokens() -> None:
+    with pytest.raises(InputError, match=r"filled with <vision_token_id> \(\[9\]\): .* at 2 and 5 are 22"):
+        context_of(image_of(2, 6), tokens=list(range(20, 40)))
+    with pytest.raises(InputError, match="at token 1 has 4 rows of embeddings, but 3 placeholder tokens"):
+        context_of(image_of(1, 5), tokens=[5, IMAGE, IMAGE, 7, IMAGE, 5])
+    with pytest.raises(InputError, match="valid start index, got -1"):
+        image_of(-1, 5)
+    with pytest.raises(InputError, match="start and end index, got 4 and 4"):
+        image_of(4, 4)
+
+
+def test_block_hashes_depend_on_the_content_of_images() -> None:
+    first, same, other = (context_of(image_of(2, 8, pixel)) for pixel in (1.0, 1.0, 2.0))
+    assert first.token_hash_overrides == same.token_hash_overrides
+    assert sorted(first.token_hash_overrides) == [2, 3, 4, 5]  # 4 words of 8 bytes
+    assert not set(first.token_hash_overrides.values()) & set(other.token_hash_overrides.values())
+    assert sorted(context_of(image_of(2, 4)).token_hash_overrides) == [2, 3]
+    assert not context_of(image_of(2, 4, image_hash=None)).token_hash_overrides
+
+
+def test_the_digest_depends_on_values_shapes_types_and_arguments() -> None:
+    pixels = np.zeros((2, 4), np.float32)
+    digests = {
+        image_digest(pixels, {}),
+        image_digest(pixels + 1, {}),
+        image_digest(pixels.T, {}),
+        image_digest(pixels.astype(np.int32), {}),
+        image_digest(pixels, {"grid": np.array([1, 2])}),
+        image_digest(pixels, {"grid": np.array([2, 1])}),
+    }
+    assert len(digests) == 6
+    assert image_digest(pixels.copy(), {}) in digests
+
+
+def test_only_bidirectional_spans_are_indivisible() -> None:
+    causal, both = (
+        context_of(image_of(2, 6), image_of(6, 9), has_bidirectional_images=flag) for flag in (False, True)
+    )
+    indices = range(1, 11)
+    assert [causal.boundary_before(index) for index in indices] == [*indices]
+    assert [causal.boundary_after(index) for index in indices] == [*indices]
+    assert [both.boundary_before(index) for index in indices] == [1, 2, 2, 2, 2, 6, 6, 6, 9, 10]
+    assert [both.boundary_after(index) for index in indices] == [1, 2, 6, 6, 6, 6, 9, 9, 9, 10]
+    assert causal.compute_image_aligned_idx(4) == 2
+
+
+def test_a_context_with_images_survives_encoding() -> None:
+    context = context_of(image_of(2, 6, arguments={"grid": np.array([1, 2])}), image_of(7, 9, 2.0))
+    kind = TextAndVisionContext
+    decoded = msgpack_numpy_decoder(kind)(msgpack_numpy_encoder()(context))
+    assert decoded == context
+    decoded.images[0].arguments["grid"] = np.array([1, 3])
+    assert decoded != context
