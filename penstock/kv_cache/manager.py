@@ -26,6 +26,7 @@ from torch import Tensor
 from penstock.errors import InputError, InsufficientBlocksError
 from penstock.kernels import KVCacheInputs, KVGroupInputs
 from penstock.kv_cache.block_pool import NULL_BLOCK, BlockPool
+from penstock.kv_cache.block_tables import BlockTables
 from penstock.kv_cache.prefixes import PrefixIndex
 from penstock.kv_cache.spec import KVCacheSpec
 from penstock.kv_cache.storage import KVCacheStorage
@@ -84,7 +85,7 @@ class KVCacheManager:
         self._prefixes = PrefixIndex(spec, self._pools, block_size, adapter_digest)
         self._sequences: dict[int, _Sequence] = {}  # by slot
         self._free_slots: list[int] = []  # a heap: the lowest first
-        self._tables = np.full((len(spec.groups), 8, 8), NULL_BLOCK, np.int32)  # [groups, slots, M]
+        self._tables = BlockTables(len(spec.groups))
 
     @property
     def num_blocks(self) -> int:
@@ -142,9 +143,10 @@ class KVCacheManager:
         length = -(-end // self.block_size)
         missing = length - sequence.num_blocks
         self._require(missing)
-        self._grow_tables(length)
-        for tables, pool in zip(self._tables, self._pools, strict=True):
-            tables[sequence.slot, sequence.num_blocks : length] = pool.allocate(missing)
+        self._tables.grow(length=length)
+        for index, pool in enumerate(self._pools):
+            row = self._tables.row(index, sequence.slot)
+            row[sequence.num_blocks : length] = pool.allocate(missing)
         sequence.num_blocks = length
 
     def num_missing_blocks(self, context: InputContext, lookahead: int = 0) -> int:
@@ -166,7 +168,7 @@ class KVCacheManager:
         for index, group in self._windowed:
             first = min(group.first_visible(context.start_idx) // self.block_size, sequence.num_full)
             if first > sequence.num_behind[index]:
-                row = self._tables[index, sequence.slot, sequence.num_behind[index] : first]
+                row = self._tables.row(index, sequence.slot)[sequence.num_behind[index] : first]
                 self._pools[index].release(row.tolist())
                 row[:] = NULL_BLOCK
                 sequence.num_behind[index] = first
@@ -188,9 +190,10 @@ class KVCacheManager:
         sequence.root, sequence.digests = source.root, list(source.digests)
         sequence.num_behind = list(source.num_behind)
         sequence.num_full, sequence.num_blocks = num_full, num_full + num_partial
-        self._grow_tables(sequence.num_blocks)
+        self._tables.grow(length=sequence.num_blocks)
         for index, pool in enumerate(self._pools):
-            original, copy = self._tables[index, source.slot], self._tables[index, sequence.slot]
+            original = self._tables.row(index, source.slot)
+            copy = self._tables.row(index, sequence.slot)
             pool.retain(original[source.num_behind[index] : num_full].tolist())
             copy[:num_full] = original[:num_full]
             for block in pool.allocate(num_partial):
@@ -240,16 +243,11 @@ class KVCacheManager:
         slots = [sequence.slot for sequence in sequences]
         max_blocks = max([1, *[sequence.num_blocks for sequence in sequences]])
         ends = np.array(starts, np.int64) + np.array(counts, np.int64)  # [B]
-        rows, positions = np.arange(len(sequences)), ends - 1  # for one row per context
-        if sum(counts) > len(sequences):
-            rows = np.repeat(rows, counts)  # [T]
-            positions = np.arange(len(rows)) + (ends - np.cumsum(counts))[rows]  # [T]
-        columns, within = np.divmod(positions, self.block_size)
-        groups = []
-        for group, table in zip(self.spec.groups, self._tables, strict=True):
-            tables = table[slots, :max_blocks]  # [B, M], a copy
-            stored = tables[rows, columns].astype(np.int64) * self.block_size + within
-            groups.append(KVGroupInputs(self._upload(tables), self._upload(stored), group.window))
+        tables = self._tables.of_batch(slots, max_blocks, ends, counts, self.block_size)
+        groups = (
+            KVGroupInputs(self._upload(table), self._upload(stored), group.window)
+            for group, (table, stored) in zip(self.spec.groups, tables, strict=True)
+        )
         return KVCacheInputs(
             lengths=self._upload(ends.astype(np.int32)),
             groups=tuple(groups),
@@ -264,7 +262,7 @@ class KVCacheManager:
             pool.check_integrity()
             held = np.zeros(pool.num_blocks + 1, np.int64)
             for sequence in self._sequences.values():
-                row = self._tables[index, sequence.slot]
+                row = self._tables.row(index, sequence.slot)
                 num_behind, length = sequence.num_behind[index], sequence.num_blocks
                 assert num_behind <= sequence.num_full <= length, f"{sequence}"
                 held_columns = np.flatnonzero(row).tolist()
@@ -290,8 +288,7 @@ class KVCacheManager:
     def _open(self, context: InputContext) -> _Sequence:
         slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._sequences)
         context.assign_to_cache(slot)
-        if slot >= self._tables.shape[1]:
-            self._tables = _grown(self._tables, 1, slot + 1)
+        self._tables.grow(num_slots=slot + 1)
         regime = self.spec.regime(context.current_length)
         self._sequences[slot] = _Sequence(context.request_id, slot, [0] * len(self._pools), regime)
         return self._sequences[slot]
@@ -311,12 +308,12 @@ class KVCacheManager:
         if chain is None:
             return
         hit = self._prefixes.hit(chain, self._hit_limit(context)) if self._looks_up(context) else 0
-        self._grow_tables(hit)
+        self._tables.grow(length=hit)
         for index, (group, pool) in enumerate(zip(self.spec.groups, self._pools, strict=True)):
             first = group.first_visible(hit * self.block_size) // self.block_size
             blocks = [pool.find(digest) for digest in chain.digests[first:hit]]
             pool.retain(blocks)
-            self._tables[index, sequence.slot, first:hit] = blocks
+            self._tables.row(index, sequence.slot)[first:hit] = blocks
             sequence.num_behind[index] = first
         sequence.root, sequence.digests = chain.root, chain.digests[:hit]
         sequence.num_full = sequence.num_blocks = hit
@@ -330,9 +327,9 @@ class KVCacheManager:
             # Hash the blocks again: a rollback may have changed tokens since they were marked in flight.
             parent = sequence.digests[-1] if sequence.digests else sequence.root
             digests = self._prefixes.digests(context, parent, blocks)
-            for tables, pool in zip(self._tables, self._pools, strict=True):
-                row = tables[sequence.slot, blocks.start : blocks.stop].tolist()
-                for block, digest in zip(row, digests, strict=True):
+            for index, pool in enumerate(self._pools):
+                row = self._tables.row(index, sequence.slot)[blocks.start : blocks.stop]
+                for block, digest in zip(row.tolist(), digests, strict=True):
                     pool.register(block, digest)
             sequence.digests += digests
         computed = sequence.in_flight[-len(blocks) :]
@@ -362,7 +359,7 @@ class KVCacheManager:
 
     def _truncate(self, sequence: _Sequence, length: int) -> None:
         for index, pool in enumerate(self._pools):
-            row = self._tables[index, sequence.slot, : sequence.num_blocks]
+            row = self._tables.row(index, sequence.slot)[: sequence.num_blocks]
             sequence.num_behind[index] = min(sequence.num_behind[index], length)
             pool.release(block for block in row[length:].tolist() if block != NULL_BLOCK)
             row[length:] = NULL_BLOCK
@@ -386,19 +383,5 @@ class KVCacheManager:
     def _hit_limit(self, context: InputContext) -> int:
         return (context.active_idx - 1) // self.block_size  # at least the last row is computed, for logits
 
-    # -- Arrays -----------------------------------------------------------------------------------------
-
-    def _grow_tables(self, length: int) -> None:
-        if length > self._tables.shape[2]:
-            self._tables = _grown(self._tables, 2, length)
-
     def _upload(self, array: npt.NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-
-def _grown(tables: npt.NDArray[np.int32], axis: int, min_size: int) -> npt.NDArray[np.int32]:
-    shape = list(tables.shape)
-    shape[axis] = max(min_size, 2 * shape[axis])
-    grown = np.full(shape, NULL_BLOCK, np.int32)
-    grown[:, : tables.shape[1], : tables.shape[2]] = tables
-    return grown

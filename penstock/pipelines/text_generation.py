@@ -26,22 +26,18 @@ from penstock.errors import (
     InputError,
     RequestFailedError,
 )
-from penstock.grammar import GrammarCompiler, acceptable_drafts, forced_tokens
+from penstock.grammar import GrammarCompiler
 from penstock.host.memory import PrefaultedMemory
 from penstock.kv_cache import (
     ReservedBatch,
     claim,
     reserve_drafts,
     reserve_steps,
-    tokens_left,
 )
-from penstock.memory import MAX_DRAFT_ROWS
 from penstock.pipelines.context_rules import (
     append_tokens,
-    appends_forced_tokens,
     check_context,
     check_sampled_tokens,
-    generation_status,
 )
 from penstock.pipelines.core import (
     PipelineTask,
@@ -51,9 +47,10 @@ from penstock.pipelines.core import (
     TextGenerationStatus,
     TextResponse,
 )
+from penstock.pipelines.drafting import append_forced, draft_limits, draft_tokens, report_drafts
 from penstock.pipelines.runner import LaunchHandle, ModelRunner, SampledTokens
 from penstock.pipelines.sampling import check_logit_rules
-from penstock.pipelines.speculative import DraftLengthPolicy, DraftProposer, SpeculationStats, known_tokens
+from penstock.pipelines.speculative import DraftLengthPolicy, DraftProposer, SpeculationStats
 from penstock.pipelines.task_pipeline import TaskPipeline
 
 if TYPE_CHECKING:
@@ -68,8 +65,6 @@ __all__ = [
 ]
 
 _logger = logging.getLogger(__name__)
-_MAX_FORCED_TOKENS = 64
-"""Most forced tokens of one context in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +188,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 claim(self.kv, context)
             num_steps = reserve_steps(self.kv, contexts, num_steps)
         begin = perf_counter()
-        drafts, is_forced = self._drafts(contexts)
+        drafts, is_forced = self._draft(contexts)
         if any(drafts):
             num_steps = 1
             drafts = [
@@ -225,7 +220,9 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
             self.draft_lengths.record_step(num_rows, depth, forward, handle.proposal_seconds)
         responses = self._update_contexts(batch, sampled)
         if self.proposer is not None or any(drafts):
-            self._observe(contexts, drafts, handle.is_forced, sampled)
+            matching = [len(one.tokens) - 1 for one in sampled]
+            observers = [one for one in (self.proposer, self.draft_lengths) if one is not None]
+            report_drafts(contexts, drafts, handle.is_forced, matching, self.speculation_stats, observers)
         return responses
 
     def num_steps_for(self, seconds: float) -> int:
@@ -305,50 +302,12 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         if self.model.lora_manager is not None:
             self.model.lora_manager.check(contexts)
 
-    # -- Drafts -----------------------------------------------------------------------------------------
-
-    def _tokens_left(self, context: TextContext) -> int:
-        """Return how many more tokens a context may get from one call, accepted drafts included."""
-        left = tokens_left(self.kv, context)
-        assert left is not None, "the pipeline limits the length of sequences"
-        return left
-
-    def _drafts(self, contexts: Sequence[TextContext]) -> tuple[list[list[int]], list[bool]]:
-        """Return drafts for each context, and whether its grammar forces them.
-
-        Drafts fit into the maximum length of their context and into the planned size of a step.
-        """
-        drafts: list[list[int]] = [[] for _ in contexts]
+    def _draft(self, contexts: Sequence[TextContext]) -> tuple[list[list[int]], list[bool]]:
+        """Return drafts for each context, and whether its grammar forces them; see `draft_tokens`."""
         if self.proposer is None and all(context.matcher is None for context in contexts):
-            return drafts, [False] * len(contexts)
-        limits = self._draft_limits(contexts)
-        vocabulary = self.runner.vocabulary or 0  # unknown before the first forward
-        for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
-            # If forced tokens are appended after each token, none are left to draft.
-            is_appended = appends_forced_tokens(context) and len(context.generated_tokens)
-            if context.matcher is not None and vocabulary and not is_appended:
-                drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary)
-        is_forced = [bool(draft) for draft in drafts]
-        if self.proposer is None:
-            return drafts, is_forced
-        limits = [0 if forced else limit for limit, forced in zip(limits, is_forced, strict=True)]
-        lengths = limits if self.draft_lengths is None else self.draft_lengths.lengths(contexts, limits)
-        proposals = self.proposer.propose(contexts, lengths)
-        for index, (context, draft) in enumerate(zip(contexts, proposals, strict=True)):
-            if not is_forced[index]:
-                known = known_tokens(draft[: lengths[index]], vocabulary)
-                drafts[index] = acceptable_drafts(context, known)
-        return drafts, is_forced
-
-    def _draft_limits(self, contexts: Sequence[TextContext]) -> list[int]:
-        """Return the most drafts for each context. The rows left in the step are divided evenly."""
-        num_rows = sum(context.active_length for context in contexts)
-        num_left = max(self.memory_plan.max_batch_input_tokens - num_rows, 0)
-        share = min(num_left, MAX_DRAFT_ROWS) // len(contexts)
-        return [
-            0 if context.active_idx < context.end_idx else max(min(self._tokens_left(context) - 1, share), 0)
-            for context in contexts
-        ]
+            return [[] for _ in contexts], [False] * len(contexts)
+        limits = draft_limits(contexts, self.kv, self.memory_plan.max_batch_input_tokens)
+        return draft_tokens(contexts, limits, self.proposer, self.draft_lengths, self.runner.vocabulary or 0)
 
     # -- Results -----------------------------------------------------------------------------
 
@@ -366,7 +325,9 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                     check_sampled_tokens(context, one.tokens)
                 append_tokens(context, one)
                 if matcher is not None:
-                    self._append_forced(context)
+                    self.speculation_stats.num_forced += append_forced(
+                        context, self.kv, self.runner.vocabulary or 0
+                    )
                 self.kv.commit(context)
                 responses[request_id] = context.outstanding_response()
             except InputError as error:
@@ -380,34 +341,3 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                     f"request {request_id} ended because of an internal error{reason}; the log shows details"
                 )
         return responses
-
-    def _append_forced(self, context: TextContext) -> None:
-        """Append the tokens that the grammar forces. They are computed in the next step."""
-        is_over = generation_status(context).is_done or context.active_idx < context.end_idx
-        if not appends_forced_tokens(context) or is_over or not self.runner.vocabulary:
-            return
-        limit = self._tokens_left(context) - 1  # the token that reaches the maximum length is sampled
-        for token in forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), self.runner.vocabulary):
-            context.jump_ahead(token)
-            self.speculation_stats.num_forced += 1
-            if generation_status(context).is_done:
-                break
-
-    def _observe(
-        self,
-        contexts: Sequence[TextContext],
-        drafts: Sequence[list[int]],
-        is_forced: Sequence[bool],
-        sampled: Sequence[SampledTokens],
-    ) -> None:
-        """Count accepted drafts and report them to proposer and length policy."""
-        matching = [len(one.tokens) - 1 for one in sampled]
-        self.speculation_stats.num_forced += sum(
-            count for count, forced in zip(matching, is_forced, strict=True) if forced
-        )
-        drafts = [[] if forced else draft for draft, forced in zip(drafts, is_forced, strict=True)]
-        accepted = [count if draft else 0 for count, draft in zip(matching, drafts, strict=True)]
-        self.speculation_stats.count(drafts, accepted)
-        for observer in (self.proposer, self.draft_lengths):
-            if observer is not None:
-                observer.observe(contexts, drafts, accepted)

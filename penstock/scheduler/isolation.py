@@ -39,10 +39,15 @@ class Isolation(Generic[ContextT, OutputT]):
     """Runs batches of a pipeline and ends only the contexts that make a batch fail.
 
     Requires that contexts are unchanged when ``pipeline.execute`` raises.
+
+    Args:
+        pipeline: executes the batches.
+        is_enabled: whether a failed batch runs again in halves. Otherwise every exception is raised.
     """
 
-    def __init__(self, pipeline: Pipeline[ContextT, OutputT]) -> None:
+    def __init__(self, pipeline: Pipeline[ContextT, OutputT], *, is_enabled: bool = True) -> None:
         self._pipeline = pipeline
+        self._is_enabled = is_enabled
         self._num_faults = 0  # consecutive, since a part last ran
 
     def execute(
@@ -56,9 +61,11 @@ class Isolation(Generic[ContextT, OutputT]):
 
         Raises:
             Exception: no part of the batch runs, and two or more contexts have failed since a part last ran,
-                in this step or before. Or this process has reached its limit of private memory. No context
-                has changed.
+                in this step or before. Or this process has reached its limit of private memory. Or isolation
+                is not enabled. No context has changed.
         """
+        if not self._is_enabled:
+            return self._pipeline.execute(batch, num_steps), _take_failures(self._pipeline)
         outputs: dict[str, OutputT] = {}
         failures: dict[str, PenstockError] = {}
         has_run, num_faults = False, self._num_faults
@@ -81,12 +88,12 @@ class Isolation(Generic[ContextT, OutputT]):
                     raise
             else:
                 has_run = True
-                failures |= take_failures(self._pipeline)
+                failures |= _take_failures(self._pipeline)
         self._num_faults = 0 if has_run else num_faults
         return outputs, failures
 
 
-def take_failures(pipeline: Pipeline[ContextT, OutputT]) -> dict[str, PenstockError]:
+def _take_failures(pipeline: Pipeline[ContextT, OutputT]) -> dict[str, PenstockError]:
     """Return the failures of the last ``execute`` and clear ``pipeline.failures``."""
     failures = dict(pipeline.failures)
     pipeline.failures.clear()

@@ -15,7 +15,7 @@ from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
 from penstock.scheduler.batch import Batch, Entry, is_whole, num_rows, set_rows
 from penstock.scheduler.budget import decode_rows, prompt_rows, refuse_what_never_fits, smallest_chunk
-from penstock.scheduler.isolation import Isolation, as_failure, take_failures
+from penstock.scheduler.isolation import Isolation, as_failure
 from penstock.scheduler.shares import Shares
 from penstock.scheduler.waiting import WaitingQueue
 
@@ -88,7 +88,7 @@ class Scheduler(Generic[ContextT, OutputT]):
         self._may_chunk_prefill = enable_chunked_prefill and not whole_prompts
         self._whole_prompts = whole_prompts
         self._ready = ready
-        self._isolation = Isolation(pipeline) if isolates_faults else None
+        self._isolation = Isolation(pipeline, is_enabled=isolates_faults)
         self._arrivals = count()
         self._shares = Shares()
         self._waiting: WaitingQueue[Entry[ContextT]] = WaitingQueue(
@@ -169,21 +169,13 @@ class Scheduler(Generic[ContextT, OutputT]):
         if entries:
             prompts = [entry for entry in entries.values() if not entry.is_decoding]
             whole = [entry for entry in prompts if is_whole(entry.context)]
-            outputs, failures = self._execute(contexts, batch.num_steps)
+            outputs, failures = self._isolation.execute(contexts, batch.num_steps)
             for entry in whole:
                 entry.is_decoding = True
             for request_id, error in failures.items():
                 self._fail(entries[request_id], error)
         self._retire(outputs)
         return outputs
-
-    def _execute(
-        self, contexts: dict[str, ContextT], num_steps: int
-    ) -> tuple[dict[str, OutputT], dict[str, PenstockError]]:
-        if self._isolation is not None:
-            return self._isolation.execute(contexts, num_steps)
-        outputs = self._pipeline.execute(contexts, num_steps)
-        return outputs, take_failures(self._pipeline)
 
     # -- The batch --------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import WeightsError
 from penstock.weights.gguf import GGUFFile
+from penstock.weights.gguf_keys import GGUFKeys
 from penstock.weights.gguf_names import architecture_of
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def gguf_config(path: Path) -> dict[str, Any]:
     """
     file = GGUFFile(path)
     name = architecture_of(file)
-    keys = _Keys(file, name)
+    keys = GGUFKeys(file, name)
     keys.check_supported()
     config = _FAMILIES[name](keys)
     unread = keys.unread()
@@ -62,116 +62,7 @@ _SAMPLING = {
 }
 
 
-class _Keys:
-    """The keys of a file's family, ``llama.block_count`` as ``block_count``."""
-
-    def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self.file = file
-        self._prefix = f"{architecture}."
-        self._read: set[str] = set()
-
-    def get(self, key: str) -> Any:
-        """Return the value of a key, or None if the file has none."""
-        self._read.add(key)
-        return self.file.metadata.get(self._prefix + key)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1. Without a default, a missing key is an error."""
-        value = self.get(key) if self.get(key) is not None else default
-        if value is None:
-            raise self.missing(key)
-        if type(value) is not int or value < 1:
-            raise self.fail(key, "must be a whole number of at least 1")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a number above 0. Without a default, a missing key is an error."""
-        value = self.get(key) if self.get(key) is not None else default
-        if value is None:
-            raise self.missing(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.fail(key, "must be a number above 0")
-        return value
-
-    def window(self) -> int | None:
-        """Return the size of the sliding window, or None if it is missing or 0."""
-        return self.count("attention.sliding_window") if self.get("attention.sliding_window") else None
-
-    def has(self, tensor: str) -> bool:
-        """Return whether the first layer has this tensor."""
-        return f"blk.0.{tensor}" in self.file.tensors
-
-    def rows_of(self, tensor: str) -> int:
-        """Return the first dimension of a tensor. A missing tensor is an error."""
-        if tensor not in self.file.tensors:
-            raise WeightsError(self.file.path, f"has no tensor {tensor}")
-        return self.file.tensors[tensor].shape[0]
-
-    def array(self, key: str) -> list[Any]:
-        """Return the elements of an array."""
-        self._read.add(key)
-        return self.file.array(self._prefix + key)
-
-    def missing(self, key: str) -> WeightsError:
-        """Return the error for a missing key."""
-        return WeightsError(self.file.path, f"has no {self._prefix}{key}")
-
-    def fail(self, key: str, problem: str) -> WeightsError:
-        """Return the error for an invalid value."""
-        return WeightsError(self.file.path, f"{self._prefix}{key} {problem}, was {self.get(key)!r}")
-
-    def unread(self) -> list[str]:
-        """Return the family's keys that were not read, except those known to have no effect."""
-        keys = (key for key in self.file.metadata if key.startswith(self._prefix))
-        known = self._read | _WITHOUT_EFFECT
-        return sorted(key for key in keys if key.removeprefix(self._prefix) not in known)
-
-    def check_supported(self) -> None:
-        """Check the keys that no supported family may set.
-
-        Raises:
-            WeightsError: the file sets one of them.
-        """
-        for key in _UNSUPPORTED:
-            if self.get(key):
-                raise self.fail(key, "is not supported")
-        if self.get("attention.causal") is False:
-            raise self.fail("attention.causal", "must be true: text generation needs causal attention")
-        if self.get("tensor_data_layout") not in (None, "reference", "Meta AI original pth"):
-            raise self.fail("tensor_data_layout", "is unknown")
-        if self.count("attention.value_length", self.head_dim) != self.head_dim:
-            raise self.fail("attention.value_length", f"must be the length of keys, {self.head_dim}")
-
-    @property
-    def head_dim(self) -> int:
-        """The size of an attention head, D."""
-        heads = self.count("attention.head_count")
-        return self.count("attention.key_length", max(1, self.count("embedding_length") // heads))
-
-
-_UNSUPPORTED = (
-    "attention.max_alibi_bias",
-    "attention.clamp_kqv",
-    "use_parallel_residual",
-    "leading_dense_block_count",
-    "expert_shared_count",
-    "expert_group_count",
-    "nextn_predict_layers",
-    "rope.scaling.yarn_log_multiplier",
-    "rope.scaling.yarn_ext_factor",
-    "rope.scaling.yarn_attn_factor",
-    "router_logit_softcapping",
-)
-_WITHOUT_EFFECT = {
-    "vocab_size",  # taken from the shape of the embedding table
-    "rope.scaling.finetuned",
-    "rope.dimension_count_swa",
-    "attention.key_length_swa",
-    "attention.value_length_swa",
-}
-
-
-def _decoder(keys: _Keys, *, partial_rotary: bool = False) -> dict[str, Any]:
+def _decoder(keys: GGUFKeys, *, partial_rotary: bool = False) -> dict[str, Any]:
     """Return the settings that all families except GPT-2 share.
 
     Args:
@@ -195,7 +86,7 @@ def _decoder(keys: _Keys, *, partial_rotary: bool = False) -> dict[str, Any]:
     }
 
 
-def _rope(keys: _Keys, partial_rotary: bool) -> dict[str, Any]:
+def _rope(keys: GGUFKeys, partial_rotary: bool) -> dict[str, Any]:
     config: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
     dims = keys.count("rope.dimension_count", keys.head_dim)
     if dims != keys.head_dim:
@@ -234,14 +125,14 @@ _FACTORS = {
 }
 
 
-def _longrope(keys: _Keys, short: list[float], long: list[float]) -> dict[str, Any]:
+def _longrope(keys: GGUFKeys, short: list[float], long: list[float]) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
     if keys.get("rope.scaling.attn_factor"):
         scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
     return scaling
 
 
-def _yarn(keys: _Keys) -> dict[str, Any]:
+def _yarn(keys: GGUFKeys) -> dict[str, Any]:
     factor = keys.number("rope.scaling.factor")
     scaling: dict[str, Any] = {
         "rope_type": "yarn",
@@ -257,7 +148,7 @@ def _yarn(keys: _Keys) -> dict[str, Any]:
     return scaling
 
 
-def _llama(keys: _Keys) -> dict[str, Any]:
+def _llama(keys: GGUFKeys) -> dict[str, Any]:
     """Return the configuration of Llama, of Mixtral (with experts) or of Mistral (with a window)."""
     config = _decoder(keys)
     window = keys.window()
@@ -272,7 +163,7 @@ def _llama(keys: _Keys) -> dict[str, Any]:
     return config | {"model_type": "llama"}
 
 
-def _granite(keys: _Keys) -> dict[str, Any]:
+def _granite(keys: GGUFKeys) -> dict[str, Any]:
     return _decoder(keys) | {
         "model_type": "granite",
         "embedding_multiplier": keys.number("embedding_scale", 1.0),
@@ -282,19 +173,19 @@ def _granite(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _smollm3(keys: _Keys) -> dict[str, Any]:
+def _smollm3(keys: GGUFKeys) -> dict[str, Any]:
     return _decoder(keys) | {"model_type": "smollm3", "no_rope_layer_interval": 4}
 
 
-def _qwen2(keys: _Keys) -> dict[str, Any]:
+def _qwen2(keys: GGUFKeys) -> dict[str, Any]:
     return _decoder(keys) | {"model_type": "qwen2"}
 
 
-def _qwen3(keys: _Keys) -> dict[str, Any]:
+def _qwen3(keys: GGUFKeys) -> dict[str, Any]:
     return _decoder(keys) | {"model_type": "qwen3"}
 
 
-def _qwen3_moe(keys: _Keys) -> dict[str, Any]:
+def _qwen3_moe(keys: GGUFKeys) -> dict[str, Any]:
     return _decoder(keys) | {
         "model_type": "qwen3_moe",
         "intermediate_size": keys.count("feed_forward_length", keys.count("expert_feed_forward_length")),
@@ -307,20 +198,20 @@ def _qwen3_moe(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _olmo2(keys: _Keys) -> dict[str, Any]:
+def _olmo2(keys: GGUFKeys) -> dict[str, Any]:
     if keys.get("attention.sliding_window"):  # files of OLMo 3 also use this architecture name
         raise keys.fail("attention.sliding_window", "must be absent: OLMo 2 has no window")
     return _decoder(keys) | {"model_type": "olmo2"}
 
 
-def _phi3(keys: _Keys) -> dict[str, Any]:
+def _phi3(keys: GGUFKeys) -> dict[str, Any]:
     return _decoder(keys, partial_rotary=True) | {
         "model_type": "phi3",
         "sliding_window": keys.window(),
     }
 
 
-def _gemma2(keys: _Keys) -> dict[str, Any]:
+def _gemma2(keys: GGUFKeys) -> dict[str, Any]:
     return _gemma(keys, layers_of_27b=46) | {
         "model_type": "gemma2",
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
@@ -329,7 +220,7 @@ def _gemma2(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _gemma3(keys: _Keys) -> dict[str, Any]:
+def _gemma3(keys: GGUFKeys) -> dict[str, Any]:
     config = _gemma(keys, layers_of_27b=62)
     full = {"rope_theta": keys.number("rope.freq_base", 1_000_000.0)} | config.pop("rope_scaling", {})
     return config | {
@@ -343,7 +234,7 @@ def _gemma3(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _gemma(keys: _Keys, layers_of_27b: int) -> dict[str, Any]:
+def _gemma(keys: GGUFKeys, layers_of_27b: int) -> dict[str, Any]:
     config = _decoder(keys)
     # No key gives this value. Only the 27B models scale scores by another size than the head's.
     scalar: float = keys.head_dim
@@ -359,7 +250,7 @@ def _gemma(keys: _Keys, layers_of_27b: int) -> dict[str, Any]:
     }
 
 
-def _layer_types(keys: _Keys, period: int) -> list[str]:
+def _layer_types(keys: GGUFKeys, period: int) -> list[str]:
     """Return the attention type of each layer.
 
     By default each ``period``-th layer uses full attention. A file may set another period, or give a list
@@ -372,7 +263,7 @@ def _layer_types(keys: _Keys, period: int) -> list[str]:
     return [_SLIDING if slides else _FULL for slides in keys.array(key)]
 
 
-def _gpt2(keys: _Keys) -> dict[str, Any]:
+def _gpt2(keys: GGUFKeys) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
         "n_embd": keys.count("embedding_length"),
@@ -385,7 +276,7 @@ def _gpt2(keys: _Keys) -> dict[str, Any]:
     }
 
 
-_FAMILIES: Mapping[str, Callable[[_Keys], dict[str, Any]]] = {
+_FAMILIES: Mapping[str, Callable[[GGUFKeys], dict[str, Any]]] = {
     "llama": _llama,
     "granite": _granite,
     "smollm3": _smollm3,

@@ -693,7 +693,7 @@ def test_check_integrity_reports_a_hole_in_a_table() -> None:
     manager, context = kv_manager(8), text_context(PROMPT)
     manager.claim(context)
     manager.reserve(context)
-    manager._tables[0, 0, 1] = 0
+    manager._tables.row(0, 0)[1] = 0
     with pytest.raises(AssertionError, match=r"group 0: table \[1, 0, 3"):
         manager.check_integrity()
 

@@ -87,7 +87,7 @@ def contexts_with(compiler: Any, max_new: int = 70) -> list[TextContext]:
 def plain(pipeline: TextGenerationPipeline, compiler: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What comes without drafts and without jumps."""
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.pipelines.text_generation.forced_tokens", lambda *_: [])
+        patch.setattr("penstock.pipelines.drafting.forced_tokens", lambda *_: [])
         given = outcome(pipeline, contexts_with(compiler))
     assert not pipeline.speculation_stats.num_forced
     decode = Tokenizer.from_file(str(Path(pipeline.config.model.checkpoint) / "tokenizer.json")).decode
@@ -107,7 +107,7 @@ def test_forced_tokens_stop_at_the_maximum_length(
     pipeline: TextGenerationPipeline, compiler: Any, max_new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = outcome(pipeline, contexts_with(compiler, max_new))
-    monkeypatch.setattr("penstock.pipelines.text_generation.forced_tokens", lambda *_: [])
+    monkeypatch.setattr("penstock.pipelines.drafting.forced_tokens", lambda *_: [])
     assert outcome(pipeline, contexts_with(compiler, max_new)) == given
 
 
@@ -137,7 +137,7 @@ def test_a_grammar_is_asked_once_a_token_for_what_it_forces(
         asked.append(context.current_length)
         return forced_tokens(context, *limits)
 
-    monkeypatch.setattr("penstock.pipelines.text_generation.forced_tokens", counted)
+    monkeypatch.setattr("penstock.pipelines.drafting.forced_tokens", counted)
     outcome(pipeline, contexts_with(compiler)[:1])
     assert len(asked) == len(set(asked)) > 10
 

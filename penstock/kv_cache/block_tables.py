@@ -1,0 +1,60 @@
+"""`BlockTables`: which block holds which tokens, for all groups of layers and all slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kv_cache.block_pool import NULL_BLOCK
+
+
+class BlockTables:
+    """The block tables ``[groups, slots, M]``. Entries without a block hold `NULL_BLOCK`."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.values: npt.NDArray[np.int32] = np.full((num_groups, 8, 8), NULL_BLOCK, np.int32)
+
+    def row(self, group: int, slot: int) -> npt.NDArray[np.int32]:  # [M], a view
+        """Return the table of a slot in a group. Writing to it changes the table."""
+        row: npt.NDArray[np.int32] = self.values[group, slot]
+        return row
+
+    def grow(self, *, num_slots: int = 0, length: int = 0) -> None:
+        """Make space for this many slots and for tables of this length."""
+        for axis, size in ((1, num_slots), (2, length)):
+            if size > self.values.shape[axis]:
+                self._grow_axis(axis, size)
+
+    def of_batch(
+        self,
+        slots: Sequence[int],  # [B]
+        length: int,
+        ends: npt.NDArray[np.int64],  # [B]
+        counts: Sequence[int],  # [B]
+        block_size: int,
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+        """Return for each group the tables ``[B, length]`` of a batch and its cache rows ``[T]``.
+
+        Args:
+            slots: the slot of each sequence.
+            length: the number of columns.
+            ends: the position after the last row of each sequence.
+            counts: the number of rows of each sequence.
+            block_size: S.
+        """
+        rows, positions = np.arange(len(slots)), ends - 1  # for one row per sequence
+        if sum(counts) > len(slots):
+            rows = np.repeat(rows, counts)  # [T]
+            positions = np.arange(len(rows)) + (ends - np.cumsum(counts))[rows]  # [T]
+        columns, within = np.divmod(positions, block_size)
+        tables = [table[slots, :length] for table in self.values]  # [B, length], copies
+        return [(table, table[rows, columns].astype(np.int64) * block_size + within) for table in tables]
+
+    def _grow_axis(self, axis: int, min_size: int) -> None:
+        shape = list(self.values.shape)
+        shape[axis] = max(min_size, 2 * shape[axis])
+        grown = np.full(shape, NULL_BLOCK, np.int32)
+        grown[:, : self.values.shape[1], : self.values.shape[2]] = self.values
+        self.values = grown

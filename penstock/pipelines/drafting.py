@@ -1,0 +1,115 @@
+"""Drafts of a batch: how many, from the grammar or the proposer, and what is reported about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.grammar import acceptable_drafts, forced_tokens
+from penstock.kv_cache import KVCache, tokens_left
+from penstock.memory import MAX_DRAFT_ROWS
+from penstock.pipelines.context_rules import appends_forced_tokens, generation_status
+from penstock.pipelines.core import TextContext
+from penstock.pipelines.speculative import DraftLengthPolicy, DraftProposer, SpeculationStats, known_tokens
+
+_MAX_FORCED_TOKENS = 64
+"""Most forced tokens of one context in one step."""
+
+
+def draft_limits(contexts: Sequence[TextContext], kv: KVCache, max_rows: int) -> list[int]:
+    """Return the most drafts for each context. The rows left in the step are divided evenly.
+
+    Args:
+        contexts: the batch.
+        kv: the cache, which knows how many more tokens a context may get.
+        max_rows: the planned number of rows of a step.
+    """
+    num_rows = sum(context.active_length for context in contexts)
+    num_left = max(max_rows - num_rows, 0)
+    share = min(num_left, MAX_DRAFT_ROWS) // len(contexts)
+    return [
+        0 if context.active_idx < context.end_idx else max(min(_tokens_left(context, kv) - 1, share), 0)
+        for context in contexts
+    ]
+
+
+def draft_tokens(
+    contexts: Sequence[TextContext],
+    limits: Sequence[int],
+    proposer: DraftProposer | None,
+    draft_lengths: DraftLengthPolicy | None,
+    vocabulary: int,
+) -> tuple[list[list[int]], list[bool]]:
+    """Return drafts for each context, and whether its grammar forces them.
+
+    Args:
+        contexts: the batch.
+        limits: the most drafts of each context.
+        proposer: drafts tokens for contexts whose grammar forces none; None drafts none for them.
+        draft_lengths: limits the drafts of the proposer further; None sets no limit.
+        vocabulary: V; 0 if it is not known before the first forward.
+    """
+    drafts: list[list[int]] = [[] for _ in contexts]
+    for index, (context, limit) in enumerate(zip(contexts, limits, strict=True)):
+        # If forced tokens are appended after each token, none are left to draft.
+        is_appended = appends_forced_tokens(context) and len(context.generated_tokens)
+        if context.matcher is not None and vocabulary and not is_appended:
+            drafts[index] = forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary)
+    is_forced = [bool(draft) for draft in drafts]
+    if proposer is None:
+        return drafts, is_forced
+    limits = [0 if forced else limit for limit, forced in zip(limits, is_forced, strict=True)]
+    lengths = limits if draft_lengths is None else draft_lengths.lengths(contexts, limits)
+    proposals = proposer.propose(contexts, lengths)
+    for index, (context, draft) in enumerate(zip(contexts, proposals, strict=True)):
+        if not is_forced[index]:
+            known = known_tokens(draft[: lengths[index]], vocabulary)
+            drafts[index] = acceptable_drafts(context, known)
+    return drafts, is_forced
+
+
+def append_forced(context: TextContext, kv: KVCache, vocabulary: int) -> int:
+    """Append the tokens that the grammar forces and return their number. The next step computes them."""
+    is_over = generation_status(context).is_done or context.active_idx < context.end_idx
+    if not appends_forced_tokens(context) or is_over or not vocabulary:
+        return 0
+    limit = _tokens_left(context, kv) - 1  # the token that reaches the maximum length is sampled
+    num_forced = 0
+    for token in forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary):
+        context.jump_ahead(token)
+        num_forced += 1
+        if generation_status(context).is_done:
+            break
+    return num_forced
+
+
+def report_drafts(
+    contexts: Sequence[TextContext],
+    drafts: Sequence[list[int]],
+    is_forced: Sequence[bool],
+    matching: Sequence[int],
+    stats: SpeculationStats,
+    observers: Sequence[DraftProposer | DraftLengthPolicy],
+) -> None:
+    """Count accepted drafts, and report them to the proposer and the length policy.
+
+    Args:
+        contexts: the batch, after it has taken the tokens of the step.
+        drafts: the verified drafts of each context.
+        is_forced: whether a grammar forced them.
+        matching: the number of drafts of each context that equal the sampled tokens.
+        stats: the counters to add to.
+        observers: the proposer and the length policy, if any.
+    """
+    stats.num_forced += sum(count for count, forced in zip(matching, is_forced, strict=True) if forced)
+    drafts = [[] if forced else draft for draft, forced in zip(drafts, is_forced, strict=True)]
+    accepted = [count if draft else 0 for count, draft in zip(matching, drafts, strict=True)]
+    stats.count(drafts, accepted)
+    for observer in observers:
+        observer.observe(contexts, drafts, accepted)
+
+
+def _tokens_left(context: TextContext, kv: KVCache) -> int:
+    """Return how many more tokens a context may get from one call, accepted drafts included."""
+    left = tokens_left(kv, context)
+    assert left is not None, "the pipeline limits the length of sequences"
+    return left

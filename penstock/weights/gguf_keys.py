@@ -1,0 +1,117 @@
+"""`GGUFKeys`: the metadata of a model family in a GGUF file, checked on reading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.errors import WeightsError
+from penstock.weights.gguf import GGUFFile
+
+
+class GGUFKeys:
+    """The keys of a file's family, ``llama.block_count`` as ``block_count``."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self.file = file
+        self._prefix = f"{architecture}."
+        self._read: set[str] = set()
+
+    def get(self, key: str) -> Any:
+        """Return the value of a key, or None if the file has none."""
+        self._read.add(key)
+        return self.file.metadata.get(self._prefix + key)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a whole number of at least 1. Without a default, a missing key is an error."""
+        value = self.get(key) if self.get(key) is not None else default
+        if value is None:
+            raise self.missing(key)
+        if type(value) is not int or value < 1:
+            raise self.fail(key, "must be a whole number of at least 1")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number above 0. Without a default, a missing key is an error."""
+        value = self.get(key) if self.get(key) is not None else default
+        if value is None:
+            raise self.missing(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.fail(key, "must be a number above 0")
+        return value
+
+    def window(self) -> int | None:
+        """Return the size of the sliding window, or None if it is missing or 0."""
+        return self.count("attention.sliding_window") if self.get("attention.sliding_window") else None
+
+    def has(self, tensor: str) -> bool:
+        """Return whether the first layer has this tensor."""
+        return f"blk.0.{tensor}" in self.file.tensors
+
+    def rows_of(self, tensor: str) -> int:
+        """Return the first dimension of a tensor. A missing tensor is an error."""
+        if tensor not in self.file.tensors:
+            raise WeightsError(self.file.path, f"has no tensor {tensor}")
+        return self.file.tensors[tensor].shape[0]
+
+    def array(self, key: str) -> list[Any]:
+        """Return the elements of an array."""
+        self._read.add(key)
+        return self.file.array(self._prefix + key)
+
+    def missing(self, key: str) -> WeightsError:
+        """Return the error for a missing key."""
+        return WeightsError(self.file.path, f"has no {self._prefix}{key}")
+
+    def fail(self, key: str, problem: str) -> WeightsError:
+        """Return the error for an invalid value."""
+        return WeightsError(self.file.path, f"{self._prefix}{key} {problem}, was {self.get(key)!r}")
+
+    def unread(self) -> list[str]:
+        """Return the family's keys that were not read, except those known to have no effect."""
+        keys = (key for key in self.file.metadata if key.startswith(self._prefix))
+        known = self._read | _WITHOUT_EFFECT
+        return sorted(key for key in keys if key.removeprefix(self._prefix) not in known)
+
+    def check_supported(self) -> None:
+        """Check the keys that no supported family may set.
+
+        Raises:
+            WeightsError: the file sets one of them.
+        """
+        for key in _UNSUPPORTED:
+            if self.get(key):
+                raise self.fail(key, "is not supported")
+        if self.get("attention.causal") is False:
+            raise self.fail("attention.causal", "must be true: text generation needs causal attention")
+        if self.get("tensor_data_layout") not in (None, "reference", "Meta AI original pth"):
+            raise self.fail("tensor_data_layout", "is unknown")
+        if self.count("attention.value_length", self.head_dim) != self.head_dim:
+            raise self.fail("attention.value_length", f"must be the length of keys, {self.head_dim}")
+
+    @property
+    def head_dim(self) -> int:
+        """The size of an attention head, D."""
+        heads = self.count("attention.head_count")
+        return self.count("attention.key_length", max(1, self.count("embedding_length") // heads))
+
+
+_UNSUPPORTED = (
+    "attention.max_alibi_bias",
+    "attention.clamp_kqv",
+    "use_parallel_residual",
+    "leading_dense_block_count",
+    "expert_shared_count",
+    "expert_group_count",
+    "nextn_predict_layers",
+    "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
+    "router_logit_softcapping",
+)
+_WITHOUT_EFFECT = {
+    "vocab_size",  # taken from the shape of the embedding table
+    "rope.scaling.finetuned",
+    "rope.dimension_count_swa",
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+}
