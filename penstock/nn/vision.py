@@ -1,0 +1,277 @@
+"""Layers of vision encoders: patch embedding, pre-norm blocks, and the towers of CLIP and SigLIP.
+
+A tower runs a ragged batch of images: the rows of an image are its patches, one sequence of the step each.
+Dosovitskiy et al. 2020 (arXiv:2010.11929), Radford et al. 2021 (arXiv:2103.00020), Zhai et al. 2023
+(arXiv:2303.15343).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.host.heartbeat import beat
+from penstock.kernels import Activation, Ops, StepInputs
+from penstock.nn.blueprint import activation_named, num_layers
+from penstock.nn.config_values import ConfigValues
+from penstock.nn.encoder import EncoderAttention
+from penstock.nn.linear import Linear
+from penstock.nn.loader import Loader
+from penstock.nn.mlp import MLP
+from penstock.nn.norm import LayerNorm, RMSNorm
+from penstock.nn.rotary import RotaryRows
+
+_QUICK_GELU = 1.702
+
+
+class RowLayer(Protocol):
+    """A layer that computes each row independently."""
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:
+        """``x [T, E] -> [T, E']``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QuickGeluMLP:
+    """``down(quick_gelu(up(x)))``, where ``quick_gelu(x) = x * sigmoid(1.702 x)``, as in CLIP."""
+
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T, E]
+        ops = step.ops
+        inner = ops.activation(ops.scale(self.up(x, step), _QUICK_GELU), "silu")
+        return self.down(ops.scale(inner, 1 / _QUICK_GELU), step)
+
+
+def load_mlp(
+    load: Loader,
+    name: str,
+    hidden: int,
+    inner: int,
+    activation: object,
+    *,
+    up: str = "fc1",
+    down: str = "fc2",
+) -> MLP | QuickGeluMLP:
+    """Return the feed-forward layer called ``name``, with biases.
+
+    Args:
+        load: reads and packs the tensors.
+        name: the full name of the layer in the checkpoint.
+        hidden: E.
+        inner: F.
+        activation: the name of the activation function in the checkpoint's configuration.
+        up: the name of the first matrix.
+        down: the name of the second matrix.
+    """
+    kind: Activation | None = (
+        None if activation == "quick_gelu" else activation_named(activation, "vision_config.hidden_act")
+    )
+    first = load.linear(f"{name}.{up}", inner, hidden, bias=True)
+    second = load.linear(f"{name}.{down}", hidden, inner, bias=True)
+    return QuickGeluMLP(first, second) if kind is None else MLP(first, second, kind)
+
+
+def load_patch_embedding(load: Loader, name: str, shape: tuple[int, ...], *, bias: bool) -> Linear:
+    """Return a convolution whose stride is its kernel size as a product of flattened patches.
+
+    The weight keeps the type of the activations in every encoding: it is small and its inputs are pixels.
+
+    Args:
+        load: reads and packs the tensors.
+        name: the full name of the convolution in the checkpoint.
+        shape: ``(E, C, ...)``, the shape of its weight.
+        bias: whether it has a bias.
+    """
+    weight = load.source.tensor(f"{name}.weight", shape).flatten(1)
+    offset = load.source.tensor(f"{name}.bias", shape[:1]) if bias else None
+    return load.pack(weight, {name: shape[0]}, bias=offset, plain=True)
+
+
+def patches_of(pixels: Tensor, patch_size: int) -> Tensor:
+    """Return the flattened patches ``[N * h * w, C p p]`` of ``pixels [N, C, h p, w p]``, row by row."""
+    count, channels, height, width = pixels.shape
+    grid = pixels.reshape(
+        count, channels, height // patch_size, patch_size, width // patch_size, patch_size
+    ).permute(0, 2, 4, 1, 3, 5)
+    return grid.reshape(-1, channels * patch_size * patch_size)
+
+
+def image_step(ops: Ops, counts: Sequence[int], device: torch.device) -> StepInputs:
+    """Return the step of a ragged batch of images with these numbers of rows.
+
+    The positions of the step count the rows of each image from 0.
+    """
+    positions = torch.cat([torch.arange(count) for count in counts])
+    ends = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
+    return StepInputs(ops, positions.to(device), ends.int().to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class VisionBlock:
+    """Attention, then the feed-forward layer, each after a norm."""
+
+    attention_norm: LayerNorm | RMSNorm
+    attention: EncoderAttention
+    mlp_norm: LayerNorm | RMSNorm
+    mlp: RowLayer
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, step: StepInputs, rows: Sequence[RotaryRows] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """``x [T, E]`` is the output of the block before, not yet added to ``residual [T, E]``."""
+        if residual is None:
+            normed, total = self.attention_norm(x, step), x
+        else:
+            normed, total = self.attention_norm.add(x, residual, step)
+        normed, total = self.mlp_norm.add(self.attention(normed, step, rows), total, step)
+        return self.mlp(normed, step), total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSizes:
+    """Sizes of a CLIP or SigLIP tower, read from a checkpoint's ``vision_config``."""
+
+    hidden: int  # E
+    inner: int  # F
+    layers: int
+    heads: int
+    channels: int  # C
+    image_size: int
+    patch_size: int  # p
+    norm_eps: float
+    activation: object
+
+    @classmethod
+    def from_huggingface(cls, config: ConfigValues, *, activation: str, norm_eps: float) -> VisionSizes:
+        """Read a ``vision_config`` with the usual key names.
+
+        Args:
+            config: the section of the tower.
+            activation: the family's activation function, used if the section has none.
+            norm_eps: the family's epsilon of norms, used if the section has none.
+
+        Raises:
+            ConfigError: the heads do not divide the hidden size.
+        """
+        hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+        if hidden % heads:
+            raise ConfigError(
+                "vision_config.num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}"
+            )
+        return cls(
+            hidden=hidden,
+            inner=config.integer("intermediate_size"),
+            layers=num_layers(config),
+            heads=heads,
+            channels=config.integer("num_channels", 3),
+            image_size=config.integer("image_size"),
+            patch_size=config.integer("patch_size"),
+            norm_eps=config.number("layer_norm_eps", norm_eps),
+            activation=config.get("hidden_act") or activation,
+        )
+
+    @property
+    def grid(self) -> int:
+        """Patches in each direction of an image of the trained size."""
+        return self.image_size // self.patch_size
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTower:
+    """Patch embedding, learned positions and pre-norm blocks: CLIP and SigLIP."""
+
+    sizes: VisionSizes
+    patches: Linear  # [C p p] -> [E]
+    positions: Tensor  # [P, E]
+    class_embedding: Tensor | None  # [1, E]: the first row of each image in CLIP
+    pre_norm: LayerNorm | None
+    blocks: tuple[VisionBlock, ...]
+    post_norm: LayerNorm | None
+
+    @classmethod
+    def load(
+        cls,
+        load: Loader,
+        name: str,
+        sizes: VisionSizes,
+        *,
+        is_clip: bool = False,
+        num_blocks: int | None = None,
+        post_norm: bool = True,
+    ) -> VisionTower:
+        """Read a tower.
+
+        Args:
+            load: reads and packs the tensors.
+            name: the full name of the tower in the checkpoint.
+            sizes: sizes and options.
+            is_clip: whether images start with a class row, patches have no bias, and a norm follows the
+                embeddings.
+            num_blocks: the number of blocks that run; by default all.
+            post_norm: whether the final norm is applied.
+        """
+        hidden, embeddings, grid = sizes.hidden, f"{name}.embeddings", sizes.grid
+        shape = (hidden, sizes.channels, sizes.patch_size, sizes.patch_size)
+        count = sizes.layers if num_blocks is None else num_blocks
+        first = load.tensor(f"{embeddings}.class_embedding", hidden)[None] if is_clip else None
+        return cls(
+            sizes,
+            load_patch_embedding(load, f"{embeddings}.patch_embedding", shape, bias=not is_clip),
+            load.tensor(f"{embeddings}.position_embedding.weight", grid * grid + is_clip, hidden),
+            first,
+            load.layer_norm(f"{name}.pre_layrnorm", hidden, sizes.norm_eps) if is_clip else None,
+            tuple(load_vision_block(load, f"{name}.encoder.layers.{i}", sizes) for i in range(count)),
+            load.layer_norm(f"{name}.post_layernorm", hidden, sizes.norm_eps) if post_norm else None,
+        )
+
+    def __call__(self, patches: Tensor, positions: Tensor, step: StepInputs) -> Tensor:
+        """Return the hidden states ``[T, E]`` of images.
+
+        Args:
+            patches: ``[T, C p p]``. In CLIP the first row of each image is zero: it stands for the class row.
+            positions: ``[T]`` int64: rows of the table of positions.
+            step: one sequence for each image.
+        """
+        ops = step.ops
+        x = self.patches(patches, step)
+        if self.class_embedding is not None:
+            firsts = step.row_offsets[:-1].long()
+            x = ops.put_rows(x, firsts, self.class_embedding.expand(len(firsts), -1).contiguous())
+        x, residual = ops.add(x, ops.embedding(positions, self.positions)), None
+        if self.pre_norm is not None:
+            x = self.pre_norm(x, step)
+        for block in self.blocks:
+            x, residual = block(x, residual, step)
+            beat()
+        if residual is None:
+            return x if self.post_norm is None else self.post_norm(x, step)
+        return ops.add(x, residual) if self.post_norm is None else self.post_norm.add(x, residual, step)[0]
+
+
+def load_vision_block(load: Loader, name: str, sizes: VisionSizes) -> VisionBlock:
+    """Return the block called ``name`` of a CLIP or SigLIP tower."""
+    hidden, dim = sizes.hidden, sizes.hidden // sizes.heads
+    attention = EncoderAttention(
+        load.fused(
+            f"{name}.self_attn", dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden), hidden, bias=True
+        ),
+        load.linear(f"{name}.self_attn.out_proj", hidden, hidden, bias=True),
+        sizes.heads,
+        sizes.heads,
+        dim,
+        dim**-0.5,
+    )
+    return VisionBlock(
+        load.layer_norm(f"{name}.layer_norm1", hidden, sizes.norm_eps),
+        attention,
+        load.layer_norm(f"{name}.layer_norm2", hidden, sizes.norm_eps),
+        load_mlp(load, f"{name}.mlp", hidden, sizes.inner, sizes.activation),
+    )
