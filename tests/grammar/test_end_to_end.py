@@ -11,7 +11,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.errors import UnsupportedFeatureError, UnsupportedSchemaError
-from penstock.pipelines import text_generation as pipeline
+from penstock.pipelines import drafting
 from penstock.pipelines.core import Grammar
 
 SCHEMA: dict[str, Any] = {
@@ -48,7 +48,7 @@ def test_jumping_ahead_changes_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch
     before = llm.pipeline.speculation_stats.num_forced
     jumping = outputs(llm, grammar)
     assert llm.pipeline.speculation_stats.num_forced > before
-    monkeypatch.setattr(pipeline, "forced_tokens", lambda context, limit, vocabulary: [])
+    monkeypatch.setattr(drafting, "forced_tokens", lambda context, limit, vocabulary: [])
     stepping = outputs(llm, grammar)
     assert [one.text for one in jumping] == [one.text for one in stepping]
     assert [list(one.token_ids) for one in jumping] == [list(one.token_ids) for one in stepping]
