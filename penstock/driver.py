@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
 from penstock.host import limits, private_memory
-from penstock.host.memory import CACHE_LINE, num_reserved
+from penstock.host.memory import CACHE_LINE
 
 if TYPE_CHECKING:
     import torch
@@ -176,10 +176,7 @@ def _gpus(count: int) -> str:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Return total and available bytes of host memory, within the limits of the container.
-
-    Memory reserved for weights that are packed later does not count as available.
-    """
+    """Return total and available bytes of host memory, within the limits of the container."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = page * os.sysconf("SC_AVPHYS_PAGES")
@@ -195,4 +192,4 @@ def _host_memory() -> tuple[int, int]:
     private, left = private_memory.limit(), private_memory.free()
     if private is not None and left is not None:
         total, free = min(total, private), min(free, left)
-    return total, max(free - num_reserved(), 0)
+    return total, max(free, 0)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakSet
 
 from penstock.driver import CPU, Device
 from penstock.errors import ConfigError, ForkedProcessError
 from penstock.host import limits
-from penstock.host.memory import PrefaultedMemory
+from penstock.host.memory import MemoryReservations, PrefaultedMemory
 
 if TYPE_CHECKING:
     from penstock.kernels import Backend, GraphCache, Ops
@@ -33,6 +35,9 @@ class InferenceSession:
 
     _process: ClassVar[int | None] = None
     """The process that created the first session. A forked child inherits the number, not the threads."""
+    _sessions: ClassVar[WeakSet[InferenceSession]] = WeakSet()
+    """The sessions of this process, guarded by `_sessions_lock`."""
+    _sessions_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
         self,
@@ -51,6 +56,10 @@ class InferenceSession:
         self.use_plans = True
         """False runs every step operation by operation, for comparisons."""
         self.prefaulted = prefaulted or PrefaultedMemory()
+        self.reservations = MemoryReservations()
+        """Memory for weights of this session's models that are packed later."""
+        with self._sessions_lock:
+            self._sessions.add(self)
         self._kernels = kernels
         self._plans: GraphCache | None = None
         self._plans_of: Ops | None = None
@@ -71,6 +80,15 @@ class InferenceSession:
         process = os.getpid()
         if InferenceSession._process not in (None, process):
             raise ForkedProcessError(InferenceSession._process, process)
+
+    @classmethod
+    def free_memory_of(cls, devices: Sequence[Device]) -> int:
+        """Return the free bytes of devices, without host memory that sessions of this process reserved."""
+        with cls._sessions_lock:
+            reserved = sum(session.reservations.num_bytes for session in cls._sessions)
+        return sum(
+            max(device.stats["free_memory"] - (reserved if device.is_host else 0), 0) for device in devices
+        )
 
     @property
     def kernels(self) -> str:

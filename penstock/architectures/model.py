@@ -331,7 +331,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def _free_memory(self, weights_size: int) -> int:
         """Return the memory for weights, activations and KV cache, before anything is loaded."""
         free = self.session.prefaulted.num_idle  # read first: it grows while the free memory shrinks
-        free += sum(device.stats["free_memory"] for device in self.devices)
+        free += self.session.free_memory_of(self.devices)
         private = private_memory.free()
         if private is not None and free >= private and self.pipeline_config.model.packed_key.file.is_file():
             free += weights_size  # mapped from the packed file, which the memory limit does not count

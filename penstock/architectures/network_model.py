@@ -7,7 +7,6 @@ runs forwards. It calls `begin_step` before each forward.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +16,18 @@ from torch import Tensor
 
 from penstock.architectures.model import BaseContextType, PipelineModel
 from penstock.calibration import CalibrationNetwork, pack_calibrated
+from penstock.host.heartbeat import beat
 from penstock.host.progress import LoadingProgress
 from penstock.kernels import LazyWeight, Ops, PackedLinear, encoding_named
 from penstock.lora import LoRAManager
 from penstock.memory import estimate_activation_memory
 from penstock.nn import Loader
 from penstock.weights import Weights
+from penstock.weights.lazy_packing import LazyPacking
 from penstock.weights.packed_weights import open_packed
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
-
-MIN_LAZY_BYTES = 64 << 20
-"""Fewer bytes of lazily packed weights are packed by the load itself: that takes no noticeable time."""
 
 
 class NetworkModel(PipelineModel[BaseContextType]):
@@ -52,11 +50,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
         self.network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         self.calibrate(self.pipeline_config, self.network, loader.layers, ops)
         self._lora_manager = self._load_adapters(loader)
-        tensors = (layer.tensors for layer in loader.layers)
-        self._lazy_weights = deque(one for one in tensors if isinstance(one, LazyWeight) and one.parts)
-        self._has_run = False
-        if sum(one.num_bytes for one in self._lazy_weights) < MIN_LAZY_BYTES:
-            self.pack_all_pending()
+        self.lazy_packing = LazyPacking(loader.layers, self.session.reservations)
 
     @property
     def lora_manager(self) -> LoRAManager | None:
@@ -118,6 +112,7 @@ class NetworkModel(PipelineModel[BaseContextType]):
             def pack(one: LazyWeight, importance: Tensor | None = None) -> None:
                 parts = one.parts
                 one.pack(importance)
+                beat()
                 progress.advance(sum(part.nbytes for part in parts))
 
             config = pipeline_config.model.huggingface_config
@@ -128,15 +123,11 @@ class NetworkModel(PipelineModel[BaseContextType]):
     def begin_step(self) -> None:
         """Check the process, and pack the remaining weights before the second forward."""
         self.session.check_process()
-        if self._has_run:
-            self.pack_all_pending()
-        self._has_run = True
+        self.lazy_packing.begin_step()
 
     def pack_pending(self) -> bool:
         self.session.check_process()
-        if self._lazy_weights:
-            self._lazy_weights.popleft().pack()
-        return bool(self._lazy_weights)
+        return self.lazy_packing.pack_next()
 
     def _load_adapters(self, loader: Loader) -> LoRAManager | None:
         config = self.pipeline_config

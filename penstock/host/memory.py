@@ -150,28 +150,35 @@ class PrefaultedMemory:
 
 
 class MemoryReservation:
-    """Memory that will be allocated later and is not counted as free until then.
-
-    Args:
-        num_bytes: size of the reservation.
-    """
+    """Bytes that will be allocated later; see `MemoryReservations.reserve`."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        with _reservations_lock:
-            _reservations.add(self)
 
-    def keep(self) -> None:
+    def end(self) -> None:
         """End the reservation: the memory has been allocated."""
-        with _reservations_lock:
-            _reservations.discard(self)
+        self.num_bytes = 0
 
 
-_reservations: WeakSet[MemoryReservation] = WeakSet()
-_reservations_lock = threading.Lock()
+class MemoryReservations:
+    """Memory of this process that will be allocated later and is not counted as free until then.
 
+    A reservation ends when its owner ends it or is garbage-collected.
+    """
 
-def num_reserved() -> int:
-    """Return the bytes of this process's free memory that are reserved."""
-    with _reservations_lock:
-        return sum(reservation.num_bytes for reservation in _reservations)
+    def __init__(self) -> None:
+        self._reservations: WeakSet[MemoryReservation] = WeakSet()
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Sum of the reservations that have not ended."""
+        with self._lock:
+            return sum(reservation.num_bytes for reservation in self._reservations)
+
+    def reserve(self, num_bytes: int) -> MemoryReservation:
+        """Reserve memory until the returned reservation is ended or no longer referenced."""
+        reservation = MemoryReservation(num_bytes)
+        with self._lock:
+            self._reservations.add(reservation)
+        return reservation

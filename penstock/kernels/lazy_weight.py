@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from penstock.host.heartbeat import beat
-from penstock.host.memory import MemoryReservation
-
 
 class LazyWeight(Mapping[str, Tensor]):
     """The tensors of a weight that is not packed yet. The first access packs it.
@@ -34,7 +31,6 @@ class LazyWeight(Mapping[str, Tensor]):
         self._pack = pack
         self._tensors: Mapping[str, Tensor] | None = None
         self.num_bytes = num_bytes
-        self._reservation = MemoryReservation(num_bytes)
         self.release: Callable[[], None] = lambda: None
         """Called when the parts are no longer needed."""
 
@@ -51,8 +47,6 @@ class LazyWeight(Mapping[str, Tensor]):
         """
         if self._tensors is None:
             self._tensors = self._pack(importance)
-            beat()
-            self._reservation.keep()
             self._parts = ()
             self._pack = lambda _: {}
             self.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.driver import load_devices
+from penstock.engine import InferenceSession
 from penstock.grammar import GrammarCompiler
 from penstock.pipelines.speculative import AdaptiveDraftLength, FixedDraftLength, NGramProposer
 from penstock.pipelines.speculative.draft_model import DraftModelProposer, draft_config, share_memory
@@ -51,7 +52,7 @@ def _create_speculating(
         draft_model.huggingface_config, draft_model.checkpoint, encoding=draft_model.encoding
     ).load_pipeline_model()
     free_memory = prefaulted.num_idle  # read first: it grows at the expense of the free memory
-    free_memory += sum(device.stats["free_memory"] for device in load_devices(config.model.devices))
+    free_memory += InferenceSession.free_memory_of(load_devices(config.model.devices))
     config, drafting = share_memory(config, model, draft, free_memory=free_memory)
     pipeline = TextGenerationPipeline(config, model, eos, draft_lengths=draft_lengths, prefaulted=prefaulted)
     vocabulary = config.model.huggingface_config.vocabulary_size

@@ -85,7 +85,6 @@ def test_a_group_outside_of_what_is_seen(mount: Path) -> None:
 
 
 def test_the_hosts_memory_is_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "num_reserved", lambda: 0)  # to weights of other tests
     total, _ = driver._host_memory()
     monkeypatch.setattr(limits, "memory", lambda: (GIB, 1000))
     assert driver.CPU().stats == {"total_memory": GIB, "free_memory": 1000}

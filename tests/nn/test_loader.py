@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -12,8 +10,6 @@ from torch import Tensor
 
 from penstock.driver import CPU
 from penstock.engine import InferenceSession
-from penstock.host import memory as host_memory
-from penstock.host.memory import num_reserved
 from penstock.kernels import ENCODINGS, LazyWeight, Ops, PackedLinear, unpack_linear
 from penstock.kernels.cpu import available_isas
 from penstock.kernels.reference import ReferenceOps
@@ -208,12 +204,6 @@ def test_weights_that_are_already_packed_are_not_read() -> None:
     assert list(loader.linears) == ["x", "y.a", "y.b", "z"]
 
 
-@pytest.fixture
-def _no_promises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drop the reservations of other tests."""
-    monkeypatch.setattr(host_memory, "_reservations", WeakSet())
-
-
 def load_later(source: Source, encoding: str) -> Loader:
     return Loader(source, encoding, torch.device("cpu"), BACK_ENDS["best"], lazy="all")
 
@@ -223,7 +213,6 @@ def is_deferred(packed: PackedLinear) -> bool:
 
 
 @needs_kernels
-@pytest.mark.usefixtures("_no_promises")
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int4"])
 def test_mapped_floats_are_packed_when_they_are_looked_at(encoding: str) -> None:
     parts = {"a": 128, "b": 64, "c": 70}
@@ -233,13 +222,13 @@ def test_mapped_floats_are_packed_when_they_are_looked_at(encoding: str) -> None
     assert is_deferred(packed) == ENCODINGS[encoding].packs_lazily
     assert source.released == ([] if is_deferred(packed) else list(source.tensors))
     kind = ENCODINGS[packed.encoding]
-    assert num_reserved() == (kind.num_bytes(262, 80) if is_deferred(packed) else 0)
+    if isinstance(packed.tensors, LazyWeight):
+        assert packed.tensors.num_bytes == kind.num_bytes(262, 80)
     assert torch.equal(
         unpack_linear(packed), kind.unpack(kind.pack(torch.cat(list(source.tensors.values()))))
     )
     assert not is_deferred(packed)
     assert source.released == list(source.tensors)
-    assert num_reserved() == 0
 
 
 @needs_kernels
@@ -276,17 +265,3 @@ def test_a_head_in_the_file_takes_precedence_over_the_table(encoding: str, back_
     kind = ENCODINGS[packed.encoding]
     assert torch.equal(unpack_linear(packed), kind.unpack(kind.pack(own)))
     assert source.released == ["lm_head.weight"]
-
-
-@needs_kernels
-@pytest.mark.usefixtures("_no_promises")
-def test_memory_is_reserved_until_it_is_used_or_dropped() -> None:
-    source = Source({"x.weight": random(64, 80)})
-    source.mapped = {"x.weight"}
-    layers = load_later(source, "float32").layers
-    packed = load_later(source, "float32").linear("x", 64, 80).packed
-    assert num_reserved() == 64 * 80 * 4
-    assert not layers
-    del packed
-    gc.collect()
-    assert num_reserved() == 0

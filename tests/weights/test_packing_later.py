@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
 from support.checkpoints import DECODERS, write_checkpoint
 from support.running import context_of, generate, open_pipeline, random_tokens, step_logits
 
-from penstock.architectures import network_model
-from penstock.host import memory as host_memory
-from penstock.host.memory import num_reserved
+from penstock.engine import InferenceSession
 from penstock.kernels.cpu import available_isas
 from penstock.pipelines import TextGenerationPipeline
+from penstock.weights import lazy_packing
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the C++ kernels are not built")
 
 
 @pytest.fixture(autouse=True)
 def _small_models_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_model, "MIN_LAZY_BYTES", 0)
+    monkeypatch.setattr(lazy_packing, "MIN_LAZY_BYTES", 0)
 
 
 NAMES = ["llama", "gpt2", "qwen2", "gemma2", "qwen3_moe"]
@@ -41,7 +39,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def num_waiting(pipeline: TextGenerationPipeline) -> int:
     model: Any = pipeline.model
-    return sum(bool(one.parts) for one in model._lazy_weights)
+    return int(model.lazy_packing.num_pending)
+
+
+def num_reserved(pipeline: TextGenerationPipeline) -> int:
+    return pipeline.session.reservations.num_bytes
 
 
 def logits(pipeline: TextGenerationPipeline, count: int) -> torch.Tensor:
@@ -79,12 +81,12 @@ def test_tokens_are_those_of_a_model_that_was_packed(tiny: Path) -> None:
 
 def test_it_settles_weight_by_weight(tiny: Path) -> None:
     pipeline = open_pipeline(tiny)
-    promised, waiting = num_reserved(), num_waiting(pipeline)
+    reserved, waiting = num_reserved(pipeline), num_waiting(pipeline)
     for left in range(waiting - 1, -1, -1):
         assert pipeline.pack_pending() == (left > 0)
         assert num_waiting(pipeline) == left
-        assert num_reserved() < promised
-        promised = num_reserved()
+        assert num_reserved(pipeline) < reserved
+        reserved = num_reserved(pipeline)
     assert not pipeline.pack_pending()
 
 
@@ -110,12 +112,12 @@ def test_quantised_weights_are_packed_by_the_load(tiny: Path) -> None:
 
 
 def test_planning_counts_lazily_packed_weights(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_reservations", WeakSet())
     monkeypatch.setattr("penstock.host.limits.memory", lambda: (1 << 30, 1 << 29))
     first = open_pipeline(tiny)
-    device = first.model.devices[0]
-    size = num_reserved()
+    devices, size = first.model.devices, num_reserved(first)
     assert size > 0
-    assert device.stats["free_memory"] == (1 << 29) - size
+    other = InferenceSession()
+    before = other.free_memory_of(devices)
+    assert before <= (1 << 29) - size
     first.pack_all_pending()
-    assert device.stats["free_memory"] == 1 << 29
+    assert other.free_memory_of(devices) == before + size
