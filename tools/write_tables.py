@@ -35,6 +35,7 @@ from penstock.serve.api import (
     schemas,
     scores,
     tokenization,
+    unsupported,
     validation,
 )
 from penstock.serve.http import middleware, problems
@@ -170,12 +171,12 @@ def no_effect() -> str:
     )
 
 
-def _accepted(field: parameters.Refused) -> str:
+def _accepted(field: unsupported.Refused) -> str:
     values = [code(json.dumps(value)) for value in field.accepted]
     return ", ".join(values) if len(values) < 8 else f"{values[0]} to {values[-1]}"
 
 
-def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, parameters.Refused]) -> str:
+def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsupported.Refused]) -> str:
     if name in parameters.LOGGED:
         return "log"
     if name in honoured:
@@ -188,7 +189,7 @@ def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, parameter
 def _values(
     name: str,
     honoured: Iterable[Mapping[str, Any]],
-    refused: Iterable[Mapping[str, parameters.Refused]],
+    refused: Iterable[Mapping[str, unsupported.Refused]],
 ) -> str:
     legal = [_legal(one[name]) if name in one else "" for one in honoured]
     if all(legal) and len(set(legal)) > 1:

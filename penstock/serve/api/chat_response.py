@@ -10,7 +10,7 @@ from typing import Any
 from penstock.serve.api.choice_decoder import ChoiceDelta
 from penstock.serve.api.json_parts import Parts, array, event_parts, with_members
 from penstock.serve.api.token_scores import ChatScores
-from penstock.serve.http.sse import EventTemplate, event
+from penstock.serve.http.sse import DONE, EventTemplate, OpenAIStream, event
 from penstock.serve.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 
@@ -42,7 +42,7 @@ class Envelope:
         }
 
 
-class ChatResponse:
+class ChatResponse(OpenAIStream):
     """Builds the objects of one chat response.
 
     Args:
@@ -106,8 +106,15 @@ class ChatResponse:
         middle = self._chunk(index, delta, piece, usage=so_far) if has_more else b""
         return (first + middle + last,)
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """Return the event with the usage of the whole response and no choices."""
+    def begin(self) -> bytes:
+        """Return the events before the first delta: none."""
+        return b""
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Return the last events: the usage of the whole response, if requested, and the end."""
+        return (self._usage_event(usage) if self._include_usage else b"") + DONE
+
+    def _usage_event(self, usage: dict[str, Any]) -> bytes:
         return event(self._envelope.around("chat.completion.chunk", [], usage=usage))
 
     def _first(self, index: int, usage: dict[str, Any] | None) -> bytes:

@@ -10,7 +10,7 @@ from penstock.serve.api.chat_response import Envelope
 from penstock.serve.api.choice_decoder import ChoiceDecoder, ChoiceDelta, PromptScore, Top
 from penstock.serve.api.json_parts import Parts, array, event_parts, with_members
 from penstock.serve.api.token_scores import CompletionScores
-from penstock.serve.http.sse import EventTemplate, event
+from penstock.serve.http.sse import DONE, EventTemplate, OpenAIStream, event
 
 KIND = "text_completion"
 PromptScores: TypeAlias = Callable[[Sequence[int], Sequence[PromptScore]], Parts]
@@ -25,7 +25,7 @@ class Echo:
     token_ids: list[int]
 
 
-class CompletionResponse:
+class CompletionResponse(OpenAIStream):
     """Builds the objects of one completion response.
 
     Args:
@@ -92,8 +92,15 @@ class CompletionResponse:
         scored = array([with_members(choice, logprobs=scores)])
         return event_parts(self._envelope.parts(KIND, {"choices": scored}, **more))
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """Return the event with the usage of the whole response and no choices."""
+    def begin(self) -> bytes:
+        """Return the events before the first delta: none."""
+        return b""
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Return the last events: the usage of the whole response, if requested, and the end."""
+        return (self._usage_event(usage) if self._include_usage else b"") + DONE
+
+    def _usage_event(self, usage: dict[str, Any]) -> bytes:
         return event(self._envelope.around(KIND, [], usage=usage))
 
     def _template(self, index: int) -> EventTemplate:

@@ -68,7 +68,9 @@ async def create_completion(request: Request) -> Response:
         prompt_scores=_prompt_scores(services, body),
         include_usage=body.includes_usage,
     )
-    return await answer_request(request, services, body, job, response)
+    return await answer_request(
+        request, services, job, response, stream=bool(body.stream), with_usage=body.has_continuous_usage
+    )
 
 
 @dataclass(frozen=True)

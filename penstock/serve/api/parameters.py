@@ -36,6 +36,7 @@ from penstock.serve.api.schemas import (
     StreamOptions,
     ToolCall,
 )
+from penstock.serve.api.unsupported import Refused
 from penstock.serve.http.problems import RequestProblem, problem_of
 from penstock.text.tokenizer import TextTokenizer
 
@@ -45,15 +46,6 @@ LOGGED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
 _MAX_NAME = 100
 """Maximum length of a client's text that an error quotes."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A known field that is not supported, except for values that change nothing."""
-
-    reason: str
-    accepted: tuple[Any, ...] = ()
-    """Accepted values. Null, which means absent, is always accepted."""
 
 
 _NO_BEAMS = "the server has no beam search: use n and choose among the outputs"
@@ -158,6 +150,11 @@ UNSUPPORTED: Mapping[type[RequestBody], Mapping[str, Refused]] = {
 }
 
 
+def unsupported_fields(kind: type[RequestBody]) -> Mapping[str, Refused]:
+    """Return the known fields of an object that are not in its schema."""
+    return UNSUPPORTED.get(kind) or kind.unsupported
+
+
 @dataclass(frozen=True)
 class UnknownFields:
     """Checks the fields outside the schema; refuses unknown fields, or logs and drops them."""
@@ -171,7 +168,7 @@ class UnknownFields:
         Raises:
             RequestProblem: 400 that names the field.
         """
-        table = UNSUPPORTED.get(type(body), {})
+        table = unsupported_fields(type(body))
         for name, value in (body.model_extra or {}).items():
             if value is None and name in table:
                 continue
@@ -196,7 +193,7 @@ class UnknownFields:
     def _unknown(self, body: RequestBody, name: str, param: str) -> None:
         name, param = name[:_MAX_NAME], param[: 2 * _MAX_NAME]
         fields = type(body).model_fields.items()
-        known = [*(field.alias or own for own, field in fields), *UNSUPPORTED.get(type(body), {})]
+        known = [*(field.alias or own for own, field in fields), *unsupported_fields(type(body))]
         nearest = get_close_matches(name, known, n=1, cutoff=0.7)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         if self.refuse:
@@ -214,7 +211,7 @@ def _is_open(body: RequestBody) -> bool:
 
 
 def _check_value(param: str, value: object, field: Refused) -> None:
-    if any(type(value) is type(one) and value == one for one in field.accepted):
+    if field.accepts_all or any(type(value) is type(one) and value == one for one in field.accepted):
         return
     accepted = f" (only {', '.join(map(json.dumps, field.accepted))})" if 0 < len(field.accepted) < 8 else ""
     raise RequestProblem(
@@ -357,5 +354,7 @@ def _checked_ids(param: str, ids: list[int] | None, vocab_size: int) -> list[int
 
 def accepted_values(kind: type[RequestBody]) -> dict[str, dict[str, Any]]:
     """Return a JSON schema of the accepted values for each field of the tables."""
-    table = UNSUPPORTED.get(kind, {})
-    return {name: {"enum": [None, *field.accepted]} for name, field in table.items()}
+    table = unsupported_fields(kind)
+    return {
+        name: {} if field.accepts_all else {"enum": [None, *field.accepted]} for name, field in table.items()
+    }

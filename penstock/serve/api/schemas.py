@@ -6,9 +6,12 @@ servers are in the tables of `penstock.serve.api.parameters`. ``null`` always me
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from penstock.serve.api.unsupported import Refused
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -34,6 +37,9 @@ class RequestBody(BaseModel):
     """A JSON object. Types are strict: ``"1"`` and ``true`` are not numbers."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {}
+    """Known fields that the class does not declare, unless `penstock.serve.api.parameters` has them."""
 
 
 class FunctionCall(RequestBody):

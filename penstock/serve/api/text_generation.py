@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -18,8 +18,8 @@ from penstock.serve.api.models import system_fingerprint
 from penstock.serve.api.parameters import UnknownFields, check_combinations
 from penstock.serve.api.schemas import GenerationBody, RequestBody
 from penstock.serve.api.validation import validated
-from penstock.serve.http.problems import problem_of
-from penstock.serve.http.sse import DONE, PING, EventStream
+from penstock.serve.http.problems import Problem, problem_of
+from penstock.serve.http.sse import EventStream
 from penstock.serve.observability.request_record import RequestRecord
 from penstock.serve.services import Services
 
@@ -27,15 +27,36 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 class ResponseBuilder(Protocol):
-    """Builds the JSON of a response: `ChatResponse` or `CompletionResponse`."""
+    """Builds the response of one API from the output: the whole object, or the events of a stream."""
 
-    def whole(self, pieces: list[ChoiceDelta], usage: dict[str, Any]) -> Iterable[bytes]: ...
+    @property
+    def media_type(self) -> str:
+        """The content type of the stream."""
+        ...
 
-    def events(
-        self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None
-    ) -> Iterable[bytes]: ...
+    def whole(self, pieces: list[ChoiceDelta], usage: dict[str, Any]) -> Iterable[bytes]:
+        """Yield the JSON of a response that is not streamed."""
+        ...
 
-    def usage(self, usage: dict[str, Any]) -> bytes: ...
+    def begin(self) -> bytes:
+        """Return the events before the first delta."""
+        ...
+
+    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+        """Return the events of a delta of a choice; `usage` is set if each event has the usage so far."""
+        ...
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Return the events after the last delta."""
+        ...
+
+    def ping(self) -> bytes:
+        """Return what keeps a silent stream open."""
+        ...
+
+    def error(self, problem: Problem) -> bytes:
+        """Return the event of an error that ends the stream."""
+        ...
 
 
 def checked_body(services: Services, kind: type[Body], raw: Any) -> Body:
@@ -81,12 +102,28 @@ def envelope_of(services: Services, request_id: str, body: GenerationBody) -> En
 
 
 async def answer_request(
-    request: Request, services: Services, body: GenerationBody, job: GenerationJob, response: ResponseBuilder
+    request: Request,
+    services: Services,
+    job: GenerationJob,
+    response: ResponseBuilder,
+    *,
+    stream: bool,
+    with_usage: bool = False,
+    on_complete: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
     """Run the choices of a request and return the HTTP response.
 
     The response headers are sent after all choices were admitted, so a refusal has its own status code
     instead of an error inside a stream with status 200.
+
+    Args:
+        request: the HTTP request.
+        services: the objects that routes use.
+        job: the choices to run.
+        response: builds the response.
+        stream: whether the response is streamed.
+        with_usage: whether the events of a stream have the usage so far.
+        on_complete: called when the response is complete, before its last part is sent.
 
     Raises:
         PenstockError: the worker refused the request, or the request failed.
@@ -94,45 +131,61 @@ async def answer_request(
     """
     record = RequestRecord.of(request)
     run = GenerationRun(services, record, job)
-    if body.stream:
+    if stream:
         try:
             await cancel_on_disconnect(request, run, run.admitted)
         except BaseException:
             run.finish()
             raise
         return EventStream(
-            _stream(run, response, body, services.turns),
-            on_error=lambda error: _note_error(services, record, error),
+            response_events(run, response, services.turns, with_usage=with_usage, on_complete=on_complete),
+            on_error=lambda error: note_error(services, record, error),
             on_disconnect=run.cancel,
+            error_event=response.error,
+            media_type=response.media_type,
         )
 
     async def whole() -> list[bytes]:
         await run.admitted()
         pieces = await run.whole()
-        return await gather(response.whole(pieces, run.usage()), services.turns)
+        parts = await gather(response.whole(pieces, run.usage()), services.turns)
+        if on_complete is not None:
+            await on_complete()
+        return parts
 
     async with run:
         parts = await cancel_on_disconnect(request, run, whole)
     return JsonResponse(parts)
 
 
-async def _stream(
-    run: GenerationRun, response: ResponseBuilder, body: GenerationBody, turns: Turns
+async def response_events(
+    run: GenerationRun,
+    response: ResponseBuilder,
+    turns: Turns,
+    *,
+    with_usage: bool = False,
+    on_complete: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    has_usage = body.has_continuous_usage
+    """Yield the events of a response as its output arrives; the arguments are those of `answer_request`."""
     async with run, aclosing(run.deltas()) as deltas:
+        if first := response.begin():
+            yield first
         async for item in deltas:
             if item is None:
-                yield PING
+                yield response.ping()
                 continue
             index, piece = item
-            events = response.events(index, piece, run.usage() if has_usage else None)
+            events = response.events(index, piece, run.usage() if with_usage else None)
             async for part in spread(events, turns):
                 yield part
-        yield (response.usage(run.usage()) if body.includes_usage else b"") + DONE
+        last = response.end(run.usage())
+        if on_complete is not None:
+            await on_complete()
+        yield last
 
 
-def _note_error(services: Services, record: RequestRecord, error: BaseException) -> None:
+def note_error(services: Services, record: RequestRecord, error: BaseException) -> None:
+    """Write the error that ended a response into the record; log unexpected errors."""
     problem = problem_of(error)
     record.failed(problem.code, problem.status)
     if problem.status == 500:

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.serve.http.problems import problem_of
+from penstock.serve.http.problems import Problem, problem_of
 
 PING = b": ping\n\n"
 """A comment that keeps proxies and clients from closing an idle connection."""
@@ -23,6 +23,25 @@ _encode = msgspec.json.Encoder().encode
 def event(data: Any) -> bytes:
     """Return an event with an object as its data."""
     return b"data: " + _encode(data) + b"\n\n"
+
+
+def named_event(data: dict[str, Any]) -> bytes:
+    """Return an event whose name is the ``type`` of its data."""
+    return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), _encode(data))
+
+
+class OpenAIStream:
+    """The events of a stream that are the same in all of OpenAI's older APIs."""
+
+    media_type = "text/event-stream"
+
+    def ping(self) -> bytes:
+        """Return what keeps a silent stream open."""
+        return PING
+
+    def error(self, problem: Problem) -> bytes:
+        """Return the event of an error that ends the stream."""
+        return b"data: " + problem.encode() + b"\n\n"
 
 
 class EventTemplate:
@@ -47,22 +66,24 @@ class EventTemplate:
 class EventStream(Response):
     """Send the events of a generator as soon as each is available.
 
-    An error in the generator becomes an event ``data: {"error": {...}}`` in OpenAI's format. The stream then
-    ends without ``[DONE]``, which only a complete response has. When the client disconnects, the generator is
-    closed immediately and releases its resources.
+    An error in the generator becomes an event, by default ``data: {"error": {...}}`` in OpenAI's format. The
+    stream then ends without ``[DONE]``, which only a complete response has. When the client disconnects, the
+    generator is closed immediately and releases its resources.
 
     Args:
         pieces: complete events.
         on_error: called with the error that ended the stream.
         on_disconnect: called when the client has disconnected.
+        error_event: encodes the error that ended the stream.
+        media_type: the content type of the stream.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
         pieces: AsyncGenerator[bytes, None],
         *,
+        error_event: Callable[[Problem], bytes] | None = None,
+        media_type: str = "text/event-stream",
         on_error: Callable[[BaseException], None],
         on_disconnect: Callable[[], None],
     ) -> None:
@@ -70,7 +91,9 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self.body = b""
+        self.media_type = media_type
         self._pieces = pieces
+        self._error_event = error_event or OpenAIStream().error
         self._on_error = on_error
         self._on_disconnect = on_disconnect
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -106,7 +129,7 @@ class EventStream(Response):
             return
         except Exception as error:
             self._on_error(error)
-            message = b"data: " + problem_of(error).encode() + b"\n\n"
+            message = self._error_event(problem_of(error))
             await send({"type": "http.response.body", "body": message, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -1,0 +1,166 @@
+"""A conversation: the validated request of any chat API, its prompt and its output format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.pipelines.core import Grammar, TextContext
+from penstock.serve.api.chat_prompt import (
+    ToolUse,
+    check_template_shows,
+    template_messages,
+    template_options,
+    tool_use,
+)
+from penstock.serve.api.choice_decoder import ChoiceDecoder
+from penstock.serve.api.generation import GenerationJob, check_choices
+from penstock.serve.api.logprob_limit import check_num_logprobs, num_prompt_logprobs, with_bounded_output
+from penstock.serve.api.models import adapter_named
+from penstock.serve.api.output_format import check_enabled, check_tools, checked_grammar, output_grammar
+from penstock.serve.api.parameters import map_input_errors, output_limit
+from penstock.serve.api.request_context import contexts_of_choices, request_context
+from penstock.serve.api.roles import check_roles
+from penstock.serve.api.schemas import ChatBody
+from penstock.serve.api.text_generation import checked_body
+from penstock.serve.services import Services
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A validated chat request and the context of its prompt.
+
+    The other APIs translate their requests to a chat request and their responses from its output.
+    """
+
+    body: ChatBody
+    use: ToolUse
+    context: TextContext
+    opens_reasoning: bool
+    """Whether the prompt ends inside a reasoning block."""
+
+    @classmethod
+    def of(cls, services: Services, raw: Mapping[str, Any], request_id: str) -> Conversation:
+        """Validate a chat request, render its messages and encode them. Slow: call it in the pool.
+
+        Args:
+            services: the objects that routes use.
+            raw: the decoded body of a chat request.
+            request_id: the id of the context.
+
+        Raises:
+            RequestProblem: 400 that names the field.
+            UnknownModelError: the server has no model or adapter of that name.
+        """
+        body = checked_body(services, ChatBody, raw)
+        check_choices(services, 1, body.n or 1)
+        use = tool_use(body, raw)
+        check_template_shows(use.tools, services.tokenizer)
+        parsers, tokenizer = services.parsers, services.tokenizer
+        messages = template_messages(raw["messages"], tokenizer)
+        options = template_options(body, tokenizer, can_reason=parsers.reasoning_format is not None)
+        with map_input_errors("messages"):
+            check_roles(messages, tokenizer, use.tools or None, options)
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        context = request_context(
+            services,
+            body,
+            request_id,
+            param="messages",
+            adapter=adapter_named(services, body.model),
+            top=top,
+            echo=body.prompt_logprobs is not None,
+            messages=messages,
+            tools=use.tools or None,
+            chat_template_options=options,
+        )
+        prompt_rows = num_prompt_logprobs(body, [context])
+        if top is not None and output_limit(body) is None:
+            context = with_bounded_output(services, context, body.n or 1, top=top, prompt_rows=prompt_rows)
+        check_num_logprobs(
+            services,
+            [context] * (body.n or 1),
+            top=top,
+            prompt_rows=prompt_rows,
+            param="top_logprobs" if body.logprobs else "prompt_logprobs",
+        )
+        opens = parsers.prompt_opens_reasoning(str(context.prompt), _prefill(body))
+        grammar = _grammar(services, body, use, opens)
+        if grammar is not None:
+            context = msgspec.structs.replace(context, grammar=grammar)
+        return cls(body, use, context, opens)
+
+    def job(self, services: Services) -> GenerationJob:
+        """Return a context and a decoder for each choice."""
+        parsers = services.parsers
+        parallel = self.body.parallel_tool_calls is not False
+        contexts = contexts_of_choices(self.context, self.body, scored=bool(self.body.logprobs))
+        choices = [
+            ChoiceDecoder(
+                context,
+                services.tokenizer,
+                parser=parsers.new(
+                    tools=self.use.tools,
+                    tool_choice=self.use.choice,
+                    in_reasoning=self.opens_reasoning,
+                    parallel=parallel,
+                    shows_special_tokens=self.body.shows_special_tokens,
+                    bare_in_text=self.context.grammar is None,
+                ),
+                skip_special_tokens=parsers.skip_special_tokens and not self.body.shows_special_tokens,
+                token_by_token=parsers.reasoning_format is not None or not parallel,
+                at_once=not self.body.stream,
+                keeps_stop=bool(self.body.include_stop_str_in_output),
+            )
+            for context in contexts
+        ]
+        return GenerationJob(contexts, choices, self.body.n or 1)
+
+
+def _prefill(body: ChatBody) -> str:
+    """Return the beginning of the output that the request gives as its last message, else ""."""
+    last = body.messages[-1]
+    if not body.continue_final_message or last.role != "assistant":
+        return ""
+    content = last.content
+    text = content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
+    return text
+
+
+def _grammar(services: Services, body: ChatBody, use: ToolUse, opens_reasoning: bool) -> Grammar | None:
+    """Return the grammar of the output after the reasoning; None if the output is free text.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    parsers = services.parsers
+    parallel = body.parallel_tool_calls is not False
+    asked = output_grammar(services, body)
+    if use.is_forced:  # the output is a call, so a format of its text has no effect
+        check_enabled(services, body, "tool_choice")
+        check_tools(services, body, use.called)
+        with map_input_errors("tool_choice"):
+            forced = parsers.grammar(
+                use.tools, use.choice, parallel=parallel, reasoning=True, in_reasoning=opens_reasoning
+            )
+        return checked_grammar(services, forced, "tools")
+    if asked is None and not use.strict:
+        return None
+    grammar, param = asked or (None, "tools")
+    check_enabled(services, body, param)
+    check_tools(services, body, use.strict)
+    with map_input_errors(param):
+        if grammar is None:
+            combined = parsers.strict_grammar(
+                use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
+            )
+        elif use.tools:
+            combined = parsers.call_or(
+                grammar, use.tools, use.strict, parallel=parallel, in_reasoning=opens_reasoning
+            )
+        else:
+            combined = parsers.after_reasoning(grammar, in_reasoning=opens_reasoning)
+    return checked_grammar(services, combined, param)
