@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from penstock.serve.api import (
     unsupported,
     validation,
 )
+from penstock.serve.api.responses import response_routes, response_schema
 from penstock.serve.http import middleware, problems
 from penstock.serve.observability import metrics
 from penstock.serve.parsers.formats import TOOL_FORMATS
@@ -49,6 +50,7 @@ PAGES = ("server.md", "compatibility.md")
 ROUTERS = (
     chat,
     completions,
+    response_routes,
     embeddings,
     rerank,
     scores,
@@ -124,6 +126,26 @@ def fields() -> str:
     )
 
 
+def fields_of(kind: type[schemas.RequestBody]) -> str:
+    """Return the table of all fields of one kind of request."""
+    honoured = validation.json_schema(kind)["properties"]
+    refused = parameters.unsupported_fields(kind)
+    rows = []
+    for name in sorted({*honoured, *refused}):
+        how = _how(name, honoured, refused)
+        values = [_legal(honoured[name])] if name in honoured else []
+        if name in refused:
+            accepted = _accepted(refused[name])
+            values.append(f"{accepted + ': ' if accepted else ''}{refused[name].reason}")
+        rows.append([f"`{name}`", how, "; ".join(values)])
+    return table("field | support | values", rows)
+
+
+def response_fields() -> str:
+    """Return the table of all fields of a request to ``/v1/responses``."""
+    return fields_of(response_schema.ResponsesBody)
+
+
 def embedding_fields() -> str:
     """Return the table of all request fields of the routes of embedding models."""
     kinds = {
@@ -155,12 +177,17 @@ def no_effect() -> str:
         schemas.StreamOptions: "`stream_options`",
         schemas.ChatMessage: "a message",
         schemas.ToolCall: "a message's `tool_calls`",
+        response_schema.ResponsesBody: "responses",
+        response_schema.InputItem: "an item of responses",
+        response_schema.InputPart: "a content part of responses",
+        response_schema.ResponseTool: "a tool of responses",
+        response_schema.ReasoningConfig: "`reasoning` of responses",
     }
-    assert set(places) == set(parameters.UNSUPPORTED)
+    assert set(places) == {*parameters.UNSUPPORTED, *_with_own_tables(schemas.RequestBody)}
     rows: dict[tuple[str, str, str], list[str]] = {}
-    for kind, table_ in parameters.UNSUPPORTED.items():
-        for name, field in table_.items():
-            if field.accepted:
+    for kind in places:
+        for name, field in parameters.unsupported_fields(kind).items():
+            if field.accepted or field.accepts_all:
                 rows.setdefault((name, _accepted(field), field.reason), []).append(places[kind])
     return table(
         "field | in | values | why",
@@ -171,7 +198,17 @@ def no_effect() -> str:
     )
 
 
+def _with_own_tables(kind: type[schemas.RequestBody]) -> Iterator[type[schemas.RequestBody]]:
+    """Yield the classes of request objects that declare fields without support."""
+    for one in kind.__subclasses__():
+        if "unsupported" in vars(one):
+            yield one
+        yield from _with_own_tables(one)
+
+
 def _accepted(field: unsupported.Refused) -> str:
+    if field.accepts_all:
+        return "all"
     values = [code(json.dumps(value)) for value in field.accepted]
     return ", ".join(values) if len(values) < 8 else f"{values[0]} to {values[-1]}"
 
@@ -183,6 +220,8 @@ def _how(name: str, honoured: Mapping[str, Any], refused: Mapping[str, unsupport
         return "yes"
     if name not in refused:
         return "unknown"
+    if refused[name].accepts_all:
+        return "no effect"
     return "default only" if refused[name].accepted else "refused"
 
 
@@ -457,6 +496,7 @@ def schema_keywords() -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "routes": routes,
     "fields": fields,
+    "response_fields": response_fields,
     "embedding_fields": embedding_fields,
     "no_effect": no_effect,
     "errors": errors,

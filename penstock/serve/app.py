@@ -26,6 +26,7 @@ from penstock.serve.api import (
     scores,
     tokenization,
 )
+from penstock.serve.api.responses import response_routes
 from penstock.serve.http import problems
 from penstock.serve.http.middleware import AdmissionMiddleware, ObservabilityMiddleware
 from penstock.serve.http.origins import OriginMiddleware
@@ -62,6 +63,9 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     text = [_needs(PipelineTask.TEXT_GENERATION)]
     app.include_router(chat.router, dependencies=text)  # POST /v1/chat/completions, .../render
     app.include_router(completions.router, dependencies=text)  # POST /v1/completions
+    app.include_router(response_routes.router, dependencies=text)  # POST, GET, DELETE /v1/responses
+    if services.config.state_dir is not None:
+        response_routes.open_state(services)
     embedder = [_needs(PipelineTask.EMBEDDINGS_GENERATION)]
     app.include_router(embeddings.router, dependencies=embedder)  # POST /v1/embeddings, /pooling
     app.include_router(rerank.router, dependencies=embedder)  # POST /v1/rerank, /v2/rerank, /rerank

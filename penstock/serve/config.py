@@ -137,6 +137,17 @@ class ServeConfig:
     default_max_tokens_completions: int = setting(
         16, COUNT, "Maximum number of new tokens of a request to /v1/completions without max_tokens."
     )
+    hosted_tools: str = setting(
+        "skip",
+        one_of("skip", "refuse"),
+        "Treatment of hosted tools, such as web_search, in the tools of a request; the server has none.",
+    )
+    state_dir: str | None = setting(
+        None, TEXT, "Folder for state that survives a restart: stored responses. Default: memory."
+    )
+    response_store_size: int = setting(
+        256 * 2**20, NUM_BYTES, "Maximum total size of stored responses; the oldest are dropped."
+    )
     playground: bool = setting(True, FLAG, "Serve a page at / to try the model.")
     access_log: bool = setting(True, FLAG, "Log a line at the end of each request.")
     log_format: str = setting("logfmt", one_of("logfmt", "json"), "Format of the log lines.")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastapi import Request
 
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     from penstock.serve.parsers import ParserFactory
     from penstock.worker.engine_client import EngineClient
 
+
+class Closable(Protocol):
+    """State that is closed when the server stops."""
+
+    def close(self) -> None: ...
+
+
+State = TypeVar("State", bound=Closable)
 
 LARGE_BODY_BYTES = 512 * 1024
 """Bodies with more bytes are large. Prompts of most models are shorter."""
@@ -64,6 +73,25 @@ class LargeBodyLimiter:
         self.num_active -= 1
 
 
+class RouteStates:
+    """The state of route families that have some, by type; created at the first use."""
+
+    def __init__(self) -> None:
+        self._states: dict[type[Any], Any] = {}
+
+    def get_or_make(self, kind: type[State], make: Callable[[], State]) -> State:
+        """Return the state of this type. The first call creates it."""
+        if kind not in self._states:
+            self._states[kind] = make()
+        state: State = self._states[kind]
+        return state
+
+    def close(self) -> None:
+        """Close all states."""
+        while self._states:
+            self._states.popitem()[1].close()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Services:
     """Created once at the start and never changed."""
@@ -91,6 +119,8 @@ class Services:
     tracing: Tracing | None = None
     task: PipelineTask = PipelineTask.TEXT_GENERATION
     """The task that the model is loaded for."""
+    states: RouteStates = field(default_factory=RouteStates)
+    """State that belongs to a family of routes, such as stored responses."""
     turns: Turns = field(default_factory=Turns)
     """Shared by requests with responses that take long to encode."""
 

@@ -15,7 +15,7 @@ from support.tiny_embedder import write_tiny_embedder
 
 from penstock import LLM, SamplingParams
 
-CLIENTS = ("openai_client", "structured_output")
+CLIENTS = ("openai_client", "responses_client", "structured_output")
 ALONE = ("lora", "score_batch", "semantic_search", "speculation")
 
 
@@ -37,6 +37,15 @@ def test_openai_client(url: str) -> None:
     assert "60 written" in said
     assert "call: get_weather {'city': 'Paris'}" in said
     assert "sunny in Paris" in said
+
+
+def test_responses_client(url: str) -> None:
+    said = run("responses_client", "--url", url)
+    assert "answer: Penstock is an LLM inference library" in said
+    assert "response: completed" in said
+    assert "Berlin" in said
+    assert "input items: 3" in said
+    assert "parsed: Person(name=" in said
 
 
 def test_structured_output(url: str) -> None:

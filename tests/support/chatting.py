@@ -135,6 +135,7 @@ async def chatting(
             yield Chatting(http, client, services, chosen)
     finally:
         await worker.stop(0)
+        services.states.close()
         services.pool.shutdown()
         services.large_body_pool.shutdown()
         for decoder in (services.decoder, services.large_body_decoder):

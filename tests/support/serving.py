@@ -51,6 +51,7 @@ async def client_of(services: Services, *routers: APIRouter) -> AsyncIterator[ht
     transport = httpx.ASGITransport(create_app(services, *routers))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield client
+    services.states.close()
     services.pool.shutdown()
     for decoder in (services.decoder, services.large_body_decoder):
         await decoder.close()

@@ -126,6 +126,13 @@ def template_options(body: ChatLike, tokenizer: TextTokenizer, *, can_reason: bo
     return options
 
 
+def reads_effort(tokenizer: TextTokenizer, effort: str) -> bool:
+    """Return whether the chat template can apply a ``reasoning_effort``."""
+    return tokenizer.template_mentions("reasoning_effort") or (
+        effort == "none" and tokenizer.template_mentions("enable_thinking")
+    )
+
+
 def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool as the client sent it, without nulls and without ``strict``."""
     function = {

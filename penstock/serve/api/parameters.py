@@ -29,9 +29,7 @@ from penstock.serve.api.schemas import (
     ChatBody,
     ChatMessage,
     CompletionBody,
-    ContentPart,
     GenerationBody,
-    JsonSchema,
     RequestBody,
     StreamOptions,
     ToolCall,
@@ -175,7 +173,7 @@ class UnknownFields:
             param = f"{place}.{name}" if place else name
             if name in table:
                 _check_value(param, value, table[name])
-            elif not _is_open(body):
+            elif not body.has_open_fields:
                 self._unknown(body, name, param)
         for name in body.model_fields_set:
             self._look_into(getattr(body, name, None), f"{place}.{name}" if place else name)
@@ -199,15 +197,6 @@ class UnknownFields:
         if self.refuse:
             raise RequestProblem(400, f"unknown field {param!r}{hint}", param=param, code="unknown_parameter")
         self.log.warning("a request has the unknown field %r, which is ignored%s", param, hint)
-
-
-def _is_open(body: RequestBody) -> bool:
-    """Return whether the code that reads the body checks its other fields."""
-    if isinstance(body, ContentPart):
-        return body.type not in ("text", "refusal")  # refused by its type
-    if isinstance(body, JsonSchema):
-        return body.is_bare
-    return getattr(body, "type", None) == "structural_tag"
 
 
 def _check_value(param: str, value: object, field: Refused) -> None:

@@ -41,6 +41,11 @@ class RequestBody(BaseModel):
     unsupported: ClassVar[Mapping[str, Refused]] = {}
     """Known fields that the class does not declare, unless `penstock.serve.api.parameters` has them."""
 
+    @property
+    def has_open_fields(self) -> bool:
+        """Whether the code that reads the object checks the fields that the class does not declare."""
+        return False
+
 
 class FunctionCall(RequestBody):
     """A tool call of an earlier turn."""
@@ -64,6 +69,11 @@ class ContentPart(RequestBody):
     type: str
     text: str | None = None
     refusal: str | None = None
+
+    @property
+    def has_open_fields(self) -> bool:
+        """Whether the type is not text: such a part is refused by its type."""
+        return self.type not in ("text", "refusal")
 
     @model_validator(mode="after")
     def _has_its_text(self) -> Self:
@@ -156,12 +166,22 @@ class JsonSchema(RequestBody):
         """Whether the object itself is the schema."""
         return self.name is None and self.schema_ is None
 
+    @property
+    def has_open_fields(self) -> bool:
+        """Whether the object itself is the schema."""
+        return self.is_bare
+
 
 class ResponseFormat(RequestBody):
     """The required format of the output. A ``structural_tag`` has further fields."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+
+    @property
+    def has_open_fields(self) -> bool:
+        """Whether the object is a structural tag, which the grammar back end checks."""
+        return self.type == "structural_tag"
 
 
 class StructuredOutputs(RequestBody):

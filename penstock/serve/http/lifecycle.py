@@ -229,6 +229,7 @@ class Server:
         await gate.wait_until_idle(SHUTDOWN_TIMEOUT)
         for pool in (services.pool, services.large_body_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(services.states.close)
         for decoder in (services.decoder, services.large_body_decoder):
             await decoder.close()
         if services.tracing is not None:

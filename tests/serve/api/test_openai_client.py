@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 from support.asgi import eventually
 from support.chatting import Chatting, chatting
 
@@ -54,6 +55,7 @@ async def test_the_embedded_model() -> None:
         await check_answers(client)
         await check_tools(client)
         await check_completions(client)
+        await check_responses(client)
         await check_fields_of_other_servers(client)
         await check_errors(client)
         await check_disconnect(client, server)
@@ -162,6 +164,41 @@ async def check_completions(client: AsyncOpenAI) -> None:
     )
     text = "".join([chunk.choices[0].text async for chunk in stream])
     assert "Once upon a time" + text == whole.choices[0].text
+
+
+class City(BaseModel):
+    """The output of `check_responses`."""
+
+    name: str
+
+
+async def check_responses(client: AsyncOpenAI) -> None:
+    question = "What is the capital of Germany?"
+    answer = await client.responses.create(model="demo", input=question, temperature=0)
+    assert answer.output_text == "The capital of Germany is Berlin."
+    async with client.responses.stream(model="demo", input=question, temperature=0) as stream:
+        assert (await stream.get_final_response()).output_text == answer.output_text
+    parsed = await client.responses.parse(
+        model="demo", input=question, text_format=City, temperature=0, max_output_tokens=64
+    )
+    assert isinstance(parsed.output_parsed, City)
+    called = await client.responses.create(
+        model="demo",
+        input="What's the weather like in Paris today?",
+        tools=[{"type": "function", **WEATHER["function"], "strict": True}],
+        temperature=0,
+    )
+    [call] = called.output
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+    forced = await client.responses.create(
+        model="demo",
+        input="Hi",
+        tools=[{"type": "custom", "name": "patch"}],
+        tool_choice={"type": "custom", "name": "patch"},
+        max_output_tokens=60,
+    )
+    assert forced.output[0].type == "custom_tool_call"
 
 
 async def check_fields_of_other_servers(client: AsyncOpenAI) -> None:

@@ -1,0 +1,158 @@
+"""Responses that are generated without a connection, and the state of the Responses API."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from penstock.serve.api.generation import GenerationJob, GenerationRun
+from penstock.serve.api.responses.response_builder import ResponseBuilder
+from penstock.serve.api.responses.response_request import PreparedResponse
+from penstock.serve.api.responses.response_store import ResponseStore
+from penstock.serve.api.text_generation import note_error, response_events
+from penstock.serve.http.problems import problem_of
+from penstock.serve.observability.access_log import log_request
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.services import Services
+
+MAX_ENDED_RUNS = 64
+"""Background responses whose events are kept after their end."""
+
+
+class ResponseState:
+    """What the routes of the Responses API share."""
+
+    def __init__(self, state_dir: str | None, store_size: int) -> None:
+        path = None if state_dir is None else Path(state_dir).expanduser() / "responses.sqlite3"
+        self.store = ResponseStore(path, store_size)
+        self.runs: OrderedDict[str, BackgroundRun] = OrderedDict()
+        """The background responses that run, and the last ones that ended."""
+        self._warned: set[str] = set()
+
+    def new_warnings(self, warnings: Iterable[str]) -> list[str]:
+        """Return the warnings that have not been returned before."""
+        new = [one for one in warnings if one not in self._warned]
+        if len(self._warned) < 1000:
+            self._warned.update(new)
+        return new
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+    def add(self, run: BackgroundRun) -> None:
+        """Keep a run, and drop the oldest runs that have ended."""
+        self.runs[run.response_id] = run
+        ended = [name for name, one in self.runs.items() if one.is_done]
+        for name in ended[: max(0, len(ended) - MAX_ENDED_RUNS)]:
+            del self.runs[name]
+
+
+class BackgroundRun:
+    """A response that is generated in a task of the server.
+
+    Args:
+        services: the objects that routes use.
+        state: stores the response.
+        owner: the client.
+        prepared: the request.
+        job: its choice.
+        record: the record of the task.
+
+    Raises:
+        UnavailableError: the worker is not ready, or too many requests are waiting.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        state: ResponseState,
+        owner: str,
+        prepared: PreparedResponse,
+        job: GenerationJob,
+        record: RequestRecord,
+    ) -> None:
+        self.owner = owner
+        self.response_id = prepared.conversation.context.request_id
+        self.builder = ResponseBuilder(services, prepared.body, prepared.conversation, job)
+        self.keeps_events = bool(prepared.body.stream)
+        self.is_done = False
+        self.builder.object("queued")
+        self._services = services
+        self._state = state
+        self._items = prepared.items
+        self._record = record
+        self._events: list[bytes] = []
+        self._changed = asyncio.Event()
+        self._is_cancelled = False
+        self._run = GenerationRun(services, record, job)
+        self._task = asyncio.ensure_future(self._generate())
+
+    async def put(self) -> None:
+        """Store the current state."""
+        result = {**self.builder.result, "output": [*self.builder.result["output"]]}
+        await self._state.store.put(self.owner, result, self._items, is_done=self.is_done)
+
+    async def cancel(self) -> dict[str, Any]:
+        """Cancel the generation and return the response. Does nothing if it has ended."""
+        if not self.is_done:
+            self._is_cancelled = True
+            self._run.cancel()
+            await asyncio.wait((self._task,))
+        return self.builder.result
+
+    async def events(self, after: int) -> AsyncGenerator[bytes, None]:
+        """Yield the events with a sequence number above `after`, and wait for new ones."""
+        position = after + 1
+        while True:
+            changed = self._changed
+            if position < len(self._events):
+                yield b"".join(self._events[position:])
+                position = len(self._events)
+            elif self.is_done:
+                return
+            else:
+                await changed.wait()
+
+    async def _generate(self) -> None:
+        services, builder = self._services, self.builder
+        with services.gate.track():
+            try:
+                await self._run.admitted()
+                builder.object("in_progress")
+                async with aclosing(response_events(self._run, builder, services.turns)) as events:
+                    async for piece in events:
+                        if self._is_cancelled:
+                            break
+                        self._publish(piece)
+            except Exception as error:
+                note_error(services, self._record, error)
+                builder.failed(problem_of(error))
+                if not self._is_cancelled:
+                    self._publish(builder.error(problem_of(error)))
+            finally:
+                self._run.finish()
+            if self._is_cancelled:
+                builder.cancelled()
+            self.is_done = True
+            await self.put()
+            self._wake()
+            self._record.ended_at = time.perf_counter()
+            self._record.status = 200
+            if services.config.access_log:
+                log_request(self._record)
+
+    def _publish(self, piece: bytes) -> None:
+        """Keep the events in a piece, one per sequence number."""
+        if self.keeps_events and piece.startswith(b"event:"):
+            self._events += [one + b"\n\n" for one in piece.split(b"\n\n") if one]
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,184 @@
+"""Build a response of the Responses API: the whole object, or the events of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.serve.api.choice_decoder import ChoiceDelta, Score
+from penstock.serve.api.conversation import Conversation
+from penstock.serve.api.generation import GenerationJob
+from penstock.serve.api.responses.response_input import custom_tools_of
+from penstock.serve.api.responses.response_output import OutputItems
+from penstock.serve.api.responses.response_schema import ENCRYPTED_REASONING, ResponsesBody
+from penstock.serve.api.token_scores import ChatScores
+from penstock.serve.http.problems import Problem
+from penstock.serve.http.sse import PING, named_event
+from penstock.serve.services import Services
+
+_FINAL = {"completed": "response.completed", "incomplete": "response.incomplete"}
+
+
+class _Scores(msgspec.Struct):
+    content: list[msgspec.Raw]
+
+
+class ResponseBuilder:
+    """Builds the objects and events of one response.
+
+    Args:
+        services: the objects that routes use.
+        body: the request.
+        conversation: the chat request that it was translated to.
+        job: the running choice.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, services: Services, body: ResponsesBody, conversation: Conversation, job: GenerationJob
+    ) -> None:
+        self._choice = job.choices[0]
+        self._output = OutputItems(
+            custom_tools_of(body), encodes_reasoning=body.includes(ENCRYPTED_REASONING)
+        )
+        self._scores = None
+        if conversation.body.logprobs:
+            self._scores = ChatScores(services.fragments_for(conversation.body), body.top_logprobs or 0)
+        self._sequence = 0
+        self._plain = _members(body, conversation)
+        self.result: dict[str, Any] = self.object("in_progress")
+        """The newest state of the response."""
+
+    def object(self, status: str, **more: Any) -> dict[str, Any]:
+        """Return the response with a status."""
+        self.result = {**self._plain, "status": status, "output": self._output.items, **more}
+        return self.result
+
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: dict[str, Any]) -> Iterable[bytes]:
+        """Yield the JSON of a response that is not streamed."""
+        (piece,) = pieces
+        scores = piece.scores[self._choice.num_reasoning_tokens :]
+        self._output.add(piece.events, self._logprobs(scores))
+        self._finish(usage)
+        yield msgspec.json.encode(self.result)
+
+    def begin(self) -> bytes:
+        """Return the events before the first delta."""
+        return self._events(
+            [{"type": kind, "response": self.result} for kind in ("response.created", "response.in_progress")]
+        )
+
+    def events(self, index: int, piece: ChoiceDelta, usage: dict[str, Any] | None = None) -> Iterable[bytes]:
+        """Return the events of a delta."""
+        said = self._output.add(piece.events, self._logprobs(piece.scores) if piece.content else ())
+        return (self._events(said),) if said else ()
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Return the events after the last delta."""
+        said = self._finish(usage)
+        return self._events([*said, {"type": _FINAL[self.result["status"]], "response": self.result}])
+
+    def ping(self) -> bytes:
+        """Return what keeps a silent stream open."""
+        return PING
+
+    def error(self, problem: Problem) -> bytes:
+        """Return the event of an error that ends the stream."""
+        return self._events([{"type": "response.failed", "response": self.failed(problem)}])
+
+    def failed(self, problem: Problem) -> dict[str, Any]:
+        """End the response with an error, and return it."""
+        self._output.close(is_complete=False)
+        error = {"code": problem.code or "server_error", "message": problem.message, "param": problem.param}
+        return self.object("failed", error=error)
+
+    def cancelled(self) -> dict[str, Any]:
+        """End the response because the client has cancelled it, and return it."""
+        self._output.close(is_complete=False)
+        return self.object("cancelled")
+
+    def _finish(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        is_complete = self._choice.finish_reason != "length"
+        said = self._output.finish(is_complete=is_complete)
+        details = None if is_complete else {"reason": "max_output_tokens"}
+        self.object(
+            "completed" if is_complete else "incomplete",
+            usage=_usage(usage),
+            incomplete_details=details,
+            completed_at=int(time.time()),
+        )
+        return said
+
+    def _events(self, said: Iterable[dict[str, Any]]) -> bytes:
+        encoded = []
+        for event in said:
+            encoded.append(named_event({**event, "sequence_number": self._sequence}))
+            self._sequence += 1
+        return b"".join(encoded)
+
+    def _logprobs(self, scores: Sequence[Score]) -> Sequence[msgspec.Raw]:
+        if self._scores is None or not scores:
+            return ()
+        return msgspec.json.decode(b"".join(self._scores.parts(scores)), type=_Scores).content
+
+
+def _members(body: ResponsesBody, conversation: Conversation) -> dict[str, Any]:
+    """Return the members that do not change, with the values that apply."""
+    params = conversation.context.sampling_params
+    reasoning, text = body.reasoning, body.text
+    form = text.format if text is not None else None
+    return {
+        "id": conversation.context.request_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "background": bool(body.background),
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": (body.model_extra or {}).get("max_tool_calls"),
+        "metadata": body.metadata or {},
+        "model": body.model,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.is_stored,
+        "temperature": params.temperature,
+        "text": {
+            "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True),
+            "verbosity": "medium" if text is None or text.verbosity is None else text.verbosity,
+        },
+        "tool_choice": _plain(body.tool_choice) or "auto",
+        "tools": [
+            {**_plain(tool), **({"strict": bool(tool.strict)} if tool.type == "function" else {})}
+            for tool in body.tools or ()
+            if not tool.is_hosted
+        ],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(by_alias=True, exclude_none=True) if hasattr(value, "model_dump") else value
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }

@@ -1,0 +1,138 @@
+"""A validated Responses request: its chat request, its history and the items to store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.serve.api.chat_prompt import reads_effort
+from penstock.serve.api.conversation import Conversation
+from penstock.serve.api.responses.response_input import chat_request, hosted_tools_of
+from penstock.serve.api.responses.response_output import new_id
+from penstock.serve.api.responses.response_schema import LOGPROBS, InputItem, ResponsesBody
+from penstock.serve.api.responses.response_store import StoredResponse
+from penstock.serve.api.text_generation import checked_body
+from penstock.serve.api.translation import Translation
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.services import Services
+
+
+@dataclass(frozen=True)
+class PreparedResponse:
+    """A request that can run."""
+
+    body: ResponsesBody
+    conversation: Conversation
+    items: list[dict[str, Any]]
+    """All input items, with those of the previous responses."""
+    warnings: Sequence[str]
+    """What the request asks for and does not get; for the log."""
+
+    @classmethod
+    def of(cls, services: Services, raw: Any, previous: StoredResponse | None) -> PreparedResponse:
+        """Validate a request, and render and encode its prompt. Slow: call it in the pool.
+
+        Raises:
+            RequestProblem: 400 that names the field.
+            UnknownModelError: the server has no model or adapter of that name.
+        """
+        body = checked_body(services, ResponsesBody, raw)
+        _check_combinations(body)
+        body, warnings = _without_unread_effort(services, body)
+        history = [] if previous is None else previous.history()
+        translation = chat_request(
+            services,
+            body,
+            [InputItem.model_validate(item) for item in history],
+            hosted_tools=services.config.hosted_tools,
+        )
+        warnings += [
+            f"the hosted tool {name}, which the server does not have" for name in hosted_tools_of(body)
+        ]
+        if body.truncation == "auto":
+            conversation = _truncated(services, body, translation)
+        else:
+            conversation = translation.conversation(services, new_id("resp"))
+        items = [*history, *_input_items(raw["input"])]
+        return cls(body, conversation, items, warnings)
+
+
+def _check_combinations(body: ResponsesBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestProblem(400, "stream_options needs stream to be true", param="stream_options")
+    if body.background and not body.is_stored:
+        raise RequestProblem(400, "background needs store to be true", param="background")
+    if body.top_logprobs and not body.includes(LOGPROBS):
+        raise RequestProblem(400, f"top_logprobs needs include to contain {LOGPROBS!r}", param="top_logprobs")
+
+
+def _without_unread_effort(services: Services, body: ResponsesBody) -> tuple[ResponsesBody, list[str]]:
+    """Drop an effort that the chat template does not read: agents send one to every model."""
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    if effort is None or reads_effort(services.tokenizer, effort):
+        return body, []
+    return body.model_copy(update={"reasoning": None}), ["reasoning.effort, which the chat template omits"]
+
+
+def _truncated(services: Services, body: ResponsesBody, translation: Translation) -> Conversation:
+    """Return the conversation without its oldest turns, so that the prompt leaves room for the output.
+
+    Instructions at the beginning stay. The first turn that is kept begins with a message of the user.
+
+    Raises:
+        RequestProblem: 400; the last turn alone is too long, or the request is invalid.
+    """
+    messages = translation.chat["messages"]
+    num_fixed = next((at for at, one in enumerate(messages) if one["role"] not in ("system", "developer")), 0)
+    starts = [at for at, one in enumerate(messages) if one["role"] == "user" and at > num_fixed]
+    limit = services.worker.info.max_length
+    room = min(body.max_output_tokens or limit // 4, limit // 2)
+    name = new_id("resp")
+
+    def attempt(start: int) -> Conversation | None:
+        kept = [*range(num_fixed), *range(start, len(messages))]
+        chat = {**translation.chat, "messages": [messages[at] for at in kept]}
+        places = [translation.message_places[at] for at in kept]
+        is_last = start == (starts[-1] if starts else num_fixed)
+        try:
+            found = replace(translation, chat=chat, message_places=places).conversation(services, name)
+        except RequestProblem as problem:
+            if problem.code == "context_length_exceeded" and not is_last:
+                return None
+            raise
+        return found if is_last or len(found.context.prompt_tokens) + room <= limit else None
+
+    if (whole := attempt(num_fixed)) is not None:
+        return whole
+    low, high, best = 0, len(starts) - 1, None
+    while low < high:  # find the smallest start whose prompt fits
+        middle = (low + high) // 2
+        if (found := attempt(starts[middle])) is not None:
+            best, high = found, middle
+        else:
+            low = middle + 1
+    fitting = attempt(starts[-1]) if best is None else best
+    assert fitting is not None
+    return fitting
+
+
+def _input_items(given: Any) -> list[dict[str, Any]]:
+    """Return the items of a request in the form in which they are listed."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [_listed(item) for item in given]
+
+
+def _listed(item: Mapping[str, Any]) -> dict[str, Any]:
+    kind = item.get("type") or "message"
+    prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(kind, "item")
+    listed = {**item, "type": kind, "id": item.get("id") or new_id(prefix)}
+    content = item.get("content")
+    if kind == "message" and isinstance(content, str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        more: dict[str, Any] = {"annotations": []} if part == "output_text" else {}
+        listed["content"] = [{"type": part, "text": content, **more}]
+    if kind == "message":
+        listed.setdefault("status", "completed")
+    return {name: value for name, value in listed.items() if value is not None}

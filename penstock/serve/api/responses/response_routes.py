@@ -1,0 +1,266 @@
+"""``/v1/responses``: create, retrieve, cancel and delete responses."""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import sha256
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+
+from penstock.serve.api.generation import in_pool
+from penstock.serve.api.responses.background import BackgroundRun, ResponseState
+from penstock.serve.api.responses.response_builder import ResponseBuilder
+from penstock.serve.api.responses.response_request import PreparedResponse
+from penstock.serve.api.responses.response_schema import ResponsesBody
+from penstock.serve.api.responses.response_store import StoredResponse
+from penstock.serve.api.text_generation import answer_request, note, note_error
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import body_of, generated, responses
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.http.sse import EventStream
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.services import Services
+
+router = APIRouter(route_class=JsonRoute, tags=["responses"])
+
+
+@router.post(
+    "/v1/responses",
+    response_class=Response,
+    openapi_extra=body_of(ResponsesBody),
+    responses=generated("The response; with `stream`, its events."),
+)
+async def create_response(request: Request) -> Response:
+    """Generate a response to a list of items."""
+    services, record = Services.of(request), RequestRecord.of(request)
+    state, owner = open_state(services), _owner(request)
+    prepared = await _prepared(request, state, owner)
+    _warn(services, state, prepared)
+    job = prepared.conversation.job(services)
+    body = prepared.body
+    note(prepared.conversation.body, record, prepared.conversation.context)
+    if body.background:
+        background = RequestRecord(record.request_id, route="/v1/responses (background)")
+        background.client_id = record.client_id
+        note(prepared.conversation.body, background, prepared.conversation.context)
+        run = BackgroundRun(services, state, owner, prepared, job, background)
+        state.add(run)
+        queued = msgspec.json.encode(run.builder.result)
+        await run.put()
+        return _stream_of(services, record, run, -1) if body.stream else _json(queued)
+    builder = ResponseBuilder(services, body, prepared.conversation, job)
+
+    async def store() -> None:
+        if body.is_stored:
+            await state.store.put(owner, builder.result, prepared.items)
+
+    return await answer_request(request, services, job, builder, stream=bool(body.stream), on_complete=store)
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    response_class=Response,
+    openapi_extra=body_of(ResponsesBody),
+    responses=generated("The number of tokens.", streams=False),
+)
+async def count_input_tokens(request: Request) -> Response:
+    """Return the number of input tokens of a response, without generating it."""
+    services = Services.of(request)
+    prepared = await _prepared(request, open_state(services), _owner(request))
+    count = len(prepared.conversation.context.prompt_tokens)
+    return _json(msgspec.json.encode({"object": "response.input_tokens", "input_tokens": count}))
+
+
+@router.get("/v1/responses/{response_id}", response_class=Response, responses=responses(400, 401, 404, 503))
+async def retrieve_response(
+    request: Request,
+    response_id: str,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+) -> Response:
+    """Return a stored response; with `stream`, the events of a background response."""
+    services = Services.of(request)
+    state, owner = open_state(services), _owner(request)
+    run = _run_of(state, owner, response_id)
+    if not stream:
+        if run is not None:
+            return _json(msgspec.json.encode(run.builder.result))
+        return _json((await _stored(state, owner, response_id)).body)
+    if run is None or not run.keeps_events:
+        await _stored(state, owner, response_id)
+        raise RequestProblem(
+            400,
+            "the server keeps events only of recent responses that were created with background and stream",
+            param="stream",
+        )
+    return _stream_of(services, RequestRecord.of(request), run, starting_after)
+
+
+@router.delete("/v1/responses/{response_id}", response_class=Response, responses=responses(401, 404, 503))
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Delete a stored response. A background response that runs is cancelled."""
+    state, owner = open_state(Services.of(request)), _owner(request)
+    run = _run_of(state, owner, response_id)
+    if run is not None:
+        await run.cancel()
+        state.runs.pop(response_id, None)
+    if not await state.store.delete(owner, response_id):
+        raise _not_found(response_id)
+    return _json(msgspec.json.encode({"id": response_id, "object": "response", "deleted": True}))
+
+
+@router.post(
+    "/v1/responses/{response_id}/cancel", response_class=Response, responses=responses(400, 401, 404, 503)
+)
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """Cancel a background response. A response that has ended stays as it is."""
+    state, owner = open_state(Services.of(request)), _owner(request)
+    run = _run_of(state, owner, response_id)
+    if run is not None:
+        return _json(msgspec.json.encode(await run.cancel()))
+    stored = await _stored(state, owner, response_id)
+    if not msgspec.json.decode(stored.body)["background"]:
+        raise RequestProblem(400, "only a response with background can be cancelled", param="response_id")
+    return _json(stored.body)
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    response_class=Response,
+    responses=responses(400, 401, 404, 503),
+)
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
+    after: str | None = None,
+) -> Response:
+    """Return the input items of a stored response, including those of the previous responses."""
+    services = Services.of(request)
+    stored = await _stored(open_state(services), _owner(request), response_id)
+
+    def page() -> bytes:
+        items: list[dict[str, Any]] = msgspec.json.decode(stored.input)
+        if order == "desc":
+            items.reverse()
+        names = [item["id"] for item in items]
+        if after is not None and after not in names:
+            raise RequestProblem(400, f"after is {after[:100]!r}, which is not an input item", param="after")
+        start = 0 if after is None else names.index(after) + 1
+        shown = items[start : start + limit]
+        listed = {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": start + limit < len(items),
+        }
+        return msgspec.json.encode(listed)
+
+    return _json(await asyncio.get_running_loop().run_in_executor(services.pool, page))
+
+
+async def _prepared(request: Request, state: ResponseState, owner: str) -> PreparedResponse:
+    """Read and prepare a request; previous responses and referenced items come from the store."""
+    services = Services.of(request)
+    raw = await request.json()
+    previous = None
+    if isinstance(raw, dict):
+        if isinstance(name := raw.get("previous_response_id"), str):
+            previous = await _previous(state, owner, name)
+        if isinstance(raw.get("input"), list):
+            raw = {**raw, "input": await _with_references(state, owner, raw["input"])}
+    return await in_pool(request, lambda: PreparedResponse.of(services, raw, previous))
+
+
+async def _previous(state: ResponseState, owner: str, name: str) -> StoredResponse:
+    run = _run_of(state, owner, name)
+    if run is not None and not run.is_done:
+        raise RequestProblem(
+            400, f"the response {name} is not complete: wait for its end", param="previous_response_id"
+        )
+    stored = await state.store.get(owner, name)
+    if stored is None:
+        raise RequestProblem(
+            400,
+            f"there is no stored response {name[:100]!r}: send the whole conversation as input",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return stored
+
+
+async def _with_references(state: ResponseState, owner: str, given: list[Any]) -> list[Any]:
+    items = []
+    for index, item in enumerate(given):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            found = await state.store.item(owner, str(item.get("id")))
+            if found is None:
+                raise RequestProblem(
+                    400,
+                    f"input[{index}] refers to an item that no stored response has: send the item",
+                    param=f"input[{index}].id",
+                    code="item_not_found",
+                )
+            item = found
+        items.append(item)
+    return items
+
+
+def open_state(services: Services) -> ResponseState:
+    """Return the state of the routes. The first call opens the store.
+
+    Raises:
+        ConfigError: ``--state-dir`` cannot be used.
+    """
+    config = services.config
+    return services.states.get_or_make(
+        ResponseState, lambda: ResponseState(config.state_dir, config.response_store_size)
+    )
+
+
+def _owner(request: Request) -> str:
+    """Return what separates the stored responses of clients: the API key, if there are several."""
+    services = Services.of(request)
+    if len(services.config.api_key) < 2:
+        return ""
+    given = request.headers.get("authorization", "").partition(" ")[2] or request.headers.get("x-api-key", "")
+    return sha256(given.strip().encode()).hexdigest()
+
+
+def _run_of(state: ResponseState, owner: str, response_id: str) -> BackgroundRun | None:
+    run = state.runs.get(response_id)
+    return run if run is not None and run.owner == owner else None
+
+
+async def _stored(state: ResponseState, owner: str, response_id: str) -> StoredResponse:
+    stored = await state.store.get(owner, response_id)
+    if stored is None:
+        raise _not_found(response_id)
+    return stored
+
+
+def _not_found(response_id: str) -> RequestProblem:
+    return RequestProblem(404, f"there is no stored response {response_id[:100]!r}", param="response_id")
+
+
+def _stream_of(services: Services, record: RequestRecord, run: BackgroundRun, after: int) -> EventStream:
+    """Return a stream of the events of a background response. It continues when the client disconnects."""
+    return EventStream(
+        run.events(after),
+        on_error=lambda error: note_error(services, record, error),
+        on_disconnect=lambda: None,
+        error_event=run.builder.error,
+    )
+
+
+def _warn(services: Services, state: ResponseState, prepared: PreparedResponse) -> None:
+    for warning in state.new_warnings(prepared.warnings):
+        services.log.warning("a request has %s; it is skipped, and not reported again", warning)
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

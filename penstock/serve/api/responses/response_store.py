@@ -1,0 +1,144 @@
+"""The stored responses: in memory, or in a file of ``--state-dir``."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.errors import ConfigError
+
+T = TypeVar("T")
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, body BLOB NOT NULL, input BLOB NOT NULL, size INTEGER NOT NULL,
+    number INTEGER NOT NULL, is_done INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS responses_by_number ON responses (number);
+CREATE TABLE IF NOT EXISTS items (
+    id TEXT PRIMARY KEY, response TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE,
+    data BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS items_by_response ON items (response);
+"""
+_LOST = {"code": "server_error", "message": "the server stopped before the response was complete"}
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response and what it was made from, as JSON."""
+
+    body: bytes
+    input: bytes
+    """The list of input items, including those of the previous responses."""
+
+    def history(self) -> list[dict[str, Any]]:
+        """Return the items of the conversation so far: the input, then the output."""
+        items: list[dict[str, Any]] = msgspec.json.decode(self.input)
+        return [*items, *msgspec.json.decode(self.body)["output"]]
+
+
+class ResponseStore:
+    """Responses by id, in SQLite; the oldest are dropped beyond a total size.
+
+    Each call runs in the store's own thread. An owner sees only its own responses.
+
+    Args:
+        path: the file; None keeps the responses in memory.
+        max_bytes: maximum total size of the JSON.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+
+    def __init__(self, path: Path | None, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-responses")
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(path or ":memory:", check_same_thread=False)
+            self._database.executescript("PRAGMA foreign_keys = ON; PRAGMA journal_mode = WAL;" + _TABLES)
+            self._fail_unfinished()
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError("state_dir", f"cannot store responses in {path}: {error}") from error
+
+    async def put(
+        self, owner: str, response: dict[str, Any], items: list[dict[str, Any]], *, is_done: bool = True
+    ) -> None:
+        """Store a response, or replace the stored one."""
+        await self._run(partial(self._put, owner, response, items, is_done))
+
+    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        """Return a response, or None."""
+        return await self._run(partial(self._get, owner, response_id))
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Delete a response. Return whether it existed."""
+        return await self._run(partial(self._delete, owner, response_id))
+
+    async def item(self, owner: str, item_id: str) -> dict[str, Any] | None:
+        """Return an output item of a stored response, or None."""
+        return await self._run(partial(self._item, owner, item_id))
+
+    def close(self) -> None:
+        """Close the file. Calls that are still running finish first."""
+        self._thread.submit(self._database.close)
+        self._thread.shutdown()
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    def _put(self, owner: str, response: dict[str, Any], items: list[dict[str, Any]], is_done: bool) -> None:
+        encode = msgspec.json.encode
+        body, given = encode(response), encode(items)
+        name, size = response["id"], len(body) + len(given)
+        with self._database as database:
+            database.execute("DELETE FROM responses WHERE id = ?", (name,))
+            (last,) = database.execute("SELECT coalesce(max(number), 0) FROM responses").fetchone()
+            row = (name, owner, body, given, size, last + 1, is_done)
+            database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            rows = [(item["id"], name, encode(item)) for item in response["output"]]
+            database.executemany("INSERT OR REPLACE INTO items VALUES (?, ?, ?)", rows)
+            (total,) = database.execute("SELECT sum(size) FROM responses").fetchone()
+            oldest = database.execute("SELECT id, size FROM responses ORDER BY number").fetchall()
+            while total > self._max_bytes and len(oldest) > 1:
+                dropped, freed = oldest.pop(0)
+                database.execute("DELETE FROM responses WHERE id = ?", (dropped,))
+                total -= freed
+
+    def _get(self, owner: str, response_id: str) -> StoredResponse | None:
+        query = "SELECT body, input FROM responses WHERE id = ? AND owner = ?"
+        row = self._database.execute(query, (response_id, owner)).fetchone()
+        return None if row is None else StoredResponse(*row)
+
+    def _delete(self, owner: str, response_id: str) -> bool:
+        with self._database as database:
+            query = "DELETE FROM responses WHERE id = ? AND owner = ?"
+            return database.execute(query, (response_id, owner)).rowcount > 0
+
+    def _item(self, owner: str, item_id: str) -> dict[str, Any] | None:
+        query = (
+            "SELECT data FROM items JOIN responses ON responses.id = items.response "
+            "WHERE items.id = ? AND owner = ?"
+        )
+        row = self._database.execute(query, (item_id, owner)).fetchone()
+        return None if row is None else msgspec.json.decode(row[0])
+
+    def _fail_unfinished(self) -> None:
+        """Mark the responses as failed that another process was generating."""
+        with self._database as database:
+            for name, body in database.execute("SELECT id, body FROM responses WHERE NOT is_done").fetchall():
+                failed = {**msgspec.json.decode(body), "status": "failed", "error": _LOST}
+                database.execute(
+                    "UPDATE responses SET body = ?, is_done = 1 WHERE id = ?",
+                    (msgspec.json.encode(failed), name),
+                )

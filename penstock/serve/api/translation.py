@@ -1,0 +1,74 @@
+"""Translate the request of another API to a chat request, and its errors back to the client's fields."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.serve.api.conversation import Conversation
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.services import Services
+
+_INDEXED = re.compile(r"(messages|tools)\[(\d+)\](.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A chat request made from the request of another API."""
+
+    chat: dict[str, Any]
+    """The decoded body of the chat request."""
+    message_places: Sequence[str]
+    """For each message, the field of the client's request that it comes from."""
+    tool_places: Sequence[str] = ()
+    """For each tool, the field of the client's request."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Field of the chat request -> the client's field, where they differ."""
+
+    def conversation(self, services: Services, request_id: str) -> Conversation:
+        """Return the conversation. Slow: call it in the pool.
+
+        Raises:
+            RequestProblem: 400 that names the field of the client's request.
+            UnknownModelError: the server has no model or adapter of that name.
+        """
+        with self.errors_named():
+            return Conversation.of(services, self.chat, request_id)
+
+    @contextmanager
+    def errors_named(self) -> Iterator[None]:
+        """Rename the fields in a `RequestProblem` of the block."""
+        try:
+            yield
+        except RequestProblem as problem:
+            param = None if problem.param is None else self._place(problem.param)
+            message = self._text(problem.message, problem.param, param)
+            raise RequestProblem(
+                problem.status_code,
+                message,
+                param=param,
+                code=problem.code,
+                type=problem.type,
+                headers=problem.headers,
+            ) from problem
+
+    def _place(self, param: str) -> str:
+        if match := _INDEXED.fullmatch(param):
+            places = self.message_places if match[1] == "messages" else self.tool_places
+            index = int(match[2])
+            place = places[index] if index < len(places) else self.fields.get(match[1], match[1])
+            return place + (match[3].replace(".function", "", 1) if match[1] == "tools" else "")
+        for name, own in self.fields.items():
+            if param == name or param.startswith((f"{name}.", f"{name}[")):
+                return own + param[len(name) :]
+        return param
+
+    def _text(self, message: str, param: str | None, place: str | None) -> str:
+        if param is not None and place is not None:
+            message = message.replace(param, place)
+        for name, own in self.fields.items():
+            message = re.sub(rf"(?<![\w.\[]){re.escape(name)}(?!\w)", own, message)
+        return message
