@@ -45,7 +45,7 @@ def test_responses_client(url: str) -> None:
     assert "response: completed" in said
     assert "Berlin" in said
     assert "input items: 3" in said
-    assert "parsed: Person(name=" in said
+    assert "parsed: name='Tom' age=31" in said
 
 
 def test_structured_output(url: str) -> None:

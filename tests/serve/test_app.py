@@ -291,7 +291,11 @@ async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
     for task in (PipelineTask.TEXT_GENERATION, PipelineTask.EMBEDDINGS_GENERATION):
         async with client_of(replace(make_services(max_body_size=10), task=task)) as client:
             document = (await client.get("/openapi.json")).json()
-            paths = [path for path, item in document["paths"].items() if {"post", "put", "patch"} & set(item)]
+            operations = {
+                path: [item[method] for method in ("post", "put", "patch") if method in item]
+                for path, item in document["paths"].items()
+            }
+            paths = [path for path, found in operations.items() if any("requestBody" in one for one in found)]
             assert len(paths) >= 5
             for path in paths:
                 as_text = await client.post(path, content=b"{}", headers={"content-type": "text/plain"})
