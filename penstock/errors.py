@@ -41,14 +41,29 @@ class InputError(PenstockError, ValueError):
 
 
 class PromptTooLongError(InputError):
-    """The prompt leaves no room for a new token under the maximum length."""
+    """The prompt leaves no room for a new token under the maximum length, or an embedder's input exceeds it.
 
-    def __init__(self, num_tokens: int, max_length: int, *, is_exact: bool = True) -> None:
+    Args:
+        num_tokens: the number of tokens of the prompt.
+        max_length: the maximum length, in tokens.
+        is_exact: whether ``num_tokens`` is the whole prompt instead of its beginning.
+        has_output: whether the maximum length includes generated tokens.
+    """
+
+    def __init__(
+        self, num_tokens: int, max_length: int, *, is_exact: bool = True, has_output: bool = True
+    ) -> None:
         count = str(num_tokens) if is_exact else f"more than {num_tokens}"
-        super().__init__(
+        text = (
             f"the prompt has {count} tokens, but the maximum length is {max_length} tokens, "
             "prompt and output together: shorten the prompt or raise --max-length"
         )
+        if not has_output:
+            text = (
+                f"the input has {count} tokens, but the maximum length is {max_length} tokens: "
+                "shorten it, truncate it, or raise --max-length"
+            )
+        super().__init__(text)
         self.num_tokens = num_tokens
         self.max_length = max_length
         self.is_exact = is_exact

@@ -60,7 +60,7 @@ TABLE: Mapping[str, Row] = {
     "distributed": Row("driver", "torch"),
     "kernels": Row("host driver", "torch numpy"),
     "engine": Row("kernels driver host", "torch numpy"),
-    "config": Row(f"{_STATE} weights", "msgspec"),
+    "config": Row(f"{_STATE} text weights", "msgspec"),
     "text": Row(f"{_STATE} weights", "numpy tokenizers jinja2", "transformers"),
     "media": Row(f"{_STATE} config text weights", "numpy msgspec", "PIL transformers tokenizers"),
     "grammar": Row(f"{_STATE} config text", "torch numpy tokenizers", "xgrammar llguidance"),

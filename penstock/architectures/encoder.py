@@ -22,7 +22,6 @@ from penstock.errors import UnsupportedFeatureError
 from penstock.kernels import KVCacheInputs, StepInputs
 from penstock.nn import Loader
 from penstock.pipelines.core import EmbeddingsContext, PoolingType
-from penstock.text.sentence_transformers import read_layout
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig, PipelineConfig
@@ -91,7 +90,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
             ValueError: the configured length exceeds the positions of the network.
         """
         positions = cls.max_positions(huggingface_config)
-        trained = read_layout(pipeline_config.model.checkpoint).max_seq_length
+        trained = pipeline_config.model.embedding_layout.max_seq_length
         default = pipeline_config.model.max_length or min(trained or positions, positions)
         return upper_bounded_default(positions, default)
 
@@ -138,10 +137,18 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
     @torch.inference_mode()
     def execute(self, model_inputs: EncoderInputs) -> ModelOutputs:
         """Return the hidden states ``[T, E]`` of a batch."""
+        return ModelOutputs(hidden_states=self.hidden_states(model_inputs, self.step_inputs(model_inputs)))
+
+    @torch.inference_mode()
+    def hidden_states(self, model_inputs: EncoderInputs, step: StepInputs) -> Tensor:
+        """Return the hidden states ``[T, E]`` of a batch.
+
+        Args:
+            model_inputs: the batch.
+            step: its `step_inputs`, which the heads use too.
+        """
         self.begin_step()
-        step = self.step_inputs(model_inputs)
-        hidden = self.network(model_inputs.tokens, step, model_inputs.token_types)
-        return ModelOutputs(hidden_states=hidden)
+        return self.network(model_inputs.tokens, step, model_inputs.token_types)
 
     def step_inputs(self, model_inputs: EncoderInputs) -> StepInputs:
         """Return what the layers and heads share in the step of these inputs."""

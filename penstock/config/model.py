@@ -25,6 +25,7 @@ from penstock.weights.safetensors import QuantizedHeader, TensorHeader
 
 if TYPE_CHECKING:
     from penstock.pipelines.core import PipelineTask
+    from penstock.text.sentence_transformers import SentenceTransformersLayout
 
 FLOAT_ENCODINGS = ENCODINGS.float_names
 """Names of the encodings that store plain floats."""
@@ -228,6 +229,17 @@ class ModelConfig:
             return gguf_generation_config(self.checkpoint)
         path = self.checkpoint / "generation_config.json"
         return read_json_object(path) if path.exists() else {}
+
+    @cached_property
+    def embedding_layout(self) -> SentenceTransformersLayout:
+        """How an embeddings model's hidden states become embeddings, read from the checkpoint's folder.
+
+        Raises:
+            CheckpointError: a file is damaged, or a module has an unknown type.
+        """
+        from penstock.text.sentence_transformers import read_layout  # loads numpy
+
+        return read_layout(self.checkpoint)
 
     @cached_property
     def encoding(self) -> str:

@@ -28,7 +28,7 @@ from penstock.pipelines.core import (
 )
 from penstock.pipelines.pooling import load_dense, pool
 from penstock.pipelines.task_pipeline import TaskPipeline
-from penstock.text.sentence_transformers import SentenceTransformersLayout, read_layout
+from penstock.text.sentence_transformers import SentenceTransformersLayout
 
 if TYPE_CHECKING:
     from penstock.config import HuggingFaceConfig
@@ -54,7 +54,7 @@ def create_embeddings(required: PipelineRequirements) -> EmbeddingsPipeline:
         prefaulted=required.prefaulted,
     )
     model = required.architecture.load_pipeline_model()(config, session)
-    return EmbeddingsPipeline(model, read_layout(config.model.checkpoint), config.model.trained_dimensions)
+    return EmbeddingsPipeline(model, config.model.embedding_layout, config.model.trained_dimensions)
 
 
 class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
@@ -113,9 +113,8 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         self.check_context_types(batch.values())
         contexts = list(batch.values())
         inputs = self.model.prepare_initial_token_inputs([contexts])
-        hidden = self.model.execute(inputs).hidden_states
-        assert hidden is not None
-        responses = self._responses(contexts, hidden, self.model.step_inputs(inputs))
+        step = self.model.step_inputs(inputs)
+        responses = self._responses(contexts, self.model.hidden_states(inputs, step), step)
         for context in contexts:
             context.update_status(TextGenerationStatus.END_OF_SEQUENCE)
         return dict(zip(batch, responses, strict=True))

@@ -25,6 +25,8 @@ from penstock.pipelines.core import LogProbabilities, SamplingParams, TextContex
 from penstock.pipelines.sampling import Sampler, adjust_logits
 from penstock.pipelines.speculative import accept
 
+_NO_CHOICE = -2
+"""The sampled token of a row whose grammar allows no token."""
 _MAX_FUSED_STEPS = 8
 """Most decode steps in one call if the configuration sets no number. More steps save little time."""
 
@@ -39,6 +41,8 @@ class SampledTokens:
     """One entry per token if they were requested. The first may begin with those of the prompt."""
     fault: str | None = None
     """Why the tokens must not be used."""
+    has_no_choice: bool = False
+    """Whether the fault is that the grammar allows no token of the model."""
 
 
 @dataclass(slots=True)
@@ -54,7 +58,8 @@ class LaunchHandle:
     rows: _Rows
     """Rows of logits of the first forward."""
     sampled: list[Tensor] = field(default_factory=list)
-    """The sampled tokens of each step, ``[R]`` int64; -1 marks logits that are not finite."""
+    """The sampled tokens of each step, ``[R]`` int64; -1 marks logits that are not finite, `_NO_CHOICE` a row
+    whose grammar allows no token."""
     fused: Tensor | None = None
     """The sampled tokens ``[n, B]`` of all steps if they ran as one call, in place of ``sampled``."""
     outputs: ModelOutputs | None = None
@@ -255,10 +260,12 @@ class ModelRunner:
         """Sample the token after each context's last row, and one for the position of each draft."""
         logits = adjust_logits(logits, contexts, rows.sequences, rows.positions, drafts)
         bitmask = grammar_bitmask(contexts, rows.sequences, logits.shape[-1], drafts)
-        if bitmask is not None:
-            bitmask = bitmask.to(self._device)
         sequences = rows.sequences if any(drafts) else None
-        return sampler(self._session.ops, logits, sequences, rows.positions, bitmask)
+        if bitmask is None:
+            return sampler(self._session.ops, logits, sequences, rows.positions)
+        has_choice = bitmask.any(-1)
+        sampled = sampler(self._session.ops, logits, sequences, rows.positions, bitmask.to(self._device))
+        return sampled if has_choice.all() else sampled.where(has_choice.to(self._device), _NO_CHOICE)
 
     def _score(self, handle: LaunchHandle, outputs: ModelOutputs, results: Sequence[SampledTokens]) -> None:
         """Append the log probabilities of a step's tokens to the results.
@@ -326,7 +333,12 @@ def _append_sampled(
         end = start + len(draft) + 1
         accepted = accept(draft, tokens[start:end]) if draft else [tokens[start]]
         if min(accepted) < 0:
-            result.fault = "the model returned logits that are not finite numbers"
+            result.has_no_choice = _NO_CHOICE in accepted
+            result.fault = (
+                "the grammar allows no token of the model's vocabulary"
+                if result.has_no_choice
+                else "the model returned logits that are not finite numbers"
+            )
             accepted = [max(token, 0) for token in accepted]  # unused, but they may be scored
         result.tokens += accepted
         start = end

@@ -318,6 +318,9 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         responses = {}
         for (request_id, context), one in zip(batch.items(), sampled, strict=True):
             try:
+                if one.has_no_choice:
+                    num_tokens = len(context.generated_tokens)
+                    raise InputError(f"after {num_tokens} tokens {one.fault}: change the grammar")
                 if one.fault is not None:
                     raise FloatingPointError(one.fault)
                 matcher = context.matcher

@@ -26,6 +26,8 @@ class EmbeddingsTokenizer(TextTokenizer):
         special_tokens_in_content: see `TextTokenizer`.
     """
 
+    generates_tokens = False
+
     def __init__(
         self,
         checkpoint: Path,
@@ -90,7 +92,7 @@ class EmbeddingsTokenizer(TextTokenizer):
         if not len(tokens):
             raise InputError("the input is empty: it needs at least one token")
         if limit is not None and len(tokens) > limit:
-            raise PromptTooLongError(len(tokens), limit)
+            raise PromptTooLongError(len(tokens), limit, has_output=self.generates_tokens)
         return EmbeddingsContext(
             prompt=request.input if isinstance(request.input, str) else tokens.tolist(),
             max_length=self.max_length or len(tokens),

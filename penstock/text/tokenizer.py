@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeVar, cast
+from typing import Any, ClassVar, SupportsIndex, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,9 @@ class TextTokenizer:
         ConfigError: ``chat_template`` is not a template.
         MissingDependencyError: the tokenizer has an older format and transformers is not installed.
     """
+
+    generates_tokens: ClassVar[bool] = True
+    """Whether the maximum length includes tokens that the model generates."""
 
     def __init__(
         self,
@@ -356,7 +359,9 @@ class TextTokenizer:
             prefix = [valid_unicode(text[:size])]
             [encoding] = self.backend.encode_batch_fast(prefix, add_special_tokens=False)
             if len(encoding) > limit + max(16, limit // 4):
-                raise PromptTooLongError(len(encoding), limit, is_exact=False)
+                raise PromptTooLongError(
+                    len(encoding), limit, is_exact=False, has_output=self.generates_tokens
+                )
             size *= 2
 
     def _eos_token_ids_of(self, params: SamplingParams) -> set[int]:

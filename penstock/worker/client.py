@@ -73,6 +73,7 @@ class WorkerClient:
         self._cancelled: set[str] = set()  # cancelled here, not yet confirmed by the worker
         self._client_ids: dict[str, str] = {}  # request id -> client id, of outstanding requests
         self._changed_adapters: dict[str, str | None] = {}  # since the first start; None: unloaded
+        self._request_ended: asyncio.Future[None] | None = None
         self._stats = WorkerStats()
         self.num_late_results = 0
         """The number of results that arrived for requests that had already ended here."""
@@ -166,6 +167,17 @@ class WorkerClient:
         del self._generations[request_id]
         self._cancelled.add(request_id)
         self._supervisor.send(Cancel(request_id))
+
+    def request_ended(self) -> asyncio.Future[None]:
+        """Return a future that completes when a submitted request has ended after this call."""
+        if self._request_ended is None:
+            self._request_ended = asyncio.get_running_loop().create_future()
+        return self._request_ended
+
+    def _report_end(self) -> None:
+        ended, self._request_ended = self._request_ended, None
+        if ended is not None and not ended.done():
+            ended.set_result(None)
 
     # -- Adapters ----------------------------------------------------------------------------------------
 
@@ -279,6 +291,7 @@ class WorkerClient:
         self._generations.pop(request_id, None)
         self._cancelled.discard(request_id)
         self._client_ids.pop(request_id, None)
+        self._report_end()
 
     def _on_end(self, reason: str) -> None:
         self._fail_all(reason)
@@ -289,6 +302,7 @@ class WorkerClient:
         generations, self._generations = self._generations, {}
         self._cancelled.clear()
         self._client_ids.clear()
+        self._report_end()
         retry_after = self._supervisor.retry_after
         for generation in generations.values():
             generation.fail(UnavailableError(reason, retry_after=retry_after))

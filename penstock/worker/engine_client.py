@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal, Protocol, TypeAlias
 
 from penstock.pipelines.core import RequestContext
@@ -65,6 +66,13 @@ class EngineClient(Protocol):
             UnavailableError: no worker is ready.
             OverloadedError: the queue is full.
             InputError: another request with the same id is running.
+        """
+        ...
+
+    def request_ended(self) -> asyncio.Future[None]:
+        """Return a future that completes when a submitted request has ended after this call.
+
+        ``num_outstanding`` is lower then. The future is also completed when a worker ends.
         """
         ...
 

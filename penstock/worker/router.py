@@ -92,6 +92,20 @@ class WorkerRouter:
         """
         return self._choose(self._workers, context).submit(context)
 
+    def request_ended(self) -> asyncio.Future[None]:
+        """Return a future that completes when a submitted request has ended after this call."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        sources = [worker.request_ended() for worker in self._workers]
+
+        def complete(_: asyncio.Future[None]) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        for source in sources:
+            source.add_done_callback(complete)
+        ended.add_done_callback(lambda _: [source.remove_done_callback(complete) for source in sources])
+        return ended
+
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter into all workers. If one fails, the others return to their previous state.
 

@@ -83,6 +83,26 @@ def test_a_context_that_cannot_take_its_token(
     assert generate(pipeline, list(batch.values())) == [plain["good"][3:], plain["as good"][3:]]
 
 
+def test_a_grammar_that_allows_no_token_of_the_model(pipeline: TextGenerationPipeline) -> None:
+    class Mute(Turncoat):
+        def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int) -> bool:
+            bitmask[index] = 0
+            return True
+
+    plain = texts_of(outcome(pipeline, list(contexts().values())))
+    batch = contexts()
+    matcher: Any = Mute()
+    batch["bad"].set_matcher(matcher)
+    assert list(pipeline.execute(batch)) == ["good", "as good"]
+    failure = pipeline.failures.pop("bad")
+    assert str(failure) == (
+        "after 0 tokens the grammar allows no token of the model's vocabulary: change the grammar"
+    )
+    assert isinstance(failure, InputError)
+    pipeline.release(batch.pop("bad"))
+    assert generate(pipeline, list(batch.values())) == [plain["good"][1:], plain["as good"][1:]]
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize(("num_steps", "num_top"), [(1, None), (4, None), (1, 2)])
 def test_logits_that_are_no_numbers(

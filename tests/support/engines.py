@@ -48,6 +48,7 @@ class FakeEngine:
     start_error: Exception | None = None
     """Raised by `start`."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _ends: list[asyncio.Future[None]] = field(default_factory=list)
 
     def submit(self, context: TextContext) -> Generation:
         if self.state != "ready":
@@ -66,6 +67,18 @@ class FakeEngine:
     def _cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
         self.num_outstanding -= 1
+        self._report_end()
+
+    def request_ended(self) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ends.append(future)
+        return future
+
+    def _report_end(self) -> None:
+        for future in self._ends:
+            if not future.done():
+                future.set_result(None)
+        self._ends.clear()
 
     async def _generate(self, context: TextContext, generation: Generation) -> None:
         generation.admit(0)
@@ -83,6 +96,7 @@ class FakeEngine:
             kept = [] if token == FakeTokenizer.EOS else [token]
             if status.is_done:
                 self.num_outstanding -= 1
+                self._report_end()
             generation.add(TextResult(context.request_id, kept, status))
             if status.is_done:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -85,6 +86,19 @@ def test_health_and_counts_of_two_workers() -> None:
     assert (router.num_restarts, router.max_outstanding, router.is_alive) == (3, 128, True)
     second.is_alive = False
     assert not router.is_alive
+
+
+async def test_the_end_of_a_request_of_any_worker_is_reported() -> None:
+    first, second = FakeEngine(is_paused=True), FakeEngine(is_paused=True)
+    router = WorkerRouter([first, second])
+    ended, generation = router.request_ended(), router.submit(request("a"))
+    router.submit(request("b"))
+    await asyncio.sleep(0)
+    assert not ended.done()
+    generation.cancel()
+    await asyncio.wait_for(ended, 5)
+    assert not router.request_ended().done()
+    assert router.num_outstanding == 1
 
 
 async def test_an_adapter_is_loaded_into_all_workers() -> None:

@@ -311,7 +311,11 @@ async def test_the_queue_is_bounded() -> None:
         with pytest.raises(OverloadedError, match="3 requests") as caught:
             client.submit(request("d"))
         assert caught.value.retry_after >= 1
+        ended = client.request_ended()
+        assert not ended.done()
         gate.open()
+        await asyncio.wait_for(ended, 10)
+        assert client.num_outstanding < 3
         for generation in generations:
             await read(generation)
         await read(client.submit(request("d")))

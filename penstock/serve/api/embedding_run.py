@@ -20,8 +20,6 @@ from penstock.worker.results import Generation
 
 _BATCHES_AT_ONCE = 2
 """Batches of inputs that one request submits at a time: one is computed while the other waits."""
-_RETRY_INTERVAL = 0.005
-"""Seconds between two attempts to submit a further input of a request while the queue is too full."""
 
 
 class EmbeddingRun:
@@ -49,6 +47,7 @@ class EmbeddingRun:
         self._generations: dict[int, Generation] = {}
         self._responses: list[EmbeddingsResponse | None] = [None] * len(contexts)
         window = min(_BATCHES_AT_ONCE * self._worker.info.max_batch_size, self._worker.max_outstanding // 2)
+        self._input_ended = asyncio.Event()
         self._slots = asyncio.Semaphore(max(1, window))
         self.num_tokens = sum(context.current_length for context in contexts)
         """The number of tokens of all inputs."""
@@ -85,13 +84,23 @@ class EmbeddingRun:
                 tasks.create_task(self._collect(index))
 
     async def _submit(self, context: EmbeddingsContext, *, is_first: bool) -> Generation:
+        """Submit an input. All but the first wait while the queue is too full."""
+        if is_first:
+            return self._worker.submit(context)
         while True:
-            if is_first:
-                return self._worker.submit(context)
             if self._may_submit():
                 with suppress(OverloadedError):
                     return self._worker.submit(context)
-            await asyncio.sleep(_RETRY_INTERVAL)
+            await self._queue_changed()
+
+    async def _queue_changed(self) -> None:
+        """Return when a request of the worker or an input of this run has ended."""
+        self._input_ended.clear()
+        own = asyncio.create_task(self._input_ended.wait())
+        try:
+            await asyncio.wait((own, self._worker.request_ended()), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            own.cancel()
 
     def _may_submit(self) -> bool:
         """Return whether another input may be submitted now.
@@ -115,6 +124,7 @@ class EmbeddingRun:
         finally:
             del self._generations[index]
             generation.cancel()
+            self._input_ended.set()
         self._slots.release()
 
     def _problem(self, index: int, error: PenstockError) -> RequestProblem:

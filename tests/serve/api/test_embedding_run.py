@@ -50,7 +50,10 @@ class EmbeddingsEngine(FakeEngine):
         return generation
 
     def _count(self) -> None:
+        has_fewer = len(self.running) < self.num_outstanding
         self.num_outstanding = len(self.running)
+        if has_fewer:
+            self._report_end()
 
     def _cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
