@@ -120,7 +120,7 @@ def test_truncation_keeps_special_tokens(tokenizer: EmbeddingsTokenizer) -> None
 
 def test_an_input_that_is_too_long_is_refused_with_both_numbers(tokenizer: EmbeddingsTokenizer) -> None:
     with pytest.raises(
-        PromptTooLongError, match="the input has 42 tokens, .* length is 40 tokens: shorten it"
+        PromptTooLongError, match=r"the input has 42 tokens, .* length is 40 tokens: shorten it"
     ):
         build(tokenizer, "cat " * 40)
     with pytest.raises(
