@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.kernels.backend import BACKENDS, Backend, BackendRegistry, DefaultSizes
+    from penstock.kernels.convolution import PackedConv1d, PackedConvTranspose1d
     from penstock.kernels.encodings import ENCODINGS, LayerRole, LinearEncoding, encoding_named
     from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
     from penstock.kernels.graph import Graph, GraphCache, GraphCompiler
@@ -48,6 +49,8 @@ __all__ = [
     "LinearSlice",
     "LoRAInputs",
     "Ops",
+    "PackedConv1d",
+    "PackedConvTranspose1d",
     "PackedExperts",
     "PackedLinear",
     "Routing",
@@ -60,6 +63,7 @@ __all__ = [
 
 _HOMES = {
     "penstock.kernels.backend": ("BACKENDS", "Backend", "BackendRegistry", "DefaultSizes"),
+    "penstock.kernels.convolution": ("PackedConv1d", "PackedConvTranspose1d"),
     "penstock.kernels.encodings": ("ENCODINGS", "LayerRole", "LinearEncoding", "encoding_named"),
     "penstock.kernels.experts": ("ClampedSwiGLU", "PackedExperts"),
     "penstock.kernels.graph": ("Graph", "GraphCache", "GraphCompiler"),

@@ -4,18 +4,20 @@ Models apply only these operations and views (slicing, reshaping) to activations
 recorded and replayed (`kernels.recording`). `kernels.reference.ReferenceOps` defines the correct results.
 Other back ends inherit from it and override the operations that they compute faster.
 
-Each method marked with `operation` is a row of the table of operations, see `kernels.operations`.
+Each method marked with `operation` is a row of the table of operations, see `kernels.operations`. The
+operations of audio codecs are in `kernels.convolution`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
 
 from penstock.host.memory import PrefaultedMemory
+from penstock.kernels.convolution import ConvolutionOps
 from penstock.kernels.experts import ClampedSwiGLU, PackedExperts
 from penstock.kernels.inputs import LayerKV, LoRAInputs, SamplingInputs
 from penstock.kernels.linear import Layout, LinearSlice, PackedLinear, pack_linear, pack_quantized
@@ -47,7 +49,7 @@ def _no_adapters(arguments: Arguments) -> Arguments:
     return {**arguments, "lora": None}
 
 
-class Ops(ABC):
+class Ops(ConvolutionOps):
     """The operations of a back end. An instance holds no state of a step and can serve several models."""
 
     name: str
@@ -66,7 +68,7 @@ class Ops(ABC):
         """Name of the back end, followed by its instruction set if it has several."""
         return self.name
 
-    def pack_into(self, memory: PrefaultedMemory) -> None:  # noqa: B027  # optional
+    def pack_into(self, memory: PrefaultedMemory) -> None:  # optional
         """Allocate packed weights from this prefaulted memory while it lasts.
 
         Does nothing in a back end that packs no weights in host memory.

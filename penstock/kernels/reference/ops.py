@@ -31,6 +31,7 @@ from penstock.kernels.linear import (
 )
 from penstock.kernels.ops import Activation, Gating, Ops, Routing
 from penstock.kernels.reference.attention import paged_attention
+from penstock.kernels.reference.convolution import ReferenceConvolution
 from penstock.kernels.reference.encoder_attention import ragged_attention
 from penstock.kernels.reference.sampling import sample
 
@@ -38,7 +39,7 @@ ROWS_OF_EXPERTS = 1024
 """How many rows experts are given at once: the room they take is small beside that of the whole batch."""
 
 
-class ReferenceOps(Ops):
+class ReferenceOps(ReferenceConvolution, Ops):
     """All operations in plain torch, for every device."""
 
     name = "reference"

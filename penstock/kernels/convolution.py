@@ -1,0 +1,248 @@
+"""The operations of audio codecs: convolutions over time, snake activation, group norm, inverse STFT.
+
+Sequences lie in rows ``[T, C]``: one row per time step, the channels side by side. A convolution with one
+group is a linear layer whose input rows are windows of the sequence, so it runs on the same kernels and in
+the same weight encodings.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.linear import LinearSlice, PackedLinear
+from penstock.kernels.operations import operation
+
+
+@dataclass(frozen=True, slots=True)
+class PackedConv1d:
+    """A convolution over time, ready to be computed by the `Ops` that packed it.
+
+    Either ``linear`` or ``taps`` or ``weight`` is given.
+    """
+
+    in_channels: int
+    out_channels: int
+    kernel_size: int
+    stride: int = 1
+    padding: int = 0
+    """Zeros before the first and after the last row."""
+    dilation: int = 1
+    groups: int = 1
+    linear: PackedLinear | None = None
+    """One group: ``[out, kernel_size * in]``; the channels of a tap lie side by side."""
+    taps: Tensor | None = None
+    """One group per channel: ``[kernel_size, C]``."""
+    weight: Tensor | None = None
+    """Other groups: ``[out, in / groups, kernel_size]``."""
+    bias: Tensor | None = None
+    """``[out]``; with ``linear`` the bias is there."""
+
+    def output_length(self, length: int) -> int:
+        """Return the number of output rows of a sequence."""
+        window = self.dilation * (self.kernel_size - 1) + 1
+        return max((length + 2 * self.padding - window) // self.stride + 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedConvTranspose1d:
+    """A transposed convolution over time, ready to be computed by the `Ops` that packed it.
+
+    Either ``linear`` or ``weight`` is given.
+    """
+
+    in_channels: int
+    out_channels: int
+    kernel_size: int
+    stride: int = 1
+    padding: int = 0
+    """Output rows that are dropped at each end."""
+    output_padding: int = 0
+    """Further output rows at the end."""
+    dilation: int = 1
+    groups: int = 1
+    linear: PackedLinear | None = None
+    """One group, no dilation: ``[stride * out, n * in]``, from n rows to ``stride`` output rows."""
+    weight: Tensor | None = None
+    """Otherwise: ``[in, out / groups, kernel_size]``."""
+    bias: Tensor | None = None
+    """``[out]``; with ``linear`` the bias is there."""
+
+    @property
+    def inputs_per_output(self) -> int:
+        """Number of consecutive input rows that one output row depends on, without dilation."""
+        return -(-self.kernel_size // self.stride)
+
+    def output_length(self, length: int) -> int:
+        """Return the number of output rows of a sequence."""
+        if not length:
+            return 0
+        window = self.dilation * (self.kernel_size - 1) + 1
+        return (length - 1) * self.stride - 2 * self.padding + window + self.output_padding
+
+
+class ConvolutionOps(ABC):
+    """The part of `Ops` that audio codecs need besides the operations of language models."""
+
+    @abstractmethod
+    def pack_linear(
+        self,
+        weight: Tensor | Sequence[Tensor],
+        encoding: str,
+        *,
+        bias: Tensor | None = None,
+        slices: Sequence[LinearSlice] = (),
+    ) -> PackedLinear:
+        """Pack a weight for `linear`, see `Ops`."""
+
+    def pack_conv1d(
+        self,
+        weight: Tensor,  # [out, in / groups, kernel_size]
+        encoding: str,
+        *,
+        bias: Tensor | None = None,  # [out]
+        stride: int = 1,
+        padding: int = 0,
+        dilation: int = 1,
+        groups: int = 1,
+    ) -> PackedConv1d:
+        """Pack a convolution for `conv1d`. The encoding applies to convolutions with one group.
+
+        Raises:
+            ConfigError: the encoding is unknown.
+        """
+        out_channels, group_channels, kernel_size = weight.shape
+        linear: PackedLinear | None = None
+        taps: Tensor | None = None
+        rest: Tensor | None = None
+        if groups == 1:
+            rows = weight.permute(0, 2, 1).reshape(out_channels, -1)
+            linear, bias = self.pack_linear(rows, encoding, bias=bias), None
+        elif group_channels == 1 and out_channels == groups:
+            taps = weight[:, 0].t().contiguous()
+        else:
+            rest = weight.contiguous()
+        shape = (group_channels * groups, out_channels, kernel_size)
+        return PackedConv1d(*shape, stride, padding, dilation, groups, linear, taps, rest, bias)
+
+    def pack_conv_transpose1d(
+        self,
+        weight: Tensor,  # [in, out / groups, kernel_size]
+        encoding: str,
+        *,
+        bias: Tensor | None = None,  # [out]
+        stride: int = 1,
+        padding: int = 0,
+        output_padding: int = 0,
+        dilation: int = 1,
+        groups: int = 1,
+    ) -> PackedConvTranspose1d:
+        """Pack a transposed convolution for `conv_transpose1d`, as `pack_conv1d`.
+
+        Raises:
+            ConfigError: the encoding is unknown.
+        """
+        in_channels, group_channels, kernel_size = weight.shape
+        linear: PackedLinear | None = None
+        rest: Tensor | None = weight.contiguous()
+        if groups == dilation == 1:
+            # Output row q * stride + r sums tap r + i * stride of input row q - i, for i below n.
+            n = -(-kernel_size // stride)
+            taps = F.pad(weight, (0, n * stride - kernel_size)).view(in_channels, group_channels, n, stride)
+            rows = taps.flip(2).permute(3, 1, 2, 0).reshape(stride * group_channels, n * in_channels)
+            offsets = None if bias is None else bias.repeat(stride)
+            linear, rest, bias = self.pack_linear(rows, encoding, bias=offsets), None, None
+        shape = (in_channels, group_channels * groups, kernel_size)
+        fields = (stride, padding, output_padding, dilation, groups)
+        return PackedConvTranspose1d(*shape, *fields, linear, rest, bias)
+
+    @operation(weights=["packed"], is_recordable=False)
+    @abstractmethod
+    def conv1d(
+        self,
+        x: Tensor,  # [T, in]
+        packed: PackedConv1d,
+        row_offsets: Tensor,  # [B + 1] int32
+    ) -> Tensor:  # [sum of output lengths, out]
+        """Return the convolution of each sequence of a ragged batch, padded with zeros at its own ends.
+
+        Output row t of a sequence is ``bias + sum over j of weight[:, :, j] @ x[t * stride + j * dilation -
+        padding]``, within each group of channels. `PackedConv1d.output_length` gives the number of rows.
+        """
+
+    @operation(weights=["packed"], is_recordable=False)
+    @abstractmethod
+    def conv_transpose1d(
+        self,
+        x: Tensor,  # [T, in]
+        packed: PackedConvTranspose1d,
+        row_offsets: Tensor,  # [B + 1] int32
+    ) -> Tensor:  # [sum of output lengths, out]
+        """Return the transposed convolution of each sequence of a ragged batch.
+
+        Input row t adds ``weight[:, :, j].T @ x[t]`` to output row ``t * stride + j * dilation - padding``,
+        within each group of channels. `PackedConvTranspose1d.output_length` gives the number of rows.
+        """
+
+    @operation(weights=["alpha", "beta"])
+    @abstractmethod
+    def snake(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+        """Return ``x + beta * sin(alpha * x)**2`` for ``x [T, C]``, ``alpha, beta [C]`` float32.
+
+        Computed in float32, returned in x's type (Ziyin et al. 2020, arXiv:2006.08195).
+        """
+
+    @operation()
+    @abstractmethod
+    def add_scaled(self, x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
+        """Return ``x + factors[:, None] * y`` for ``x, y [T, C]``, ``factors [T]`` float32, in x's type."""
+
+    @operation(weights=["weight", "bias"], is_recordable=False)
+    @abstractmethod
+    def group_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, row_offsets: Tensor
+    ) -> Tensor:
+        """Normalise each group of channels of each sequence to mean 0 and variance 1 over all its rows.
+
+        Then ``* weight [C] + bias [C]``, both float32. Computed in float32, returned in the type of
+        ``x [T, C]`` (Wu and He 2018, arXiv:1803.08494).
+        """
+
+    @operation()
+    @abstractmethod
+    def polar(self, x: Tensor, limit: float) -> Tensor:
+        """Return real and imaginary parts ``[T, 2F]`` float32 of log magnitudes and phases ``x [T, 2F]``.
+
+        The first F columns of x are log magnitudes, the others phases. Magnitudes are at most ``limit``.
+        """
+
+    @operation(weights=["squares"], is_recordable=False)
+    @abstractmethod
+    def overlap_add(self, frames: Tensor, squares: Tensor, hop: int, row_offsets: Tensor) -> Tensor:
+        """Add the overlapping windows of each sequence: ``frames [T, N]`` float32 -> ``[T * hop]`` samples.
+
+        Frame t begins ``hop`` samples after frame t - 1. Each sum is divided by the sum of ``squares [N]``,
+        the squared window, over the frames that overlap there. ``(N - hop) / 2`` samples are dropped at each
+        end of a sequence; N - hop is even. With the inverse DFT of `inverse_dft_weight` as a linear layer
+        before it, this is the inverse short-time Fourier transform.
+        """
+
+
+def inverse_dft_weight(window: Tensor) -> Tensor:
+    """Return the weight ``[N, N + 2]`` of the inverse real DFT, multiplied by ``window [N]``.
+
+    The inputs are ``N / 2 + 1`` real parts, then the imaginary parts.
+    """
+    size = len(window)
+    times = torch.arange(size, dtype=torch.float64)[:, None]
+    frequencies = torch.arange(size // 2 + 1, dtype=torch.float64)
+    angles = times * frequencies % size * (2 * torch.pi / size)
+    counts = torch.full((size // 2 + 1,), 2.0, dtype=torch.float64)  # a frequency and its conjugate
+    counts[0] = counts[-1] = 1
+    parts = torch.cat([counts * angles.cos(), -counts * angles.sin()], 1) / size
+    return (parts * window.double()[:, None]).float()

@@ -1,0 +1,138 @@
+"""The operations of audio codecs in plain torch. Each sequence of a batch is computed separately."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.convolution import ConvolutionOps, PackedConv1d, PackedConvTranspose1d
+from penstock.kernels.inputs import LoRAInputs
+from penstock.kernels.linear import PackedLinear
+
+
+class ReferenceConvolution(ConvolutionOps):
+    """Convolutions as linear layers over windows of rows."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
+        """See `Ops.linear`."""
+
+    def conv1d(self, x: Tensor, packed: PackedConv1d, row_offsets: Tensor) -> Tensor:
+        return each_sequence(lambda one: self._conv1d(one, packed), x, row_offsets)
+
+    def _conv1d(self, x: Tensor, packed: PackedConv1d) -> Tensor:
+        """Return the convolution of one sequence."""
+        rows = packed.output_length(len(x))
+        if not rows:
+            return x.new_zeros(0, packed.out_channels)
+        if packed.linear is not None:
+            padded = F.pad(x, (0, 0, packed.padding, packed.padding)) if packed.padding else x.contiguous()
+            return self.linear(_windows(padded, packed, rows), packed.linear)
+        if packed.taps is not None:
+            padded = F.pad(x.float(), (0, 0, packed.padding, packed.padding))
+            y = _windows(padded, packed, rows).view(rows, packed.kernel_size, -1)
+            total = torch.zeros_like(y[:, 0])
+            for j in range(packed.kernel_size):
+                total += packed.taps[j].float() * y[:, j]
+            return (total if packed.bias is None else total + packed.bias.float()).to(x.dtype)
+        assert packed.weight is not None
+        y = F.conv1d(
+            x.float().t()[None],
+            packed.weight.float(),
+            None if packed.bias is None else packed.bias.float(),
+            packed.stride,
+            packed.padding,
+            packed.dilation,
+            packed.groups,
+        )
+        return y[0].t().to(x.dtype)
+
+    def conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d, row_offsets: Tensor) -> Tensor:
+        return each_sequence(lambda one: self._conv_transpose1d(one, packed), x, row_offsets)
+
+    def _conv_transpose1d(self, x: Tensor, packed: PackedConvTranspose1d) -> Tensor:
+        """Return the transposed convolution of one sequence."""
+        rows, stride = packed.output_length(len(x)), packed.stride
+        if not rows:
+            return x.new_zeros(0, packed.out_channels)
+        if packed.linear is not None:
+            before = packed.inputs_per_output - 1
+            blocks = -(-(packed.padding + rows) // stride)
+            padded = F.pad(x, (0, 0, before, max(blocks - len(x), 0)))
+            channels = packed.in_channels
+            windows = padded.as_strided((blocks, (before + 1) * channels), (channels, 1))
+            y = self.linear(windows, packed.linear).view(blocks * stride, packed.out_channels)
+            return y[packed.padding : packed.padding + rows]
+        assert packed.weight is not None
+        y = F.conv_transpose1d(
+            x.float().t()[None],
+            packed.weight.float(),
+            None if packed.bias is None else packed.bias.float(),
+            stride,
+            packed.padding,
+            packed.output_padding,
+            packed.groups,
+            packed.dilation,
+        )
+        return y[0].t().to(x.dtype)
+
+    def snake(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide + beta * torch.sin(alpha * wide).square()).to(x.dtype)
+
+    def add_scaled(self, x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
+        return (x.float() + factors[:, None] * y.float()).to(x.dtype)
+
+    def group_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, row_offsets: Tensor
+    ) -> Tensor:
+        def norm(one: Tensor) -> Tensor:
+            if not len(one):
+                return one
+            return F.group_norm(one.float().t()[None], groups, weight, bias, eps)[0].t().to(x.dtype)
+
+        return each_sequence(norm, x, row_offsets)
+
+    def polar(self, x: Tensor, limit: float) -> Tensor:
+        logs, phases = x.float().chunk(2, dim=-1)
+        magnitudes = logs.exp().clamp(max=limit)
+        return torch.cat([magnitudes * phases.cos(), magnitudes * phases.sin()], -1)
+
+    def overlap_add(self, frames: Tensor, squares: Tensor, hop: int, row_offsets: Tensor) -> Tensor:
+        size = frames.shape[1]
+        drop = (size - hop) // 2
+
+        def add(one: Tensor) -> Tensor:
+            if not len(one):
+                return one.new_zeros(0)
+            total, weights = _added(one, hop), _added(squares.expand(len(one), size), hop)
+            return (total / weights)[drop : drop + len(one) * hop]
+
+        return each_sequence(add, frames, row_offsets)
+
+
+def each_sequence(function: Callable[[Tensor], Tensor], x: Tensor, row_offsets: Tensor) -> Tensor:
+    """Apply a function to the rows of each sequence and concatenate the results."""
+    results = [function(x[start:stop]) for start, stop in pairwise(row_offsets.tolist())]
+    return results[0] if len(results) == 1 else torch.cat(results)
+
+
+def _windows(x: Tensor, packed: PackedConv1d, rows: int) -> Tensor:
+    """Return the inputs of each output row side by side, ``[rows, kernel_size * C]``: a view if possible."""
+    channels, size = x.shape[1], packed.kernel_size
+    if packed.dilation == 1:
+        return x.as_strided((rows, size * channels), (packed.stride * channels, 1))
+    strides = (packed.stride * channels, packed.dilation * channels, 1)
+    return x.as_strided((rows, size, channels), strides).reshape(rows, size * channels)
+
+
+def _added(frames: Tensor, hop: int) -> Tensor:
+    """Return the sum of ``frames [T, N]`` that begin ``hop`` samples apart: ``[(T - 1) hop + N]``."""
+    count, size = frames.shape
+    length = (count - 1) * hop + size
+    return F.fold(frames.t()[None], (1, length), (1, size), stride=(1, hop)).view(length)

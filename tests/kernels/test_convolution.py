@@ -1,0 +1,186 @@
+"""Operations of audio codecs: the reference against torch, and the back ends against the reference."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.back_ends import fast_back_ends
+from torch import Tensor
+
+from penstock.kernels import Ops
+from penstock.kernels.convolution import inverse_dft_weight
+from penstock.kernels.reference import ReferenceOps
+
+REFERENCE = ReferenceOps()
+OPS = {"reference": REFERENCE, **fast_back_ends()}
+DTYPES = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
+LENGTHS = [9, 1, 30]
+
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "pointwise": {"shape": (20, 12, 1)},
+    "wide": {"shape": (70, 5, 7), "padding": 3},
+    "strided": {"shape": (6, 4, 8), "stride": 4, "padding": 2},
+    "dilated": {"shape": (9, 8, 3), "dilation": 2, "padding": 2},
+    "depthwise": {"shape": (37, 1, 7), "groups": 37, "padding": 3},
+    "depthwise dilated": {"shape": (64, 1, 7), "groups": 64, "padding": 27, "dilation": 9},
+    "depthwise strided": {"shape": (16, 1, 4), "groups": 16, "padding": 1, "stride": 2},
+    "grouped": {"shape": (8, 2, 5), "groups": 4, "padding": 2},
+    "no padding": {"shape": (6, 4, 3)},
+}
+TRANSPOSED: dict[str, dict[str, Any]] = {
+    "doubling": {"shape": (12, 10, 4), "stride": 2, "padding": 1},
+    "by eight": {"shape": (16, 6, 16), "stride": 8, "padding": 4},
+    "by three": {"shape": (5, 7, 6), "stride": 3, "padding": 2, "output_padding": 1},
+    "uneven": {"shape": (5, 7, 7), "stride": 3, "output_padding": 2},
+    "short kernel": {"shape": (4, 3, 2), "stride": 5},
+    "grouped": {"shape": (8, 3, 4), "stride": 2, "groups": 4, "padding": 1},
+    "dilated": {"shape": (4, 3, 3), "stride": 2, "dilation": 2},
+}
+
+
+@pytest.fixture(params=OPS)
+def ops(request: pytest.FixtureRequest) -> Ops:
+    torch.manual_seed(0)
+    return OPS[request.param]
+
+
+def offsets_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def ragged(channels: int, dtype: torch.dtype, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.randn(sum(lengths), channels).to(dtype), offsets_of(lengths)
+
+
+def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+    torch.testing.assert_close(got, expected, rtol=DTYPES[dtype], atol=DTYPES[dtype] * scale)
+
+
+def columns(x: Tensor, start: int, stop: int) -> Tensor:
+    return x[start:stop].float().t()[None]
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_conv1d(ops: Ops, name: str, dtype: torch.dtype, with_bias: bool) -> None:
+    fields = dict(CONVOLUTIONS[name])
+    weight = torch.randn(fields.pop("shape")).to(dtype)
+    bias = torch.randn(len(weight)).to(dtype) if with_bias else None
+    encoding = "float32" if dtype == torch.float32 else "bfloat16"
+    packed = ops.pack_conv1d(weight, encoding, bias=bias, **fields)
+    lengths = [length for length in LENGTHS if packed.output_length(length)]
+    x, offsets = ragged(packed.in_channels, dtype, lengths)
+    wide = None if bias is None else bias.float()
+    expected = [
+        F.conv1d(columns(x, a, b), weight.float(), wide, **fields)[0].t() for a, b in pairwise(offsets)
+    ]
+    assert [len(one) for one in expected] == [packed.output_length(length) for length in lengths]
+    close(ops.conv1d(x, packed, offsets), torch.cat(expected).to(dtype), dtype)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_conv_transpose1d(ops: Ops, name: str, dtype: torch.dtype, with_bias: bool) -> None:
+    fields = dict(TRANSPOSED[name])
+    weight = torch.randn(fields.pop("shape")).to(dtype)
+    channels = weight.shape[1] * fields.get("groups", 1)
+    bias = torch.randn(channels).to(dtype) if with_bias else None
+    encoding = "float32" if dtype == torch.float32 else "bfloat16"
+    packed = ops.pack_conv_transpose1d(weight, encoding, bias=bias, **fields)
+    x, offsets = ragged(packed.in_channels, dtype, LENGTHS)
+    wide = None if bias is None else bias.float()
+    expected = [
+        F.conv_transpose1d(columns(x, a, b), weight.float(), wide, **fields)[0].t()
+        for a, b in pairwise(offsets)
+    ]
+    assert [len(one) for one in expected] == [packed.output_length(length) for length in LENGTHS]
+    close(ops.conv_transpose1d(x, packed, offsets), torch.cat(expected).to(dtype), dtype)
+
+
+@pytest.mark.parametrize("name", ["wide", "depthwise dilated", "strided"])
+def test_a_sequence_has_the_same_bits_alone(ops: Ops, name: str) -> None:
+    fields = dict(CONVOLUTIONS[name])
+    packed = ops.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
+    lengths = [100, 9, 41]
+    x, offsets = ragged(packed.in_channels, torch.float32, lengths)
+    own = [ops.conv1d(x[a:b], packed, offsets_of([int(b - a)])) for a, b in pairwise(offsets)]
+    assert torch.equal(ops.conv1d(x, packed, offsets), torch.cat(own))
+
+
+@pytest.mark.parametrize("name", ["wide", "depthwise", "strided", "grouped"])
+def test_sequences_shorter_than_the_window_give_no_rows(ops: Ops, name: str) -> None:
+    fields = {**CONVOLUTIONS[name], "padding": 0}
+    packed = ops.pack_conv1d(torch.randn(fields.pop("shape")), "float32", **fields)
+    y = ops.conv1d(torch.randn(1, packed.in_channels), packed, offsets_of([1]))
+    assert y.shape == (0, packed.out_channels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 37), (70, 64)])
+def test_snake(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+    x = (3 * torch.randn(rows, 2 * width)).to(dtype)[:, :width]  # rows strided
+    alpha, beta = torch.randn(width) * 5, torch.randn(width)
+    wide = x.double()
+    expected = wide + beta.double() * (alpha.double() * wide).sin() ** 2
+    close(ops.snake(x, alpha, beta), expected.to(dtype), dtype)
+    large = 100 * torch.randn(rows, width)
+    exact = large.double() + beta.double() * (alpha.double() * large.double()).sin() ** 2
+    torch.testing.assert_close(ops.snake(large, alpha, beta).double(), exact, rtol=1e-6, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_scaled(ops: Ops, dtype: torch.dtype) -> None:
+    x, y = torch.randn(2, 33, 100).to(dtype)[:, :, :50]
+    factors = torch.randn(33)
+    expected = (x.float() + factors[:, None] * y.float()).to(dtype)
+    close(ops.add_scaled(x, y, factors), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "groups"), [(64, 32), (60, 3), (128, 2)])
+def test_group_norm(ops: Ops, dtype: torch.dtype, width: int, groups: int) -> None:
+    x, offsets = ragged(width, dtype, LENGTHS)
+    x = (3 + 2 * x).to(dtype)
+    weight, bias = torch.randn(2, width)
+    expected = [
+        F.group_norm(columns(x, a, b).double(), groups, weight.double(), bias.double(), 1e-6)[0].t()
+        for a, b in pairwise(offsets)
+    ]
+    got = ops.group_norm(x, weight, bias, groups, 1e-6, offsets)
+    close(got, torch.cat(expected).to(dtype), dtype)
+
+
+def test_inverse_short_time_fourier_transform(ops: Ops) -> None:
+    size, hop, lengths = 48, 12, [7, 1, 4]
+    x, offsets = ragged(size + 2, torch.float32, lengths)
+    x = x * 5
+    window = torch.hann_window(size)
+    packed = ops.pack_linear(inverse_dft_weight(window), "float32")
+    parts = ops.polar(x, 30.0)
+    close(parts, REFERENCE.polar(x, 30.0), torch.float32)
+    spectra = x[:, : size // 2 + 1].double().exp().clamp(max=30.0)
+    spectra = torch.polar(spectra, x[:, size // 2 + 1 :].double())
+    samples = ops.overlap_add(ops.linear(parts, packed), window.square(), hop, offsets)
+    expected = []
+    for a, b in pairwise(offsets.tolist()):
+        frames = torch.fft.irfft(spectra[a:b], n=size) * window.double()
+        total, weights = torch.zeros(2, (b - a - 1) * hop + size, dtype=torch.float64)
+        for t, frame in enumerate(frames):
+            total[t * hop : t * hop + size] += frame
+            weights[t * hop : t * hop + size] += window.double() ** 2
+        drop = (size - hop) // 2
+        expected.append((total / weights)[drop : drop + (b - a) * hop])
+    close(samples, torch.cat(expected).float(), torch.float32)
+    close(
+        samples,
+        REFERENCE.overlap_add(ops.linear(parts, packed), window.square(), hop, offsets),
+        torch.float32,
+    )
