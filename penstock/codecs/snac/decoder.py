@@ -1,0 +1,147 @@
+"""The decoder of SNAC: latent rows to samples.
+
+Only the middle of a chunk is wanted. Each block therefore drops the rows at the edges that no wanted sample
+depends on, so the context of a chunk costs little where there are many rows per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.codecs.layers import CodecLoader, Conv1d, ConvTranspose1d, RaggedRows, Snake
+from penstock.codecs.snac.config import SnacConfig
+from penstock.codecs.snac.noise import noise_at
+from penstock.codecs.snac.residual import KERNEL_SIZE, REACH, ResidualUnit, read_units
+from penstock.kernels import Ops
+
+_SIDE = KERNEL_SIZE // 2
+
+
+@dataclass(slots=True)
+class Span:
+    """Where the rows of a sequence lie in its stream, in units of the current rate."""
+
+    begin: int
+    """Position of the first row."""
+    wanted: int
+    """Position of the first wanted row."""
+    end: int
+    """Position after the last wanted row."""
+
+    def scaled(self, stride: int) -> Span:
+        """Return the same time span at a rate ``stride`` times as high."""
+        return Span(self.begin * stride, self.wanted * stride, self.end * stride)
+
+    def without_context(self, margin: int, length: int) -> tuple[int, int]:
+        """Return the range of rows to keep so that ``margin`` rows of context stay."""
+        first = max(self.wanted - margin - self.begin, 0)
+        return first, min(self.end + margin - self.begin, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Upsampling, noise and three residual units."""
+
+    snake: Snake
+    upsample: ConvTranspose1d
+    noise: Conv1d | None
+    units: tuple[ResidualUnit, ...]
+    stride: int
+    margin: int
+    """Rows of context on which the wanted rows depend, at the rate of the input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Latent rows to samples."""
+
+    first: tuple[Conv1d, ...]
+    blocks: tuple[Block, ...]
+    snake: Snake
+    last: Conv1d
+    margin: int
+    """Latent rows of context on which samples depend."""
+
+    def __call__(
+        self, latents: RaggedRows, spans: Sequence[Span], ops: Ops, *, with_noise: bool = True
+    ) -> list[Tensor]:
+        """Return the wanted samples of each sequence."""
+        x = latents
+        for conv in self.first:
+            x = conv(x, ops)
+        for layer, block in enumerate(self.blocks):
+            x, spans = _trimmed(x, spans, block.margin)
+            x = RaggedRows(block.snake(x.rows, ops), x.lengths)
+            x = block.upsample(x, ops)
+            spans = [span.scaled(block.stride) for span in spans]
+            if block.noise is not None and with_noise:
+                positions = zip(spans, x.lengths, strict=True)
+                noise = torch.cat([noise_at(layer, s.begin, s.begin + length) for s, length in positions])
+                x = RaggedRows(ops.add_scaled(x.rows, block.noise(x, ops).rows, noise), x.lengths)
+            for unit in block.units:
+                x = unit(x, ops)
+        x, spans = _trimmed(x, spans, _SIDE)
+        x = self.last(RaggedRows(self.snake(x.rows, ops), x.lengths), ops)
+        x, _ = _trimmed(RaggedRows(ops.soft_cap(x.rows, 1.0), x.lengths), spans, 0)
+        return [one.flatten() for one in x.split()]
+
+
+def _trimmed(x: RaggedRows, spans: Sequence[Span], margin: int) -> tuple[RaggedRows, list[Span]]:
+    ranges = [span.without_context(margin, length) for span, length in zip(spans, x.lengths, strict=True)]
+    kept = [
+        Span(span.begin + first, span.wanted, span.end)
+        for span, (first, _) in zip(spans, ranges, strict=True)
+    ]
+    return x.cut(ranges), kept
+
+
+def read_decoder(loader: CodecLoader, config: SnacConfig) -> Decoder:
+    """Read the tensors ``decoder.*``."""
+    channels, side = config.decoder_dim, {"padding": _SIDE}
+    first: tuple[Conv1d, ...]
+    if config.is_depthwise:
+        latent = config.latent_dim
+        first = (
+            loader.conv1d("decoder.model.0", latent, latent, KERNEL_SIZE, groups=latent, **side),
+            loader.conv1d("decoder.model.1", latent, channels, 1),
+        )
+    else:
+        first = (loader.conv1d("decoder.model.0", config.latent_dim, channels, KERNEL_SIZE, **side),)
+    margins = _margins(config.decoder_rates)
+    blocks = []
+    for index, stride in enumerate(config.decoder_rates):
+        name, inputs, channels = f"decoder.model.{len(first) + index}.block", channels, channels // 2
+        blocks.append(
+            Block(
+                loader.snake(f"{name}.0", inputs),
+                loader.upsample(f"{name}.1", inputs, channels, stride),
+                loader.conv1d(f"{name}.2.linear", channels, channels, 1, has_bias=False)
+                if config.has_noise
+                else None,
+                read_units(loader, name, 2 + config.has_noise, channels, is_depthwise=config.is_depthwise),
+                stride,
+                margins[index],
+            )
+        )
+    end = len(first) + len(blocks)
+    return Decoder(
+        first,
+        tuple(blocks),
+        loader.snake(f"decoder.model.{end}", channels),
+        loader.conv1d(f"decoder.model.{end + 1}", channels, 1, KERNEL_SIZE, **side),
+        margins[0] + _SIDE,
+    )
+
+
+def _margins(strides: Sequence[int]) -> list[int]:
+    """Return the rows of context that the input of each block needs."""
+    margins, margin = [], _SIDE  # of the last convolution
+    for stride in reversed(strides):
+        # Output row o of an upsampling layer depends on the input rows before and after o / stride.
+        margin = -(-(margin + REACH) // stride) + 1
+        margins.append(margin)
+    return margins[::-1]

@@ -1,0 +1,100 @@
+"""`SnacCodec`: SNAC checkpoints without attention layers, such as SNAC 24 kHz.
+
+A frame holds one code of the coarsest codebook and the codes of the finer ones in the same time. They stand
+in the order in which their times begin, coarse codes first: with strides 4, 2, 1 they belong to the codebooks
+1, 2, 3, 3, 2, 3, 3.
+
+The decoder adds noise that the network scales. The noise is a function of the position in the stream
+(`codecs.snac.noise`), so decoding is deterministic and independent of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.codecs.codec import AudioCodec, CodecChunk
+from penstock.codecs.layers import CodecLoader, RaggedRows
+from penstock.codecs.snac.config import SnacConfig
+from penstock.codecs.snac.decoder import Decoder, Span, read_decoder
+from penstock.codecs.snac.encoder import Encoder, read_encoder
+from penstock.codecs.snac.quantizer import Quantizer, read_quantizer
+from penstock.codecs.weights import open_weights
+from penstock.engine import InferenceSession
+from penstock.errors import InputError
+from penstock.kernels import Ops
+
+
+class SnacCodec(AudioCodec):
+    """Decoder, encoder and quantizer of a SNAC checkpoint."""
+
+    name = "snac"
+    tolerance = 1e-4
+    with_noise = True
+    """False leaves out the noise of the decoder: the output sounds duller."""
+
+    def __init__(
+        self, config: SnacConfig, ops: Ops, quantizer: Quantizer, decoder: Decoder, encoder: Encoder
+    ) -> None:
+        self._ops = ops
+        self._quantizer, self._decoder, self._encoder = quantizer, decoder, encoder
+        self._rows_per_frame = config.strides[0]
+        self.sample_rate = self.encoder_sample_rate = config.sample_rate
+        self.codes_per_frame = sum(config.strides[0] // stride for stride in config.strides)
+        self.samples_per_frame = config.strides[0] * config.hop
+        self.codebook_size = config.codebook_size
+        self.left_context = self.right_context = -(-decoder.margin // config.strides[0])
+
+    @classmethod
+    def load(cls, folder: Path, config: Mapping[str, Any], session: InferenceSession) -> SnacCodec:
+        """Read a checkpoint folder.
+
+        Raises:
+            CheckpointError: ``config.json`` or the weights do not fit.
+            UnsupportedFeatureError: the checkpoint has attention layers.
+        """
+        sizes, weights = SnacConfig.read(config, folder), open_weights(folder)
+        loader = CodecLoader(weights, session.ops)
+        parts = read_quantizer(loader, sizes), read_decoder(loader, sizes), read_encoder(loader, sizes)
+        weights.finish()
+        return cls(sizes, session.ops, *parts)
+
+    @property
+    def can_encode(self) -> bool:
+        return True
+
+    @torch.inference_mode()
+    def decode_chunks(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
+        for chunk in chunks:
+            self.check_chunk(chunk)
+        busy = [chunk for chunk in chunks if chunk.num_frames]
+        samples = iter(self._decode(busy)) if busy else iter(())
+        return [next(samples) if chunk.num_frames else torch.zeros(0) for chunk in chunks]
+
+    def _decode(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
+        rate = self._rows_per_frame
+        frames = torch.cat([chunk.frames for chunk in chunks])
+        latents = RaggedRows(
+            self._quantizer.latents(frames, self._ops), [len(chunk.frames) * rate for chunk in chunks]
+        )
+        spans = [
+            Span(one.start - one.left, one.start, one.start + one.num_frames).scaled(rate) for one in chunks
+        ]
+        return self._decoder(latents, spans, self._ops, with_noise=self.with_noise)
+
+    @torch.inference_mode()
+    def encode(self, samples: Tensor) -> Tensor:
+        if samples.dim() != 1 or samples.dtype != torch.float32:
+            raise InputError(
+                f"{self.name}: samples must be float32 of shape [S], were {samples.dtype} of shape "
+                f"{list(samples.shape)}: mix the channels and convert the samples"
+            )
+        padded = F.pad(samples, (0, -len(samples) % self.samples_per_frame))
+        if not len(padded):
+            return torch.zeros(0, self.codes_per_frame, dtype=torch.int64)
+        return self._quantizer.frames(self._encoder(padded, self._ops), self._ops)
