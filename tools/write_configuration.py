@@ -38,6 +38,7 @@ SECTIONS = {
     "lora": "LoRA adapters: `PipelineConfig.lora`",
     "speculative": "Speculation: `PipelineConfig.speculative`",
     "structured_output": "Structured output: `PipelineConfig.structured_output`",
+    "vision": "Images: `PipelineConfig.vision`",
     "": "Pipeline: `PipelineConfig`",
 }
 

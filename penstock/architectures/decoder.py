@@ -25,6 +25,7 @@ from penstock.architectures.step_tensors import (
     tensors_of_step,
     with_tensors,
 )
+from penstock.architectures.vision import VisionModel
 from penstock.dtype import DType
 from penstock.errors import UnsupportedFeatureError
 from penstock.kernels import KVCacheInputs, Ops, SamplingInputs, StepInputs, encoding_named
@@ -122,8 +123,7 @@ class DecoderModel(NetworkModel[TextContext]):
             drafts: the drafted tokens of each context.
         """
         contexts = [context for replica in replica_batches for context in replica]
-        if any(isinstance(context, TextAndVisionContext) and context.pixel_values for context in contexts):
-            raise UnsupportedFeatureError("an image", f"{type(self).__name__} reads text only")
+        self._check_images(contexts)
         drafts = drafts or [()] * len(contexts)
         rows: list[np.ndarray] = []
         for context, draft in zip(contexts, drafts, strict=True):
@@ -155,6 +155,7 @@ class DecoderModel(NetworkModel[TextContext]):
             lora=self.lora_manager.inputs(contexts, counts) if self.lora_manager else None,
             drafts=tuple(drafted),
             text_lengths=self._text_lengths(contexts, counts, positions),
+            spans=self._spans(contexts, counts, positions),
         )
 
     def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> ModelInputs:
@@ -176,6 +177,7 @@ class DecoderModel(NetworkModel[TextContext]):
             input_embeds=None,
             drafts=None,
             text_lengths=positions + 1 if self.network.length_dependent else None,
+            spans=None,
         )
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
@@ -239,6 +241,7 @@ class DecoderModel(NetworkModel[TextContext]):
             model_inputs.kv,
             lora,
             model_inputs.text_lengths,
+            model_inputs.spans,
         )
         hidden, normed = self.network(model_inputs.tokens, step, model_inputs.input_embeds)
         if lora is not None and len(rows) < len(normed):
@@ -309,6 +312,38 @@ class DecoderModel(NetworkModel[TextContext]):
             max(len(context.prompt_tokens), spec.shortest(context.current_length)) for context in contexts
         ]
         return self._to_device(np.maximum(np.array(lengths).repeat(counts), positions + 1), np.int64)
+
+    def _check_images(self, contexts: Sequence[TextContext]) -> None:
+        """Refuse pixels that the model would not read."""
+        for context in contexts:
+            if not isinstance(context, TextAndVisionContext) or not context.pixel_values:
+                continue
+            if not isinstance(self, VisionModel):
+                raise UnsupportedFeatureError("an image", f"{type(self).__name__} reads text only")
+            if not context.images:
+                raise UnsupportedFeatureError(
+                    "pixel_values without images", "give the tokens of each image as ImageMetadata"
+                )
+
+    def _spans(
+        self, contexts: Sequence[TextContext], counts: np.ndarray, positions: np.ndarray
+    ) -> Tensor | None:  # [T, 2]
+        """Return `StepInputs.spans`: the span of the image of a row, or the row itself."""
+        spans: np.ndarray | None = None
+        first = 0
+        for context, count in zip(contexts, counts.tolist(), strict=True):
+            if isinstance(context, TextAndVisionContext) and context.has_bidirectional_images:
+                for image in context.next_images_in_window:
+                    if spans is None:
+                        spans = np.stack([positions, positions + 1], axis=1)
+                    rows = np.clip(
+                        np.array([image.start_idx, image.end_idx]) - context.start_idx,
+                        0,
+                        context.active_length,
+                    )
+                    spans[first + rows[0] : first + rows[1]] = (image.start_idx, image.end_idx)
+            first += count
+        return None if spans is None else self._to_device(spans, np.int32)
 
     def _requested_rows(self, states: Tensor, row_offsets: Tensor) -> Tensor:
         """Return all rows of the hidden states, or the last row of each sequence."""

@@ -21,6 +21,7 @@ from penstock.host import private_memory
 from penstock.kernels import KVCacheInputs, LoRAInputs, SamplingInputs, encoding_named
 from penstock.memory import (
     MemoryPlan,
+    encoder_cache_size,
     estimate_adapters_size,
     estimate_weights_size,
     plan_memory,
@@ -225,6 +226,13 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         return 0
 
     @classmethod
+    def estimate_encoder_memory(
+        cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig
+    ) -> int:
+        """Return the bytes of the activations of an image encoder; 0 without one."""
+        return 0
+
+    @classmethod
     def min_step_tokens(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
         """Return the tokens of the longest input that must run in one step; 0 if inputs run in chunks."""
         return 0
@@ -232,7 +240,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def estimate_memory_footprint(self) -> int:
         """Return the bytes available to the KV cache beside weights and activations."""
         plan = self.memory_plan
-        return plan.available_memory - plan.weights_size - plan.adapters_size - plan.activation_size
+        return plan.available_memory - plan.static_size
 
     @abstractmethod
     def execute(self, model_inputs: Any) -> ModelOutputs:
@@ -340,15 +348,19 @@ class PipelineModel(ABC, Generic[BaseContextType]):
     def _plan_memory(self) -> MemoryPlan:
         config, huggingface_config = self.pipeline_config, self.huggingface_config
         weights_size = self.estimate_weights_size(config)
+        free_memory = self._free_memory(weights_size)
+        encoder_size = self.estimate_encoder_memory(config, huggingface_config)
         plan = plan_memory(
             config,
             self.kv_cache_spec,
             model_max_length=self.calculate_max_seq_len(config, huggingface_config),
             weights_size=weights_size,
             activation_size=self.estimate_activation_memory(config, huggingface_config),
-            free_memory=self._free_memory(weights_size),
+            free_memory=free_memory,
             adapters_size=estimate_adapters_size(config, self.tensor_names(huggingface_config)),
             min_step_tokens=self.min_step_tokens(config, huggingface_config),
+            encoder_size=encoder_size,
+            encoder_cache_size=encoder_cache_size(config, free_memory) if encoder_size else 0,
         )
         if plan.is_shortened:
             logging.getLogger(__name__).warning(

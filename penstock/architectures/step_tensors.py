@@ -19,6 +19,8 @@ def eager_reason(inputs: ModelInputs, max_rows: int) -> str | None:
         return "there is no KV cache"
     if len(inputs.tokens) > max_rows:
         return f"more than {max_rows} rows"
+    if inputs.spans is not None:
+        return "spans of images"
     return None if inputs.input_embeds is None else "given embeddings"
 
 

@@ -26,6 +26,7 @@ _GROUPS = {
     "lora": "LoRA adapters",
     "speculative": "Speculation",
     "structured_output": "Structured output",
+    "vision": "Images",
     "": "Execution",
 }
 """Section of `PipelineConfig` -> the heading of its flags in ``--help``."""

@@ -18,6 +18,7 @@ from penstock.config.pipeline import (
 from penstock.config.settings import ConfigField, Rule
 from penstock.config.speculative import SpeculativeConfig
 from penstock.config.structured_output import StructuredOutputConfig
+from penstock.config.vision import VisionConfig
 from penstock.errors import ConfigError
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "SamplingConfig",
     "SpeculativeConfig",
     "StructuredOutputConfig",
+    "VisionConfig",
     "config_fields",
     "parse_devices",
     "upper_bounded_default",

@@ -57,6 +57,12 @@ class PipelineOptions(TypedDict, total=False):
     max_grammar_size: int | None
     grammar_cache_size: int | str | None
     json_whitespace: str | None
+    encoder_cache_memory: int | str | None
+    max_images_per_request: int | None
+    max_image_pixels: int | None
+    max_image_bytes: int | str | None
+    image_processes: int | None
+    image_timeout: float | None
     max_batch_size: int | None
     max_batch_input_tokens: int | None
     enable_chunked_prefill: bool | None

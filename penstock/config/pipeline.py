@@ -26,6 +26,7 @@ from penstock.config.settings import (
 from penstock.config.sources import collect_values
 from penstock.config.speculative import SpeculativeConfig
 from penstock.config.structured_output import StructuredOutputConfig
+from penstock.config.vision import VisionConfig
 from penstock.errors import ConfigError
 from penstock.kernels.encodings import ENCODINGS, encoding_named
 
@@ -106,6 +107,7 @@ class PipelineConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     max_batch_size: int | None = setting(
         None,
         COUNT,
@@ -231,6 +233,7 @@ _SECTIONS: Mapping[str, type] = {
     "lora": LoRAConfig,
     "speculative": SpeculativeConfig,
     "structured_output": StructuredOutputConfig,
+    "vision": VisionConfig,
 }
 
 

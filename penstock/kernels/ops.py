@@ -235,6 +235,7 @@ class Ops(ConvolutionOps):
         scale: float,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,  # [H] float32
+        spans: Tensor | None = None,  # [T, 2] int32
     ) -> Tensor:  # [T, H, D]
         """Return causal attention of a ragged batch over the paged cache, which already holds the new rows.
 
@@ -242,6 +243,9 @@ class Ops(ConvolutionOps):
         the keys at or before its position, at most ``kv.window`` of them. Query head h reads kv head
         ``h // (H / K)``. ``soft_cap`` bounds the scores to ``cap * tanh(score / cap)``. A sink is a further
         score in the softmax without a value. The softmax is computed in float32.
+
+        With ``spans`` row t also attends to the keys ``spans[t, 0]:spans[t, 1]`` of its sequence, which
+        contain its own key: the tokens of an image attend to each other in both directions.
         """
 
     @operation(is_recordable=False)

@@ -109,7 +109,7 @@ class KVCacheManager:
         digests: list[bytes] = []
         chain = self._prefixes.chain(context) if self._looks_up(context) else None
         if chain is not None:
-            digests = chain.digests[: self._prefixes.hit(chain, self._hit_limit(context))]
+            digests = chain.digests[: self._prefixes.usable_hit(context, chain, self._hit_limit(context))]
         whole = -(-context.current_length // self.block_size)
         for group, pool in zip(self.spec.groups, self._pools, strict=True):
             first = group.first_visible(len(digests) * self.block_size) // self.block_size
@@ -307,7 +307,11 @@ class KVCacheManager:
         chain = self._prefixes.chain(context)
         if chain is None:
             return
-        hit = self._prefixes.hit(chain, self._hit_limit(context)) if self._looks_up(context) else 0
+        hit = (
+            self._prefixes.usable_hit(context, chain, self._hit_limit(context))
+            if self._looks_up(context)
+            else 0
+        )
         self._tables.grow(length=hit)
         for index, (group, pool) in enumerate(zip(self.spec.groups, self._pools, strict=True)):
             first = group.first_visible(hit * self.block_size) // self.block_size
@@ -350,6 +354,7 @@ class KVCacheManager:
     def _reopen(self, context: InputContext, sequence: _Sequence) -> None:
         """Roll a context back to the last block boundary from which it can continue."""
         length = min(context.start_idx, context.committed_idx) // self.block_size
+        length = context.boundary_before(length * self.block_size) // self.block_size
         for index, group in self._windowed:
             if group.first_visible(length * self.block_size) // self.block_size < sequence.num_behind[index]:
                 length = 0  # blocks in the window were freed: restart at the beginning

@@ -53,8 +53,7 @@ class PrefixIndex:
         shared. All images have the same tokens, so blocks with images are shared only if
         ``token_hash_overrides`` identifies the images. The regime is part of the root as well.
         """
-        has_image = isinstance(context, TextAndVisionContext) and bool(context.pixel_values)
-        if has_image and not context.token_hash_overrides:
+        if isinstance(context, TextAndVisionContext) and not context.identifies_images:
             return None
         regime = self._spec.regime(context.current_length)
         if context.adapter is None:
@@ -92,6 +91,16 @@ class PrefixIndex:
         the next query sees are cached.
         """
         return self._hit_from(chain, 0, limit)
+
+    def usable_hit(self, context: InputContext, chain: Chain, limit: int) -> int:
+        """Return the number of leading blocks, at most ``limit``, after which the next step can begin.
+
+        It cannot begin within an image whose tokens attend to each other in both directions.
+        """
+        hit = self.hit(chain, limit)
+        while (start := context.boundary_before(hit * self._block_size)) < hit * self._block_size:
+            hit = self.hit(chain, start // self._block_size)
+        return hit
 
     def is_awaited(self, chain: Chain, limit: int) -> bool:
         """Return whether a running request is computing the first of ``limit`` blocks that is not cached.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.memory.demand import MAX_DRAFT_ROWS, wanted_block_size
 from penstock.memory.estimates import (
+    encoder_cache_size,
     estimate_activation_memory,
     estimate_adapters_size,
     estimate_packed_size,
@@ -14,6 +15,7 @@ from penstock.memory.plan import MemoryPlan, estimate_kv_cache_size, plan_memory
 __all__ = [
     "MAX_DRAFT_ROWS",
     "MemoryPlan",
+    "encoder_cache_size",
     "estimate_activation_memory",
     "estimate_adapters_size",
     "estimate_kv_cache_size",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _ROWS_PER_TOKEN = 6
 _SAMPLING_BYTES = 20
+_MAX_ENCODER_CACHE = 256 * 2**20
 
 
 def estimate_weights_size(pipeline_config: PipelineConfig, names: TensorNames | None = None) -> int:
@@ -129,6 +130,12 @@ def estimate_adapters_size(pipeline_config: PipelineConfig, names: TensorNames |
     width = sum(prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
     size = _encoding(pipeline_config).compute_dtype.size_in_bytes
     return config.max_loras * config.max_lora_rank * width * size
+
+
+def encoder_cache_size(pipeline_config: PipelineConfig, free_memory: int) -> int:
+    """Return the bytes of the cache of encoded images: the configured size, or a share of the free memory."""
+    configured = pipeline_config.vision.encoder_cache_memory
+    return min(_MAX_ENCODER_CACHE, free_memory // 20) if configured is None else configured
 
 
 def _names_or_default(names: TensorNames | None) -> TensorNames:

@@ -48,6 +48,10 @@ class MemoryPlan:
     """The value of ``max_length`` with enough memory."""
     adapters_size: int = 0
     """The device slots for LoRA adapters."""
+    encoder_size: int = 0
+    """The activations of the image encoder."""
+    encoder_cache_size: int = 0
+    """The cache of encoded images."""
 
     @property
     def num_cache_tokens(self) -> int:
@@ -56,21 +60,32 @@ class MemoryPlan:
         return (max(self.num_blocks) - 1) * self.block_size if self.num_blocks else 0
 
     @property
+    def static_size(self) -> int:
+        """The memory besides the KV cache."""
+        images = self.encoder_size + self.encoder_cache_size
+        return self.weights_size + self.adapters_size + self.activation_size + images
+
+    @property
     def is_shortened(self) -> bool:
         """Whether the maximum length is reduced to fit into memory."""
         return self.max_length < self.model_max_length
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the names and values of the plan as text."""
-        used = self.weights_size + self.adapters_size + self.activation_size + self.kv_cache_size
+        used = self.static_size + self.kv_cache_size
         free = self.available_memory - used
         shortened = f", shortened from {self.model_max_length:,} to fit" if self.is_shortened else ""
         step = f"for steps of {self.max_batch_input_tokens:,} tokens"
         adapters = [("adapters", format_bytes(self.adapters_size))] if self.adapters_size else []
+        images = []
+        if self.encoder_size:
+            encoded = f"{format_bytes(self.encoder_cache_size)} for encoded images"
+            images = [("images", f"{format_bytes(self.encoder_size)} for the encoder, {encoded}")]
         return [
             ("weights", format_bytes(self.weights_size)),
             *adapters,
             ("activations", f"{format_bytes(self.activation_size)} {step}"),
+            *images,
             ("KV cache", f"{format_bytes(self.kv_cache_size)} for {self.num_cache_tokens:,} tokens"),
             ("free", f"{format_bytes(free)} of {format_bytes(self.available_memory)}"),
             ("max length", f"{self.max_length:,} tokens{shortened}"),
@@ -97,6 +112,8 @@ def plan_memory(
     free_memory: int,
     adapters_size: int = 0,
     min_step_tokens: int = 0,
+    encoder_size: int = 0,
+    encoder_cache_size: int = 0,
 ) -> MemoryPlan:
     """Return the maximum length, the batch size, the step size and the size of the KV cache.
 
@@ -116,6 +133,8 @@ def plan_memory(
         adapters_size: see `estimate_adapters_size`.
         min_step_tokens: the largest step has at least this many tokens, because an input of so many tokens
             cannot be split. Smaller step sizes save no memory.
+        encoder_size: the activations of the image encoder.
+        encoder_cache_size: the cache of encoded images.
 
     Raises:
         InsufficientMemoryError: the model does not fit with any value of the settings that are not fixed.
@@ -133,6 +152,8 @@ def plan_memory(
             activation_size * max(step_size, min_step_tokens) // largest_step,
             free_memory,
             adapters_size,
+            encoder_size,
+            encoder_cache_size,
         )
 
     *larger, smallest = _step_sizes(pipeline_config, activation_size, max(MIN_STEP, min_step_tokens))
@@ -183,14 +204,25 @@ def _plan(
     activation_size: int,
     free_memory: int,
     adapters_size: int,
+    encoder_size: int,
+    encoder_cache_size: int,
 ) -> MemoryPlan:
-    used = weights_size + adapters_size + activation_size
+    images_size = encoder_size + encoder_cache_size
+    used = weights_size + adapters_size + activation_size + images_size
     kv_config = pipeline_config.kv_cache
     available = int(free_memory * kv_config.device_memory_utilization)
     if kv_config.memory is not None:
         available = min(used + kv_config.memory, free_memory)
     if used + (kv_config.memory or 0) > available:
-        refuse_static(pipeline_config, weights_size, activation_size, available, free_memory, adapters_size)
+        refuse_static(
+            pipeline_config,
+            weights_size,
+            activation_size,
+            available,
+            free_memory,
+            adapters_size,
+            images_size,
+        )
     wanted_length = upper_bounded_default(model_max_length, pipeline_config.model.max_length)
     max_length, max_batch_size = wanted_length, wanted_batch_size(pipeline_config)
     num_blocks: tuple[int, ...] = ()
@@ -212,6 +244,8 @@ def _plan(
         available_memory=available,
         model_max_length=wanted_length,
         adapters_size=adapters_size,
+        encoder_size=encoder_size,
+        encoder_cache_size=encoder_cache_size,
     )
 
 

@@ -17,15 +17,19 @@ def refuse_static(
     available: int,
     free_memory: int,
     adapters_size: int,
+    images_size: int = 0,
 ) -> NoReturn:
     """Raise the error for weights, activations and a configured KV cache that exceed the memory."""
     kv_memory = pipeline_config.kv_cache.memory
-    needed = weights_size + adapters_size + activation_size + (kv_memory or 0)
+    needed = weights_size + adapters_size + activation_size + images_size + (kv_memory or 0)
     parts = f"weights take {format_bytes(weights_size)}, activations {format_bytes(activation_size)}"
     advice = "use a smaller model or encoding, or lower --max-batch-input-tokens"
     if adapters_size:
         parts += f", LoRA adapters {format_bytes(adapters_size)}"
         advice = f"lower --max-loras or --max-lora-rank, {advice}"
+    if images_size:
+        parts += f", encoded images {format_bytes(images_size)}"
+        advice = f"lower --encoder-cache-memory, {advice}"
     if kv_memory is not None:
         parts += f", the KV cache {format_bytes(kv_memory)}"
         advice = f"lower --kv-cache-memory, {advice}"

@@ -71,6 +71,7 @@ class Attention:
             scale=self.scale,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
+            spans=step.spans,
         )
 
     def _project(self, x: Tensor, step: StepInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -241,19 +241,38 @@ class VisionTower:
             step: one sequence for each image.
         """
         ops = step.ops
-        x = self.patches(patches, step)
-        if self.class_embedding is not None:
-            firsts = step.row_offsets[:-1].long()
-            x = ops.put_rows(x, firsts, self.class_embedding.expand(len(firsts), -1).contiguous())
-        x, residual = ops.add(x, ops.embedding(positions, self.positions)), None
-        if self.pre_norm is not None:
-            x = self.pre_norm(x, step)
+        x, residual = self._embed(patches, positions, step), None
         for block in self.blocks:
             x, residual = block(x, residual, step)
             beat()
         if residual is None:
             return x if self.post_norm is None else self.post_norm(x, step)
         return ops.add(x, residual) if self.post_norm is None else self.post_norm.add(x, residual, step)[0]
+
+    def hidden_states(
+        self, patches: Tensor, positions: Tensor, step: StepInputs, layers: Sequence[int]
+    ) -> list[Tensor]:
+        """Return the hidden states ``[T, E]`` after these numbers of blocks; 0 is the embeddings.
+
+        The other arguments are those of a call. The final norm is not applied.
+        """
+        x, residual = self._embed(patches, positions, step), None
+        found = {0: x}
+        for number, block in enumerate(self.blocks, 1):
+            x, residual = block(x, residual, step)
+            if number in layers:
+                found[number] = step.ops.add(x, residual)
+            beat()
+        return [found[number] for number in layers]
+
+    def _embed(self, patches: Tensor, positions: Tensor, step: StepInputs) -> Tensor:  # [T, E]
+        ops = step.ops
+        x = self.patches(patches, step)
+        if self.class_embedding is not None:
+            firsts = step.row_offsets[:-1].long()
+            x = ops.put_rows(x, firsts, self.class_embedding.expand(len(firsts), -1).contiguous())
+        x = ops.add(x, ops.embedding(positions, self.positions))
+        return x if self.pre_norm is None else self.pre_norm(x, step)
 
 
 def load_vision_block(load: Loader, name: str, sizes: VisionSizes) -> VisionBlock:

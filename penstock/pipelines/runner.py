@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from penstock.architectures.model import ModelOutputs, PipelineModel
+from penstock.architectures.vision import VisionModel
 from penstock.engine import InferenceSession
 from penstock.errors import UnsupportedFeatureError
 from penstock.grammar import grammar_bitmask
 from penstock.host.heartbeat import beat
 from penstock.kv_cache import KVCache, KVCacheManager
 from penstock.pipelines.core import LogProbabilities, SamplingParams, TextContext
+from penstock.pipelines.encoder_cache import EncoderCache
+from penstock.pipelines.image_rows import ImageRows
 from penstock.pipelines.sampling import Sampler, adjust_logits
 from penstock.pipelines.speculative import accept
 
@@ -80,6 +83,11 @@ class ModelRunner:
         self._session = session
         self._kv = kv
         self._device = model.devices[0].torch_device
+        self.images: ImageRows | None = None
+        """Encodes the images of contexts; None for a model that reads text only."""
+        if isinstance(model, VisionModel):
+            cache = EncoderCache(model.memory_plan.encoder_cache_size)
+            self.images = ImageRows(model, cache, self._device)
         self._sampler: Sampler | None = None
         self._seconds: float | None = None
         self.vocabulary: int | None = None
@@ -246,8 +254,11 @@ class ModelRunner:
             counts = [count + len(draft) for count, draft in zip(counts, drafts, strict=True)]
         kv = self._kv.inputs(contexts, counts=counts) if isinstance(self._kv, KVCacheManager) else None
         if drafts is None:  # a model without `drafts` works as long as nothing is drafted
-            return self._model.prepare_initial_token_inputs([contexts], kv, num_logits)
-        return self._model.prepare_initial_token_inputs([contexts], kv, num_logits, drafts=drafts)
+            inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits)
+        else:
+            inputs = self._model.prepare_initial_token_inputs([contexts], kv, num_logits, drafts=drafts)
+        given = self.images.embeddings(contexts, counts) if self.images is not None else None
+        return inputs if given is None else replace(inputs, input_embeds=given)
 
     def _sample(
         self,

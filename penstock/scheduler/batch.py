@@ -67,6 +67,26 @@ def set_rows(context: InputContext, rows: int) -> None:
         context.set_token_indices(active_idx=active_idx)
 
 
+def splittable_rows(context: InputContext, rows: int, *, may_grow: bool = True) -> int:
+    """Return how many tokens a step can compute so that the next step can continue after them.
+
+    A step cannot end within an image whose tokens attend to each other in both directions.
+
+    Args:
+        context: the context.
+        rows: the wanted number of tokens.
+        may_grow: whether the result may exceed ``rows``, if the next tokens cannot be split.
+
+    Returns:
+        The largest number up to ``rows``; if that is 0 and ``may_grow``, the smallest number above.
+    """
+    start = context.start_idx
+    before = context.boundary_before(start + rows) - start
+    if before > 0 or not may_grow:
+        return max(before, 0)
+    return context.boundary_after(start + rows) - start
+
+
 def num_rows(context: InputContext) -> int:
     """Return how many tokens of a context the next forward computes."""
     return context.active_idx - context.start_idx

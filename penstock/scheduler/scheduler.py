@@ -13,7 +13,7 @@ from penstock.kv_cache.interface import KVCache, restart
 from penstock.kv_cache.reservation import ReservedBatch, reserve_steps
 from penstock.pipelines.core import InputContext, Pipeline
 from penstock.pipelines.core.interfaces import PipelineOutput
-from penstock.scheduler.batch import Batch, Entry, is_whole, num_rows, set_rows
+from penstock.scheduler.batch import Batch, Entry, is_whole, num_rows, set_rows, splittable_rows
 from penstock.scheduler.budget import decode_rows, prompt_rows, refuse_what_never_fits, smallest_chunk
 from penstock.scheduler.isolation import Isolation, as_failure
 from penstock.scheduler.shares import Shares
@@ -288,6 +288,7 @@ class Scheduler(Generic[ContextT, OutputT]):
     def _reserve_prompt(self, entry: Entry[ContextT], batch: Batch[ContextT]) -> int:
         rows = self._prompt_rows(entry, entry.num_remaining, batch)
         smallest = min(rows, self._min_chunk) if self._may_chunk(entry) else rows
+        smallest = splittable_rows(entry.context, smallest)
         return self._reserve(entry, rows, smallest, batch, may_preempt=not batch.entries) if rows else 0
 
     def _reserve(
@@ -308,7 +309,7 @@ class Scheduler(Generic[ContextT, OutputT]):
                 return rows
             except InsufficientBlocksError as error:
                 if rows > smallest:
-                    rows = max(rows // 2, smallest)
+                    rows = max(splittable_rows(context, rows // 2, may_grow=False), smallest)
                     continue
                 if not may_preempt:
                     return 0
@@ -335,7 +336,11 @@ class Scheduler(Generic[ContextT, OutputT]):
         """Return how many of a prompt's remaining tokens this step computes; 0 if it has to wait."""
         if self._whole_prompts and not batch.entries:
             return num_remaining
-        return prompt_rows(num_remaining, batch.num_left, self._min_chunk, may_cut=self._may_chunk(entry))
+        rows = prompt_rows(num_remaining, batch.num_left, self._min_chunk, may_cut=self._may_chunk(entry))
+        if not 0 < rows < num_remaining:
+            return rows
+        has_prompts = any(not other.is_decoding for other in batch.entries.values())
+        return splittable_rows(entry.context, rows, may_grow=not has_prompts)
 
     def _is_ready(self, entry: Entry[ContextT]) -> bool:
         try:

@@ -74,6 +74,12 @@ LEGAL: dict[str, st.SearchStrategy[Any]] = {
     "max_grammar_size": st.integers(1, 2**30),
     "grammar_cache_size": st.integers(1, 2**40),
     "json_whitespace": st.sampled_from(["flexible", "compact"]),
+    "encoder_cache_memory": st.none() | st.integers(1, 2**40),
+    "max_images_per_request": st.integers(1, 2**20),
+    "max_image_pixels": st.integers(1, 2**40),
+    "max_image_bytes": st.integers(1, 2**40),
+    "image_processes": st.integers(1, 64),
+    "image_timeout": st.floats(0.001, 1e6),
     "max_batch_size": st.none() | st.integers(1, 2**20),
     "max_batch_input_tokens": st.integers(1, 2**20),
     "enable_chunked_prefill": st.booleans(),
@@ -415,7 +421,14 @@ def test_sizes_have_units(text: str, size: int) -> None:
 
 
 def test_every_setting_in_bytes_takes_sizes() -> None:
-    sizes = {"kv_cache_memory", "grammar_cache_size", "max_body_size", "worker_memory_limit"}
+    sizes = {
+        "kv_cache_memory",
+        "grammar_cache_size",
+        "encoder_cache_memory",
+        "max_image_bytes",
+        "max_body_size",
+        "worker_memory_limit",
+    }
     fields = {field.name: field for field in (*config_fields(), *serve_fields())}
     assert {
         name for name, field in fields.items() if re.search(r"\bbytes\b", field.help, re.IGNORECASE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,22 @@ from torch import nn
 from penstock.architectures.registry import PIPELINE_REGISTRY
 from penstock.pipelines.core import PipelineTask
 
-DECODERS = PIPELINE_REGISTRY.of_task(PipelineTask.TEXT_GENERATION)
-"""The records of all architectures that generate text."""
+_GENERATORS = PIPELINE_REGISTRY.of_task(PipelineTask.TEXT_GENERATION)
+DECODERS = tuple(one for one in _GENERATORS if one.media is None)
+"""The records of all architectures that generate text from text."""
+VISION_DECODERS = tuple(one for one in _GENERATORS if one.media is not None)
+"""The records of all architectures that generate text from text and images. Their decoders are those of
+other architectures."""
+
+
+def _reads_images(config: Mapping[str, Any]) -> bool:
+    return config["model_type"] in {one.name for one in VISION_DECODERS}
+
+
+def _model_class(config: Mapping[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if _reads_images(config) else AutoModelForCausalLM
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> Path:
@@ -22,16 +37,18 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
     transformers initialises weights with a standard deviation of 0.02 and norms with 1. A wrong RoPE base or
     a missing norm would be below the noise. Here the standard deviation is 0.2 and norms are random.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     torch.manual_seed(seed)
     values = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
     hf_config = AutoConfig.for_model(config["model_type"], **values, initializer_range=0.2)
-    model = AutoModelForCausalLM.from_config(hf_config)
+    model = _model_class(config).from_config(hf_config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".weight") and ("norm" in name or ".ln_" in name):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            elif _reads_images(config) and parameter.dim() > 1:  # parts have ranges of their own
+                nn.init.normal_(parameter, std=0.2)
             elif name.endswith((".bias", "_bias")):  # the latter are experts'
                 nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
@@ -40,10 +57,9 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int = 0) -> 
 
 def oracle(folder: Path) -> Any:
     """Load the checkpoint in transformers, in float32. Only its eager attention supports soft caps."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return model.eval()
+    config = json.loads((folder / "config.json").read_text())
+    kind = _model_class(config)
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:  # [T, V]

@@ -106,13 +106,14 @@ class CpuAttention(CpuExperts):
         scale: float,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        spans: Tensor | None = None,
     ) -> Tensor:
         cache, tables, strides = kv.cache, kv.block_tables, q.stride()
         kind, cache_kind = TYPES.get(q.dtype), _CACHE_TYPES.get(cache.dtype)
         block_size, dim = cache.shape[3:]
         blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
         rows_fit = dim % 8 == 0 and dim <= _MAX_HEAD and strides[2] == 1 and tables.stride(1) == 1
-        if kind is None or cache_kind is None or not (blocks_fit and rows_fit):
+        if spans is not None or kind is None or cache_kind is None or not (blocks_fit and rows_fit):
             self._fall_back(
                 "attention",
                 {
@@ -122,9 +123,12 @@ class CpuAttention(CpuExperts):
                     f"a head size of {dim} (a multiple of 8, at most {_MAX_HEAD})": dim % 8 == 0
                     and dim <= _MAX_HEAD,
                     "strided queries or block tables": strides[2] == tables.stride(1) == 1,
+                    "spans of images": spans is None,
                 },
             )
-            return super().attention(q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks)
+            return super().attention(
+                q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, spans=spans
+            )
         assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
         if sinks is not None:
             sinks = self._kept(sinks.float().contiguous())

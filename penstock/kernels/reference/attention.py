@@ -1,5 +1,7 @@
 """Causal attention over the paged cache, a sequence and a tile of queries at a time.
 
+A query of an image may also see the keys of its whole image (``spans``).
+
 The keys a query sees are laid out in whole blocks from position 0. Per block: scores, exponentials and
 their sum times the values; the blocks are then added from left to right (a cumulative sum is
 sequential). A block beyond the query adds exact zeros, so that a query's bits do not depend on how long
@@ -26,6 +28,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None,
     sinks: Tensor | None,  # [H]
+    spans: Tensor | None = None,  # [T, 2]
 ) -> Tensor:  # [T, H, D]
     """See `Ops.attention`."""
     out = torch.empty_like(q)
@@ -36,7 +39,8 @@ def paged_attention(
         for row in range(start, stop, QUERY_TILE):
             tile = slice(row, min(row + QUERY_TILE, stop))
             position = length - (stop - row)
-            out[tile] = _attend(q[tile], keys, values, position, kv.window, scale, soft_cap, sinks)
+            seen = None if spans is None else spans[tile]
+            out[tile] = _attend(q[tile], keys, values, position, kv.window, scale, soft_cap, sinks, seen)
     return out
 
 
@@ -49,6 +53,7 @@ def _attend(
     scale: float,
     soft_cap: float | None,
     sinks: Tensor | None,
+    spans: Tensor | None,  # [R, 2]
 ) -> Tensor:  # [R, H, D]
     rows, heads, dim = q.shape
     kv_heads, blocks, block_size, _ = keys.shape
@@ -60,7 +65,7 @@ def _attend(
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(
-        ~_visible(position, rows, group, padding, blocks, block_size, window, q.device), -torch.inf
+        ~_visible(position, rows, group, padding, blocks, block_size, window, spans, q.device), -torch.inf
     )
     top = scores.amax(dim=(1, 3))  # [K, R']
     sink = _sink_rows(sinks, rows, kv_heads, padding)  # [K, R']
@@ -83,13 +88,19 @@ def _visible(
     blocks: int,
     block_size: int,
     window: int | None,
+    spans: Tensor | None,  # [R, 2]
     device: torch.device,
 ) -> Tensor:  # [M, R', S] bool
     queries = torch.arange(position, position + rows, device=device).repeat_interleave(group)
     queries = F.pad(queries, (0, padding), value=position)[None, :, None]  # padding sees what row 0 sees
     keys = torch.arange(blocks * block_size, device=device).view(blocks, 1, block_size)
     visible = keys <= queries
-    return visible if window is None else visible & (keys > queries - window)
+    if window is not None:
+        visible = visible & (keys > queries - window)
+    if spans is None:
+        return visible
+    bounds = F.pad(spans.long().repeat_interleave(group, dim=0), (0, 0, 0, padding))  # [R', 2]
+    return visible | ((keys >= bounds[:, :1]) & (keys < bounds[:, 1:]))
 
 
 def _sink_rows(sinks: Tensor | None, rows: int, kv_heads: int, padding: int) -> Tensor | None:

@@ -135,8 +135,11 @@ class ReferenceOps(ReferenceConvolution, Ops):
         scale: float,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        spans: Tensor | None = None,
     ) -> Tensor:
-        return paged_attention(q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        return paged_attention(
+            q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, spans=spans
+        )
 
     def encoder_attention(
         self,

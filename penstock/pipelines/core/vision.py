@@ -40,6 +40,8 @@ class ImageMetadata(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Other outputs of the processor that the encoder or the decoder reads, such as ``image_grid_thw``."""
 
     def __post_init__(self) -> None:
+        if self.image_hash is not None and len(self.image_hash) != _HASH_SIZE:
+            raise InputError(f"image_hash must have {_HASH_SIZE} bytes, has {len(self.image_hash)}")
         if self.start_idx < 0:
             raise InputError(f"Images must have a valid start index, got {self.start_idx}")
         if self.end_idx <= self.start_idx:
@@ -119,6 +121,13 @@ class TextAndVisionContext(TextContext, kw_only=True, tag=True, omit_defaults=Tr
         if not self.images:
             return bool(self.pixel_values) and self.is_initial_prompt
         return self.image_idx < len(self.images)
+
+    @property
+    def identifies_images(self) -> bool:
+        """Whether block hashes distinguish the images of the request, so that its blocks can be shared."""
+        if self.images:
+            return all(image.image_hash is not None for image in self.images)
+        return bool(self.token_hash_overrides) or not self.pixel_values
 
     @property
     def image_token_indices(self) -> npt.NDArray[np.int32]:

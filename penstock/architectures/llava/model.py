@@ -1,0 +1,177 @@
+"""LLaVA (Liu et al. 2023, arXiv:2304.08485): rows of a CLIP or SigLIP tower, projected to embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.architectures.llava.images import (
+    CLIP,
+    SIGLIP,
+    drops_first_row,
+    has_class_row,
+    vision_config,
+)
+from penstock.architectures.vision_language import ImageEncoder, VisionLanguageModel
+from penstock.errors import ConfigError
+from penstock.kernels import Activation, Ops
+from penstock.nn import MAX_LAYERS, Linear, Loader, activation_named
+from penstock.nn.vision import VisionSizes, VisionTower, image_step, patches_of
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+    from penstock.pipelines.core import ImageMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class LlavaEncoder:
+    """A tower, and two linear layers that project its rows to embeddings of the decoder."""
+
+    tower: VisionTower
+    layers: tuple[int, ...]
+    """Numbers of blocks after which rows are taken; several are concatenated."""
+    has_class_row: bool
+    drops_first_row: bool
+    up: Linear
+    down: Linear
+    activation: Activation
+    device: torch.device
+    dtype: torch.dtype
+
+    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+        """Return the embeddings ``[embedding_rows, E]`` of each image."""
+        pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
+        pixels = pixels.to(self.device, self.dtype)  # [N, C, h, w]
+        patches = patches_of(pixels, self.tower.sizes.patch_size).view(len(images), -1, _width(self.tower))
+        if self.has_class_row:
+            patches = torch.cat([patches.new_zeros(len(images), 1, patches.shape[2]), patches], dim=1)
+        count = patches.shape[1]
+        step = image_step(ops, [count] * len(images), self.device)
+        taken = self.tower.hidden_states(patches.flatten(0, 1), step.positions, step, self.layers)
+        rows = torch.cat(taken, dim=1).view(len(images), count, -1)
+        if self.drops_first_row:
+            rows = rows[:, 1:]
+        inner = ops.activation(self.up(rows.flatten(0, 1).contiguous(), step), self.activation)
+        return list(self.down(inner, step).view(*rows.shape[:2], -1))
+
+
+_PREFIXES: Mapping[str, str] = {
+    "model.vision_tower.vision_model.": "vision_tower.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "model.language_model.": "model.",
+    "vision_tower.vision_model.": "vision_tower.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Beginnings of names in checkpoints, and those that the model reads. Versions of transformers differ."""
+
+
+def adapted_name(name: str) -> str:
+    """Return the name of a tensor that the model reads."""
+    for prefix, own in _PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
+
+class LlavaModel(VisionLanguageModel):
+    """LLaVA as a pipeline model."""
+
+    weights_adapter = adapted_name
+    ignored_weights = (
+        "*rotary_emb.inv_freq",
+        "*position_ids",
+        "vision_tower.encoder.layers.*",  # blocks after the last one that is read
+        "vision_tower.post_layernorm.*",
+        "vision_tower.head.*",
+    )
+    text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {
+        "llama": {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "vocab_size": 32000,
+        },
+        "mistral": {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "vocab_size": 32000,
+        },
+    }
+
+    @classmethod
+    def load_encoder(cls, load: Loader, huggingface_config: HuggingFaceConfig) -> ImageEncoder:
+        config, tower_config = huggingface_config, vision_config(huggingface_config)
+        kind = tower_config.text("model_type")
+        if kind not in (CLIP, SIGLIP):
+            raise ConfigError("vision_config.model_type", f"{kind!r} is not one of {CLIP}, {SIGLIP}")
+        is_clip = has_class_row(config)
+        sizes = (
+            VisionSizes.from_huggingface(tower_config, activation="quick_gelu", norm_eps=1e-5)
+            if is_clip
+            else VisionSizes.from_huggingface(tower_config, activation="gelu_pytorch_tanh", norm_eps=1e-6)
+        )
+        layers = _feature_layers(config, sizes.layers)
+        tower = VisionTower.load(
+            load, "vision_tower", sizes, is_clip=is_clip, num_blocks=max(layers), post_norm=False
+        )
+        hidden = cls.blueprint(config).hidden
+        bias = config.flag("multimodal_projector_bias", True)
+        name, width = "multi_modal_projector", sizes.hidden * len(layers)
+        return LlavaEncoder(
+            tower,
+            layers,
+            is_clip,
+            drops_first_row(config),
+            load.linear(f"{name}.linear_1", hidden, width, bias=bias),
+            load.linear(f"{name}.linear_2", hidden, hidden, bias=bias),
+            activation_named(config.get("projector_hidden_act") or "gelu", "projector_hidden_act"),
+            load.device,
+            load.dtype,
+        )
+
+    def encoder_rows(self, image: ImageMetadata) -> int:
+        return self.largest_image(self.huggingface_config)
+
+    @classmethod
+    def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
+        tower = vision_config(huggingface_config)
+        grid = tower.integer("image_size") // tower.integer("patch_size")
+        return grid * grid + has_class_row(huggingface_config)
+
+    @classmethod
+    def widest_layer(cls, huggingface_config: HuggingFaceConfig) -> int:
+        tower = vision_config(huggingface_config)
+        return max(
+            3 * tower.integer("hidden_size"),
+            tower.integer("intermediate_size"),
+            cls.blueprint(huggingface_config).hidden,
+        )
+
+
+def _feature_layers(config: HuggingFaceConfig, layers: int) -> tuple[int, ...]:
+    """Return ``vision_feature_layer`` as numbers of blocks: 0 is the embeddings, -1 the last block."""
+    given = config.get("vision_feature_layer")
+    wanted = config.integers("vision_feature_layer") if isinstance(given, list) else None
+    if wanted is None:
+        wanted = (config.integer("vision_feature_layer", -2, minimum=-MAX_LAYERS),)
+    numbers = tuple(layers + 1 + one if one < 0 else one for one in wanted)
+    if not numbers or min(numbers) < 0 or max(numbers) > layers:
+        raise ConfigError("vision_feature_layer", f"{given!r} is not within the {layers} layers of the tower")
+    return numbers
+
+
+def _width(tower: VisionTower) -> int:
+    """Return the size of a flattened patch."""
+    return tower.sizes.channels * tower.sizes.patch_size**2

@@ -1,0 +1,134 @@
+"""`VisionLanguageModel`: a decoder with an image encoder, both read from one checkpoint."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from torch import Tensor
+
+from penstock.architectures.decoder import Network
+from penstock.architectures.registry import PIPELINE_REGISTRY
+from penstock.architectures.transformer import TransformerModel
+from penstock.architectures.vision import VisionModel
+from penstock.config import HuggingFaceConfig
+from penstock.errors import ConfigError
+from penstock.kernels import Ops, StepInputs, encoding_named
+from penstock.nn import Blueprint, Loader
+from penstock.pipelines.core import ImageMetadata
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.nn import LoadFeedForward
+
+_ROWS_PER_PATCH = 6
+"""Rows as wide as the widest layer that the tower holds for a patch, as in `estimate_activation_memory`."""
+
+
+class ImageEncoder(Protocol):
+    """The computation from images to embeddings: a tower and its connector to the decoder."""
+
+    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+        """Return the embeddings ``[embedding_rows, W]`` of each image; see `VisionModel.encode_images`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLanguageNetwork:
+    """A decoder and an image encoder."""
+
+    text: Network
+    encoder: ImageEncoder
+
+    @property
+    def head(self) -> Callable[[Tensor, StepInputs], Tensor]:
+        """The output head of the decoder, ``[R, E] -> [R, V]``."""
+        return self.text.head
+
+    @property
+    def length_dependent(self) -> bool:
+        """Whether keys of the decoder depend on the length of the sequence."""
+        return self.text.length_dependent
+
+    def __call__(
+        self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm."""
+        return self.text(tokens, step, input_embeds)
+
+
+class VisionLanguageModel(VisionModel, TransformerModel):
+    """A decoder that another family defines, with an image encoder.
+
+    The names of the decoder's tensors, after `weights_adapter`, are those of its family. A subclass reads the
+    encoder (`load_encoder`) and defines `encoder_rows`, `largest_image` and `widest_layer`.
+    """
+
+    network: VisionLanguageNetwork
+    text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    """Model type of the decoder -> values that transformers assumes if ``text_config`` lacks them."""
+
+    @classmethod
+    @abstractmethod
+    def load_encoder(cls, load: Loader, huggingface_config: HuggingFaceConfig) -> ImageEncoder:
+        """Read the image encoder from a checkpoint."""
+
+    @classmethod
+    @abstractmethod
+    def widest_layer(cls, huggingface_config: HuggingFaceConfig) -> int:
+        """Return the largest input or output size of a layer of the encoder."""
+
+    @classmethod
+    def text_config(cls, huggingface_config: HuggingFaceConfig) -> HuggingFaceConfig:
+        """Return the configuration of the decoder."""
+        section = huggingface_config.section("text_config")
+        kind = section.text("model_type", "llama")
+        tied: dict[str, object] = {}
+        if huggingface_config.flag("tie_word_embeddings"):
+            tied = {"tie_word_embeddings": True}
+        values = {"model_type": kind, **cls.text_defaults.get(kind, {}), **section.to_dict(), **tied}
+        return HuggingFaceConfig(values, "config.json: text_config")
+
+    @classmethod
+    def text_model(cls, text_config: HuggingFaceConfig) -> type[TransformerModel]:
+        """Return the class of the decoder.
+
+        Raises:
+            ConfigError: there is no family of this type that a blueprint describes.
+        """
+        name = text_config.text("model_type")
+        record = PIPELINE_REGISTRY.retrieve_architecture(text_config, "text_config")
+        model = record.load_pipeline_model()
+        if not issubclass(model, TransformerModel) or model.weights_adapter is not None:
+            raise ConfigError("text_config.model_type", f"{name!r} is not supported as a decoder of images")
+        return model
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        text = cls.text_config(huggingface_config)
+        return cls.text_model(text).blueprint(text)
+
+    @classmethod
+    def feed_forward(
+        cls, load: Loader, blueprint: Blueprint, huggingface_config: HuggingFaceConfig
+    ) -> LoadFeedForward:
+        text = cls.text_config(huggingface_config)
+        return cls.text_model(text).feed_forward(load, blueprint, text)
+
+    @classmethod
+    def build(
+        cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int
+    ) -> VisionLanguageNetwork:
+        text = super().build(load, huggingface_config, max_length)
+        return VisionLanguageNetwork(text, cls.load_encoder(load, huggingface_config))
+
+    def encode_images(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
+        self.session.check_process()
+        return self.network.encoder(images, self.session.ops)
+
+    @classmethod
+    def encoder_row_size(cls, pipeline_config: PipelineConfig, huggingface_config: HuggingFaceConfig) -> int:
+        size = encoding_named(pipeline_config.model.encoding).compute_dtype.size_in_bytes
+        return _ROWS_PER_PATCH * cls.widest_layer(huggingface_config) * size

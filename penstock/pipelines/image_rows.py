@@ -1,0 +1,106 @@
+"""`ImageRows`: the embeddings of images for the rows of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.architectures.vision import VisionModel
+from penstock.host.heartbeat import beat
+from penstock.pipelines.core import ImageMetadata, TextAndVisionContext, TextContext
+from penstock.pipelines.encoder_cache import EncoderCache
+
+
+class ImageRows:
+    """Encodes the images that a step touches, and returns the rows that their placeholders get.
+
+    An image is encoded when a step first computes one of its placeholders. Its rows are cached by its digest,
+    for the other chunks of its span and for other requests. An image whose span is in the prefix cache is not
+    encoded.
+
+    Args:
+        model: encodes images.
+        cache: keeps their rows.
+        device: the device of the step.
+    """
+
+    def __init__(self, model: VisionModel, cache: EncoderCache, device: torch.device) -> None:
+        self._model = model
+        self.cache = cache
+        self._device = device
+
+    def embeddings(
+        self, contexts: Sequence[TextContext], counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the rows ``[P]`` of the step that are placeholders and their embeddings ``[P, W]``.
+
+        Args:
+            contexts: the batch.
+            counts: ``[B]``: the rows of each context in the step.
+
+        Returns:
+            None if no row is a placeholder.
+        """
+        touched: list[tuple[int, TextAndVisionContext, ImageMetadata]] = []
+        first = 0
+        for context, count in zip(contexts, counts, strict=True):
+            if isinstance(context, TextAndVisionContext) and context.images:
+                touched += [(first, context, image) for image in context.next_images_in_window]
+            first += count
+        if not touched:
+            return None
+        encoded = self._encoded([image for _, _, image in touched])
+        rows: list[np.ndarray] = []
+        values: list[Tensor] = []
+        for (first, context, image), one in zip(touched, encoded, strict=True):
+            indices = context.placeholders(image)
+            start, stop = np.searchsorted(indices, [context.start_idx, context.active_idx])
+            rows.append(indices[start:stop].astype(np.int64) - context.start_idx + first)
+            values.append(one[start:stop])
+        all_rows = np.concatenate(rows)
+        if not len(all_rows):  # the step has separators of an image only
+            return None
+        return torch.from_numpy(all_rows).to(self._device), torch.cat(values)
+
+    def _encoded(self, images: Sequence[ImageMetadata]) -> list[Tensor]:
+        """Return the rows of each image, from the cache or from the encoder. Equal images run once."""
+        found = [self.cache.get(image.image_hash) for image in images]
+        missing: dict[bytes | int, ImageMetadata] = {}
+        for image, rows in zip(images, found, strict=True):
+            if rows is None:
+                missing.setdefault(_key(image), image)
+        computed: dict[bytes | int, Tensor] = {}
+        for batch in self._batches(list(missing.values())):
+            with torch.inference_mode():
+                results = self._model.encode_images(batch)
+            beat()
+            for image, rows in zip(batch, results, strict=True):
+                assert len(rows) == image.embedding_rows, (
+                    f"the encoder returned {len(rows)} rows for an image with {image.embedding_rows}"
+                )
+                computed[_key(image)] = rows
+                self.cache.put(image.image_hash, rows)
+        return [
+            computed[_key(image)] if rows is None else rows for image, rows in zip(images, found, strict=True)
+        ]
+
+    def _batches(self, images: Sequence[ImageMetadata]) -> list[list[ImageMetadata]]:
+        """Return the images in groups of at most ``max_encoder_rows`` rows, or of one image."""
+        batches: list[list[ImageMetadata]] = []
+        num_left = 0
+        for image in images:
+            count = self._model.encoder_rows(image)
+            if not batches or count > num_left:
+                batches.append([])
+                num_left = self._model.max_encoder_rows
+            batches[-1].append(image)
+            num_left -= count
+        return batches
+
+
+def _key(image: ImageMetadata) -> bytes | int:
+    """Return what identifies an image within a step: its digest, or the object if it has none."""
+    return id(image) if image.image_hash is None else image.image_hash

@@ -1,0 +1,204 @@
+"""LLaVA against transformers: towers, projectors and decoders of several kinds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import VISION_DECODERS, oracle, write_checkpoint
+from support.images import forward_logits, image_context, random_pixels
+from support.running import generate, open_pipeline, random_tokens
+
+from penstock.errors import CheckpointError, ConfigError
+from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines.core import TextAndVisionContext
+
+(LLAVA,) = (one for one in VISION_DECODERS if one.name == "llava")
+IMAGE = 129
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 36,
+    "intermediate_size": 60,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "image_size": 28,
+    "patch_size": 7,
+}
+MISTRAL = {
+    "model_type": "mistral",
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 130,
+    "max_position_embeddings": 256,
+    "sliding_window": 24,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "clip_llama": {},
+    "clip_mistral": {"text_config": MISTRAL, "vision_feature_layer": -1},
+    "siglip_llama": {"vision_config": SIGLIP, "vision_feature_select_strategy": "full"},
+    "several_layers": {"vision_feature_layer": [1, -2], "multimodal_projector_bias": False},
+}
+
+
+def config_of(variant: str) -> dict[str, Any]:
+    assert LLAVA.tiny_config is not None
+    return LLAVA.tiny_config() | VARIANTS[variant]
+
+
+def prompt_of(num_images: int, rows: int = 16) -> list[int]:
+    """Text, images next to each other and apart, text."""
+    tokens = random_tokens(9, 129, seed=1)
+    for index in range(num_images):
+        tokens += [IMAGE] * rows + random_tokens(3 + index, 129, seed=2 + index)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    found: dict[str, Path] = {}
+
+    def checkpoint(variant: str) -> Path:
+        if variant not in found:
+            found[variant] = write_checkpoint(tmp_path_factory.mktemp(variant), config_of(variant))
+        return found[variant]
+
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def pipeline(checkpoints: Callable[[str], Path]) -> TextGenerationPipeline:
+    return open_pipeline(checkpoints("clip_llama"), kv_cache_block_size=16)
+
+
+def expected_logits(model: Any, context: TextAndVisionContext) -> torch.Tensor:  # [T, V]
+    tokens = torch.from_numpy(context.all_tokens[None])
+    pixels = torch.from_numpy(np.stack(context.pixel_values)).to(model.dtype)
+    with torch.inference_mode():
+        return model(input_ids=tokens, pixel_values=pixels).logits[0].float()
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.std())), rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_greedy_text_are_those_of_transformers(
+    variant: str, checkpoints: Callable[[str], Path]
+) -> None:
+    reference, ours = oracle(checkpoints(variant)), open_pipeline(checkpoints(variant))
+    pixels = [random_pixels(1), random_pixels(2)]
+    tokens = prompt_of(2)
+    expected = expected_logits(reference, image_context(tokens, pixels, IMAGE))
+    context = image_context(tokens, pixels, IMAGE)
+    assert_close(forward_logits(ours, [context])[0], expected)
+    ours.release(context)
+    ids = torch.tensor([tokens])
+    text = reference.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values=torch.from_numpy(np.stack(pixels)),
+        max_new_tokens=20,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert generate(ours, [image_context(tokens, pixels, IMAGE)])[0] == text[0, len(tokens) :].tolist()
+
+
+def test_pixels_matter(pipeline: TextGenerationPipeline, checkpoints: Callable[[str], Path]) -> None:
+    tokens = prompt_of(1)
+    first = forward_logits(pipeline, [one := image_context(tokens, [random_pixels(1)], IMAGE)])[0]
+    other = forward_logits(pipeline, [two := image_context(tokens, [random_pixels(2)], IMAGE)])[0]
+    assert (first[:9] - other[:9]).abs().max() < 1e-5
+    assert (first[9:] - other[9:]).abs().max() > 0.1
+    for context in (one, two):
+        pipeline.release(context)
+
+
+def test_names_of_other_versions(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    """Checkpoints of LLaVA 1.5 on the Hub, and those that transformers 4.52 to 4.57 saved."""
+    folder = checkpoints("clip_llama")
+    expected = forward_logits(open_pipeline(folder), [image_context(prompt_of(1), [random_pixels(1)], IMAGE)])
+    tensors = load_file(folder / "model.safetensors")
+    for number, rename in enumerate((_hub_name, _nested_name)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "config.json").write_text((folder / "config.json").read_text())
+        renamed = {rename(name): tensor for name, tensor in tensors.items()}
+        save_file(renamed, tmp_path / str(number) / "model.safetensors")
+        context = image_context(prompt_of(1), [random_pixels(1)], IMAGE)
+        ours = forward_logits(open_pipeline(tmp_path / str(number)), [context])
+        assert torch.equal(ours[0], expected[0])
+
+
+def _hub_name(name: str) -> str:
+    return name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+
+
+def _nested_name(name: str) -> str:
+    if name.startswith("language_model.lm_head"):
+        return name.removeprefix("language_model.")
+    return "model." + _hub_name(name).replace("language_model.model.", "language_model.", 1)
+
+
+def test_bfloat16_is_no_worse_than_that_of_transformers(checkpoints: Callable[[str], Path]) -> None:
+    reference = oracle(checkpoints("clip_llama"))
+    context = image_context(prompt_of(2), [random_pixels(1), random_pixels(2)], IMAGE)
+    expected = expected_logits(reference, context)
+    theirs = expected_logits(reference.to(torch.bfloat16), context)
+    ours = open_pipeline(checkpoints("clip_llama"), quantization_encoding="bfloat16")
+    error = (forward_logits(ours, [context])[0] - expected).norm()
+    assert 0 < error <= 1.1 * (theirs - expected).norm()
+
+
+def test_int8_tower_and_text(checkpoints: Callable[[str], Path], pipeline: TextGenerationPipeline) -> None:
+    ours: Any = open_pipeline(checkpoints("clip_llama"), quantization_encoding="int8")
+    tower = ours.model.network.encoder.tower
+    assert {block.mlp.up.packed.encoding for block in tower.blocks} == {"int8"}
+    contexts = [image_context(prompt_of(1), [random_pixels(1)], IMAGE) for _ in range(2)]
+    exact = forward_logits(pipeline, contexts[:1])[0]
+    error = (forward_logits(ours, contexts[1:])[0] - exact).norm() / exact.norm()
+    pipeline.release(contexts[0])
+    assert 0 < float(error) < 0.05
+
+
+def test_memory_plan_counts_tower_and_encoder_cache(pipeline: TextGenerationPipeline) -> None:
+    plan = pipeline.memory_plan
+    assert plan.encoder_size >= 4096 * 120 * 4
+    assert 0 < plan.encoder_cache_size <= 256 * 2**20
+    assert plan.static_size == plan.weights_size + plan.activation_size + (
+        plan.encoder_size + plan.encoder_cache_size
+    )
+    assert any(name == "images" for name, _ in plan.rows())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"vision_feature_layer": -9}, ConfigError, "-9 is not within the 3 layers of the tower"),
+        ({"vision_feature_select_strategy": "odd"}, CheckpointError, "must be default or full, was 'odd'"),
+        ({"vision_config": SIGLIP | {"model_type": "pixtral"}}, ConfigError, "'pixtral' is not one of"),
+        ({"text_config": {"model_type": "gpt2"}}, ConfigError, "'gpt2' is not supported as a decoder"),
+    ],
+)
+def test_refusals(
+    change: Mapping[str, Any],
+    error: type[Exception],
+    message: str,
+    checkpoints: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    folder = checkpoints("clip_llama")
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=message):
+        open_pipeline(tmp_path)
