@@ -26,6 +26,7 @@ from penstock.serve.api import (
     scores,
     tokenization,
 )
+from penstock.serve.api.messages import message_routes
 from penstock.serve.api.responses import response_routes
 from penstock.serve.http import problems
 from penstock.serve.http.middleware import AdmissionMiddleware, ObservabilityMiddleware
@@ -64,6 +65,7 @@ def create_app(services: Services, *more: APIRouter) -> FastAPI:
     app.include_router(chat.router, dependencies=text)  # POST /v1/chat/completions, .../render
     app.include_router(completions.router, dependencies=text)  # POST /v1/completions
     app.include_router(response_routes.router, dependencies=text)  # POST, GET, DELETE /v1/responses
+    app.include_router(message_routes.router, dependencies=text)  # POST /v1/messages, .../count_tokens
     if services.config.state_dir is not None:
         response_routes.open_state(services)
     embedder = [_needs(PipelineTask.EMBEDDINGS_GENERATION)]

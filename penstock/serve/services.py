@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,6 +42,7 @@ LARGE_BODY_BYTES = 512 * 1024
 
 
 _MAX_LARGE_BODIES = 8
+_MAX_WARNINGS = 1000
 
 _MAX_PROMPTS_OF_IDS = 4
 
@@ -121,8 +122,17 @@ class Services:
     """The task that the model is loaded for."""
     states: RouteStates = field(default_factory=RouteStates)
     """State that belongs to a family of routes, such as stored responses."""
+    warned: set[str] = field(default_factory=set)
+    """The warnings of `warn_once` that were logged."""
     turns: Turns = field(default_factory=Turns)
     """Shared by requests with responses that take long to encode."""
+
+    def warn_once(self, warnings: Iterable[str]) -> None:
+        """Log what requests ask for and do not get; each text once."""
+        for warning in warnings:
+            if warning not in self.warned and len(self.warned) < _MAX_WARNINGS:
+                self.warned.add(warning)
+                self.log.warning("a request has %s; it is skipped, and not reported again", warning)
 
     def fragments_for(self, body: GenerationBody) -> TokenFragments:
         """Return the encoded tokens in the form that a request asks for."""

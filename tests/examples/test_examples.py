@@ -15,7 +15,7 @@ from support.tiny_embedder import write_tiny_embedder
 
 from penstock import LLM, SamplingParams
 
-CLIENTS = ("openai_client", "responses_client", "structured_output")
+CLIENTS = ("anthropic_client", "openai_client", "responses_client", "structured_output")
 ALONE = ("lora", "score_batch", "semantic_search", "speculation")
 
 
@@ -35,6 +35,15 @@ def test_openai_client(url: str) -> None:
     assert "answer: Penstock is an LLM inference library" in said
     assert "story: Once upon a time" in said
     assert "60 written" in said
+    assert "call: get_weather {'city': 'Paris'}" in said
+    assert "sunny in Paris" in said
+
+
+def test_anthropic_client(url: str) -> None:
+    pytest.importorskip("anthropic", reason="needs the package anthropic")
+    said = run("anthropic_client", "--url", url)
+    assert said.count("Penstock is an LLM inference library") == 2
+    assert "stop reason: end_turn" in said
     assert "call: get_weather {'city': 'Paris'}" in said
     assert "sunny in Paris" in said
 

@@ -143,6 +143,11 @@ class ChoiceDecoder:
         return self.finish_reason is not None
 
     @property
+    def stop_match(self) -> str | None:
+        """The stop string that ended it, if any."""
+        return self._text.stop_match
+
+    @property
     def ended_by_text(self) -> bool:
         """Whether a stop string or the only allowed call ended it. The caller then cancels the generation."""
         return self._end is not None

@@ -60,11 +60,15 @@ class Translation:
             places = self.message_places if match[1] == "messages" else self.tool_places
             index = int(match[2])
             place = places[index] if index < len(places) else self.fields.get(match[1], match[1])
-            return place + (match[3].replace(".function", "", 1) if match[1] == "tools" else "")
+            return place + (self._tool_field(match[3]) if match[1] == "tools" else "")
         for name, own in self.fields.items():
             if param == name or param.startswith((f"{name}.", f"{name}[")):
                 return own + param[len(name) :]
         return param
+
+    def _tool_field(self, path: str) -> str:
+        name = path.removeprefix(".function").removeprefix(".")
+        return f".{self.fields.get(f'tools.{name}', name)}" if name else ""
 
     def _text(self, message: str, param: str | None, place: str | None) -> str:
         if param is not None and place is not None:

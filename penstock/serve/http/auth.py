@@ -35,7 +35,10 @@ class ApiKeys:
         """
         if not self._digests:
             return None
+        headers = list(headers)
         given = [value for name, value in headers if name == b"authorization"]
+        if not given:  # Anthropic's clients send another header
+            given = [b"Bearer " + value for name, value in headers if name == b"x-api-key"]
         if not given:
             raise RequestProblem(
                 401,

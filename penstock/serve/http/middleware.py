@@ -167,7 +167,8 @@ def _client_id(key: int | None, scope: Scope) -> str:
 
 async def send_problem(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
     """Send a problem as the response."""
-    await problem.response()(scope, receive, send)
+    response = problem.response(scope["path"], scope["state"]["record"].request_id)
+    await response(scope, receive, send)
 
 
 async def _drain_body(receive: Receive) -> None:

@@ -7,8 +7,8 @@ body validation, of the tokenizer and of the scheduler, and for unexpected excep
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -123,14 +123,41 @@ class Problem:
 
     def encode(self) -> bytes:
         """Return `body` as JSON."""
-        # A message may quote an unpaired surrogate, which UTF-8 cannot encode.
+        return msgspec.json.encode(self.printable().body)
+
+    def printable(self) -> Problem:
+        """Return the problem without unpaired surrogates, which UTF-8 cannot encode."""
         plain = self.message.encode("utf-8", "backslashreplace").decode()
         param = self.param and self.param.encode("utf-8", "backslashreplace").decode()
-        return msgspec.json.encode({"error": {**self.body["error"], "message": plain, "param": param}})
+        return replace(self, message=plain, param=param)
 
-    def response(self) -> Response:
-        """Return the HTTP response."""
-        return Response(self.encode(), self.status, dict(self.headers), media_type="application/json")
+    def response(self, path: str = "", request_id: str = "") -> Response:
+        """Return the HTTP response of a request to `path`, in the error format of its API."""
+        shape = next((shape for start, shape in _SHAPES.items() if path.startswith(start)), None)
+        if shape is None:
+            data = self.encode()
+        else:
+            data = msgspec.json.encode(shape(self.printable()) | ({"request_id": request_id}))
+        return Response(data, self.status, dict(self.headers), media_type="application/json")
+
+
+def anthropic_error(problem: Problem) -> dict[str, Any]:
+    """Return an error in Anthropic's format, also the data of a stream's error event."""
+    kind = _ANTHROPIC_TYPES.get(problem.status, INVALID if problem.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": problem.printable().message}}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_SHAPES: Mapping[str, Callable[[Problem], dict[str, Any]]] = {"/v1/messages": anthropic_error}
+"""The beginning of a path -> the error format of its API. All other routes have OpenAI's format."""
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -160,7 +187,7 @@ async def handle(request: Request, error: Exception) -> Response:
     record.failed(problem.code, problem.status)
     if problem.status == 500:
         _log.error("request failed", exc_info=error, extra={"fields": {"id": record.request_id}})
-    return problem.response()
+    return problem.response(request.url.path, record.request_id)
 
 
 def problem_of_validation(errors: Any) -> Problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,6 @@ class ResponseState:
         self.store = ResponseStore(path, store_size)
         self.runs: OrderedDict[str, BackgroundRun] = OrderedDict()
         """The background responses that run, and the last ones that ended."""
-        self._warned: set[str] = set()
-
-    def new_warnings(self, warnings: Iterable[str]) -> list[str]:
-        """Return the warnings that have not been returned before."""
-        new = [one for one in warnings if one not in self._warned]
-        if len(self._warned) < 1000:
-            self._warned.update(new)
-        return new
 
     def close(self) -> None:
         """Close the store."""

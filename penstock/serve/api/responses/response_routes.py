@@ -37,7 +37,7 @@ async def create_response(request: Request) -> Response:
     services, record = Services.of(request), RequestRecord.of(request)
     state, owner = open_state(services), _owner(request)
     prepared = await _prepared(request, state, owner)
-    _warn(services, state, prepared)
+    services.warn_once(prepared.warnings)
     job = prepared.conversation.job(services)
     body = prepared.body
     note(prepared.conversation.body, record, prepared.conversation.context)
@@ -255,11 +255,6 @@ def _stream_of(services: Services, record: RequestRecord, run: BackgroundRun, af
         on_disconnect=lambda: None,
         error_event=run.builder.error,
     )
-
-
-def _warn(services: Services, state: ResponseState, prepared: PreparedResponse) -> None:
-    for warning in state.new_warnings(prepared.warnings):
-        services.log.warning("a request has %s; it is skipped, and not reported again", warning)
 
 
 def _json(body: bytes) -> Response:

@@ -1,0 +1,259 @@
+"""Translate a Messages request to a chat request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.serve.api.chat_prompt import reads_effort
+from penstock.serve.api.messages.message_schema import (
+    SAME_NAMES,
+    CountTokensBody,
+    MessageBlock,
+    MessagesBody,
+    ResultBlock,
+)
+from penstock.serve.api.translation import Translation
+from penstock.serve.http.problems import RequestProblem
+from penstock.serve.services import Services
+
+FIELDS: Mapping[str, str] = {
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format.json_schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "tool_choice.function.name": "tool_choice.name",
+    "tools.parameters": "input_schema",
+}
+"""Field of a chat request -> field of a Messages request."""
+
+
+def chat_request(services: Services, body: CountTokensBody) -> tuple[Translation, list[str]]:
+    """Return the chat request of a Messages request, and what it asks for and does not get.
+
+    Raises:
+        RequestProblem: 400 that names the field.
+    """
+    messages = _Messages()
+    if body.system:
+        messages.add({"role": "system", "content": _content(body.system, "system")}, "system")
+    for index, message in enumerate(body.messages):
+        place = f"messages[{index}]"
+        if isinstance(message.content, str):
+            messages.add({"role": message.role, "content": message.content}, place)
+        elif message.role == "assistant":
+            messages.add(_assistant(message.content, place), place)
+        else:
+            messages.add_blocks(message.role, message.content, place)
+    tools, tool_places, warnings = _tools(services, body)
+    reasoning, unread = _reasoning(services, body)
+    chat: dict[str, Any] = {"model": body.model, "messages": messages.chat, **_choice(body), **reasoning}
+    if tools:
+        chat["tools"] = tools
+    form = body.output_config.format if body.output_config is not None else None
+    if form is not None:
+        schema = {"name": "output", "schema": form.schema_}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    last = messages.chat[-1]
+    if last["role"] == "assistant" and not last.get("tool_calls"):  # the beginning of the answer
+        chat["continue_final_message"] = True
+    if isinstance(body, MessagesBody):
+        chat |= _sampling(body, chat)
+    return Translation(chat, messages.places, tool_places, FIELDS), warnings + unread
+
+
+class _Messages:
+    """Builds the messages of a chat."""
+
+    def __init__(self) -> None:
+        self.chat: list[dict[str, Any]] = []
+        self.places: list[str] = []
+
+    def add(self, message: dict[str, Any], place: str) -> None:
+        self.chat.append(message)
+        self.places.append(place)
+
+    def add_blocks(self, role: str, blocks: Sequence[MessageBlock], place: str) -> None:
+        """Add a message of the user: each tool result becomes a message, as do the blocks between them."""
+        others: list[MessageBlock] = []
+
+        def flush() -> None:
+            if others:
+                self.add({"role": role, "content": _content(others, f"{place}.content")}, place)
+                others.clear()
+
+        for index, block in enumerate(blocks):
+            if block.type == "tool_result":
+                flush()
+                self.add(_tool_result(block, f"{place}.content[{index}]"), place)
+            else:
+                others.append(block)
+        flush()
+        if not blocks:
+            self.add({"role": role, "content": ""}, place)
+
+
+def _assistant(blocks: Sequence[MessageBlock], place: str) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for index, block in enumerate(blocks):
+        here = f"{place}.content[{index}]"
+        match block.type:
+            case "text":
+                texts.append(_needed(block.text, f"{here}.text"))
+            case "thinking":
+                thoughts.append(_needed(block.thinking, f"{here}.thinking"))
+            case "redacted_thinking":
+                continue
+            case "tool_use":
+                arguments = json.dumps(_needed(block.input, f"{here}.input"), ensure_ascii=False)
+                function = {"name": _needed(block.name, f"{here}.name"), "arguments": arguments}
+                calls.append(
+                    {"id": _needed(block.id, f"{here}.id"), "type": "function", "function": function}
+                )
+            case other:
+                raise _unsupported(other, here, "text, thinking or tool_use")
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _tool_result(block: MessageBlock, place: str) -> dict[str, Any]:
+    content = "" if block.content is None else _content(block.content, f"{place}.content")
+    if block.is_error:  # chat templates have no mark for it
+        content = f"Error: {content}" if isinstance(content, str) else [_text("Error: "), *content]
+    return {
+        "role": "tool",
+        "tool_call_id": _needed(block.tool_use_id, f"{place}.tool_use_id"),
+        "content": content,
+    }
+
+
+def _content(given: str | Sequence[ResultBlock], place: str) -> Any:
+    """Return the content of a message; one text block becomes plain text."""
+    if isinstance(given, str):
+        return given
+    parts = [_part(block, f"{place}[{index}]") for index, block in enumerate(given)]
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def _part(block: ResultBlock, place: str) -> dict[str, Any]:
+    source = block.source
+    match block.type:
+        case "text":
+            return _text(_needed(block.text, f"{place}.text"))
+        case "image" if source is not None and source.type == "url":
+            return {"type": "image_url", "image_url": {"url": _needed(source.url, f"{place}.source.url")}}
+        case "image" if source is not None and source.type == "base64":
+            data = _needed(source.data, f"{place}.source.data")
+            kind = _needed(source.media_type, f"{place}.source.media_type")
+            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        case "document" if source is not None and source.type == "text":
+            data = _needed(source.data, f"{place}.source.data")
+            return _text(f"{block.title}\n\n{data}" if block.title else data)
+        case "image" | "document":
+            kind = None if source is None else source.type
+            raise RequestProblem(
+                400,
+                f"{place}.source has the type {kind!r}, which is not supported for type {block.type}",
+                param=f"{place}.source",
+                code="unsupported_value",
+            )
+    raise _unsupported(block.type, place, "text, image, document or tool_result")
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _tools(services: Services, body: CountTokensBody) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    tools, places, skipped = [], [], []
+    for index, tool in enumerate(body.tools or ()):
+        place = f"tools[{index}]"
+        if tool.is_hosted:
+            if services.config.hosted_tools == "refuse":
+                raise RequestProblem(
+                    400,
+                    f"{place} is the hosted tool {tool.type!r}, and this server has none "
+                    "(--hosted-tools skip omits hosted tools)",
+                    param=f"{place}.type",
+                    code="unsupported_value",
+                )
+            skipped.append(f"the hosted tool {tool.type}, which the server does not have")
+            continue
+        schema = _needed(tool.input_schema, f"{place}.input_schema")
+        function = {"name": tool.name, "description": tool.description, "parameters": schema}
+        tools.append({"type": "function", "function": {**function, "strict": tool.strict}})
+        places.append(place)
+    return tools, places, skipped
+
+
+def _choice(body: CountTokensBody) -> dict[str, Any]:
+    choice = body.tool_choice
+    if choice is None:
+        return {}
+    parallel = {"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {}
+    if choice.type == "tool":
+        name = _needed(choice.name, "tool_choice.name")
+        hosted = next((tool.type for tool in body.tools or () if tool.is_hosted and tool.name == name), None)
+        if hosted is not None:
+            raise RequestProblem(
+                400,
+                f"tool_choice.name is {name!r}, the hosted tool {hosted!r}, and this server has none",
+                param="tool_choice.name",
+                code="unsupported_value",
+            )
+        return {"tool_choice": {"type": "function", "function": {"name": name}}, **parallel}
+    return {"tool_choice": {"any": "required"}.get(choice.type, choice.type), **parallel}
+
+
+def _reasoning(services: Services, body: CountTokensBody) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of the reasoning, and those that the chat template does not read."""
+    settings: dict[str, Any] = {}
+    unread = []
+    thinking, config = body.thinking, body.output_config
+    if thinking is not None:
+        is_on = thinking.type != "disabled"
+        if services.tokenizer.template_mentions("enable_thinking"):
+            settings["chat_template_kwargs"] = {"enable_thinking": is_on}
+        elif is_on and services.parsers.reasoning_format is None:
+            unread.append("thinking, which the model does not do")
+    if config is not None and config.effort is not None:
+        if reads_effort(services.tokenizer, config.effort):
+            settings["reasoning_effort"] = config.effort
+        else:
+            unread.append("output_config.effort, which the chat template omits")
+    return settings, unread
+
+
+def _sampling(body: MessagesBody, chat: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: getattr(body, name) for name in SAME_NAMES if getattr(body, name) is not None}
+    options = {**chat.get("chat_template_kwargs", {}), **given.get("chat_template_kwargs", {})}
+    if options:
+        given["chat_template_kwargs"] = options
+    if body.stop_sequences:
+        given["stop"] = body.stop_sequences
+    if body.metadata is not None and body.metadata.user_id is not None:
+        given["user"] = body.metadata.user_id
+    return {**given, "max_completion_tokens": body.max_tokens}
+
+
+def _needed(value: Any, place: str) -> Any:
+    if value is None:
+        raise RequestProblem(400, f"{place} is required", param=place, code="missing_required_parameter")
+    return value
+
+
+def _unsupported(kind: str, place: str, supported: str) -> RequestProblem:
+    return RequestProblem(
+        400,
+        f"{place} has the type {kind[:100]!r}, which is not supported: send {supported}",
+        param=f"{place}.type",
+        code="unsupported_value",
+    )

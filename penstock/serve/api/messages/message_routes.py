@@ -1,0 +1,70 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from penstock.serve.api.conversation import Conversation
+from penstock.serve.api.generation import in_pool
+from penstock.serve.api.messages.message_builder import MessageBuilder
+from penstock.serve.api.messages.message_input import chat_request
+from penstock.serve.api.messages.message_schema import CountTokensBody, MessagesBody
+from penstock.serve.api.text_generation import answer_request, checked_body, note
+from penstock.serve.http.bodies import JsonRoute
+from penstock.serve.http.openapi import body_of, generated
+from penstock.serve.observability.request_record import RequestRecord
+from penstock.serve.services import Services
+
+router = APIRouter(route_class=JsonRoute, tags=["messages"])
+
+
+@router.post(
+    "/v1/messages",
+    response_class=Response,
+    openapi_extra=body_of(MessagesBody),
+    responses=generated("The message; with `stream`, its events."),
+)
+async def create_message(request: Request) -> Response:
+    """Generate the next message of a conversation, in Anthropic's format."""
+    services, record = Services.of(request), RequestRecord.of(request)
+    raw = await request.json()
+    name = f"msg_{uuid4().hex}"
+
+    def prepare() -> tuple[MessagesBody, Conversation]:
+        body = checked_body(services, MessagesBody, raw)
+        return body, _conversation(services, body, name)
+
+    body, conversation = await in_pool(request, prepare)
+    note(conversation.body, record, conversation.context)
+    job = conversation.job(services)
+    builder = MessageBuilder(body, name, job)
+    return await answer_request(request, services, job, builder, stream=bool(body.stream))
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    response_class=Response,
+    openapi_extra=body_of(CountTokensBody),
+    responses=generated("The number of tokens.", streams=False),
+)
+async def count_message_tokens(request: Request) -> Response:
+    """Return the number of input tokens of a message, without generating it."""
+    services = Services.of(request)
+    raw: Any = await request.json()
+
+    def count() -> int:
+        body = checked_body(services, CountTokensBody, raw)
+        return len(_conversation(services, body, "count").context.prompt_tokens)
+
+    found = {"input_tokens": await in_pool(request, count)}
+    return Response(msgspec.json.encode(found), media_type="application/json")
+
+
+def _conversation(services: Services, body: CountTokensBody, name: str) -> Conversation:
+    translation, warnings = chat_request(services, body)
+    services.warn_once(warnings)
+    return translation.conversation(services, name)

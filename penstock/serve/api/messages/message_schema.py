@@ -1,0 +1,186 @@
+"""The schemas of ``/v1/messages``, with the field names of Anthropic's API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from penstock.serve.api.schemas import Count, Label, Number, RequestBody, Texts
+from penstock.serve.api.unsupported import Refused
+
+_CACHE = Refused("the prefix cache needs no marks", accepts_all=True)
+_DIRECT = Refused("the model calls tools directly", ({"type": "direct"},))
+
+
+class MediaSource(RequestBody):
+    """The data of an image or a document."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ResultBlock(RequestBody):
+    """A block of the output of a tool."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {
+        "cache_control": _CACHE,
+        "citations": Refused("the server makes no citations", accepts_all=True),
+        "context": Refused("put it into the text of the document"),
+    }
+
+    type: str
+    text: str | None = None
+    source: MediaSource | None = None
+    title: str | None = None
+
+
+class MessageBlock(ResultBlock):
+    """A block of a message."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {
+        **ResultBlock.unsupported,
+        "caller": _DIRECT,
+        "signature": Refused("thinking is not signed", accepts_all=True),
+        "data": Refused("redacted thinking cannot be read", accepts_all=True),
+        "toolset_name": Refused("there are no toolsets"),
+    }
+
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | Annotated[list[ResultBlock], Field(fail_fast=True)] | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+
+
+class ConversationMessage(RequestBody):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[MessageBlock], Field(fail_fast=True)]
+
+
+class MessageTool(RequestBody):
+    """A tool of the client, or a tool of Anthropic's servers, which has a type and further fields."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {
+        "allowed_callers": Refused("the model calls tools directly", (["direct"],)),
+        "cache_control": _CACHE,
+        "defer_loading": Refused("all tools are in the prompt", (False,)),
+        "eager_input_streaming": Refused("the input of a tool is always streamed", accepts_all=True),
+        "input_examples": Refused("chat templates do not read them", accepts_all=True),
+    }
+
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether the tool is one of Anthropic's servers or has a schema that only their models know."""
+        return self.type not in (None, "custom")
+
+    @property
+    def has_open_fields(self) -> bool:
+        """Whether fields that are not declared are accepted."""
+        return self.is_hosted
+
+
+class MessageToolChoice(RequestBody):
+    """Which tools the model may call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(RequestBody):
+    """Whether the model reasons before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[Count, Field(ge=1)] | None = None
+    """Has no effect: ``max_tokens`` limits thinking and text together."""
+    display: Literal["summarized", "omitted"] | None = None
+    """``omitted`` empties the thinking blocks; otherwise they have the whole thinking."""
+
+
+class OutputFormat(RequestBody):
+    """The JSON schema of the text."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(RequestBody):
+    """Effort and format of the output."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {"task_budget": Refused("there are no task budgets")}
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class MessageMetadata(RequestBody):
+    """Data about the request."""
+
+    user_id: Label | None = None
+
+
+class CountTokensBody(RequestBody):
+    """``POST /v1/messages/count_tokens``."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = {
+        "cache_control": _CACHE,
+        "container": Refused("there are no containers"),
+        "context_management": Refused("the server does not edit the conversation", accepts_all=True),
+        "diagnostics": Refused("there are no diagnostics", accepts_all=True),
+        "inference_geo": Refused("the server has one location"),
+        "mcp_servers": Refused("the server calls no tool servers", ([],)),
+        "service_tier": Refused("there is only one service tier", ("auto", "standard_only")),
+        "speed": Refused("there is only one speed", ("standard",)),
+        "user_profile_id": Refused("there are no user profiles"),
+        "workspace_id": Refused("there are no workspaces"),
+    }
+
+    model: str = ""
+    messages: Annotated[list[ConversationMessage], Field(min_length=1, fail_fast=True)]
+    system: str | Annotated[list[ResultBlock], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[MessageTool], Field(fail_fast=True)] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(CountTokensBody):
+    """``POST /v1/messages``."""
+
+    unsupported: ClassVar[Mapping[str, Refused]] = CountTokensBody.unsupported
+
+    max_tokens: Annotated[Count, Field(ge=1)]
+    stop_sequences: Texts | None = None
+    stream: bool | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    metadata: MessageMetadata | None = None
+
+    # Not in Anthropic's API.
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+SAME_NAMES = (
+    "temperature top_p top_k stream seed min_p repetition_penalty priority cache_salt chat_template_kwargs"
+).split()
+"""Fields of `MessagesBody` that a chat request has too."""

@@ -1,0 +1,263 @@
+"""Anthropic's Messages API with the official client, against a server with a scripted model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from support.chatting import THINKING, chatting
+from support.live_server import live_server
+
+from penstock.testing import FakePipeline
+
+anthropic: Any = pytest.importorskip("anthropic", reason="needs the package anthropic")
+
+WEATHER: Any = {
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALL = 'I look. <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+def script(prompt: str) -> str:
+    """Answer by the last message; repeat the prompt by default."""
+    if "Say hello" in prompt:
+        return "Hello!"
+    if "Think" in prompt:
+        return "<think>Hm.</think>Yes."
+    if "weather?" in prompt and "tool: " not in prompt:
+        return CALL
+    return prompt.removesuffix("assistant: ")
+
+
+def user(text: Any) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with live_server(pipeline=FakePipeline.answering(script), template=THINKING) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+def test_create(client: Any) -> None:
+    message = client.messages.create(model="demo", max_tokens=50, messages=user("Say hello"))
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello!"}]
+    assert (message.role, message.model, message.stop_reason) == ("assistant", "demo", "end_turn")
+    usage = message.usage
+    assert usage.output_tokens == 7
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) > 10
+    count = client.messages.count_tokens(model="demo", messages=user("Say hello"))
+    assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_the_whole_conversation_reaches_the_template(client: Any) -> None:
+    messages = [
+        *user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "t", "signature": "s"},
+                {"type": "text", "text": "see"},
+                {"type": "tool_use", "id": "c1", "name": "get_weather", "input": {"city": "Rome"}},
+            ],
+        },
+        *user(
+            [
+                {"type": "tool_result", "tool_use_id": "c1", "content": "sunny"},
+                {"type": "tool_result", "tool_use_id": "c2", "is_error": True, "content": "no"},
+                {"type": "text", "text": "So?"},
+                {
+                    "type": "document",
+                    "title": "T",
+                    "source": {"type": "text", "data": "D", "media_type": "text/plain"},
+                },
+            ]
+        ),
+    ]
+    message = client.messages.create(
+        model="demo", max_tokens=500, system=[{"type": "text", "text": "S"}], messages=messages
+    )
+    assert message.content[0].text == (
+        'system: Suser: a\nbassistant: see<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}'
+        "</tool_call>tool: sunnytool: Error: nouser: So?\nT\n\nD"
+    )
+
+
+def test_prefill_continues_the_answer(client: Any) -> None:
+    messages = [*user("x"), {"role": "assistant", "content": "The answer"}]
+    message = client.messages.create(model="demo", max_tokens=50, messages=messages)
+    assert message.content[0].text == "user: xassistant: The answer"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools(client: Any, stream: bool) -> None:
+    given: Any = {"model": "demo", "max_tokens": 200, "messages": user("weather?"), "tools": [WEATHER]}
+    if stream:
+        with client.messages.stream(**given) as events:
+            names = [event.type for event in events]
+            message = events.get_final_message()
+        assert [name for name in names if not name.endswith("delta")] == [
+            "message_start",
+            "content_block_start",
+            *["text"] * names.count("text"),
+            "content_block_stop",
+            "content_block_start",
+            *["input_json"] * names.count("input_json"),
+            "content_block_stop",
+            "message_stop",
+        ]
+    else:
+        message = client.messages.create(**given)
+    text, call = message.content
+    assert (text.text, call.name, call.input) == ("I look.", "get_weather", {"city": "Paris"})
+    assert message.stop_reason == "tool_use"
+    back = [
+        {"role": "assistant", "content": message.content},
+        *user([{"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "20"}]}]),
+    ]
+    last = client.messages.create(**{**given, "max_tokens": 500, "messages": [*given["messages"], *back]})
+    assert last.content[0].text.endswith("tool: 20")
+
+
+def test_thinking_and_raw_events(client: Any, url: str) -> None:
+    given: Any = {"model": "demo", "max_tokens": 2000, "messages": user("Think")}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    message = client.messages.create(**given, thinking=thinking)
+    assert [block.type for block in message.content] == ["thinking", "text"]
+    assert (message.content[0].thinking, message.content[1].text) == ("Hm.", "Yes.")
+    assert message.content[0].signature
+    hidden = client.messages.create(**given, thinking={"type": "adaptive", "display": "omitted"})
+    assert (hidden.content[0].thinking, hidden.content[1].text) == ("", "Yes.")
+    with client.messages.stream(**given, thinking=thinking) as events:
+        streamed = events.get_final_message()
+    assert [block.to_dict() for block in streamed.content] == [block.to_dict() for block in message.content]
+    raw = httpx.post(f"{url}v1/messages", json={**given, "stream": True}).text
+    first, *_, last = raw.strip().split("\n\n")
+    assert first.startswith('event: message_start\ndata: {"type":"message_start","message":{"id":"msg_')
+    assert last == 'event: message_stop\ndata: {"type":"message_stop"}'
+    delta = json.loads(raw.split("event: message_delta\ndata: ")[1].split("\n")[0])
+    assert delta["usage"]["output_tokens"] == message.usage.output_tokens
+
+
+def test_stop_reasons(client: Any) -> None:
+    given: Any = {"model": "demo", "messages": user("Say hello")}
+    cut = client.messages.create(**given, max_tokens=2)
+    assert (cut.content[0].text, cut.stop_reason) == ("He", "max_tokens")
+    stopped = client.messages.create(**given, max_tokens=50, stop_sequences=["x", "lo"])
+    assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == (
+        "Hel",
+        "stop_sequence",
+        "lo",
+    )
+    full = client.messages.create(model="demo", max_tokens=5000, messages=user("y" * 1500))
+    assert full.stop_reason == "model_context_window_exceeded"
+
+
+async def test_the_asynchronous_client(url: str) -> None:
+    async with anthropic.AsyncAnthropic(base_url=url, auth_token="none", max_retries=0) as client:
+        async with client.messages.stream(model="demo", max_tokens=50, messages=user("Say hello")) as stream:
+            assert "".join([text async for text in stream.text_stream]) == "Hello!"
+        beta = await client.beta.messages.create(
+            model="demo", max_tokens=50, messages=user("Say hello"), betas=["context-1m-2025-08-07"]
+        )
+        assert beta.content[0].text == "Hello!"
+
+
+def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="claude-9") as unknown:
+        client.messages.create(model="claude-9", max_tokens=5, messages=user("x"))
+    assert unknown.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\] has the type 'video'"):
+        client.messages.create(model="demo", max_tokens=5, messages=user([{"type": "video"}]))
+    error = httpx.post(f"{url}v1/messages", content=b"{", headers={"content-type": "application/json"})
+    assert error.status_code == 400
+    assert error.json()["type"] == "error"
+    assert error.json()["error"]["type"] == "invalid_request_error"
+    assert error.json()["request_id"] == error.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("more", "place"),
+    [
+        ({"max_tokens": None}, "max_tokens is required"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": user([{"type": "tool_result"}])}, "messages[0].content[0].tool_use_id is required"),
+        (
+            {"messages": user([{"type": "image", "source": {"type": "file"}}])},
+            "content[0].source has the type 'file'",
+        ),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema is required"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name is 'f'"),
+        ({"stop_sequences": ["x" * 3000]}, "stop_sequences"),
+        ({"container": "c"}, "container is not supported"),
+        ({"colour": 1}, "unknown field 'colour'"),
+    ],
+)
+def test_refusals_name_the_field(url: str, more: dict[str, Any], place: str) -> None:
+    body = {"model": "demo", "max_tokens": 5, "messages": user("x"), **more}
+    refused = httpx.post(f"{url}v1/messages", json=body)
+    assert refused.status_code == 400
+    assert place in refused.json()["error"]["message"]
+
+
+def test_claude_code_request(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The fields that Claude Code sends."""
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    body = {
+        "model": "demo",
+        "max_tokens": 32000,
+        "system": [
+            {"type": "text", "text": "You are Claude Code", **cached},
+            {"type": "text", "text": "More"},
+        ],
+        "messages": [
+            *user([{"type": "text", "text": "<system-reminder>", **cached}, {"type": "text", "text": "Hi"}])
+        ],
+        "tools": [
+            {**WEATHER, "name": "Bash", **cached},
+            {"type": "web_search_20250305", "name": "web_search"},
+        ],
+        "metadata": {"user_id": "user_" + "0" * 120},
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "temperature": 1,
+        "stream": True,
+    }
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219", "x-api-key": "k"}
+    with caplog.at_level(logging.WARNING):
+        answer = httpx.post(f"{url}v1/messages?beta=true", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert (
+        "You are Claude Code" in answer.text.replace('"}}\n\nevent: content_block_delta', "")
+        or "message_stop" in answer.text
+    )
+    assert "web_search_20250305" in caplog.text
+    refused = httpx.post(
+        f"{url}v1/messages", json={**body, "tool_choice": {"type": "tool", "name": "web_search"}}
+    )
+    assert "the hosted tool 'web_search_20250305'" in refused.json()["error"]["message"]
+
+
+async def test_keys() -> None:
+    async with chatting(FakePipeline.saying("Hello!"), api_key=("k1",)) as server:
+        body = {"model": "demo", "max_tokens": 5, "messages": user("x")}
+        refused = await server.http.post("/v1/messages", json=body)
+        assert refused.json()["error"]["type"] == "authentication_error"
+        for headers in ({"x-api-key": "k1"}, {"authorization": "Bearer k1"}):
+            assert (await server.http.post("/v1/messages", json=body, headers=headers)).status_code == 200
+        wrong = await server.http.post("/v1/messages", json=body, headers={"x-api-key": "k2"})
+        assert wrong.status_code == 401
