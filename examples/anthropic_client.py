@@ -18,15 +18,17 @@ WEATHER: Any = {
     "description": "The weather of a city",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
+GREEDY = {"temperature": 0}
+"""Sampling parameters are not arguments of the client's newest versions."""
 
 
 def converse(client: Anthropic, model: str) -> None:
     """Print a message, then stream one."""
     question: Any = [{"role": "user", "content": "What is Penstock?"}]
-    message: Any = client.messages.create(model=model, max_tokens=100, messages=question, temperature=0)
+    message: Any = client.messages.create(model=model, max_tokens=100, messages=question, extra_body=GREEDY)
     print("answer:", message.content[0].text)
     print("stream: ", end="")
-    with client.messages.stream(model=model, max_tokens=100, messages=question, temperature=0) as stream:
+    with client.messages.stream(model=model, max_tokens=100, messages=question, extra_body=GREEDY) as stream:
         for text in stream.text_stream:
             print(text, end="", flush=True)
     print("\nstop reason:", stream.get_final_message().stop_reason)
@@ -35,7 +37,7 @@ def converse(client: Anthropic, model: str) -> None:
 def use_tool(client: Anthropic, model: str) -> None:
     """Let the model call a function, return its result, and print the answer."""
     messages: list[Any] = [{"role": "user", "content": "What's the weather like in Paris today?"}]
-    given: Any = {"model": model, "max_tokens": 100, "tools": [WEATHER], "temperature": 0}
+    given: Any = {"model": model, "max_tokens": 100, "tools": [WEATHER], "extra_body": GREEDY}
     message: Any = client.messages.create(messages=messages, **given)
     messages.append({"role": "assistant", "content": message.content})
     result = json.dumps({"temperature": 18, "weather": "sunny"})

@@ -38,6 +38,7 @@ from penstock.serve.api import (
     unsupported,
     validation,
 )
+from penstock.serve.api.messages import message_routes, message_schema
 from penstock.serve.api.responses import response_routes, response_schema
 from penstock.serve.http import middleware, problems
 from penstock.serve.observability import metrics
@@ -51,6 +52,7 @@ ROUTERS = (
     chat,
     completions,
     response_routes,
+    message_routes,
     embeddings,
     rerank,
     scores,
@@ -146,6 +148,11 @@ def response_fields() -> str:
     return fields_of(response_schema.ResponsesBody)
 
 
+def message_fields() -> str:
+    """Return the table of all fields of a request to ``/v1/messages``."""
+    return fields_of(message_schema.MessagesBody)
+
+
 def embedding_fields() -> str:
     """Return the table of all request fields of the routes of embedding models."""
     kinds = {
@@ -182,6 +189,12 @@ def no_effect() -> str:
         response_schema.InputPart: "a content part of responses",
         response_schema.ResponseTool: "a tool of responses",
         response_schema.ReasoningConfig: "`reasoning` of responses",
+        message_schema.CountTokensBody: "count_tokens",
+        message_schema.MessagesBody: "messages",
+        message_schema.ResultBlock: "a block of a tool result, of `system`",
+        message_schema.MessageBlock: "a block of messages",
+        message_schema.MessageTool: "a tool of messages",
+        message_schema.OutputConfig: "`output_config` of messages",
     }
     assert set(places) == {*parameters.UNSUPPORTED, *_with_own_tables(schemas.RequestBody)}
     rows: dict[tuple[str, str, str], list[str]] = {}
@@ -497,6 +510,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "routes": routes,
     "fields": fields,
     "response_fields": response_fields,
+    "message_fields": message_fields,
     "embedding_fields": embedding_fields,
     "no_effect": no_effect,
     "errors": errors,

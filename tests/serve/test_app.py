@@ -299,7 +299,7 @@ async def test_every_route_that_takes_a_body_reads_it_within_limits() -> None:
             assert len(paths) >= 5
             for path in paths:
                 as_text = await client.post(path, content=b"{}", headers={"content-type": "text/plain"})
-                if "unsupported_task" in as_text.text:
+                if as_text.status_code == 400 and "this model is loaded for" in as_text.text:
                     continue
                 num_checked += 1
                 assert as_text.status_code == 415, path

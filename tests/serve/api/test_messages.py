@@ -30,8 +30,10 @@ def script(prompt: str) -> str:
         return "Hello!"
     if "Think" in prompt:
         return "<think>Hm.</think>Yes."
-    if "weather?" in prompt and "tool: " not in prompt:
-        return CALL
+    if "weather?" in prompt:
+        return (
+            f"It is {prompt.split('tool: ')[1].removesuffix('assistant: ')}." if "tool: " in prompt else CALL
+        )
     return prompt.removesuffix("assistant: ")
 
 
@@ -128,7 +130,7 @@ def test_tools(client: Any, stream: bool) -> None:
         *user([{"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "20"}]}]),
     ]
     last = client.messages.create(**{**given, "max_tokens": 500, "messages": [*given["messages"], *back]})
-    assert last.content[0].text.endswith("tool: 20")
+    assert last.content[0].text == "It is 20."
 
 
 def test_thinking_and_raw_events(client: Any, url: str) -> None:
@@ -191,7 +193,7 @@ def test_errors_have_the_format_of_the_api(client: Any, url: str) -> None:
 @pytest.mark.parametrize(
     ("more", "place"),
     [
-        ({"max_tokens": None}, "max_tokens is required"),
+        ({"max_tokens": None}, "max_tokens: "),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": user([{"type": "tool_result"}])}, "messages[0].content[0].tool_use_id is required"),
         (
@@ -241,10 +243,11 @@ def test_claude_code_request(url: str, caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING):
         answer = httpx.post(f"{url}v1/messages?beta=true", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
-    assert (
-        "You are Claude Code" in answer.text.replace('"}}\n\nevent: content_block_delta', "")
-        or "message_stop" in answer.text
-    )
+    deltas = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    text = "".join([one["delta"].get("text", "") for one in deltas if one["type"] == "content_block_delta"])
+    assert text.endswith("system: You are Claude Code\nMoreuser: <system-reminder>\nHi")
+    assert '"name": "Bash"' in text
+    assert '"web_search"' not in text
     assert "web_search_20250305" in caplog.text
     refused = httpx.post(
         f"{url}v1/messages", json={**body, "tool_choice": {"type": "tool", "name": "web_search"}}

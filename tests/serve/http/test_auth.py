@@ -35,7 +35,9 @@ def test_right_keys(header: bytes) -> None:
         [(b"authorization", b"Bearer s\xebcond")],
         [(b"authorization", b"Bearer \xff\x00")],
         [(b"authorization", b"Bearer one"), (b"authorization", b"Bearer two")],
-        [(b"x-api-key", b"one")],
+        [(b"x-api-key", b"on")],
+        [(b"x-api-key", b"one"), (b"x-api-key", b"two")],
+        [(b"x-api-key", b"one"), (b"authorization", b"Bearer on")],
     ],
 )
 def test_wrong_keys(headers: list[tuple[bytes, bytes]]) -> None:
