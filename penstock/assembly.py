@@ -183,7 +183,14 @@ def pack_checkpoint(config: PipelineConfig) -> Path:
         raise ConfigError("devices", f"nothing is packed for the {ops.name} kernels: leave out --pack")
     weights = _renamed(Weights.open(config.model.checkpoint), model)
     length = model.calculate_max_seq_len(config, config.model.huggingface_config)
-    loader = Loader(weights, config.model.encoding, devices[0].torch_device, ops, lazy="calibrated")
+    loader = Loader(
+        weights,
+        config.model.encoding,
+        devices[0].torch_device,
+        ops,
+        lazy="calibrated",
+        keep_stored=config.model.keeps_stored_layers,
+    )
     network = model.read(weights, loader, config.model.huggingface_config, length)
     model.calibrate(config, network, loader.layers, ops)
     return write_packed(config.model.packed_key, loader.layers)

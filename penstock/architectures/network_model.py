@@ -46,7 +46,15 @@ class NetworkModel(PipelineModel[BaseContextType]):
         if store is not None or not ops.packs_weights:
             self.session.prefaulted.release()  # no weight will be packed into it
         take_packed = None if store is None else store.take
-        loader = Loader(self.weights, model.encoding, self.torch_device, ops, take_packed, lazy="all")
+        loader = Loader(
+            self.weights,
+            model.encoding,
+            self.torch_device,
+            ops,
+            take_packed,
+            lazy="all",
+            keep_stored=model.keeps_stored_layers,
+        )
         self.network = self.read(self.weights, loader, self.huggingface_config, self.max_seq_len)
         self.calibrate(self.pipeline_config, self.network, loader.layers, ops)
         self._lora_manager = self._load_adapters(loader)

@@ -256,6 +256,18 @@ class ModelConfig:
             _warn_encoding_fallback(encoding, requested, str(self.devices[0]))
         return encoding
 
+    @property
+    def keeps_stored_layers(self) -> bool:
+        """Whether layers keep the encodings and floats that the checkpoint stores.
+
+        This is so for quantized checkpoints if ``quantization_encoding`` is not given.
+
+        Raises:
+            CheckpointError: the checkpoint is missing or malformed.
+            ConfigError: its weights are quantized in a way that no format reads.
+        """
+        return self.quantization_encoding is None and self.opened_checkpoint.format.keeps_floats
+
     def _stored_encoding(self) -> str:
         opened = self.opened_checkpoint
         stored = opened.format.model_encoding(opened.headers)

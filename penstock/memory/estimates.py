@@ -44,7 +44,9 @@ def estimate_weights_size(pipeline_config: PipelineConfig, names: TensorNames | 
         if shape:
             *experts, out_features, in_features = shape
             encoding = floats if role == "router" else model.encoding
-            if encoding != header.encoding:
+            if model.keeps_stored_layers:
+                encoding = header.encoding or floats
+            elif encoding != header.encoding:
                 layer_role: LayerRole = "values" if role == "values" else "linear"
                 if role != "values" and (experts or role == "expert"):
                     layer_role = "expert"
@@ -58,8 +60,9 @@ def estimate_weights_size(pipeline_config: PipelineConfig, names: TensorNames | 
     head_shapes = _head_shapes(pipeline_config, names)
     if not any(names.is_embedding(name) for name in model.tensor_headers):  # the table is stored as the head
         size += sum(prod(shape) for shape in head_shapes) * DType(floats).size_in_bytes
+    stored_head = _stored_head(pipeline_config, names)
     for vocabulary, hidden in head_shapes:
-        head = encoding_named(kind.for_layer("head", vocabulary, hidden))
+        head = encoding_named(stored_head or kind.for_layer("head", vocabulary, hidden))
         size += head.num_bytes(vocabulary, hidden)
     return size
 
@@ -153,6 +156,15 @@ def _head_shapes(pipeline_config: PipelineConfig, names: TensorNames) -> list[tu
     headers = pipeline_config.model.tensor_headers
     heads = [header.shape for name, header in headers.items() if names.role(name) == "head"]
     return heads or [header.shape for name, header in headers.items() if names.is_embedding(name)]
+
+
+def _stored_head(pipeline_config: PipelineConfig, names: TensorNames) -> str | None:
+    """Return the encoding in which the checkpoint stores the output head, if the model keeps it."""
+    model = pipeline_config.model
+    if not model.keeps_stored_layers:
+        return None
+    heads = [header.encoding for name, header in model.tensor_headers.items() if names.role(name) == "head"]
+    return heads[0] if heads else None
 
 
 def _linear_shapes(pipeline_config: PipelineConfig, names: TensorNames) -> Iterator[tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -72,6 +72,8 @@ class Loader:
         ops: the back end that packs them; the reference back end if not given.
         take_packed: returns layers that were packed before.
         lazy: layers to pack later, if their weights are mapped; see `penstock.kernels.LazyWeight`.
+        keep_stored: whether layers keep the encoding in which the checkpoint stores them, and layers of
+            floats stay floats. The output head is the exception: `LinearEncoding.for_layer` decides.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Loader:
         take_packed: TakePacked | None = None,
         *,
         lazy: Deferred = "none",
+        keep_stored: bool = False,
     ) -> None:
         self.source = source
         self.encoding = encoding
@@ -91,6 +94,7 @@ class Loader:
         self._ops = ops or ReferenceOps()
         self._take_packed = take_packed
         self._lazy = lazy
+        self._keep_stored = keep_stored
         self.dtype = self._kind.compute_dtype.to_torch()
         """The type of activations and of all weights that are not packed."""
         self.layers: list[PackedLinear] = []
@@ -148,7 +152,11 @@ class Loader:
         This is so if they have another encoding, unless they are already stored in that of the model.
         """
         encoding = self._kind.for_layer("values", out_features, in_features)
-        return encoding != self.encoding and self.source.stored_encoding(f"{name}.weight") != self.encoding
+        return (
+            not self._keep_stored
+            and encoding != self.encoding
+            and self.source.stored_encoding(f"{name}.weight") != self.encoding
+        )
 
     def values(self, name: str, out_features: int, in_features: int, *, bias: bool = False) -> Linear:
         """Return the layer of attention's values called ``name``, in the encoding of values."""
@@ -179,7 +187,8 @@ class Loader:
         encoding = self._kind.for_layer("head", vocabulary, hidden)
         parts = {name: vocabulary}
         if tied_to is None or f"{name}.weight" in self.source:
-            return self._named(parts, hidden, None, encoding)
+            stored = self.source.stored_encoding(f"{name}.weight") if self._keep_stored else None
+            return self._named(parts, hidden, None, stored or encoding)
         return self._layer(parts, (vocabulary, hidden), None, encoding, lambda: [tied_to], is_mapped=True)
 
     def pack(
@@ -201,7 +210,7 @@ class Loader:
             is_expert: whether the layer is one expert of many.
         """
         out_features, in_features = weight.shape
-        if plain:
+        if plain or self._keep_stored:
             encoding = self._kind.compute_dtype.value
         else:
             encoding = self._kind.for_layer("expert" if is_expert else "linear", out_features, in_features)
@@ -220,10 +229,17 @@ class Loader:
         biases = [self.source.tensor(f"{name}.bias", (size,)) for name, size in parts.items()] if bias else []
         offset = torch.cat(biases) if biases else None
         encoding = encoding or self.encoding
-        if not any(self.source.stored_encoding(f"{name}.weight") == encoding for name in parts):
+        if self._keep_stored:
+            encoding = self._common_encoding(parts) or self._kind.compute_dtype.value
+        elif not any(self.source.stored_encoding(f"{name}.weight") == encoding for name in parts):
             role: Literal["expert", "linear"] = "expert" if is_expert else "linear"
             encoding = encoding_named(encoding).for_layer(role, sum(parts.values()), in_features)
         return self._named(parts, in_features, offset, encoding, transposed=transposed)
+
+    def _common_encoding(self, parts: Iterable[str]) -> str | None:
+        """Return the encoding in which all parts are stored; None if they differ or are floats."""
+        stored = {self.source.stored_encoding(f"{name}.weight") for name in parts}
+        return stored.pop() if len(stored) == 1 else None
 
     def _named(
         self,

@@ -198,6 +198,7 @@ class Weights:
             self._label(name)
             for name in unread
             if not any(fnmatchcase(name, pattern) for pattern in patterns)
+            and not self._files.may_stay_unread(name, self._names[name])
         ]
         report = self._faults.report(unexpected)
         if report:
@@ -273,6 +274,12 @@ class _Files:
 
     def linear(self, name: str) -> tuple[str | None, Mapping[str, Tensor]]:
         return self._format.read_linear(self._reader(name), self.headers[name])
+
+    def may_stay_unread(self, name: str, stored: str) -> bool:
+        """Return whether the format allows that a model does not read this tensor."""
+        if self.shapes_only or not any(fnmatchcase(name, one) for one in self._format.unread_if_zero):
+            return False
+        return not bool(self.tensor(stored).any())
 
     def release(self, name: str) -> None:
         for tensor in self._mapped.pop(name, ()):

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from penstock.kernels import PackedLinear, encoding_named, pack_linear, unpack_linear
 from penstock.kernels.cpu import variants
-from penstock.kernels.encodings._sizes import GROUP, PANEL
+from penstock.kernels.encodings._sizes import FP8_GROUP, GROUP, PANEL
 from penstock.kernels.linear import tensors_in_rows
 from penstock.kernels.panels import PanelLayout
 
-ENCODINGS = ("float32", "bfloat16", "int8", "int5", "int4")
+ENCODINGS = ("float32", "bfloat16", "int8", "int5", "int4", "uint8", "uint4", "fp8")
 SIZES = st.integers(1, 150)
 
 
@@ -33,6 +33,17 @@ def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
         half = 1 << int(encoding[3]) - 1
         weight = torch.randint(-half, half, (outputs, inputs)).to(torch.int8)
         return {"weight": weight, "scales": torch.randn(outputs, -(-inputs // GROUP)).half()}
+    if encoding in ("uint8", "uint4"):
+        top, groups = 1 << int(encoding[4]), -(-inputs // GROUP)
+        return {
+            "weight": torch.randint(0, top, (outputs, inputs)).to(torch.uint8),
+            "scales": torch.randn(outputs, groups).half(),
+            "zeros": torch.randint(0, top, (outputs, groups)).to(torch.uint8),
+            "row_scales": torch.randn(outputs),
+        }
+    if encoding == "fp8":
+        weight = torch.randint(0, 127, (outputs, inputs)) | torch.randint(0, 2, (outputs, inputs)) << 7
+        return {"weight": weight.to(torch.uint8), "scales": torch.randn(outputs, -(-inputs // FP8_GROUP))}
     return {"weight": torch.randn(outputs, inputs).to(getattr(torch, encoding))}
 
 

@@ -12,7 +12,7 @@ from penstock.dtype import DType
 from penstock.host.memory import PrefaultedMemory
 from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.cpu.memory import SliceMemory, WeightMemory
-from penstock.kernels.cpu.packing import ENCODINGS, is_quantized, pack_panels, panels_size
+from penstock.kernels.cpu.packing import ENCODINGS, is_quantized, pack_panels, pack_rows, panels_size
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.encodings._sizes import PANEL
 from penstock.kernels.inputs import LoRAInputs
@@ -74,12 +74,12 @@ class CpuLinear(ReferenceOps):
         bias: Tensor | None = None,
         slices: Sequence[LinearSlice] = (),
     ) -> PackedLinear:
-        if not is_quantized(encoding):
+        if encoding not in ENCODINGS or encoding_named(encoding).is_float:
             self._fall_back("pack_quantized", {f"encoding {encoding}": False})
             return super().pack_quantized(rows, encoding, bias=bias, slices=slices)
-        parts = [rows["weight"]]
-        tensors = self._pack(parts, encoding, None, rows["scales"])
-        return layer_of(tensors, shape_of(parts), encoding, bias, slices, self.layout)
+        with torch.no_grad():
+            tensors = pack_rows(self._kernels, self._weights, encoding, rows)
+        return layer_of(tensors, shape_of([rows["weight"]]), encoding, bias, slices, self.layout)
 
     def _may_wait(self, encoding: str, parts: Sequence[Tensor]) -> bool:
         return encoding in ENCODINGS
@@ -89,10 +89,9 @@ class CpuLinear(ReferenceOps):
         parts: Sequence[Tensor],
         encoding: str,
         importance: Tensor | None = None,
-        scales: Tensor | None = None,
     ) -> dict[str, Tensor]:
         with torch.no_grad():
-            return pack_panels(self._kernels, self._weights, encoding, parts, scales, importance)
+            return pack_panels(self._kernels, self._weights, encoding, parts, importance=importance)
 
     def linear(self, x: Tensor, packed: PackedLinear, *, lora: LoRAInputs | None = None) -> Tensor:
         bias, kind = packed.bias, TYPES.get(x.dtype)

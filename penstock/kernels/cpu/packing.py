@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Protocol
 
@@ -14,7 +14,10 @@ from penstock.kernels.cpu.library import Kernels
 from penstock.kernels.encodings import encoding_named
 from penstock.kernels.encodings._sizes import PANEL
 
-ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4}
+_STORED = {"uint4": 5, "uint8": 6, "fp8": 7}
+"""Encodings whose rows are bytes: the kernel copies them, and torch quantizes floats."""
+
+ENCODINGS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "int5": 4, **_STORED}
 """Encodings that have panels, as csrc numbers them."""
 
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -50,6 +53,8 @@ def pack_panels(
         scales: what goes with integers.
         importance: ``[in]``, as of `LinearEncoding.pack`.
     """
+    if encoding in _STORED:
+        return pack_rows(kernels, memory, encoding, encoding_named(encoding).pack(torch.cat(tuple(parts))))
     if any(len(part) % PANEL for part in parts[:-1]) or len({part.dtype for part in parts}) > 1:
         parts = [torch.cat(tuple(parts))]
     rows, inputs = sum(len(part) for part in parts), parts[0].shape[1]
@@ -79,6 +84,37 @@ def pack_panels(
         )
         start += len(part)
     return tensors
+
+
+def pack_rows(
+    kernels: Kernels, memory: PanelMemory, encoding: str, rows: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the panels of a weight that already has the form of its encoding.
+
+    Args:
+        kernels: the kernels of one instruction set.
+        memory: where panels are put.
+        encoding: an encoding that quantizes its weights, or one of bytes.
+        rows: the tensors of `LinearEncoding.pack`.
+    """
+    if encoding not in _STORED:
+        return pack_panels(kernels, memory, encoding, [rows["weight"]], rows["scales"])
+    codes, scales, zeros = rows["weight"], rows["scales"].contiguous(), rows.get("zeros")
+    codes = codes if codes.stride(1) == 1 else codes.contiguous()
+    zeros = None if zeros is None else zeros.contiguous()
+    outputs, inputs = codes.shape
+    panels = memory.empty(*_form(encoding, outputs, inputs))
+    kernels.pack_codes(
+        _STORED[encoding],
+        codes.data_ptr(),
+        codes.stride(0),
+        scales.data_ptr(),
+        0 if zeros is None else zeros.data_ptr(),
+        panels.data_ptr(),
+        outputs,
+        inputs,
+    )
+    return {"panels": panels} | ({"scales": rows["row_scales"].contiguous()} if "row_scales" in rows else {})
 
 
 def panels_size(encoding: str, rows: int, inputs: int) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 PANEL = 64
 """Outputs of a panel."""
 GROUP = 32
-"""Inputs of a group of int4 and int5."""
+"""Inputs of a group of int4 and int5, and of codes with zero points."""
+FP8_GROUP = 128
+"""Inputs that share a scale in fp8."""
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -16,3 +18,8 @@ def round_up(number: int, multiple: int) -> int:
 def group_bytes(bits: int) -> int:
     """Return the bytes of one output's integers of one group, and of their scale."""
     return GROUP * bits // 8 + 2
+
+
+def code_group_bytes(bits: int) -> int:
+    """Return the bytes of one output's codes of one group, and of their scale and zero point."""
+    return GROUP * bits // 8 + 3

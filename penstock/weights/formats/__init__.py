@@ -50,6 +50,10 @@ class CheckpointFormat(ABC):
     """The name of its file, and what messages call the format."""
     quant_methods: tuple[str, ...] = ()
     """Values of ``quantization_config.quant_method`` in ``config.json`` that this format reads."""
+    keeps_floats: bool = False
+    """Whether layers of plain floats stay floats if the user asks for no encoding."""
+    unread_if_zero: tuple[str, ...] = ()
+    """Patterns of tensors that a model does not have to read if they hold only zeros."""
     priority: int = 0
     """If several formats detect a checkpoint, the one with the highest priority reads it."""
 
@@ -179,10 +183,20 @@ FORMATS = FormatRegistry()
 """The checkpoint formats of this process."""
 
 
+def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``quantization_config`` of a ``config.json``, or of its text model; empty if there is none."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("quantization_config", "compression_config"):
+            section = place.get(key)
+            if isinstance(section, Mapping):
+                return section
+    return {}
+
+
 def quant_method(config: Mapping[str, Any]) -> object:
     """Return ``quantization_config.quant_method`` of a ``config.json``, or None."""
-    section = config.get("quantization_config")
-    return section.get("quant_method") if isinstance(section, Mapping) else None
+    return quantization_section(config).get("quant_method")
 
 
 def _record(module: ModuleType) -> CheckpointFormat:

@@ -72,7 +72,7 @@ def activations(rows: int, width: int, encoding: str) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4", "uint4", "uint8", "fp8"])
 def test_any_number_of_rows(ops: CpuOps, encoding: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = packed(ops, 7, 72, 100, encoding, bias=bias)
     cases = []

@@ -15,7 +15,7 @@ from penstock.kernels import LazyWeight, encoding_named
 from penstock.kernels.cpu import variants
 from penstock.kernels.cpu.memory import WeightMemory
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.cpu.packing import ENCODINGS, is_quantized, pack_panels
+from penstock.kernels.cpu.packing import ENCODINGS, is_quantized, pack_rows
 
 VARIANTS = {ops.isa: ops for ops in variants()}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -51,7 +51,7 @@ def assert_as_defined(ops: CpuOps, encoding: str, weight: Tensor, importance: Te
     defined = bits(panels.to_panels(rows))
     assert bits(dict(packed_by(ops, weight, encoding, importance))) == defined
     if is_quantized(encoding):  # from integers as well
-        again = pack_panels(ops._kernels, WeightMemory(), encoding, [rows["weight"]], rows["scales"])
+        again = pack_rows(ops._kernels, WeightMemory(), encoding, rows)
         assert bits(again) == defined
 
 

@@ -86,7 +86,7 @@ def inputs(lengths: Sequence[int]) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
+@pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4", "uint4", "fp8"])
 @pytest.mark.parametrize("width", [32, 640])  # the wider one with operations that all threads share
 def test_every_operation_gives_the_same_bits(ops: CpuOps, encoding: str, width: int) -> None:
     step = everything(ops, encoding, width)

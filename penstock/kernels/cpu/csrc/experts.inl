@@ -37,7 +37,7 @@ struct Job {
 
 // Bytes that rows take as the input of a linear layer: in 8 bits for the encodings that want it so.
 INLINE int64_t input_bytes(int64_t encoding, int64_t element, int64_t rows, int64_t K) {
-  return round_up(encoding < 2 ? rows * K * element : QuantizedRows::bytes(rows, K, groups_of(encoding, K)), LINE);
+  return round_up(!is_quantized(encoding) ? rows * K * element : QuantizedRows::bytes(rows, K, groups_of(encoding, K)), LINE);
 }
 
 // What threads share. The layout of its memory is worked out by each of them alike.
@@ -73,7 +73,7 @@ struct ExpertsMemory {
     x = take(input_bytes(a.gate_up_encoding, element, most, a.E));
     gates = take(most * 2 * a.F * element);
     inner = take(most * a.F * element);
-    quantized = a.down_encoding < 2 ? inner : take(input_bytes(a.down_encoding, element, most, a.F));
+    quantized = !is_quantized(a.down_encoding) ? inner : take(input_bytes(a.down_encoding, element, most, a.F));
     y = take(most * a.E * element);
   }
 };
@@ -111,7 +111,9 @@ static void sort_places(const Experts& a, const ExpertsMemory& memory, const Tea
 // Some panels of a layer for some rows of its input, which are in `x` where the encoding wants them in 8 bits.
 static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin, int64_t rows, int64_t first,
                          int64_t last, void* sums) {
-  const int64_t bytes = (a.encoding == 0 ? a.K : ceil_div(a.K, 2)) * STEP_BYTES;
+  const int64_t bytes = a.encoding == 7   ? ceil_div(a.K, FP8_GROUP) * FP8_BYTES
+                        : a.encoding == 0 ? a.K * STEP_BYTES
+                                          : ceil_div(a.K, 2) * STEP_BYTES;
   for (int64_t panel = first; panel < last; panel++) {
     const int64_t next = panel + 1 < last ? panel + 1 : -1;
     const char *w = (const char*)a.panels + panel * bytes, *ahead = next < 0 ? nullptr : w + bytes;
@@ -120,6 +122,9 @@ static void multiply_run(const Linear& a, const QuantizedRows& x, int64_t begin,
     if (a.encoding == 2) multiply_panel<Bytes>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
     if (a.encoding == 3) multiply_panel<Groups<4>>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
     if (a.encoding == 4) multiply_panel<Groups<5>>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
+    if (a.encoding == 5) multiply_panel<CodeGroups<4>>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
+    if (a.encoding == 6) multiply_panel<CodeGroups<8>>(a, x.below(begin), begin, rows, panel, next, (uint32_t*)sums);
+    if (a.encoding == 7) multiply_fp8_panel(a, begin, rows, w, panel * PANEL, (float*)sums);
   }
 }
 
@@ -151,7 +156,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
   over_rows(team, places, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const T* row = (const T*)a.x + memory.order[first + i] / a.top * a.x_stride;
-      if (a.gate_up_encoding < 2) __builtin_memcpy((T*)memory.x + i * a.E, row, a.E * sizeof(T));
+      if (!is_quantized(a.gate_up_encoding)) __builtin_memcpy((T*)memory.x + i * a.E, row, a.E * sizeof(T));
       else quantize_row(row, a.E, a.gate_up_encoding, x.below(i));
     }
   });
@@ -165,7 +170,7 @@ static void multiply_round(const Experts& a, const ExpertsMemory& memory, const 
     T* gated = (T*)memory.inner + begin * a.F;
     if (a.gating < 4) run(GatedActivation{a.type, a.gating, gates, gated, end - begin, a.F, 2 * a.F}, alone);
     else run(ClampedSwiGLU{a.type, gates, gated, end - begin, a.F, 2 * a.F, a.alpha, a.limit}, alone);
-    if (a.down_encoding < 2) return;
+    if (!is_quantized(a.down_encoding)) return;
     for (int64_t i = begin; i < end; i++)
       quantize_row((const T*)memory.inner + i * a.F, a.F, a.down_encoding, inner.below(i));
   });

@@ -7,7 +7,9 @@
 // in the order of k, whatever the rows, the tiles and the blocks: a row's bits depend on no other row.
 
 struct Linear {  // x and y rows strided; bias [N] of x's type, or null; scales: of encodings that have them apart
-  int64_t encoding, type;  // 0 float32, 1 bfloat16 (then x is of that type), 2 int8, 3 int4, 4 int5 (quantized.inl)
+  // 0 float32, 1 bfloat16 (then x is of that type), 2 int8, 3 int4, 4 int5 (quantized.inl), 5 uint4, 6 uint8
+  // (codes.inl), 7 8-bit floats (fp8.inl, then x is bfloat16).
+  int64_t encoding, type;
   const void* x;
   int64_t x_stride;
   const void* panels;
@@ -313,19 +315,23 @@ INLINE Ahead first_panels(const Linear& a, const Team& team, int64_t bytes) {
 }
 
 #include "quantized.inl"
+#include "fp8.inl"
 
 static int64_t work(const Linear& a) { return a.rows * a.N * a.K; }
 INLINE Ahead first_read(const Linear& a, const Team& team) {
   if (work(a) < ALONE_IN_PLAN) return {};
   const int64_t groups = ceil_div(a.K, GROUP);
   const int64_t bytes[] = {a.K * STEP_BYTES, ceil_div(a.K, 2) * STEP_BYTES, ceil_div(a.K, 4) * STEP_BYTES,
-                           groups * Groups<4>::UNIT_BYTES, groups * Groups<5>::UNIT_BYTES};
+                           groups * Groups<4>::UNIT_BYTES, groups * Groups<5>::UNIT_BYTES,
+                           groups * CodeGroups<4>::UNIT_BYTES, groups * CodeGroups<8>::UNIT_BYTES,
+                           ceil_div(a.K, FP8_GROUP) * FP8_BYTES};
   return first_panels(a, team, bytes[a.encoding]);
 }
 static void run(const Linear& a, const Team& team) {
   if (!a.rows) return;
   if (a.encoding == 0) multiply<FloatSteps>(a, team);
   if (a.encoding == 1) multiply<PairSteps>(a, team);
-  if (a.encoding >= 2) run_quantized(a, team);
+  if (is_quantized(a.encoding)) run_quantized(a, team);
+  if (a.encoding == 7) multiply_fp8(a, team);
 }
 KERNEL(linear, Linear)

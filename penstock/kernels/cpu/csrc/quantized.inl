@@ -144,15 +144,17 @@ static int32_t quantize_with_extras(const T* x, int64_t n, int8_t* integers, flo
   return total;
 }
 
-// Bits of the integers of an encoding that has groups.
-INLINE int bits_of(int64_t encoding) { return encoding == 4 ? 5 : 4; }
+// Whether an encoding takes rows of integers. The others take rows of floats.
+INLINE bool is_quantized(int64_t encoding) { return encoding >= 2 && encoding != 7; }
+// What the sum of a group's integers is multiplied by to give what its products start at.
+INLINE int32_t start_factor(int64_t encoding) { return encoding == 3 ? -8 : encoding == 4 ? -16 : -1; }
 INLINE int64_t groups_of(int64_t encoding, int64_t K) { return encoding == 2 ? 1 : ceil_div(K, GROUP); }
 
 template <class T> static void quantize_row(const T* x, int64_t K, int64_t encoding, const QuantizedRows& to) {
   if (encoding == 2) {
     *to.starts = -128 * quantize_with_extras(x, K, to.integers, to.scales, to.extras);
   } else {
-    const int32_t offset = -(1 << (bits_of(encoding) - 1));
+    const int32_t offset = start_factor(encoding);
     int64_t group = 0;
     for (; (group + 1) * GROUP <= K; group++)
       to.starts[group] = offset * quantize(x + group * GROUP, GROUP, to.integers + group * GROUP, to.scales + group);
@@ -209,6 +211,15 @@ template <int BITS> struct GroupSum {
   INLINE_MEMBER void halfway() {}
   INLINE_MEMBER vi total(int32_t) const { return sum; }
 #endif
+};
+
+// Of bytes of 8 bits: in 32 bits, which cannot overflow.
+template <> struct GroupSum<8> {
+  vi sum;
+  INLINE_MEMBER void start(int32_t start) { sum = start - vi{}; }
+  INLINE_MEMBER void add(vu w, vu x) { sum = add_bytes(sum, w, x); }
+  INLINE_MEMBER void halfway() {}
+  INLINE_MEMBER vi total(int32_t) const { return sum; }
 };
 
 INLINE vu four_bytes(const int8_t* x) {
@@ -369,6 +380,8 @@ template <int BITS> struct Groups {
   INLINE vf result(vu sums, vf, vf) { return as_float(sums); }
 };
 
+#include "codes.inl"
+
 template <class S, int ROWS, int FETCHED> static void multiply_rows(const ByteBlock& block) {
   S::template multiply<ROWS, FETCHED>(block);
 }
@@ -478,4 +491,6 @@ static void run_quantized(const Linear& a, const Team& team) {
   if (a.encoding == 2) multiply_quantized<Bytes>(a, team);
   if (a.encoding == 3) multiply_quantized<Groups<4>>(a, team);
   if (a.encoding == 4) multiply_quantized<Groups<5>>(a, team);
+  if (a.encoding == 5) multiply_quantized<CodeGroups<4>>(a, team);
+  if (a.encoding == 6) multiply_quantized<CodeGroups<8>>(a, team);
 }

@@ -1,0 +1,225 @@
+"""Arithmetic and panels of the encodings that checkpoints store: codes with zero points, and 8-bit floats.
+
+Panels are little-endian and contiguous, with N outputs, K inputs, and padding of zeros:
+
+* `CodePanels` of 4 bits: ``[N / 64, K / 32, 1216]`` uint8. A group of 32 inputs has 1024 bytes of codes in
+  the order of `GroupPanels`, the 64 float16 scales, and the 64 zero points (uint8).
+* `CodePanels` of 8 bits: ``[N / 64, K / 32, 2240]`` uint8. A group has its codes ``[8, 64, 4]``, then scales
+  and zero points.
+* `Fp8Panels`: ``[N / 64, K / 128, 8448]`` uint8: 32 steps ``[64, 4]`` of 4 inputs, in the order 0, 2, 1, 3,
+  then the 64 float32 scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.dtype import DType
+from penstock.kernels.encodings._sizes import FP8_GROUP, GROUP, PANEL, code_group_bytes
+from penstock.kernels.linear import multiply_floats
+from penstock.kernels.panels import PanelLayout, Tensors
+from penstock.kernels.quantized import quantize
+
+LARGEST_FP8 = 448.0
+_FP8_ORDER = (0, 2, 1, 3)
+_TOP_EXPONENT = 14
+"""Row scales are chosen so that the largest scale of a row has this exponent, near the top of float16."""
+
+
+# -- Codes with zero points -----------------------------------------------------------------------------
+
+
+def split_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float32 scales ``[out, G]`` as float16 scales and float32 row scales ``[out]``.
+
+    Row scales are powers of two. The product is exact for scales of up to 11 bits, like those of float16 and
+    bfloat16.
+    """
+    largest = scales.float().abs().amax(1)
+    exponents = torch.frexp(torch.where(largest.isfinite() & (largest > 0), largest, 1.0)).exponent
+    shifts = (exponents - _TOP_EXPONENT).clamp(-126, 127)
+    row_scales = torch.ldexp(torch.ones_like(largest), shifts)
+    return torch.ldexp(scales.float(), -shifts[:, None]).half(), row_scales
+
+
+def group_codes(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Tensors:
+    """Return the tensors of codes ``[out, in]`` whose groups are multiples of 32 inputs.
+
+    Args:
+        codes: uint8 ``[out, in]``.
+        scales: floats ``[out, G]``.
+        zeros: integers ``[out, G]`` in 0..255.
+        group_size: inputs of a group; the last group may be shorter.
+    """
+    groups, repeats = -(-codes.shape[1] // GROUP), group_size // GROUP
+    halves, row_scales = split_scales(scales)
+
+    def repeated(values: Tensor) -> Tensor:
+        return values.repeat_interleave(repeats, 1)[:, :groups].contiguous()
+
+    return {
+        "weight": codes.contiguous(),
+        "scales": repeated(halves),
+        "zeros": repeated(zeros.to(torch.uint8)),
+        "row_scales": row_scales,
+    }
+
+
+def quantize_codes(weight: Tensor, bits: int) -> Tensors:
+    """Return the codes of a weight ``[out, in]`` of floats. A group with a NaN or an infinity becomes NaN."""
+    top = (1 << bits) - 1
+    padded = F.pad(weight.float(), (0, -weight.shape[1] % GROUP))
+    groups = padded.view(len(weight), -1, GROUP)
+    low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+    halves, row_scales = split_scales((high - low) / top)
+    scales = halves.float() * row_scales[:, None]
+    valid = scales.isfinite() & (scales > 0)
+    inverse = torch.where(valid, 1 / scales, 0.0)
+    middle = torch.full_like(scales, 1 << bits - 1)
+    zeros = torch.where(valid, (-low * inverse).round().clamp(0, top), middle)
+    codes = ((groups * inverse[..., None]).nan_to_num().round() + zeros[..., None]).clamp(0, top)
+    return {
+        "weight": codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]].contiguous(),
+        "scales": halves,
+        "zeros": zeros.to(torch.uint8),
+        "row_scales": row_scales,
+    }
+
+
+def unpack_codes(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the weight ``[out, in]`` float32 of codes."""
+    codes, scales = tensors["weight"], tensors["scales"].float() * tensors["row_scales"][:, None]
+    groups = F.pad(codes.float(), (0, -codes.shape[1] % GROUP)).view(*scales.shape, GROUP)
+    weight = (groups - tensors["zeros"].float()[..., None]) * scales[..., None]
+    return weight.flatten(1)[:, : codes.shape[1]].contiguous()
+
+
+def multiply_codes(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+    """Return the product of activations with codes, plus the bias.
+
+    It is the sum over groups of ``(sum(x_q * code) - zero * sum(x_q)) * scale_x * scale_w``, in float32 and
+    in the order of the groups, like that of `quantized.multiply_groups`. It is multiplied by
+    the row scale and rounded once to the type of x.
+    """
+    in_features = x.shape[1]
+    padding = (0, -in_features % GROUP)
+    rows, row_scales = quantize(F.pad(x.float(), padding).view(len(x), -1, GROUP))  # [T, G, 32], [T, G]
+    codes = F.pad(tensors["weight"].float(), padding).view(len(tensors["weight"]), -1, GROUP)
+    zeros, scales = tensors["zeros"].float(), tensors["scales"].double()
+    y = torch.zeros(len(x), len(codes), dtype=torch.float32, device=x.device)
+    for group in range(codes.shape[1]):
+        integers = rows[:, group].float()
+        sums = integers @ (codes[:, group] - zeros[:, group, None]).T  # exact: below 2^24
+        scaled = sums * row_scales[:, group, None]
+        y = (scaled.double() * scales[:, group] + y).float()  # the product is exact in float64
+    y = y * tensors["row_scales"]
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+class CodePanels(PanelLayout):
+    """Codes of 4 or 8 bits in groups of 32 inputs, each group followed by its scales and zero points."""
+
+    dtype = DType.uint8
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+
+    def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        return (-(-out_features // PANEL), -(-in_features // GROUP), PANEL * code_group_bytes(self._bits))
+
+    def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
+        codes, missing = rows["weight"], -len(rows["weight"]) % PANEL
+        groups = F.pad(codes, (0, -codes.shape[1] % GROUP, 0, missing)).view(
+            -1, PANEL, rows["scales"].shape[1], GROUP
+        )
+        columns_first = groups.transpose(1, 2)  # [P, G, 64, 32]
+        steps = columns_first.reshape(*columns_first.shape[:3], 8, 4).transpose(2, 3)  # [P, G, 8, 64, 4]
+        if self._bits == 4:
+            steps = steps[:, :, 0::2] | steps[:, :, 1::2] << 4
+        columns = [
+            F.pad(rows[name], (0, 0, 0, missing))
+            .view(-1, PANEL, rows[name].shape[1])
+            .transpose(1, 2)
+            .contiguous()
+            for name in ("scales", "zeros")
+        ]
+        parts = [steps.flatten(2), *(column.view(torch.uint8) for column in columns)]
+        return {"panels": torch.cat(parts, dim=2), "scales": rows["row_scales"]}
+
+    def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
+        code_bytes = PANEL * GROUP * self._bits // 8
+        codes, halves, zeros = torch.split(tensors["panels"], [code_bytes, 2 * PANEL, PANEL], dim=2)
+        steps = codes.reshape(*codes.shape[:2], -1, PANEL, 4)
+        if self._bits == 4:
+            steps = torch.stack([steps & 15, steps >> 4], dim=3).flatten(2, 3)
+        weight = steps.transpose(2, 3).flatten(3).transpose(1, 2).flatten(2).flatten(0, 1)
+        scales = halves.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
+        return {
+            "weight": weight[:out_features, :in_features].contiguous(),
+            "scales": scales[:out_features].contiguous(),
+            "zeros": zeros.transpose(1, 2).flatten(0, 1)[:out_features].contiguous(),
+            "row_scales": tensors["scales"],
+        }
+
+
+# -- 8-bit floats ---------------------------------------------------------------------------------------
+
+
+def quantize_fp8(weight: Tensor) -> Tensors:
+    """Return the 8-bit floats of a weight ``[out, in]``, each group scaled to the largest one."""
+    padded = F.pad(weight.float(), (0, -weight.shape[1] % FP8_GROUP))
+    groups = padded.view(len(weight), -1, FP8_GROUP)
+    scales = groups.abs().amax(-1) / LARGEST_FP8
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    numbers = (groups * inverse[..., None]).clamp(-LARGEST_FP8, LARGEST_FP8).flatten(1)[:, : weight.shape[1]]
+    return {"weight": numbers.to(torch.float8_e4m3fn).contiguous().view(torch.uint8), "scales": scales}
+
+
+def unpack_fp8(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the weight ``[out, in]`` float32 of 8-bit floats."""
+    numbers = tensors["weight"].view(torch.float8_e4m3fn).float()
+    return numbers * tensors["scales"].repeat_interleave(FP8_GROUP, 1)[:, : numbers.shape[1]]
+
+
+def multiply_fp8(x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
+    """Return the sum over groups of ``sum(x * w) * scale``, plus the bias, in float32; rounded once."""
+    numbers = tensors["weight"].view(torch.float8_e4m3fn)
+    y = torch.zeros(len(x), len(numbers), dtype=torch.float32, device=x.device)
+    for group, start in enumerate(range(0, x.shape[1], FP8_GROUP)):
+        stop = start + FP8_GROUP
+        sums = multiply_floats(x[:, start:stop].float(), numbers[:, start:stop].float(), None)
+        y += sums * tensors["scales"][:, group]
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+class Fp8Panels(PanelLayout):
+    """8-bit floats in groups of 128 inputs, each group followed by its scales."""
+
+    dtype = DType.uint8
+
+    def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        return (-(-out_features // PANEL), -(-in_features // FP8_GROUP), PANEL * (FP8_GROUP + 4))
+
+    def to_panels(self, rows: Mapping[str, Tensor]) -> Tensors:
+        codes, missing = rows["weight"], -len(rows["weight"]) % PANEL
+        padded = F.pad(codes, (0, -codes.shape[1] % FP8_GROUP, 0, missing))
+        groups = padded.view(-1, PANEL, padded.shape[1] // FP8_GROUP, FP8_GROUP // 4, 4)
+        steps = groups.permute(0, 2, 3, 1, 4)[..., list(_FP8_ORDER)]  # [P, G, 32, 64, 4]
+        has_nan = ((groups & 127) == 127).flatten(3).any(-1)  # [P, 64, G]
+        scales = F.pad(rows["scales"], (0, 0, 0, missing)).view(-1, PANEL, rows["scales"].shape[1])
+        scales = scales.masked_fill(has_nan, torch.nan).transpose(1, 2).contiguous()
+        return {"panels": torch.cat([steps.flatten(2), scales.view(torch.uint8)], dim=2)}
+
+    def from_panels(self, tensors: Mapping[str, Tensor], out_features: int, in_features: int) -> Tensors:
+        codes, columns = torch.split(tensors["panels"], [PANEL * FP8_GROUP, 4 * PANEL], dim=2)
+        steps = codes.reshape(*codes.shape[:2], -1, PANEL, 4)[..., list(_FP8_ORDER)]
+        weight = steps.transpose(2, 3).flatten(3).transpose(1, 2).flatten(2).flatten(0, 1)
+        scales = columns.contiguous().view(torch.float32).transpose(1, 2).flatten(0, 1)
+        return {
+            "weight": weight[:out_features, :in_features].contiguous(),
+            "scales": scales[:out_features].contiguous(),
+        }

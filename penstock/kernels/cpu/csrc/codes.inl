@@ -1,0 +1,105 @@
+// Codes of checkpoints: unsigned integers of 4 or 8 bits with a zero point and a float16 scale for each GROUP of inputs,
+// and a float32 scale for each output (kernels/encodings/_codes.py). A weight is (code - zero) * scale * row scale.
+//
+// Rows of x are quantised as for int4. The zero point takes part as a float: sum(code * x) - zero * sum(x), which is
+// exact below 2^24. Each output is one chain of additions in the order of the groups.
+
+template <int BITS> struct CodeGroups {
+  static constexpr int64_t SCALES = PANEL * GROUP * BITS / 8, ZEROS = SCALES + PANEL * 2;
+  static constexpr int64_t INPUTS = GROUP, UNIT_BYTES = ZEROS + PANEL, LINES = UNIT_BYTES / 64;
+  static constexpr int64_t ROWS_AT_ONCE = GROUP_ROWS, BLOCK_UNITS = BITS == 4 ? 44 : 24;
+  static constexpr int vectors(int64_t rows) { return W == 16 && rows <= 2 ? 4 : GROUP_VECTORS; }
+
+  INLINE vf load_bytes(const uint8_t* p) {
+    typedef uint8_t Bytes __attribute__((vector_size(W)));
+    Bytes bytes;
+    __builtin_memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, vi), vf);
+  }
+
+  template <int ROWS, int FETCHED> INLINE void multiply(const ByteBlock& block) {
+    constexpr int VECTORS = vectors(ROWS), STEPS = BITS == 4 ? 4 : 8;
+    constexpr int64_t ON = fetched_by<FETCHED>(LINES);
+    for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
+      float* kept = (float*)block.sums + column;
+      vf sums[ROWS][VECTORS];
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = block.first ? vf{} : load(kept + r * PANEL + v * W);
+      const int8_t* x = block.x.integers;
+      const int64_t x_stride = block.x.stride, groups = block.x.groups;
+      const char *w = block.w, *ahead = block.ahead + column / (VECTORS * W) * ON * block.units;
+      for (int64_t g = 0; g < block.units; g++, x += GROUP, w += UNIT_BYTES, ahead += ON) {
+        GroupSum<BITS> totals[ROWS][VECTORS];
+        for (int r = 0; r < ROWS; r++)
+          for (int v = 0; v < VECTORS; v++) totals[r][v].start(0);
+#pragma GCC unroll 8
+        for (int step = 0; step < STEPS; step++) {
+          fetch<FETCHED>(ahead, LINES, step, STEPS);
+          vu low[VECTORS], high[VECTORS];
+          for (int v = 0; v < VECTORS; v++) {
+            low[v] = load((const uint32_t*)(w + step * 4 * PANEL + column * 4) + v * W);
+            if (BITS == 4) high[v] = low[v] >> 4 & 0x0f0f0f0f, low[v] &= 0x0f0f0f0f;
+          }
+          for (int r = 0; r < ROWS; r++) {
+            const int8_t* inputs = x + r * x_stride + step * (GROUP / STEPS);
+            const vu bytes = four_bytes(inputs), others = BITS == 4 ? four_bytes(inputs + 4) : vu{};
+            for (int v = 0; v < VECTORS; v++) {
+              totals[r][v].add(low[v], bytes);
+              if (BITS == 4) totals[r][v].add(high[v], others);
+            }
+          }
+        }
+        vf scales[VECTORS], zeros[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+          scales[v] = load_half((const uint16_t*)(w + SCALES) + column + v * W);
+          zeros[v] = load_bytes((const uint8_t*)(w + ZEROS) + column + v * W);
+        }
+        for (int r = 0; r < ROWS; r++) {
+          const vf negated_sum = all((float)block.x.starts[r * groups + g]);
+          for (int v = 0; v < VECTORS; v++) {
+            const vf total = __builtin_convertvector(totals[r][v].total(0), vf);
+            const vf scaled = (total + zeros[v] * negated_sum) * block.x.scales[r * groups + g];
+            sums[r][v] = fma(scaled, scales[v], sums[r][v]);
+          }
+        }
+      }
+      for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(kept + r * PANEL + v * W, sums[r][v]);
+    }
+  }
+
+  INLINE vf result(vu sums, vf, vf scale_w) { return as_float(sums) * scale_w; }
+};
+
+// ---- packing ----
+
+struct PackCodes {  // codes [N, K] in rows, with the scales and zero points of groups -> panels
+  int64_t encoding;      // as in Linear: codes with zero points, or 8-bit floats
+  const uint8_t* codes;
+  int64_t stride;
+  const void* scales;    // [N, groups]: float16, or float32 for 8-bit floats
+  const uint8_t* zeros;  // [N, groups]; null for 8-bit floats
+  void* panels;
+  int64_t N, K;
+};
+
+template <int BITS> static void pack_codes(const PackCodes& a, int64_t panel) {
+  typedef CodeGroups<BITS> Form;
+  const int64_t groups = ceil_div(a.K, GROUP), first = panel * PANEL, count = min(PANEL, a.N - first);
+  char* record = (char*)a.panels + panel * groups * Form::UNIT_BYTES;
+  __builtin_memset(record, 0, groups * Form::UNIT_BYTES);
+  for (int64_t g = 0; g < groups; g++, record += Form::UNIT_BYTES) {
+    const int64_t inputs = min(GROUP, a.K - g * GROUP);
+    for (int64_t column = 0; column < count; column++) {
+      const uint8_t* codes = a.codes + (first + column) * a.stride + g * GROUP;
+      const int64_t group = (first + column) * groups + g;
+      uint8_t* to = (uint8_t*)record + column * 4;
+      for (int64_t k = 0; k < inputs; k++) {
+        if (BITS == 4) to[k / 8 * 4 * PANEL + k % 4] |= codes[k] << (k % 8 / 4 * 4);
+        else to[k / 4 * 4 * PANEL + k % 4] = codes[k];
+      }
+      ((uint16_t*)(record + Form::SCALES))[column] = ((const uint16_t*)a.scales)[group];
+      ((uint8_t*)record + Form::ZEROS)[column] = a.zeros[group];
+    }
+  }
+}

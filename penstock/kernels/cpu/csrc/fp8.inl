@@ -1,0 +1,196 @@
+// Weights as 8-bit floats, E4M3, with a float32 scale for each output and FP8_GROUP inputs (kernels/encodings/fp8.py).
+// Activations are bfloat16. A group's products are added in float32, then scaled and added to the output's sum, in the
+// order of the groups: a row's bits depend on no other row.
+//
+// A record of a panel is 32 steps [PANEL, 4] of 4 inputs each, stored in the order 0, 2, 1, 3, and the scales [PANEL].
+// In this order the even bytes of a 32-bit word are a pair of inputs, and the odd bytes the next pair.
+
+constexpr int64_t FP8_GROUP = 128, FP8_STEP = 4 * PANEL, FP8_SCALES = FP8_GROUP * PANEL;
+constexpr int64_t FP8_BYTES = FP8_SCALES + 4 * PANEL;
+constexpr int64_t FP8_BLOCK = 4;  // groups of a panel that stay in the core's cache while all rows pass
+constexpr int FP8_ORDER[] = {0, 2, 1, 3};
+
+#if PENSTOCK_DOT
+typedef bf16 Fp8Input;
+typedef uint32_t Fp8Wide;  // pairs of bfloat16
+constexpr int FP8_PARTS = 2;
+// Pairs of bfloat16: the even bytes of each word, or the odd bytes. Exact.
+INLINE vu widen_fp8(vu words, int part) {
+  const __m512i subnormals = (__m512i)(__v32hi){0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  const vu codes = (part ? words >> 8 : words) & 0x00ff00ff;
+  const vu normal = ((codes & 0x007f007f) << 4) + 0x3c003c00;  // the exponent's offset is 127 and not 7
+  const __mmask32 is_small = _mm512_testn_epi16_mask((__m512i)codes, _mm512_set1_epi16(0x78));
+  const vu magnitude = (vu)_mm512_mask_permutexvar_epi16((__m512i)normal, is_small, (__m512i)codes, subnormals);
+  return magnitude | (codes & 0x00800080) << 8;
+}
+#else
+typedef float Fp8Input;
+typedef float Fp8Wide;
+constexpr int FP8_PARTS = 4;
+INLINE vf widen_fp8(vu words, int part) {
+  const vu codes = words >> (8 * FP8_ORDER[part]), magnitude = (codes & 0x7f) << 20;
+  const vf normal = as_float(magnitude + (120u << 23));
+  const vf small = as_float(magnitude + (121u << 23)) - 0x1p-6f;
+  return as_float(as_bits((codes & 0x78) == 0 ? small : normal) | (codes & 0x80) << 24);
+}
+#endif
+
+struct Fp8Tile {
+  const Fp8Input* x;    // [rows, FP8_GROUP], zeros behind the last input
+  const char* record;
+  const Fp8Wide* wide;  // the record's numbers [step, part, PANEL]; null: they are widened here
+  int64_t steps;
+  float* sums;          // [rows, PANEL]
+  bool first;
+};
+
+template <int ROWS, bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile) {
+  constexpr int VECTORS = vectors_of(ROWS);
+  for (int64_t column = 0; column < PANEL; column += VECTORS * W) {
+    vf totals[ROWS][VECTORS] = {};
+    const char* codes = tile.record + column * 4;
+    const Fp8Wide* wide = tile.wide + column;
+    const Fp8Input* x = tile.x;
+    for (int64_t step = 0; step < tile.steps; step++, codes += FP8_STEP, wide += FP8_PARTS * PANEL, x += 4) {
+      if (!WIDE) {
+        __builtin_prefetch(codes + STREAM_AHEAD, 0, 2);
+        __builtin_prefetch(codes + STREAM_AHEAD + FP8_STEP / 2, 0, 2);
+      }
+#pragma GCC unroll 4
+      for (int part = 0; part < FP8_PARTS; part++) {
+        decltype(widen_fp8(vu{}, 0)) weights[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+          if (WIDE) weights[v] = load(wide + part * PANEL + v * W);
+          else weights[v] = widen_fp8(load((const uint32_t*)codes + v * W), part);
+        }
+        for (int r = 0; r < ROWS; r++) {
+#if PENSTOCK_DOT
+          uint32_t pair;
+          __builtin_memcpy(&pair, x + r * FP8_GROUP + 2 * part, 4);
+          const __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
+          for (int v = 0; v < VECTORS; v++) totals[r][v] = _mm512_dpbf16_ps(totals[r][v], a, (__m512bh)weights[v]);
+#else
+          const vf a = all(x[r * FP8_GROUP + part]);
+          for (int v = 0; v < VECTORS; v++) totals[r][v] = fma(a, weights[v], totals[r][v]);
+#endif
+        }
+      }
+    }
+    for (int v = 0; v < VECTORS; v++) {
+      const vf scales = load((const float*)(tile.record + FP8_SCALES) + column + v * W);
+      for (int r = 0; r < ROWS; r++) {
+        float* sums = tile.sums + r * PANEL + column + v * W;
+        store(sums, fma(totals[r][v], scales, tile.first ? vf{} : load(sums)));
+      }
+    }
+  }
+}
+
+template <bool WIDE> static void multiply_fp8_tile(const Fp8Tile& tile, int64_t rows) {
+  switch (rows) {
+    case 1: multiply_fp8_tile<1, WIDE>(tile); break;
+    case 2: multiply_fp8_tile<2, WIDE>(tile); break;
+    case 3: multiply_fp8_tile<3, WIDE>(tile); break;
+    case 4: multiply_fp8_tile<4, WIDE>(tile); break;
+#if PENSTOCK_LANES > 4
+    case 5: multiply_fp8_tile<5, WIDE>(tile); break;
+    case 6: multiply_fp8_tile<6, WIDE>(tile); break;
+#endif
+  }
+}
+
+// The inputs of a group, of some rows, as the product reads them.
+INLINE void copy_fp8_inputs(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, Fp8Input* to) {
+  for (int64_t r = 0; r < rows; r++, x += x_stride, to += FP8_GROUP) {
+#if PENSTOCK_DOT
+    __builtin_memcpy(to, x, inputs * 2);
+    __builtin_memset(to + inputs, 0, (FP8_GROUP - inputs) * 2);
+#else
+    __builtin_memset(to + inputs / W * W, 0, (FP8_GROUP - inputs / W * W) * 4);
+    for_vectors(inputs, EACH_VECTOR { store(to + i, load(x + i, lanes), lanes); });
+#endif
+  }
+}
+
+// The outputs of a panel for `rows` rows, from `begin` on.
+static void multiply_fp8_panel(const Linear& a, int64_t begin, int64_t rows, const char* panel, int64_t column,
+                               float* sums) {
+  const int64_t groups = ceil_div(a.K, FP8_GROUP), tiles = ceil_div(rows, TILE_ROWS);
+  const bool is_wide = tiles > 2;  // widening pays if several tiles read the numbers
+  const int64_t block = tiles > 1 && !is_wide ? FP8_BLOCK : 1;
+  alignas(64) Fp8Wide wide[FP8_GROUP / 4 * FP8_PARTS * PANEL];
+  alignas(64) Fp8Input x[TILE_ROWS * FP8_GROUP];
+  for (int64_t from = 0; from < groups; from += block) {
+    const int64_t to = min(from + block, groups);
+    if (is_wide) {
+      const char* record = panel + from * FP8_BYTES;
+      for (int64_t step = 0; step < FP8_GROUP / 4; step++)
+        for (int part = 0; part < FP8_PARTS; part++)
+          for (int64_t i = 0; i < PANEL; i += W)
+            store(wide + (step * FP8_PARTS + part) * PANEL + i,
+                  widen_fp8(load((const uint32_t*)(record + step * FP8_STEP) + i), part));
+    }
+    for (int64_t number = 0; number < tiles; number++) {
+      const int64_t row = rows * number / tiles, height = rows * (number + 1) / tiles - row;
+      for (int64_t group = from; group < to; group++) {
+        const int64_t inputs = min(FP8_GROUP, a.K - group * FP8_GROUP);
+        copy_fp8_inputs((const bf16*)a.x + (begin + row) * a.x_stride + group * FP8_GROUP, a.x_stride, height, inputs, x);
+        const Fp8Tile tile = {x, panel + group * FP8_BYTES, wide, ceil_div(inputs, 4), sums + row * PANEL, group == 0};
+        if (is_wide) multiply_fp8_tile<true>(tile, height);
+        else multiply_fp8_tile<false>(tile, height);
+      }
+    }
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    for_vectors(min(PANEL, a.N - column), EACH_VECTOR {
+      vf y = load(sums + r * PANEL + i, lanes);
+      if (a.bias) y += load((const bf16*)a.bias + column + i, lanes);
+      store((bf16*)a.y + (begin + r) * a.y_stride + column + i, y, lanes);
+    });
+  }
+}
+
+static void multiply_fp8(const Linear& a, const Team& team) {
+  const int64_t chunks = max<int64_t>(1, ceil_div(a.rows, CHUNK_ROWS));
+  const int64_t bytes = ceil_div(a.K, FP8_GROUP) * FP8_BYTES;
+  const int64_t chunk_bytes = ceil_div(a.rows, chunks) * a.K * (int64_t)sizeof(bf16);
+  const int64_t width = min(max<int64_t>(CACHED_BYTES / max<int64_t>(chunk_bytes, 1), 1), chunks);
+  float* sums = (float*)penstock_scratch(OWN, min(a.rows, CHUNK_ROWS) * PANEL * sizeof(float));
+  const Pieces pieces(a, team, a.rows, chunks, width);
+  over_pieces(team, pieces.count(), [&](int64_t piece) {
+    pieces.each(team, piece, [&](int64_t panel, int64_t, int64_t begin, int64_t end) {
+      multiply_fp8_panel(a, begin, end - begin, (const char*)a.panels + panel * bytes, panel * PANEL, sums);
+    });
+  });
+}
+
+// ---- packing ----
+
+static void pack_fp8(const PackCodes& a, int64_t panel) {
+  const int64_t groups = ceil_div(a.K, FP8_GROUP), first = panel * PANEL, count = min(PANEL, a.N - first);
+  char* record = (char*)a.panels + panel * groups * FP8_BYTES;
+  __builtin_memset(record, 0, groups * FP8_BYTES);
+  for (int64_t g = 0; g < groups; g++, record += FP8_BYTES) {
+    const int64_t inputs = min(FP8_GROUP, a.K - g * FP8_GROUP);
+    for (int64_t column = 0; column < count; column++) {
+      const uint8_t* codes = a.codes + (first + column) * a.stride + g * FP8_GROUP;
+      bool has_nan = false;
+      for (int64_t k = 0; k < inputs; k++) {
+        record[k / 4 * FP8_STEP + column * 4 + FP8_ORDER[k % 4]] = (char)codes[k];
+        has_nan |= (codes[k] & 0x7f) == 0x7f;
+      }
+      const float scale = ((const float*)a.scales)[(first + column) * groups + g];
+      ((float*)(record + FP8_SCALES))[column] = has_nan ? __builtin_nanf("") : scale;
+    }
+  }
+}
+
+static int64_t work(const PackCodes& a) { return a.N * a.K * ELEMENT; }
+static void run(const PackCodes& a, const Team& team) {
+  over_pieces(team, ceil_div(a.N, PANEL), [&](int64_t panel) {
+    if (a.encoding == 5) pack_codes<4>(a, panel);
+    if (a.encoding == 6) pack_codes<8>(a, panel);
+    if (a.encoding == 7) pack_fp8(a, panel);
+  });
+}
+KERNEL(pack_codes, PackCodes)

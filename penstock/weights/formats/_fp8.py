@@ -1,0 +1,85 @@
+"""Layers of 8-bit floats (E4M3), as several formats store them: ``weight`` and one tensor of scales.
+
+Scales are one number, one for each output, or one for each block of outputs and inputs. The last blocks of a
+matrix may be smaller. The weight is the 8-bit float times its scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.weights.formats import TensorReader
+from penstock.weights.formats._stored import LayerHeader, StoredTensors, scale_group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LAYOUT = "fp8"
+E4M3, E5M2 = "F8_E4M3", "F8_E5M2"
+_GROUP = 128  # inputs that share a scale in the encoding
+_SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
+_SCALES = ("weight_scale_inv", "weight_scale")
+
+
+def take_fp8_layers(tensors: StoredTensors, block: tuple[int, int]) -> None:
+    """Replace the layers of 8-bit floats by one header each.
+
+    Args:
+        tensors: the stored tensors.
+        block: outputs and inputs of a block of scales.
+
+    Raises:
+        WeightsError: the scales of a layer are missing or do not fit.
+    """
+    for layer in tensors.layers("weight", (E4M3, E5M2)):
+        weight = tensors.peek(layer, "weight")
+        assert weight is not None
+        if len(weight.shape) != 2:
+            tensors.refuse(
+                layer, "weight", f"is {weight.type_name} {list(weight.shape)} where a matrix is needed"
+            )
+        shape = (weight.shape[0], weight.shape[1])
+        name = next((one for one in _SCALES if tensors.peek(layer, one)), _SCALES[1])
+        header = tensors.peek(layer, name)
+        group = scale_group(header.shape, shape, block) if header else None
+        if header is not None and group is None:
+            rows, columns = (-(-size // max(part, 1)) for size, part in zip(shape, block, strict=True))
+            blocks = f" or [{rows}, {columns}]" if all(block) else ""
+            tensors.refuse(
+                layer, name, f"is {list(header.shape)} where [1] or [{shape[0]}, 1]{blocks} is needed"
+            )
+        scales = tensors.take(layer, name, _SCALE_TYPES)
+        assert group is not None
+        kept = weight.type_name == E4M3 and (group[1] == shape[1] or group[1] % _GROUP == 0)
+        parts = {"weight": tensors.take(layer, "weight", (E4M3, E5M2)), "scale": scales}
+        tensors.put(layer, shape, "fp8" if kept else None, parts, layout=LAYOUT, bits=8, group=group)
+
+
+def read_fp8(source: TensorReader, header: LayerHeader) -> tuple[str | None, Mapping[str, Tensor]]:
+    """Return the encoding and the tensors of a layer of 8-bit floats."""
+    import torch
+
+    weight, scales = header.read(source, "weight"), header.read(source, "scale").float()
+    (outputs, inputs), (rows, columns) = header.shape, header.group
+    blocks = scales.reshape(-(-outputs // rows), -(-inputs // columns)).repeat_interleave(rows, 0)[:outputs]
+    if header.encoding is None:
+        return None, {"weight": weight.float() * blocks.repeat_interleave(columns, 1)[:, :inputs]}
+    groups = -(-inputs // _GROUP)
+    repeats = groups if columns == inputs else columns // _GROUP
+    return header.encoding, {
+        "weight": weight.view(torch.uint8),
+        "scales": blocks.repeat_interleave(repeats, 1)[:, :groups].contiguous(),
+    }
+
+
+def block_size(section: Mapping[str, Any], key: str) -> tuple[int, int]:
+    """Return the outputs and inputs of a block from a configuration; (0, 0) if it names none."""
+    value = section.get(key)
+    if (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(isinstance(one, int) and one > 0 for one in value)
+    ):
+        return value[0], value[1]
+    return 0, 0

@@ -1,0 +1,201 @@
+"""Shared by the formats of quantized layers: headers with named parts, checks, unpacking of bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.errors import WeightsError
+from penstock.weights.formats import CheckpointFormat, Headers, TensorReader
+from penstock.weights.safetensors import QuantizedHeader, TensorHeader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GROUP = 32
+"""Group sizes that are a multiple of this are kept in the encodings of codes."""
+
+FLOATS = ("F16", "BF16", "F32")
+
+_WITHOUT_EFFECT = (
+    *("input_scale", "input_scale_ub", "input_zero_point", "input_global_scale", "activation_scale"),
+    *("output_scale", "k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "prob_output_scale"),
+)
+"""Tensors for quantized activations and KV caches. Activations are quantized by their own values instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHeader(QuantizedHeader):
+    """A quantized weight ``[out, in]`` whose parts have names."""
+
+    names: tuple[str, ...] = ()
+    """The names of `parts`, without the name of the layer."""
+    layout: str = ""
+    """How the parts are read, for formats with several ways."""
+    bits: int = 0
+    """Bits of a stored number."""
+    group: tuple[int, int] = (0, 0)
+    """Outputs and inputs that share a scale."""
+
+    def part(self, name: str) -> TensorHeader | None:
+        """Return a part by its name, or None."""
+        return dict(zip(self.names, self.parts, strict=True)).get(name)
+
+    def read(self, source: TensorReader, name: str) -> Tensor:
+        """Return the tensor of a part that the header has."""
+        header = self.part(name)
+        assert header is not None
+        return source.tensor(header)
+
+
+class StoredFormat(CheckpointFormat):
+    """A format whose quantized layers keep their encodings and whose other layers stay floats."""
+
+    keeps_floats = True
+
+    def model_encoding(self, headers: Headers) -> str | None:
+        """Return the encoding of the quantized layers that takes the most bytes; None if all are widened."""
+        sizes: dict[str, int] = {}
+        for header in headers.values():
+            if isinstance(header, QuantizedHeader) and header.encoding is not None:
+                sizes[header.encoding] = sizes.get(header.encoding, 0) + header.num_bytes
+        return max(sizes, key=lambda name: sizes[name], default=None)
+
+
+class StoredTensors:
+    """The tensors of a checkpoint, from which a format takes those of its layers.
+
+    Args:
+        stored: the stored tensors by name.
+        format_name: the name of the format in messages.
+    """
+
+    def __init__(self, stored: Headers, format_name: str) -> None:
+        self.left = {name: one for name, one in stored.items() if not name.endswith(_ENDINGS)}
+        self._format = format_name
+
+    def layers(self, part: str, types: tuple[str, ...] = ()) -> Iterator[str]:
+        """Yield the names of the layers that have a part of one of these types."""
+        ending = f".{part}"
+        for name in [name for name in self.left if name.endswith(ending)]:
+            if not types or self.left[name].type_name in types:
+                yield name.removesuffix(ending)
+
+    def peek(self, layer: str, part: str) -> TensorHeader | None:
+        """Return a part of a layer, or None."""
+        return self.left.get(f"{layer}.{part}")
+
+    def take(self, layer: str, part: str, types: tuple[str, ...], *shapes: tuple[int, ...]) -> TensorHeader:
+        """Remove a part of a layer and return it.
+
+        Raises:
+            WeightsError: the part is missing, or has another type or shape than these.
+        """
+        header = self.take_optional(layer, part, types, *shapes)
+        if header is None:
+            file = next(one.file for name, one in self.left.items() if name.startswith(layer))
+            raise WeightsError(file, f"{layer}.{part} is missing")
+        return header
+
+    def take_optional(
+        self, layer: str, part: str, types: tuple[str, ...], *shapes: tuple[int, ...]
+    ) -> TensorHeader | None:
+        """As `take`, but return None for a missing part."""
+        header = self.peek(layer, part)
+        if header is None:
+            return None
+        if header.type_name not in types or (shapes and header.shape not in shapes):
+            needed = f"{' or '.join(types)} {' or '.join(str(list(shape)) for shape in shapes)}"
+            self.refuse(
+                layer, part, f"is {header.type_name} {list(header.shape)} where {self._format} needs {needed}"
+            )
+        del self.left[f"{layer}.{part}"]
+        return header
+
+    def refuse(self, layer: str, part: str, problem: str) -> None:
+        """Raise a `WeightsError` about a part of a layer."""
+        header = self.left.get(f"{layer}.{part}")
+        file = header.file if header else next(iter(self.left.values())).file
+        raise WeightsError(file, f"{layer}.{part} {problem}".strip())
+
+    def put(
+        self,
+        layer: str,
+        shape: tuple[int, int],
+        encoding: str | None,
+        parts: Mapping[str, TensorHeader | None],
+        *,
+        layout: str = "",
+        bits: int = 0,
+        group: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Add the weight of a layer, ``[out, in]``, made of these parts."""
+        found = {name: part for name, part in parts.items() if part is not None}
+        first = next(iter(found.values()))
+        self.left[f"{layer}.weight"] = LayerHeader(
+            first.file,
+            self._format,
+            shape,
+            sum(part.num_bytes for part in found.values()),
+            first.stored_name,
+            encoding=encoding,
+            parts=tuple(found.values()),
+            names=tuple(found),
+            layout=layout,
+            bits=bits,
+            group=group,
+        )
+
+
+def scale_group(
+    shape: tuple[int, ...], weight: tuple[int, int], block: tuple[int, int]
+) -> tuple[int, int] | None:
+    """Return the outputs and inputs that share a scale.
+
+    Args:
+        shape: of the scales: one number, one for each output, or one for each block.
+        weight: ``(out, in)``.
+        block: outputs and inputs of a block.
+
+    Returns:
+        None if the shape fits none of these.
+    """
+    out_features, in_features = weight
+    if shape in ((), (1,), (1, 1)):
+        return out_features, in_features
+    if shape in ((out_features,), (out_features, 1)):
+        return 1, in_features
+    if all(block) and shape == (-(-out_features // block[0]), -(-in_features // block[1])):
+        return block
+    return None
+
+
+def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return ``count`` unsigned numbers of few bits that each row of int32 words holds, lowest bits first.
+
+    Numbers may lie across two words, as those of 3 bits do.
+
+    Args:
+        words: int32 ``[rows, words]``.
+        bits: bits of a number; at most 8.
+        count: numbers of a row.
+
+    Returns:
+        uint8 ``[rows, count]``.
+    """
+    import torch
+
+    octets = words.contiguous().view(torch.uint8)  # [rows, 4 * words]
+    if bits == 8:
+        return octets[:, :count]
+    if 8 % bits == 0:
+        parts = [octets >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+        return torch.stack(parts, dim=2).flatten(1)[:, :count]
+    starts = torch.arange(count) * bits
+    wide = torch.nn.functional.pad(octets, (0, 1)).short()
+    low, high = wide[:, starts // 8], wide[:, starts // 8 + 1]
+    return ((low | high << 8) >> (starts % 8).short() & (1 << bits) - 1).to(torch.uint8)
+
+
+_ENDINGS = tuple(f".{name}" for name in _WITHOUT_EFFECT)

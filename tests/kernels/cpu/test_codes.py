@@ -1,0 +1,114 @@
+"""Codes with zero points and 8-bit floats: the kernels of every instruction set against the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import encoding_named
+from penstock.kernels.codes import group_codes, quantize_fp8, split_scales, unpack_codes
+from penstock.kernels.cpu import variants
+from penstock.kernels.cpu.ops import CpuOps
+
+VARIANTS = {ops.isa: ops for ops in variants()}
+SHAPES = [(64, 64), (70, 33), (1, 1), (130, 100), (65, 1540)]
+"""Outputs and inputs: whole panels and parts of one; inputs no multiple of 2, 4, 32, 128; several blocks."""
+
+
+@pytest.fixture(params=VARIANTS or [pytest.param("none", marks=pytest.mark.skip("no kernels are built"))])
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    torch.manual_seed(0)
+    return VARIANTS[request.param]
+
+
+def random_rows(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
+    """Random tensors of an encoding, with every byte that stands for a number."""
+    if encoding == "fp8":
+        codes = torch.randint(0, 256, (outputs, inputs)).to(torch.uint8)
+        codes[codes & 127 == 127] = 0x03  # a subnormal number in place of a NaN
+        return {"weight": codes, "scales": torch.rand(outputs, -(-inputs // 128)) / 100}
+    groups, top = -(-inputs // 32), 1 << int(encoding[4])
+    return {
+        "weight": torch.randint(0, top, (outputs, inputs)).to(torch.uint8),
+        "scales": torch.randn(outputs, groups).half(),
+        "zeros": torch.randint(0, top, (outputs, groups)).to(torch.uint8),
+        "row_scales": torch.rand(outputs),
+    }
+
+
+@pytest.mark.parametrize("encoding", ["uint4", "uint8", "fp8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products(ops: CpuOps, encoding: str, shape: tuple[int, int]) -> None:
+    kind, rows, bias = (
+        encoding_named(encoding),
+        random_rows(encoding, *shape),
+        torch.randn(shape[0]).bfloat16(),
+    )
+    packed = ops.pack_quantized(rows, encoding, bias=bias)
+    assert packed.layout == "panels"
+    x = torch.randn(33, shape[1] + 5).bfloat16()[:, 3 : 3 + shape[1]]  # rows apart, and not aligned
+    expected = kind.multiply(x.float(), rows, bias.float())
+    terms = x.float().abs() @ kind.unpack(rows).abs().T + bias.float().abs()
+    for count in (1, 2, 3, 7, 33):
+        y = ops.linear(x[:count], packed)
+        error = (y.float() - expected[:count]).abs()
+        assert bool((error <= 2**-8 * expected[:count].abs() + 2**-18 * terms[:count]).all())
+        assert torch.equal(y[-1], ops.linear(x[count - 1 : count], packed)[0])
+
+
+@pytest.mark.parametrize("encoding", ["uint4", "uint8", "fp8"])
+def test_the_kernel_packs_as_defined(ops: CpuOps, encoding: str) -> None:
+    rows = random_rows(encoding, 70, 300)
+    layout = encoding_named(encoding).panels
+    assert layout is not None
+    expected = layout.to_panels(rows)
+    packed = ops.pack_quantized(rows, encoding)
+    assert torch.equal(packed.tensors["panels"], expected["panels"])
+    assert packed.tensors.keys() == expected.keys()
+    weight = torch.randn(130, 100)
+    of_floats = ops.pack_linear(weight, encoding)
+    assert torch.equal(
+        of_floats.tensors["panels"], layout.to_panels(encoding_named(encoding).pack(weight))["panels"]
+    )
+
+
+def test_every_8_bit_float(ops: CpuOps) -> None:
+    codes = torch.arange(256).to(torch.uint8)
+    codes[codes & 127 == 127] = 0
+    rows = {"weight": codes[:, None].contiguous(), "scales": torch.ones(256, 1)}
+    y = ops.linear(torch.ones(1, 1).bfloat16(), ops.pack_quantized(rows, "fp8"))
+    assert torch.equal(y[0].float(), codes.view(torch.float8_e4m3fn).float())
+
+
+def test_a_nan_spoils_its_output_only(ops: CpuOps) -> None:
+    rows = random_rows("fp8", 3, 200)
+    rows["weight"][1, 150] = 0x7F
+    y = ops.linear(torch.ones(8, 200).bfloat16(), ops.pack_quantized(rows, "fp8"))
+    assert y.isnan().all(0).tolist() == [False, True, False]
+    weight = torch.randn(3, 200)
+    weight[1, 150] = torch.nan
+    assert quantize_fp8(weight)["scales"].isnan().tolist() == [[False, False], [False, True], [False, False]]
+
+
+def test_scales_of_every_magnitude_are_exact() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        scales = (
+            torch.randn(50, 4) * 10.0 ** torch.randint(-30 if dtype == torch.bfloat16 else -3, 3, (50, 1))
+        ).to(dtype)
+        scales[3] = 0
+        halves, row_scales = split_scales(scales)
+        assert torch.equal(halves.float() * row_scales[:, None], scales.float())
+
+
+@pytest.mark.parametrize("group_size", [32, 96, 128, 320])
+def test_groups_of_checkpoints(group_size: int) -> None:
+    """The last group may be shorter."""
+    torch.manual_seed(0)
+    codes = torch.randint(0, 16, (5, 300)).to(torch.uint8)
+    groups = -(-300 // group_size)
+    scales, zeros = torch.rand(5, groups), torch.randint(0, 16, (5, groups))
+    scales = scales.half().float()
+    spread = [one.repeat_interleave(group_size, 1)[:, :300] for one in (scales, zeros.float())]
+    found = unpack_codes(group_codes(codes, scales, zeros, group_size))
+    assert torch.equal(found, (codes.float() - spread[1]) * spread[0])
