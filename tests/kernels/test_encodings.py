@@ -116,7 +116,7 @@ MAY_NAME_ENCODINGS = (
     "weights/formats/",  # a format returns the encoding that it reads
     "kernels/cpu/packing.py",  # the numbers of encodings in the C++ kernels
 )
-ELEMENT_TYPES = {"float32", "bfloat16", "float16", "int8"}
+ELEMENT_TYPES = {"float32", "bfloat16", "float16", "int8", "uint8"}
 """These names are also element types, which other files may name in these places."""
 NAMES_OF_ELEMENT_TYPES = (
     "dtype.py",

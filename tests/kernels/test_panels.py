@@ -83,6 +83,19 @@ def test_where_a_weight_lies(outputs: int, inputs: int, data: st.DataObject) -> 
             assert panels[panel, k // 2, column, k % 2] == weight
         elif encoding == "int8":
             assert panels[panel, k // 4, column, k % 4] == int(weight) + 128
+        elif encoding == "fp8":
+            record, byte = panels[panel, k // 128], (0, 2, 1, 3)[k % 4]
+            assert record[256 * (k % 128 // 4) + 4 * column + byte] == weight
+            assert record[-256:].view(torch.float32)[column] == rows["scales"][n, k // 128]
+        elif encoding in ("uint8", "uint4"):
+            record, step, place = panels[panel, k // 32], k % 32 // 8, k % 8
+            if encoding == "uint8":
+                assert record[256 * (k % 32 // 4) + 4 * column + k % 4] == weight
+            else:
+                byte = int(record[256 * step + 4 * column + place % 4])
+                assert (byte >> 4 if place >= 4 else byte & 15) == weight
+            assert record[-192:-64].view(torch.float16)[column] == rows["scales"][n, k // 32]
+            assert record[-64:][column] == rows["zeros"][n, k // 32]
         else:
             group, step, place = k // 32, k % 32 // 8, k % 8
             record = panels[panel, group]
