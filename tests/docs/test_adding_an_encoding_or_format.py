@@ -51,12 +51,12 @@ def test_formats_are_discovered(tmp_path: Path) -> None:
     write_files("adding-a-checkpoint-format", tmp_path)
     registry = FormatRegistry([tmp_path / "formats"])
     names = [one.name for one in registry.formats]
-    assert names == sorted(["codes", *(one.name for one in FORMATS.formats[:-1])]) + ["plain"]
+    assert names == [*sorted(["codes", *(one.name for one in FORMATS.formats[:-1])]), "plain"]
     assert {"gguf", "mxfp4", "fp8"} < set(names)
     config = {"quantization_config": {"quant_method": "codes"}}
     assert registry.detect(config, {}).name == "codes"
     assert isinstance(registry.detect({}, {}), PlainFormat)
     with pytest.raises(
-        ConfigError, match="checkpoints of 'codes' cannot be read: use one of plain floats, .*mxfp4"
+        ConfigError, match=r"checkpoints of 'codes' cannot be read: use one of plain floats, .*mxfp4"
     ):
         FORMATS.detect(config, {})
