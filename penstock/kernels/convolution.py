@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.linear import LinearSlice, PackedLinear
-from penstock.kernels.operations import operation
+from penstock.kernels.operations import CFunction, operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class PackedConv1d:
     linear: PackedLinear | None = None
     """One group: ``[out, kernel_size * in]``; the channels of a tap lie side by side."""
     taps: Tensor | None = None
-    """One group per channel: ``[kernel_size, C]``."""
+    """One group per channel: ``[kernel_size, C]`` float32, as then the bias."""
     weight: Tensor | None = None
     """Other groups: ``[out, in / groups, kernel_size]``."""
     bias: Tensor | None = None
@@ -124,7 +124,8 @@ class ConvolutionOps(ABC):
             rows = weight.permute(0, 2, 1).reshape(out_channels, -1)
             linear, bias = self.pack_linear(rows, encoding, bias=bias), None
         elif group_channels == 1 and out_channels == groups:
-            taps = weight[:, 0].t().contiguous()
+            taps = weight[:, 0].t().float().contiguous()
+            bias = None if bias is None else bias.float().contiguous()
         else:
             rest = weight.contiguous()
         shape = (group_channels * groups, out_channels, kernel_size)
@@ -161,7 +162,11 @@ class ConvolutionOps(ABC):
         fields = (stride, padding, output_padding, dilation, groups)
         return PackedConvTranspose1d(*shape, *fields, linear, rest, bias)
 
-    @operation(weights=["packed"], is_recordable=False)
+    @operation(
+        weights=["packed"],
+        is_recordable=False,
+        functions={"depthwise_conv1d": CFunction("q 4P 8q", can_be_long=True)},
+    )
     @abstractmethod
     def conv1d(
         self,
@@ -189,7 +194,7 @@ class ConvolutionOps(ABC):
         within each group of channels. `PackedConvTranspose1d.output_length` gives the number of rows.
         """
 
-    @operation(weights=["alpha", "beta"])
+    @operation(weights=["alpha", "beta"], functions={"snake": CFunction("q 4P 3q")})
     @abstractmethod
     def snake(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
         """Return ``x + beta * sin(alpha * x)**2`` for ``x [T, C]``, ``alpha, beta [C]`` float32.
@@ -197,12 +202,16 @@ class ConvolutionOps(ABC):
         Computed in float32, returned in x's type (Ziyin et al. 2020, arXiv:2006.08195).
         """
 
-    @operation()
+    @operation(functions={"add_scaled": CFunction("q 4P 4q")})
     @abstractmethod
     def add_scaled(self, x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
         """Return ``x + factors[:, None] * y`` for ``x, y [T, C]``, ``factors [T]`` float32, in x's type."""
 
-    @operation(weights=["weight", "bias"], is_recordable=False)
+    @operation(
+        weights=["weight", "bias"],
+        is_recordable=False,
+        functions={"group_norm": CFunction("q 4P 4q d")},
+    )
     @abstractmethod
     def group_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, row_offsets: Tensor
@@ -213,7 +222,7 @@ class ConvolutionOps(ABC):
         ``x [T, C]`` (Wu and He 2018, arXiv:1803.08494).
         """
 
-    @operation()
+    @operation(functions={"polar": CFunction("q 2P 3q d")})
     @abstractmethod
     def polar(self, x: Tensor, limit: float) -> Tensor:
         """Return real and imaginary parts ``[T, 2F]`` float32 of log magnitudes and phases ``x [T, 2F]``.
@@ -221,7 +230,7 @@ class ConvolutionOps(ABC):
         The first F columns of x are log magnitudes, the others phases. Magnitudes are at most ``limit``.
         """
 
-    @operation(weights=["squares"], is_recordable=False)
+    @operation(weights=["squares"], is_recordable=False, functions={"overlap_add": CFunction("3P 4q")})
     @abstractmethod
     def overlap_add(self, frames: Tensor, squares: Tensor, hop: int, row_offsets: Tensor) -> Tensor:
         """Add the overlapping windows of each sequence: ``frames [T, N]`` float32 -> ``[T * hop]`` samples.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.elementwise import CpuElementwise
+from penstock.kernels.cpu.convolution import CpuConvolution
 from penstock.kernels.cpu.linear import TYPES
 from penstock.kernels.inputs import SamplingInputs
 from penstock.kernels.ops import Routing
@@ -15,7 +15,7 @@ _LONG_SAMPLE = 1 << 20
 """Logits from which sampling takes long enough to release the GIL."""
 
 
-class CpuOps(CpuElementwise):
+class CpuOps(CpuConvolution):
     """C++ kernels for float32 and bfloat16 activations.
 
     The bits of a row depend on the row only, not on its batch, its position there, or the threads.

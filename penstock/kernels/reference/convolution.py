@@ -38,8 +38,8 @@ class ReferenceConvolution(ConvolutionOps):
             y = _windows(padded, packed, rows).view(rows, packed.kernel_size, -1)
             total = torch.zeros_like(y[:, 0])
             for j in range(packed.kernel_size):
-                total += packed.taps[j].float() * y[:, j]
-            return (total if packed.bias is None else total + packed.bias.float()).to(x.dtype)
+                total += packed.taps[j] * y[:, j]
+            return (total if packed.bias is None else total + packed.bias).to(x.dtype)
         assert packed.weight is not None
         y = F.conv1d(
             x.float().t()[None],

@@ -1,0 +1,236 @@
+// Operations of audio codecs over rows [T, C]: depthwise convolution, snake, group norm, and the parts of the inverse
+// short-time Fourier transform around its linear layer. Dense convolutions are linear layers (kernels/convolution.py).
+
+// ---- sine and cosine: x = n pi + r with |r| <= pi / 2, and Taylor sums in r to 6e-8 ----
+
+struct Reduced {
+  vf r;
+  vu sign;  // of (-1)^n, as the highest bit
+};
+INLINE Reduced reduced(vf x) {
+  const vf shifted = fma(x, all(0.318309886f), all(ROUNDER)), n = shifted - ROUNDER;
+  vf r = fma(n, all(-3.140625f), x);  // 8 bits of pi: the product is exact
+  r = fma(n, all(-9.67653589793e-4f), r);
+  const vf limit = all(1.57079633f);  // exceeded only where x has no digits for the fraction
+  r = r > limit ? limit : r;
+  r = r < -limit ? -limit : r;
+  return {r, as_bits(shifted) << 31};
+}
+INLINE vf sine_sum(vf r) {
+  const vf square = r * r;
+  vf p = all(-1.0f / 39916800);
+  p = fma(p, square, all(1.0f / 362880));
+  p = fma(p, square, all(-1.0f / 5040));
+  p = fma(p, square, all(1.0f / 120));
+  p = fma(p, square, all(-1.0f / 6));
+  p = fma(p, square, all(1.0f));
+  return p * r;
+}
+INLINE vf cosine_sum(vf r) {
+  const vf square = r * r;
+  vf p = all(1.0f / 479001600);
+  p = fma(p, square, all(-1.0f / 3628800));
+  p = fma(p, square, all(1.0f / 40320));
+  p = fma(p, square, all(-1.0f / 720));
+  p = fma(p, square, all(1.0f / 24));
+  p = fma(p, square, all(-0.5f));
+  return fma(p, square, all(1.0f));
+}
+INLINE vf with_sign(vf x, vu sign) { return as_float(as_bits(x) ^ sign); }
+
+struct DepthwiseConv1d {  // x [T, C], rows strided; taps [kernel_size, C], bias [C] or null; out [rows, C]
+  int64_t type;
+  const void* x;
+  const float *taps, *bias;
+  void* out;
+  int64_t T, rows, C, x_stride, kernel_size, stride, dilation, padding;
+};
+
+constexpr int CONV_ROWS = 4;  // that share the loads of the taps
+
+// Consecutive output rows from `row`, for the taps from `begin` to `end`. Each sum is one chain in the order of taps.
+template <class T, int ROWS>
+INLINE void depthwise_rows(const DepthwiseConv1d& a, int64_t row, int64_t begin, int64_t end) {
+  const int64_t step = a.stride * a.x_stride, apart = a.dilation * a.x_stride;
+  const T* x = (const T*)a.x + (row * a.stride - a.padding) * a.x_stride;
+  T* out = (T*)a.out + row * a.C;
+  for_vectors(a.C, EACH_VECTOR {
+    vf sums[ROWS];
+    const vf bias = a.bias ? load(a.bias + i, lanes) : vf{};
+    for (int r = 0; r < ROWS; r++) sums[r] = bias;
+    for (int64_t j = begin; j < end; j++) {
+      const vf tap = load(a.taps + j * a.C + i, lanes);
+      for (int r = 0; r < ROWS; r++) sums[r] = fma(tap, load(x + j * apart + r * step + i, lanes), sums[r]);
+    }
+    for (int r = 0; r < ROWS; r++) store(out + r * a.C + i, sums[r], lanes);
+  });
+}
+
+template <class T> static void depthwise_conv1d(const DepthwiseConv1d& a, const Team& team) {
+  over_rows(team, a.rows, [=](int64_t first, int64_t last) {
+    const int64_t reach = (a.kernel_size - 1) * a.dilation;
+    for (int64_t row = first; row < last;) {
+      const int64_t from = row * a.stride - a.padding;  // the input row of the first tap
+      if (row + CONV_ROWS <= last && from >= 0 && from + (CONV_ROWS - 1) * a.stride + reach < a.T) {
+        depthwise_rows<T, CONV_ROWS>(a, row, 0, a.kernel_size);
+        row += CONV_ROWS;
+        continue;
+      }
+      const int64_t begin = from < 0 ? min(ceil_div(-from, a.dilation), a.kernel_size) : 0;
+      const int64_t end = from < a.T ? min(a.kernel_size, ceil_div(a.T - from, a.dilation)) : begin;
+      depthwise_rows<T, 1>(a, row, begin, max(begin, end));
+      row++;
+    }
+  });
+}
+
+static int64_t work(const DepthwiseConv1d& a) { return (ELEMENT + a.kernel_size) * a.rows * a.C; }
+static void run(const DepthwiseConv1d& a, const Team& team) { WITH_TYPE(a.type, T, depthwise_conv1d<T>(a, team)); }
+KERNEL(depthwise_conv1d, DepthwiseConv1d)
+
+struct Snake {  // x [n, F], rows strided; alpha, beta [F]; out [n, F]
+  int64_t type;
+  const void* x;
+  const float *alpha, *beta;
+  void* out;
+  int64_t n, F, stride;
+};
+
+template <class T> static void snake(const Snake& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T* x = (const T*)a.x + row * a.stride;
+      T* out = (T*)a.out + row * a.F;
+      for_vectors(a.F, EACH_VECTOR {
+        const vf v = load(x + i, lanes), sine = sine_sum(reduced(load(a.alpha + i, lanes) * v).r);
+        store(out + i, fma(load(a.beta + i, lanes) * sine, sine, v), lanes);
+      });
+    }
+  });
+}
+
+static int64_t work(const Snake& a) { return 5 * ELEMENT * a.n * a.F; }
+static void run(const Snake& a, const Team& team) { WITH_TYPE(a.type, T, snake<T>(a, team)); }
+KERNEL(snake, Snake)
+
+struct AddScaled {  // x, y [n, F], rows strided; factors [n]; out [n, F]
+  int64_t type;
+  const void *x, *y;
+  const float* factors;
+  void* out;
+  int64_t n, F, x_stride, y_stride;
+};
+
+template <class T> static void add_scaled(const AddScaled& a, const Team& team) {
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T *x = (const T*)a.x + row * a.x_stride, *y = (const T*)a.y + row * a.y_stride;
+      T* out = (T*)a.out + row * a.F;
+      const vf factor = all(a.factors[row]);
+      for_vectors(a.F, EACH_VECTOR { store(out + i, fma(factor, load(y + i, lanes), load(x + i, lanes)), lanes); });
+    }
+  });
+}
+
+static int64_t work(const AddScaled& a) { return ELEMENT * a.n * a.F; }
+static void run(const AddScaled& a, const Team& team) { WITH_TYPE(a.type, T, add_scaled<T>(a, team)); }
+KERNEL(add_scaled, AddScaled)
+
+struct GroupNorm {  // x [n, C], rows strided: one sequence; weight, bias [C]; out [n, C]
+  int64_t type;
+  const void* x;
+  const float *weight, *bias;
+  void* out;
+  int64_t n, C, groups, stride;
+  double eps;
+};
+
+template <class T> static void group_norm(const GroupNorm& a, const Team& team) {
+  const int64_t width = a.C / a.groups;
+  const float count = (float)(a.n * width);
+  over_rows(team, a.groups, [=](int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; group++) {
+      const T* x = (const T*)a.x + group * width;
+      const float *weight = a.weight + group * width, *bias = a.bias + group * width;
+      T* out = (T*)a.out + group * width;
+      vf total = {}, squares = {};
+      for (int64_t row = 0; row < a.n; row++)
+        for_vectors(width, EACH_VECTOR { total += load(x + row * a.stride + i, lanes); });
+      const vf mean = all(sum(total) / count);
+      for (int64_t row = 0; row < a.n; row++)
+        for_vectors(width, EACH_VECTOR {
+          vf distance = filled(load(x + row * a.stride + i, lanes) - mean, 0, lanes);
+          squares = fma(distance, distance, squares);
+        });
+      const vf factor = all(1 / __builtin_sqrtf(sum(squares) / count + (float)a.eps));
+      for (int64_t row = 0; row < a.n; row++)
+        for_vectors(width, EACH_VECTOR {
+          vf normed = (load(x + row * a.stride + i, lanes) - mean) * factor;
+          store(out + row * a.C + i, fma(normed, load(weight + i, lanes), load(bias + i, lanes)), lanes);
+        });
+    }
+  });
+}
+
+static int64_t work(const GroupNorm& a) { return 3 * ELEMENT * a.n * a.C; }
+static void run(const GroupNorm& a, const Team& team) { WITH_TYPE(a.type, T, group_norm<T>(a, team)); }
+KERNEL(group_norm, GroupNorm)
+
+struct Polar {  // x [n, 2F]: log magnitudes, phases, rows strided; out [n, 2F]: real, imaginary parts
+  int64_t type;
+  const void* x;
+  float* out;
+  int64_t n, F, stride;
+  double limit;
+};
+
+template <class T> static void polar(const Polar& a, const Team& team) {
+  const vf limit = all((float)a.limit);
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const T *logs = (const T*)a.x + row * a.stride, *phases = logs + a.F;
+      float* out = a.out + row * 2 * a.F;
+      for_vectors(a.F, EACH_VECTOR {
+        vf magnitude = exp(load(logs + i, lanes));
+        magnitude = magnitude > limit ? limit : magnitude;
+        const Reduced phase = reduced(load(phases + i, lanes));
+        magnitude = with_sign(magnitude, phase.sign);
+        store(out + i, magnitude * cosine_sum(phase.r), lanes);
+        store(out + a.F + i, magnitude * sine_sum(phase.r), lanes);
+      });
+    }
+  });
+}
+
+static int64_t work(const Polar& a) { return 12 * ELEMENT * a.n * a.F; }
+static void run(const Polar& a, const Team& team) { WITH_TYPE(a.type, T, polar<T>(a, team)); }
+KERNEL(polar, Polar)
+
+struct OverlapAdd {  // frames [n, size], rows strided: one sequence; squares [size]; out [n * hop]
+  const float *frames, *squares;
+  float* out;
+  int64_t n, size, hop, stride;  // size is a multiple of hop
+};
+
+static int64_t work(const OverlapAdd& a) { return 2 * ELEMENT * a.n * a.size; }
+static void run(const OverlapAdd& a, const Team& team) {
+  const int64_t drop = (a.size - a.hop) / 2, overlap = a.size / a.hop;
+  over_rows(team, a.n, [=](int64_t begin, int64_t end) {
+    for (int64_t s = begin * a.hop; s < end * a.hop;) {
+      // Up to the start of the next frame, the same frames overlap.
+      const int64_t at = s + drop, newest = at / a.hop, next = min((newest + 1) * a.hop - drop, end * a.hop);
+      const int64_t first = max<int64_t>(newest - overlap + 1, 0), last = min(newest, a.n - 1);
+      for_vectors(next - s, EACH_VECTOR {
+        vf total = {}, weights = {};
+        for (int64_t frame = first; frame <= last; frame++) {
+          const int64_t offset = at - frame * a.hop + i;
+          total += load(a.frames + frame * a.stride + offset, lanes);
+          weights += load(a.squares + offset, lanes);
+        }
+        store(a.out + s + i, total / weights, lanes);
+      });
+      s = next;
+    }
+  });
+}
+KERNEL(overlap_add, OverlapAdd)
