@@ -101,16 +101,16 @@ def _trimmed(x: RaggedRows, spans: Sequence[Span], margin: int) -> tuple[RaggedR
 
 def read_decoder(loader: CodecLoader, config: SnacConfig) -> Decoder:
     """Read the tensors ``decoder.*``."""
-    channels, side = config.decoder_dim, {"padding": _SIDE}
+    channels = config.decoder_dim
     first: tuple[Conv1d, ...]
     if config.is_depthwise:
         latent = config.latent_dim
         first = (
-            loader.conv1d("decoder.model.0", latent, latent, KERNEL_SIZE, groups=latent, **side),
+            loader.conv1d("decoder.model.0", latent, latent, KERNEL_SIZE, groups=latent, padding=_SIDE),
             loader.conv1d("decoder.model.1", latent, channels, 1),
         )
     else:
-        first = (loader.conv1d("decoder.model.0", config.latent_dim, channels, KERNEL_SIZE, **side),)
+        first = (loader.conv1d("decoder.model.0", config.latent_dim, channels, KERNEL_SIZE, padding=_SIDE),)
     margins = _margins(config.decoder_rates)
     blocks = []
     for index, stride in enumerate(config.decoder_rates):
@@ -132,7 +132,7 @@ def read_decoder(loader: CodecLoader, config: SnacConfig) -> Decoder:
         first,
         tuple(blocks),
         loader.snake(f"decoder.model.{end}", channels),
-        loader.conv1d(f"decoder.model.{end + 1}", channels, 1, KERNEL_SIZE, **side),
+        loader.conv1d(f"decoder.model.{end + 1}", channels, 1, KERNEL_SIZE, padding=_SIDE),
         margins[0] + _SIDE,
     )
 
