@@ -104,6 +104,7 @@ def test_a_batch_has_the_bits_of_single_inputs(encoder: tuple[Any, EmbeddingsPip
         assert np.array_equal(alone.embeddings, response.embeddings)
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize(("encoding", "least"), [("bfloat16", 0.999), ("int8", 0.99), ("int4", 0.9)])
 def test_encodings_are_close(
     encoder: tuple[Any, EmbeddingsPipeline, Path], encoding: str, least: float
@@ -119,6 +120,7 @@ def test_encodings_are_close(
         assert cosine > least
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("labels", [1, 3])
 def test_classification_head(architecture: SupportedArchitecture, tmp_path: Path, labels: int) -> None:
     try:

@@ -54,6 +54,7 @@ def exact(checkpoint: Path) -> torch.Tensor:  # [T, V]
     return step_logits(open_pipeline(checkpoint, num_threads=1), [context_of(PROMPT)])[0]
 
 
+@pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize("encoding", FARTHEST)
 def test_close_to_float32(
     checkpoint: Path, exact: torch.Tensor, encoding: str, monkeypatch: pytest.MonkeyPatch
@@ -65,6 +66,7 @@ def test_close_to_float32(
     assert len(generate(pipeline, [context_of(PROMPT, 5)])[0]) == 5
 
 
+@pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize("encoding", ["float32", *FARTHEST])
 def test_the_size_foretold(checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = opened(checkpoint, encoding, monkeypatch)
@@ -90,6 +92,7 @@ def test_narrow_experts_of_a_wide_model_have_four_bits(
     assert 0.995 * held <= foretold <= 1.15 * held
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("encoding", ["int5", "int4"])
 def test_which_layers_are_in_which_encoding(
     checkpoint: Path, encoding: str, monkeypatch: pytest.MonkeyPatch

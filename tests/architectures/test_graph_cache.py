@@ -84,7 +84,7 @@ def logits_of_a_script(pipeline: TextGenerationPipeline) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.matrix(strength=1, times=2)
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_the_bits_of_an_eager_step(checkpoint: Path, case: tuple[str, str]) -> None:
     isa, encoding = case

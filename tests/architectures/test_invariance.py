@@ -42,7 +42,7 @@ def fresh(sampling: SamplingParams, max_new: int = 18) -> TextContext:
     return context_of(PROMPT, max_new, sampling_params=sampling)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize(
     ("chunks", "others"),
     [([75], [1, 30]), ([1] * 75, []), ([10, 33, 32], []), ([10, 33, 32], [3, 17, 64]), ([74, 1], [1])],
@@ -52,7 +52,7 @@ def test_logits_are_bit_equal(uncached: TextGenerationPipeline, chunks: list[int
     assert torch.equal(logits_of_tokens(uncached, context_of(PROMPT), chunks, others), alone)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(strength=1)
 def test_batched_results_equal_single_results(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
@@ -63,7 +63,7 @@ def test_batched_results_equal_single_results(
     assert generate(uncached, [*others, fresh(sampling)])[-1] == alone
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(strength=1)
 def test_multiple_steps_equal_single_steps(
     uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
@@ -71,7 +71,7 @@ def test_multiple_steps_equal_single_steps(
     assert generate(uncached, [fresh(sampling)], num_steps=6) == [alone]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(strength=1)
 def test_chunked_is_whole(uncached: TextGenerationPipeline, sampling: SamplingParams) -> None:
     (whole,) = generate(uncached, [fresh(sampling)])
     context = fresh(sampling)
@@ -83,7 +83,7 @@ def test_chunked_is_whole(uncached: TextGenerationPipeline, sampling: SamplingPa
     assert generate(uncached, [context]) == [whole]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(strength=1)
 def test_prefix_hit_is_fresh(
     pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
@@ -98,7 +98,7 @@ def test_prefix_hit_is_fresh(
     assert shared.num_cached_tokens == 48
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(strength=1)
 def test_preempted_is_not(
     pipeline: TextGenerationPipeline, uncached: TextGenerationPipeline, sampling: SamplingParams
 ) -> None:
@@ -113,6 +113,7 @@ def test_preempted_is_not(
         assert tokens + generate(runner, [context])[0] == whole
 
 
+@pytest.mark.matrix(strength=1)
 def test_seeds_and_positions_decide(uncached: TextGenerationPipeline) -> None:
     def text(seed: int) -> list[int]:
         params = SamplingParams(temperature=1.0, top_k=-1, seed=seed)
@@ -122,6 +123,7 @@ def test_seeds_and_positions_decide(uncached: TextGenerationPipeline) -> None:
     assert text(5) != text(6)
 
 
+@pytest.mark.matrix(strength=1)
 def test_the_text_is_not_trivial(uncached: TextGenerationPipeline) -> None:
     """The equalities above mean something only if the text varies."""
     (greedy,) = generate(uncached, [fresh(SamplingParams(), 40)])

@@ -18,7 +18,7 @@ from penstock.scheduler import Scheduler
 
 LIMIT = 40
 PROMPT = random_tokens(30, 130, seed=3)
-NEW = 30
+NEW = 16
 """Tokens of an answer, which crosses the limit."""
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 7.5]}
 

@@ -29,6 +29,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 70])
 def test_prefill(pipeline: TextGenerationPipeline, reference: Any, vocabulary: int, length: int) -> None:
     tokens = random_tokens(length, vocabulary, seed=length)
@@ -37,6 +38,7 @@ def test_prefill(pipeline: TextGenerationPipeline, reference: Any, vocabulary: i
     pipeline.release(context)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("chunks", [[1, 69], [16, 16, 38], [33, 1, 36], [7] * 10])
 def test_chunked_prefill(
     pipeline: TextGenerationPipeline, reference: Any, vocabulary: int, chunks: list[int]
@@ -86,12 +88,13 @@ def test_mixed_batch(pipeline: TextGenerationPipeline, reference: Any, vocabular
 def greedy_texts(reference: Any, vocabulary: int) -> list[tuple[list[int], list[int]]]:
     """Prompts, and what transformers continues them with."""
     prompts = [random_tokens(length, vocabulary, seed=length) for length in (5, 40)]
-    return [(prompt, oracle_greedy(reference, prompt, 50)) for prompt in prompts]
+    return [(prompt, oracle_greedy(reference, prompt, 30)) for prompt in prompts]
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("num_steps", [1, 7])
 def test_greedy_text(
     pipeline: TextGenerationPipeline, greedy_texts: list[tuple[list[int], list[int]]], num_steps: int
 ) -> None:
-    contexts = [context_of(prompt, 50) for prompt, _ in greedy_texts]
+    contexts = [context_of(prompt, 30) for prompt, _ in greedy_texts]
     assert generate(pipeline, contexts, num_steps) == [text for _, text in greedy_texts]

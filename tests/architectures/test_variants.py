@@ -160,7 +160,7 @@ def config_of(family: str, variant: dict[str, Any]) -> dict[str, Any]:
 def test_variant(family: str, name: str, tmp_path: Path) -> None:
     config = config_of(family, VARIANTS[family][name])
     folder = write_checkpoint(tmp_path, config)
-    tokens = random_tokens(100, 130, seed=5)
+    tokens = random_tokens(85, 130, seed=5)
     pipeline = open_pipeline(folder, kv_cache_block_size=16)
     saved = step_logits(pipeline, [context_of(tokens[:70])])[0]
     (folder / "config.json").write_text(json.dumps(config))
@@ -173,7 +173,7 @@ def test_variant(family: str, name: str, tmp_path: Path) -> None:
     tolerance = 1e-4 * max(1.0, float(expected.std()))
     torch.testing.assert_close(ours, expected, atol=tolerance, rtol=0)
     _, past = oracle_step(reference, tokens[:70])
-    for length in range(71, 101):  # step by step: under some ropes a text's rows depend on its length
+    for length in range(71, 86):  # step by step: under some ropes a text's rows depend on its length
         expected, past = oracle_step(reference, tokens[:length], past)
         feed(pipeline, context, tokens[length - 1])
         ours = step_logits(pipeline, [context])[0][-1:]

@@ -260,6 +260,7 @@ def depends_on_the_row_alone(ops: Ops, run: Run) -> None:
             assert are_same_bits(got, expected[row : row + 1])
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(
     "case", [f"{name}/{what}".rstrip("/") for name, cases in CASES.items() for what in cases]

@@ -73,6 +73,7 @@ def shown(outputs: list[GenerationOutput]) -> list[tuple[Any, ...]]:
     return [(one.token_ids, one.finish_reason == "stop", one.score) for one in outputs]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, 2.5, 0.0, -0.5])
 @pytest.mark.parametrize("num_beams", [2, 5])

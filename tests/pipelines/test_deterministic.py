@@ -82,7 +82,7 @@ def uncached_context(tokens: Sequence[int] = PROMPT) -> TextContext:
     return context_of(tokens, log_probabilities_echo=True)
 
 
-@pytest.mark.matrix(strength=1, times=2)
+@pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_threads")
 def test_cut_anywhere_beside_any_others(pipeline: TextGenerationPipeline, alone: torch.Tensor) -> None:
     @settings(max_examples=examples(5), phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -100,12 +100,14 @@ def test_cut_anywhere_beside_any_others(pipeline: TextGenerationPipeline, alone:
     check()
 
 
+@pytest.mark.matrix(strength=1)
 def test_token_by_token_and_verified_together(pipeline: TextGenerationPipeline, alone: torch.Tensor) -> None:
     decoded = logits_of_tokens(pipeline, uncached_context(), [130] + [1] * 20, [5])
     assert torch.equal(decoded, alone)
     assert torch.equal(logits_of_tokens(pipeline, uncached_context(), [130, 9, 1, 10], [3, 8]), alone)
 
 
+@pytest.mark.matrix(strength=1)
 def test_behind_a_cached_prefix(pipeline: TextGenerationPipeline, alone: torch.Tensor) -> None:
     first, again = context_of(PROMPT), context_of(PROMPT[:100] + PROMPT[:30])
     step_logits(pipeline, [first])
@@ -117,6 +119,7 @@ def test_behind_a_cached_prefix(pipeline: TextGenerationPipeline, alone: torch.T
     assert torch.equal(expected[:100], alone[:100])
 
 
+@pytest.mark.matrix(strength=1)
 def test_after_a_preemption(pipeline: TextGenerationPipeline) -> None:
     new = random_tokens(20, 130, seed=2)
     whole = logits_of_tokens(pipeline, uncached_context(PROMPT + new), [170])
@@ -129,6 +132,7 @@ def test_after_a_preemption(pipeline: TextGenerationPipeline) -> None:
     assert torch.equal(logits_of_tokens(pipeline, context, [63, 107]), whole)
 
 
+@pytest.mark.matrix(strength=1)
 def test_speculated_text_is_plain_text(pipeline: TextGenerationPipeline) -> None:
     sampling = SamplingParams(temperature=0.7, top_p=0.95, seed=3)
     prompts = [PROMPT[:7] * 6, PROMPT[:40], PROMPT[3:30] * 3]

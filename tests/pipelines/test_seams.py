@@ -107,6 +107,7 @@ def is_transposed(name: str) -> bool:
     return name.endswith((".c_attn", ".c_proj", ".c_fc"))
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize("which", [slice(None), slice(1)], ids=["all linears", "one slice of a fused one"])
 def test_an_adapter_is_its_merged_weights(
     checkpoint: Path, pipeline: TextGenerationPipeline, which: slice, tmp_path: Path
@@ -192,6 +193,7 @@ class Prophet:
         pass
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.parametrize(("right", "wrong"), [(0, 3), (4, 0), (3, 2), (1, 1)])
 @pytest.mark.parametrize(
     "sampling",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heapreplace
 from itertools import combinations
 
 import pytest
@@ -47,16 +48,21 @@ def cover(sets: Sequence[Parameters], *, strength: int = 2, times: int = 1) -> s
     """
     contents = [frozenset(combinations(one, min(strength, len(one)))) for one in sets]
     available = Counter(combination for content in contents for combination in content)
-    missing = Counter({combination: min(times, count) for combination, count in available.items()})
+    missing = {combination: min(times, count) for combination, count in available.items()}
+    # Gains only shrink, so that an old gain is an upper bound: only the best bound is computed again.
+    bounds = [(-len(content), number) for number, content in enumerate(contents)]
+    heapify(bounds)
     kept: set[int] = set()
     while missing:
-        gains = {
-            number: sum(combination in missing for combination in content)
-            for number, content in enumerate(contents)
-            if number not in kept
-        }
-        best = max(gains, key=lambda number: gains[number])
-        kept.add(best)
-        missing.subtract(combination for combination in contents[best] if combination in missing)
-        missing = +missing
+        bound, number = bounds[0]
+        gain = sum(combination in missing for combination in contents[number])
+        if gain < -bound:
+            heapreplace(bounds, (-gain, number))
+            continue
+        heappop(bounds)
+        kept.add(number)
+        for combination in contents[number] & missing.keys():
+            missing[combination] -= 1
+            if not missing[combination]:
+                del missing[combination]
     return kept

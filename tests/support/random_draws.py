@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
-DEFAULT_EXAMPLES = 100
+DEFAULT_EXAMPLES = 50
 RANDOM_FACTOR = 10  # times as many examples with `--random`
 RANDOM_TIMEOUT = 3600  # seconds that a property test may take with `--random`
 

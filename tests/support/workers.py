@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
-
-from support.paged import kv_manager
 
 from penstock.errors import CheckpointNotFoundError, InputError
 from penstock.host import heartbeat
@@ -207,11 +206,11 @@ def holding_the_interpreter() -> WorkerRuntime:
 
 
 def slow_in_a_forward() -> WorkerRuntime:
-    """A step takes 5 s and makes steady progress."""
+    """A step takes 3 s and makes steady progress."""
 
     def choose(context: TextContext) -> int:
         if context.request_id == "slow":
-            for _ in range(50):
+            for _ in range(30):
                 time.sleep(0.1)
                 heartbeat.beat()
         return FakeTokenizer.EOS
@@ -219,9 +218,10 @@ def slow_in_a_forward() -> WorkerRuntime:
     return fake_work(FakePipeline(choose))
 
 
-def slow_to_load() -> WorkerRuntime:
-    """A load that takes 10 s and makes progress all the time."""
-    for _ in range(100):
+def slow_to_load(begun: Path) -> WorkerRuntime:
+    """A load that creates a file, then takes 3 s and makes progress all the time."""
+    begun.touch()
+    for _ in range(30):
         time.sleep(0.1)
         heartbeat.beat()
     return saying_hello()
@@ -236,6 +236,7 @@ def hanging_at_the_start() -> WorkerRuntime:
 def hogging() -> WorkerRuntime:
     """A request called ``hog`` allocates more and more in its first step; one called ``torch`` in torch, one
     called ``grammar`` before its first step."""
+    from support.paged import kv_manager  # here because it imports torch: other workers start without
 
     def hog() -> int:
         return len([bytearray(64 << 20) for _ in range(1000)])

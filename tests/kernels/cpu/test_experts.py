@@ -71,6 +71,7 @@ def activations(rows: int, width: int, encoding: str) -> Tensor:
     return torch.randn(rows, width + 24).to(encoding_named(encoding).compute_dtype.to_torch())[:, :width]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4", "uint4", "uint8", "fp8"])
 def test_any_number_of_rows(ops: CpuOps, encoding: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +97,7 @@ def test_any_number_of_rows(ops: CpuOps, encoding: str, bias: bool, monkeypatch:
         assert got.dtype == expected.dtype
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
 @pytest.mark.parametrize("gating", GATINGS, ids=[*GATINGS[:-1], "clamped"])  # type: ignore[list-item]
 def test_every_gate(ops: CpuOps, encoding: str, gating: Gating) -> None:
@@ -120,6 +122,7 @@ def test_layers_in_different_encodings(
     assert torch.equal(got, one_by_one(ops, x, experts, topk_weights, topk_ids, "silu"))
 
 
+@pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16", "int8", "int5", "int4"])
 @pytest.mark.usefixtures("_threads")
 def test_wide_ones_on_any_number_of_threads(ops: CpuOps, encoding: str) -> None:

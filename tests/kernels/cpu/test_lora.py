@@ -70,7 +70,7 @@ def of(lora: LoRAInputs, rows: Tensor) -> LoRAInputs:
     return LoRAInputs(rows, lora.matrices, lora.ranks)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(strength=1, times=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "rank"), [(20, 12), (700, 64), (1500, 16)])
 def test_a_row_is_what_it_is_alone(
@@ -80,7 +80,7 @@ def test_a_row_is_what_it_is_alone(
     shared by rank and output, and many row by row."""
     zeros = ops.pack_linear(torch.zeros(301, inputs), str(dtype).removeprefix("torch."), slices=SLICES)
     lora, x = filled(inputs, rank, dtype), torch.randn(90, 2 * inputs).to(dtype)[:, :inputs]
-    for number in range(-1, ADAPTERS):
+    for number in (-1, 0, 3):
         which = torch.full((90,), number)
         torch.set_num_threads(1)
         each = [ops.linear(x[i : i + 1], zeros, lora=of(lora, which[i : i + 1])) for i in range(90)]

@@ -113,6 +113,7 @@ def test_large_activations_take_no_digits_from_the_others(
         assert torch.equal(ops.linear(x[begin:end], packed), y[begin:end])
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("shape", [(300, 1500), (70, 33)], ids=str)
 def test_a_row_is_the_same_in_every_batch(
@@ -126,6 +127,7 @@ def test_a_row_is_the_same_in_every_batch(
             assert torch.equal(ops.linear(x[begin:end], packed), together[begin:end])
 
 
+@pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_threads")
 def test_more_rows_than_are_quantised_at_once(ops: CpuOps, encoding: str) -> None:
     x, packed = torch.randn(300, 40000).bfloat16(), packed_as(ops, torch.randn(3, 40000), encoding)

@@ -18,7 +18,7 @@ from penstock.serve.parsers import Content, Event, ParserFactory, Reasoning, Too
 from penstock.serve.parsers.formats import TOOL_FORMATS
 from penstock.serve.parsers.reasoning import REASONING_FORMATS
 
-EXAMPLES = settings(max_examples=examples(10), deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=examples(6), deadline=None, suppress_health_check=list(HealthCheck))
 FORMATS = pytest.mark.parametrize("name", list(TOOL_FORMATS))
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 NOISE = [
@@ -267,7 +267,7 @@ def test_no_text_is_lost(name: str, data: st.DataObject) -> None:
 
 
 @FORMATS
-@pytest.mark.parametrize(("size", "length"), [(1, 3_000), (50, 30_000)])
+@pytest.mark.parametrize(("size", "length"), [(1, 1_500), (50, 15_000)])
 def test_parsing_work_is_linear(name: str, size: int, length: int) -> None:
     long_call = RENDERERS[name]([Call("search", {"text": "<tool_call>\n" * (length // 12)})])
     texts = [

@@ -44,6 +44,7 @@ def test_separators_between_calls_without_markers(name: str, separator: str) -> 
     assert read(name, f"I look. {text}") == (some, "I look.")
 
 
+@pytest.mark.matrix
 @FORMATS
 @pytest.mark.parametrize(
     "before", ["I will look. ", "I will look.\n\n", "Sure!", "See:\n", "a < b, [1] {2}: "]
@@ -145,6 +146,7 @@ def test_text_with_a_prefix_of_the_harmony_end_marker(rest: str) -> None:
     assert read("harmony", f"{text}<|call|>{rest}") == ([SEARCH], rest)
 
 
+@pytest.mark.matrix(strength=1, times=2)
 @FORMATS
 @pytest.mark.parametrize("length", [200, 255, 256, 257, 258, 300, 600])
 def test_long_names_do_not_depend_on_chunking(name: str, length: int) -> None:
