@@ -15,15 +15,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.llm.async_llm import AsyncLLM
     from penstock.llm.llm import LLM
     from penstock.llm.outputs import GenerationOutput
     from penstock.pipelines.core import SamplingParams
 
 __version__ = "0.2.0"
 
-__all__ = ["LLM", "GenerationOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "GenerationOutput", "SamplingParams", "__version__"]
 
 _HOMES = {
+    "AsyncLLM": "penstock.llm.async_llm",
     "LLM": "penstock.llm.llm",
     "GenerationOutput": "penstock.llm.outputs",
     "SamplingParams": "penstock.pipelines.core",

@@ -1,4 +1,4 @@
-"""`LLM`: offline generation in this process. Importing this package loads no torch."""
+"""`LLM` generates in this process, `AsyncLLM` in asyncio programs. This package loads no torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.llm.async_llm import AsyncLLM
     from penstock.llm.llm import LLM
     from penstock.llm.outputs import GenerationOutput, TextStream
 
-__all__ = ["LLM", "GenerationOutput", "TextStream"]
+__all__ = ["LLM", "AsyncLLM", "GenerationOutput", "TextStream"]
 
 _HOMES = {
+    "AsyncLLM": "penstock.llm.async_llm",
     "LLM": "penstock.llm.llm",
     "GenerationOutput": "penstock.llm.outputs",
     "TextStream": "penstock.llm.outputs",

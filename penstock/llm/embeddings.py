@@ -134,7 +134,7 @@ class EmbeddingsMethods:
         if not responses:
             return np.zeros((0, dimensions or self.pipeline.embedding_size), np.float32)
         vectors = np.stack([response.embeddings for response in responses])
-        return vectors[0] if _is_single(inputs) else vectors
+        return vectors[0] if is_single(inputs) else vectors
 
     def encode(
         self,
@@ -158,7 +158,7 @@ class EmbeddingsMethods:
             InputError: an input cannot be served; then none has been computed.
         """
         self._check_task("LLM.encode", PipelineTask.EMBEDDINGS_GENERATION)
-        batch: Sequence[Any] = [inputs] if _is_single(inputs) else list(inputs)
+        batch: Sequence[Any] = [inputs] if is_single(inputs) else list(inputs)
         adapters: list[str | None] = broadcast("adapter", adapter, len(batch))
         fields = [
             {"input": one, "adapter": name, **options} for one, name in zip(batch, adapters, strict=True)
@@ -324,7 +324,7 @@ def _naming_input(index: int, count: int) -> Iterator[None]:
         raise
 
 
-def _is_single(inputs: Any) -> bool:
+def is_single(inputs: Any) -> bool:
     """Return whether inputs are one text or one list of token ids."""
     return isinstance(inputs, str) or (
         len(inputs) > 0 and all(isinstance(one, int | np.integer) for one in inputs)

@@ -151,6 +151,15 @@ class OutputBuilder:
         return len(self._token_ids)
 
     @property
+    def token_ids(self) -> list[int]:
+        """The tokens so far."""
+        return self._token_ids
+
+    def take_prompt(self, rows: LogProbabilities) -> None:
+        """Store the log probabilities of the prompt of an output without tokens."""
+        self._of_prompt = rows
+
+    @property
     def prompt_log_probabilities(self) -> LogProbabilities | None:
         """The log probabilities of the prompt; None unless the context echoes it."""
         return self._of_prompt or self.context.prompt_log_probabilities

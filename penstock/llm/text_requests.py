@@ -88,16 +88,7 @@ class TextRequests:
         self, index: int, params: SamplingParams, options: OutputOptions, **fields: Any
     ) -> TokenGeneratorRequest:
         """Return a request; ``fields`` are further fields of it."""
-        name = self._config.model.name
-        return TokenGeneratorRequest(
-            uuid4().hex,
-            index,
-            name,
-            sampling_params=params,
-            logprobs=options.num_top,
-            echo=options.prompt_logprobs is not None,
-            **fields,
-        )
+        return text_request(self._config.model.name, index, params, options, **fields)
 
     def context(self, request: TokenGeneratorRequest, num_requests: int) -> TextContext:
         """Return the context of a request.
@@ -117,16 +108,35 @@ class TextRequests:
         self, request: TokenGeneratorRequest, options: OutputOptions, num_requests: int = 1
     ) -> list[OutputBuilder]:
         """Return one builder for each choice. Only the first choice echoes the prompt."""
-        contexts = choice_contexts(self.context(request, num_requests), options.num_choices)
-        for context in contexts[1:]:
-            context.log_probabilities_echo = False
-        stop = contexts[0].sampling_params.stop
-        if contexts[0].sampling_params.detokenize:
-            prompt = contexts[0].prompt_tokens
-            return [
-                OutputBuilder(context, Detokenizer(self._tokenizer, stop or (), prompt=prompt))
-                for context in contexts
-            ]
-        if stop:
-            raise InputError("stop strings are matched on text: they need detokenize=True")
-        return [OutputBuilder(context, None) for context in contexts]
+        return builders_of(self._tokenizer, self.context(request, num_requests), options)
+
+
+def text_request(
+    model_name: str, index: int, params: SamplingParams, options: OutputOptions, **fields: Any
+) -> TokenGeneratorRequest:
+    """Return a request with a new id; ``fields`` are further fields of it."""
+    return TokenGeneratorRequest(
+        uuid4().hex,
+        index,
+        model_name,
+        sampling_params=params,
+        logprobs=options.num_top,
+        echo=options.prompt_logprobs is not None,
+        **fields,
+    )
+
+
+def builders_of(
+    tokenizer: TextTokenizer, context: TextContext, options: OutputOptions
+) -> list[OutputBuilder]:
+    """Return one builder for each choice of a prompt. Only the first choice echoes the prompt."""
+    contexts = choice_contexts(context, options.num_choices)
+    for other in contexts[1:]:
+        other.log_probabilities_echo = False
+    stop = contexts[0].sampling_params.stop
+    if contexts[0].sampling_params.detokenize:
+        prompt = contexts[0].prompt_tokens
+        return [OutputBuilder(one, Detokenizer(tokenizer, stop or (), prompt=prompt)) for one in contexts]
+    if stop:
+        raise InputError("stop strings are matched on text: they need detokenize=True")
+    return [OutputBuilder(one, None) for one in contexts]

@@ -214,6 +214,11 @@ class PackedLogProbabilities(msgspec.Struct, array_like=True):
             rows.token_log_probabilities, [msgspec.Raw(encode(row)) for row in rows.top_log_probabilities]
         )
 
+    def unpacked(self) -> LogProbabilities:
+        """Return the plain form."""
+        decode = msgspec.msgpack.Decoder(dict[int, float]).decode
+        return LogProbabilities(self.token_log_probabilities, [*map(decode, self.top_log_probabilities)])
+
 
 class TextResult(msgspec.Struct, array_like=True, tag=0):
     """The new tokens of one request."""

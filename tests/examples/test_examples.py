@@ -16,7 +16,7 @@ from support.tiny_embedder import write_tiny_embedder
 from penstock import LLM, SamplingParams
 
 CLIENTS = ("anthropic_client", "openai_client", "responses_client", "structured_output")
-ALONE = ("lora", "score_batch", "semantic_search", "speculation")
+ALONE = ("async_llm", "lora", "score_batch", "semantic_search", "speculation")
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,13 @@ def test_responses_client(url: str) -> None:
     assert "Berlin" in said
     assert "input items: 3" in said
     assert "parsed: name='Tom' age=31" in said
+
+
+def test_async_llm() -> None:
+    *answers, last = run("async_llm").splitlines()
+    assert answers[0] == "What is the capital of Germany? -> The capital of Germany is Berlin."
+    assert "Penstock is an LLM inference library" in answers[1]
+    assert last == "the long answer was cancelled"
 
 
 def test_structured_output(url: str) -> None:

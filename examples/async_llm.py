@@ -1,0 +1,39 @@
+"""Several streams at the same time from an asyncio program; the model runs in its own process.
+
+python examples/async_llm.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock import AsyncLLM, SamplingParams
+
+QUESTIONS = ["What is the capital of Germany?", "What is Penstock?"]
+
+
+async def ask(llm: AsyncLLM, question: str) -> str:
+    """Stream an answer."""
+    text = ""
+    messages = [{"role": "user", "content": question}]
+    async for piece in llm.stream(messages=messages, sampling_params=SamplingParams(max_new_tokens=60)):
+        text += piece.text
+    return text
+
+
+async def main() -> None:
+    """Ask all questions at the same time, then cancel a long answer."""
+    async with AsyncLLM("demo") as llm:
+        answers = await asyncio.gather(*[ask(llm, question) for question in QUESTIONS])
+        for question, answer in zip(QUESTIONS, answers, strict=True):
+            print(question, "->", answer)
+        long = SamplingParams(max_new_tokens=900, ignore_eos=True)
+        try:
+            async with asyncio.timeout(0.2):
+                await llm.generate("Once upon a time", long)
+        except TimeoutError:
+            print("the long answer was cancelled")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,398 @@
+"""`AsyncLLM`: generation from an asyncio program; the model runs in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.assembly import load_tokenizer, load_work
+from penstock.config import PipelineConfig, PipelineOptions
+from penstock.errors import ConfigError, InputError, TaskMismatchError
+from penstock.llm.async_runner import AsyncRunner, gathered
+from penstock.llm.embeddings import EmbeddingsInput, is_single
+from penstock.llm.outputs import GenerationOutput, OutputBuilder, OutputOptions, best_first
+from penstock.llm.prompts import (
+    Conversation,
+    Prompt,
+    Tools,
+    as_batch,
+    as_conversations,
+    broadcast,
+    params_for_each,
+)
+from penstock.llm.text_requests import builders_of, text_request
+from penstock.pipelines.core import (
+    EmbeddingsGenerationRequest,
+    EmbeddingsResponse,
+    Grammar,
+    PipelineTask,
+    PoolingType,
+    SamplingParams,
+)
+from penstock.pipelines.core.parameter_hints import hinting
+from penstock.worker.client import WorkerClient
+from penstock.worker.engine_client import EngineClient
+
+T = TypeVar("T")
+
+_NUM_THREADS = 2
+"""Threads that encode prompts and render templates, off the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedOutput:
+    """A piece of the output of one prompt."""
+
+    text: str
+    """The new text; the joined pieces are the text of the output."""
+    token_ids: list[int]
+    """The new tokens."""
+    output: GenerationOutput | None = None
+    """The finished output; None except in the last piece."""
+
+
+class AsyncLLM:
+    """Generates text or computes embeddings from an asyncio program.
+
+    >>> async with AsyncLLM("demo") as llm:  # doctest: +SKIP
+    ...     async for piece in llm.stream("Once upon a time"):
+    ...         print(piece.text, end="", flush=True)
+
+    The model runs in a worker process, behind the same client that the server uses. Any number of tasks may
+    call the methods at the same time; their requests are batched. Cancelling a task cancels its requests.
+    A worker that dies is restarted; its requests raise `UnavailableError`.
+
+    The worker process is spawned, so a script needs the guard ``if __name__ == "__main__":``.
+
+    Args:
+        model: ``demo``, the folder of a checkpoint, or a model's id on the Hugging Face hub.
+        **config: fields of the configuration by their flat names (`PipelineOptions`).
+
+    Raises:
+        ConfigError: unknown field, wrong type or impossible value.
+    """
+
+    def __init__(self, model: str | PathLike[str] = "demo", **config: Unpack[PipelineOptions]) -> None:
+        given: dict[str, Any] = {**config}
+        if "model_path" in given:
+            raise ConfigError("model_path", "is the first argument of AsyncLLM: leave out model_path")
+        self._begin(PipelineConfig.from_flat({"model_path": model, **given}, "AsyncLLM"), None)
+
+    @classmethod
+    def from_config(cls, config: PipelineConfig, *, worker: EngineClient | None = None) -> Self:
+        """Return an AsyncLLM of a whole configuration.
+
+        Args:
+            config: the configuration.
+            worker: the engine client, not launched yet; None makes a worker process.
+        """
+        llm = cls.__new__(cls)
+        llm._begin(config, worker)
+        return llm
+
+    def _begin(self, config: PipelineConfig, worker: EngineClient | None) -> None:
+        self.config = config
+        self.tokenizer: Any = None
+        """The tokenizer of the model's task; loaded by `start`."""
+        self._worker = WorkerClient(partial(load_work, config)) if worker is None else worker
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-async")
+        self._runner = AsyncRunner(self._worker)
+
+    async def start(self) -> None:
+        """Load the model. Does nothing if it is loaded.
+
+        Raises:
+            CheckpointError: the model cannot be found or loaded.
+            InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+        """
+        if self.tokenizer is not None:
+            return
+        self._worker.launch()
+        loading = asyncio.ensure_future(self._worker.start())
+        try:
+            tokenizer = await self._in_pool(lambda: load_tokenizer(self.config))
+            await loading
+        except BaseException:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            await self._worker.stop(0)
+            raise
+        tokenizer.max_length = self._worker.info.max_length
+        self.tokenizer = tokenizer
+
+    async def close(self, grace: float = 0) -> None:
+        """End the worker. Running requests have `grace` seconds to finish; then they fail."""
+        await self._worker.stop(grace)
+        self.tokenizer = None
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @hinting
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        sampling_params: SamplingParams | None = None,
+        *,
+        messages: Conversation | None = None,
+        tools: Tools | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[StreamedOutput, None]:
+        """Yield the output of one prompt or conversation in pieces.
+
+        Parameters are those of `LLM.generate` and `LLM.chat`. The last piece has the whole output. Closing
+        the generator, or cancelling its task, cancels the request.
+
+        Raises:
+            InputError: the prompt cannot be served.
+            TaskMismatchError: the model does not generate text.
+            UnavailableError: the worker has died.
+        """
+        if (prompt is None) == (messages is None):
+            raise InputError("give either a prompt or messages")
+        fields: dict[str, Any] = {
+            "prompt": prompt,
+            "messages": messages,
+            "tools": tools,
+            "chat_template_options": chat_template_kwargs,
+            "grammar": grammar,
+            "response_format": response_format,
+            "adapter": adapter,
+            "priority": priority,
+        }
+        options = OutputOptions.of(1, None, logprobs, prompt_logprobs)
+        return self._stream(sampling_params, options, fields)
+
+    @hinting
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        best_of: int | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[GenerationOutput]:
+        """Complete prompts; the arguments are those of `LLM.generate`.
+
+        Args:
+            prompts: a text, a list of texts, a list of token ids, or a list of such lists.
+            sampling_params: one for all prompts, or one for each.
+            n: outputs for each prompt.
+            best_of: generate this many outputs and return the best ``n``.
+            logprobs: see `LLM.generate`.
+            prompt_logprobs: see `LLM.generate`.
+            grammar: one for all prompts, or one for each.
+            response_format: for all prompts.
+            adapter: one for all prompts, or one for each.
+            priority: one for all prompts, or one for each.
+
+        Raises:
+            InputError: a prompt cannot be served; the others are cancelled.
+            TaskMismatchError: the model does not generate text.
+            UnavailableError: the worker has died.
+        """
+        options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
+        requests = [{"prompt": prompt, "response_format": response_format} for prompt in as_batch(prompts)]
+        each = {"grammar": grammar, "adapter": adapter, "priority": priority}
+        return await self._generate(requests, sampling_params, options, each)
+
+    @hinting
+    async def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tools: Tools | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        *,
+        n: int = 1,
+        best_of: int | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[GenerationOutput]:
+        """Generate the next message of conversations; the arguments are those of `LLM.chat` and `generate`.
+
+        Raises:
+            InputError: a conversation cannot be served; the others are cancelled.
+            TaskMismatchError: the model does not generate text.
+            UnavailableError: the worker has died.
+        """
+        options = OutputOptions.of(n, best_of, logprobs, prompt_logprobs)
+        more = {
+            "tools": tools,
+            "chat_template_options": chat_template_kwargs,
+            "response_format": response_format,
+        }
+        requests = [{"messages": one, **more} for one in as_conversations(messages)]
+        each = {"grammar": grammar, "adapter": adapter, "priority": priority}
+        return await self._generate(requests, sampling_params, options, each)
+
+    @hinting
+    async def embed(
+        self,
+        inputs: EmbeddingsInput | Sequence[EmbeddingsInput],
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        pooling: PoolingType | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: bool = False,
+        adapter: str | None = None,
+    ) -> npt.NDArray[Any]:
+        """Return the dense embeddings of texts, as `LLM.embed`.
+
+        Args:
+            inputs: a text, a list of texts, a list of token ids, or a list of such lists.
+            prompt: a text that is placed before each input.
+            prompt_name: the name of a prompt of the checkpoint.
+            pooling: replaces the checkpoint's pooling.
+            dimensions: keep this many leading dimensions.
+            normalize: scale the vectors to length 1; None follows the checkpoint.
+            truncate: cut inputs that exceed the maximum length.
+            adapter: the LoRA adapter of all inputs.
+
+        Returns:
+            ``[n, E]`` float32, in the order of the inputs; ``[E]`` for a single input.
+
+        Raises:
+            InputError: an input cannot be served; the others are cancelled.
+            TaskMismatchError: the model computes no embeddings.
+            UnavailableError: the worker has died.
+        """
+        self._check_task("AsyncLLM.embed", PipelineTask.EMBEDDINGS_GENERATION)
+        batch: Sequence[Any] = [inputs] if is_single(inputs) else list(inputs)
+        if not batch:
+            return np.zeros((0, dimensions or self._worker.info.embedding_size), np.float32)
+        options = {
+            "prompt": prompt,
+            "prompt_name": prompt_name,
+            "pooling": pooling,
+            "dimensions": dimensions,
+            "normalize": normalize,
+            "truncate": truncate,
+            "adapter": adapter,
+        }
+        responses = await gathered([partial(self._embedding, one, options) for one in batch])
+        vectors = np.stack([response.embeddings for response in responses])
+        return vectors[0] if is_single(inputs) else vectors
+
+    async def _generate(
+        self,
+        requests: Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        options: OutputOptions,
+        each: Mapping[str, Any],
+    ) -> list[GenerationOutput]:
+        """Run requests; `each` has fields with one value for all requests or one for each."""
+        num = len(requests)
+        params = params_for_each(self.config, sampling_params, num)
+        values = {name: broadcast(name, value, num) for name, value in each.items()}
+        calls = [
+            partial(
+                self._outputs,
+                params[index],
+                options,
+                {**requests[index], **{name: one[index] for name, one in values.items()}},
+            )
+            for index in range(num)
+        ]
+        return [output for outputs in await gathered(calls) for output in outputs]
+
+    async def _outputs(
+        self, params: SamplingParams, options: OutputOptions, fields: Mapping[str, Any]
+    ) -> list[GenerationOutput]:
+        """Run one prompt and return its outputs."""
+        builders = await self._builders(params, options, fields)
+        cached = await gathered([partial(self._run, builder) for builder in builders])
+        return [replace(one, num_cached_tokens=min(cached)) for one in best_first(builders, options)]
+
+    async def _run(self, builder: OutputBuilder) -> int:
+        """Run one choice. Return the number of cached tokens."""
+        num_cached = 0
+        async with aclosing(self._runner.deltas(builder)) as deltas:
+            async for delta in deltas:
+                num_cached = delta.num_cached_tokens
+        return num_cached
+
+    async def _stream(
+        self, params: SamplingParams | None, options: OutputOptions, fields: Mapping[str, Any]
+    ) -> AsyncGenerator[StreamedOutput, None]:
+        (params,) = params_for_each(self.config, params, 1)
+        (builder,) = await self._builders(params, options, fields)
+        async with aclosing(self._runner.deltas(builder)) as deltas:
+            async for delta in deltas:
+                output = None
+                if builder.is_done:
+                    output = replace(builder.output(options), num_cached_tokens=delta.num_cached_tokens)
+                tokens = builder.token_ids[-builder.num_new_tokens :] if builder.num_new_tokens else []
+                if builder.new_text or tokens or output is not None:
+                    yield StreamedOutput(builder.new_text, tokens, output)
+
+    async def _builders(
+        self, params: SamplingParams, options: OutputOptions, fields: Mapping[str, Any]
+    ) -> list[OutputBuilder]:
+        """Encode a prompt. Return one builder for each choice."""
+        self._check_task("AsyncLLM.generate", PipelineTask.TEXT_GENERATION)
+
+        def build() -> list[OutputBuilder]:
+            request = text_request(self.config.model.name, 0, params, options, **fields)
+            context = self.tokenizer.build_context(request, stops_as_tokens=False)
+            return builders_of(self.tokenizer, context, options)
+
+        return await self._in_pool(build)
+
+    async def _embedding(self, given: Any, options: Mapping[str, Any]) -> EmbeddingsResponse:
+        request = EmbeddingsGenerationRequest(
+            id=uuid4().hex, model_name=self.config.model.name, input=given, outputs=("dense",), **options
+        )
+        context = await self._in_pool(lambda: self.tokenizer.build_embeddings_context(request))
+        generation = await self._runner.submit(context)
+        try:
+            found = [delta.embeddings async for delta in generation if delta.embeddings is not None]
+        finally:
+            generation.cancel()
+        return found[-1]
+
+    async def _in_pool(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    def _check_task(self, method: str, task: PipelineTask) -> None:
+        if self.tokenizer is None:
+            raise InputError("this AsyncLLM is not started, or it is closed: use 'async with' or start()")
+        served = self._worker.info.task
+        if served is not task:
+            raise TaskMismatchError(method, task.option, served.option)

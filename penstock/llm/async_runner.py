@@ -1,0 +1,70 @@
+"""Run contexts through an engine client, for `AsyncLLM`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from penstock.errors import OverloadedError
+from penstock.llm.outputs import OutputBuilder
+from penstock.pipelines.core import RequestContext, TextGenerationResponse, TextResponse
+from penstock.worker.engine_client import EngineClient
+from penstock.worker.messages import PackedLogProbabilities
+from penstock.worker.results import Generation, RequestDelta
+
+
+class AsyncRunner:
+    """Submits contexts; waits while the queue of the engine is full.
+
+    Args:
+        worker: the engine client.
+    """
+
+    def __init__(self, worker: EngineClient) -> None:
+        self._worker = worker
+        self._submitting = asyncio.Lock()
+
+    async def submit(self, context: RequestContext) -> Generation:
+        """Submit a context; wait while the queue of the worker is full."""
+        async with self._submitting:
+            while True:
+                try:
+                    return self._worker.submit(context)
+                except OverloadedError:
+                    await self._worker.request_ended()
+
+    async def deltas(self, builder: OutputBuilder) -> AsyncGenerator[RequestDelta, None]:
+        """Run a context; give each delta to the builder, then yield it."""
+        generation = await self.submit(builder.context)
+        try:
+            async for delta in generation:
+                builder.take(_response_of(delta, builder))
+                yield delta
+                if builder.is_done:
+                    return
+        finally:
+            generation.cancel()
+
+
+async def gathered(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Run calls at the same time and return their results in order. An error cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(call()) for call in calls]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in running]
+
+
+def _response_of(delta: RequestDelta, builder: OutputBuilder) -> TextGenerationResponse:
+    """Return a delta in the form that a pipeline gives."""
+    rows: list[PackedLogProbabilities | None] = [*delta.log_probabilities]
+    rows += [None] * (len(delta.token_ids) - len(rows))
+    if delta.prompt_log_probabilities is not None:  # the output has no token that carries them
+        builder.take_prompt(delta.prompt_log_probabilities.unpacked())
+    tokens = [
+        TextResponse(token, None if row is None else row.unpacked())
+        for token, row in zip(delta.token_ids, rows, strict=True)
+    ]
+    return TextGenerationResponse(tokens, delta.status)

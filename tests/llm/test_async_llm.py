@@ -1,0 +1,145 @@
+"""`AsyncLLM`: the worker from an asyncio program."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.asgi import eventually
+from support.tiny_embedder import write_tiny_embedder
+
+from penstock import LLM, AsyncLLM, SamplingParams
+from penstock.assembly import load_work
+from penstock.config import PipelineConfig
+from penstock.errors import ConfigError, InputError, PromptTooLongError, TaskMismatchError
+from penstock.worker.client import WorkerClient
+
+GREEDY = SamplingParams(max_new_tokens=12)
+
+
+@asynccontextmanager
+async def opened(max_queue_size: int | None = None, **config: Any) -> AsyncIterator[AsyncLLM]:
+    """An AsyncLLM whose worker is a thread of this process."""
+    config = {"model_path": "demo", "kv_cache_memory": 64 * 2**20, **config}
+    made = PipelineConfig.from_flat(config)
+    worker = WorkerClient(partial(load_work, made), in_thread=True, max_queue_size=max_queue_size)
+    async with AsyncLLM.from_config(made, worker=worker) as llm:
+        yield llm
+
+
+async def test_it_gives_the_outputs_of_llm() -> None:
+    prompts = ["Once upon a time", [5, 6, 7], "One day"]
+    sampled = [SamplingParams(max_new_tokens=9, temperature=1.0, seed=seed) for seed in range(3)]
+    talk = [{"role": "user", "content": "What is the capital of Germany?"}]
+    with LLM("demo", kv_cache_memory=64 * 2**20) as llm:
+        expected = llm.generate(prompts, sampled, n=2, logprobs=2, prompt_logprobs=1, use_tqdm=False)
+        best = llm.generate("One day", sampled[0], n=1, best_of=3, use_tqdm=False)
+        answer = llm.chat(talk, GREEDY, use_tqdm=False)
+    async with opened() as llm:
+        found = await llm.generate(prompts, sampled, n=2, logprobs=2, prompt_logprobs=1)
+        assert [one.text for one in found] == [one.text for one in expected]
+        for one, other in zip(found, expected, strict=True):
+            assert (one.token_ids, one.prompt_token_ids) == (other.token_ids, other.prompt_token_ids)
+            assert (one.finish_reason, one.index, one.prompt) == (
+                other.finish_reason,
+                other.index,
+                other.prompt,
+            )
+            for scores, others in (
+                (one.log_probabilities, other.log_probabilities),
+                (one.prompt_log_probabilities, other.prompt_log_probabilities),
+            ):
+                assert scores is not None
+                assert others is not None
+                np.testing.assert_allclose(
+                    scores.token_log_probabilities, others.token_log_probabilities, atol=1e-4
+                )
+                assert [len(top) for top in scores.top_log_probabilities] == [
+                    len(top) for top in others.top_log_probabilities
+                ]
+        ranked = await llm.generate("One day", sampled[0], n=1, best_of=3)
+        assert [one.text for one in ranked] == [one.text for one in best]
+        assert [one.text for one in await llm.chat(talk, GREEDY)] == [one.text for one in answer]
+
+        pieces = [piece async for piece in llm.stream(messages=talk, sampling_params=GREEDY)]
+        assert "".join(piece.text for piece in pieces) == answer[0].text
+        assert [one for piece in pieces for one in piece.token_ids] == answer[0].token_ids
+        assert [piece.output is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert pieces[-1].output is not None
+        assert pieces[-1].output.text == answer[0].text
+        stopped = [
+            p async for p in llm.stream(messages=talk, sampling_params=SamplingParams(stop=["Germany"]))
+        ]
+        assert "".join(piece.text for piece in stopped) == "The capital of "
+        assert stopped[-1].output is not None
+        assert stopped[-1].output.finish_reason == "stop"
+        await eventually(lambda: llm._worker.num_outstanding == 0)
+
+
+async def test_cancelling_a_task_cancels_its_requests() -> None:
+    endless = SamplingParams(max_new_tokens=900, ignore_eos=True)
+    async with opened() as llm:
+        worker = llm._worker
+        task = asyncio.create_task(llm.generate(["a", "b", "c"], endless))
+        await eventually(lambda: worker.num_outstanding == 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await eventually(lambda: worker.num_outstanding == 0)
+        async with aclosing(llm.stream("Once", endless)) as stream:
+            async for _ in stream:
+                break
+        await eventually(lambda: worker.num_outstanding == 0)
+        with pytest.raises(PromptTooLongError):
+            await llm.generate(["a", [1] * 100_000, "c"], endless)
+        await eventually(lambda: worker.num_outstanding == 0)
+
+
+async def test_several_at_once_and_more_than_the_queue_holds() -> None:
+    async with opened(max_queue_size=1, max_batch_size=2) as llm:
+        texts = [f"Tell me {index}" for index in range(12)]
+        together, streamed = await asyncio.gather(
+            llm.generate(texts, GREEDY),
+            asyncio.gather(*[_text(llm, text) for text in texts]),
+        )
+        assert [one.text for one in together] == list(streamed)
+
+
+async def _text(llm: AsyncLLM, prompt: str) -> str:
+    return "".join([piece.text async for piece in llm.stream(prompt, GREEDY)])
+
+
+async def test_embeddings(tmp_path: Path) -> None:
+    path = write_tiny_embedder(tmp_path / "embedder")
+    texts = ["a cat", "a dog", "the weather"]
+    with LLM(path) as llm:
+        expected = llm.embed(texts, use_tqdm=False)
+    async with opened(model_path=str(path)) as llm:
+        np.testing.assert_allclose(await llm.embed(texts), expected, atol=1e-5)
+        np.testing.assert_allclose(
+            await llm.embed("a dog", normalize=False, truncate=True), expected[1], atol=2
+        )
+        assert (await llm.embed([])).shape == (0, expected.shape[1])
+        with pytest.raises(TaskMismatchError):
+            await llm.generate("x")
+
+
+async def test_errors() -> None:
+    with pytest.raises(ConfigError, match="model_path"):
+        AsyncLLM("demo", model_path="x")  # type: ignore[call-arg]
+    llm = AsyncLLM("demo")
+    with pytest.raises(InputError, match="not started"):
+        await llm.generate("x")
+    async with opened() as llm:
+        with pytest.raises(InputError, match="either a prompt or messages"):
+            llm.stream()
+        with pytest.raises(TaskMismatchError):
+            await llm.embed("x")
+    with pytest.raises(InputError, match="closed"):
+        await llm.generate("x")
