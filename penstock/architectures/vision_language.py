@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from penstock.architectures.vision import VisionModel
 from penstock.config import HuggingFaceConfig
 from penstock.errors import ConfigError
 from penstock.kernels import Ops, StepInputs, encoding_named
-from penstock.nn import Blueprint, Loader
+from penstock.nn import Blueprint, Loader, TensorNames
 from penstock.pipelines.core import ImageMetadata
 
 if TYPE_CHECKING:
@@ -63,12 +63,16 @@ class VisionLanguageModel(VisionModel, TransformerModel):
     """A decoder that another family defines, with an image encoder.
 
     The names of the decoder's tensors, after `weights_adapter`, are those of its family. A subclass reads the
-    encoder (`load_encoder`) and defines `encoder_rows`, `largest_image` and `widest_layer`.
+    encoder (`load_encoder`) and defines `encoder_rows` and `largest_image`.
     """
 
     network: VisionLanguageNetwork
     text_defaults: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     """Model type of the decoder -> values that transformers assumes if ``text_config`` lacks them."""
+    vision_defaults: ClassVar[Mapping[str, object]] = {}
+    """Values that transformers assumes if ``vision_config`` lacks them."""
+    vision_tables: ClassVar[tuple[str, ...]] = ()
+    """Patterns of matrices of the encoder that are not linear layers, such as learned positions."""
 
     @classmethod
     @abstractmethod
@@ -76,9 +80,21 @@ class VisionLanguageModel(VisionModel, TransformerModel):
         """Read the image encoder from a checkpoint."""
 
     @classmethod
-    @abstractmethod
+    def vision_config(cls, huggingface_config: HuggingFaceConfig) -> HuggingFaceConfig:
+        """Return the configuration of the tower."""
+        section = huggingface_config.section("vision_config").to_dict()
+        return HuggingFaceConfig({**cls.vision_defaults, **section}, "config.json: vision_config")
+
+    @classmethod
     def widest_layer(cls, huggingface_config: HuggingFaceConfig) -> int:
         """Return the largest input or output size of a layer of the encoder."""
+        vision = cls.vision_config(huggingface_config)
+        return max(3 * vision.integer("hidden_size"), vision.integer("intermediate_size"))
+
+    @classmethod
+    def tensor_names(cls, huggingface_config: HuggingFaceConfig) -> TensorNames:
+        names = cls.blueprint(huggingface_config).names
+        return replace(names, other_tables=names.other_tables + cls.vision_tables)
 
     @classmethod
     def text_config(cls, huggingface_config: HuggingFaceConfig) -> HuggingFaceConfig:

@@ -22,7 +22,6 @@ from penstock.errors import PenstockError
 
 _COMMANDS = {
     "generate": "Generate text from a prompt and stream it.",
-    "chat": "Chat with a model in the terminal.",
     "encode": "Compute embeddings of texts.",
     "rerank": "Order documents by their score for a query.",
     "serve": "Serve a model through an OpenAI-compatible API.",

@@ -244,8 +244,9 @@ class Ops(ConvolutionOps):
         ``h // (H / K)``. ``soft_cap`` bounds the scores to ``cap * tanh(score / cap)``. A sink is a further
         score in the softmax without a value. The softmax is computed in float32.
 
-        With ``spans`` row t also attends to the keys ``spans[t, 0]:spans[t, 1]`` of its sequence, which
-        contain its own key: the tokens of an image attend to each other in both directions.
+        With ``spans`` row t also attends to the keys after its position and before ``spans[t, 1]``: the
+        tokens ``spans[t, 0]:spans[t, 1]`` of an image attend to each other in both directions. All rows of a
+        span are in the step. A window still hides the keys that are too far before the position.
         """
 
     @operation(is_recordable=False)

@@ -23,6 +23,6 @@ class StepInputs:
     """[T] int64: the text length of each row, for rotary embeddings that depend on it; see
     `penstock.architectures.decoder`."""
     spans: Tensor | None = None
-    """[T, 2] int32: keys ``spans[t, 0]:spans[t, 1]`` of its sequence are visible to row t, besides those that
-    causal attention lets it see; the span contains the row itself. For images whose tokens attend to each
-    other in both directions. None if no row has such a span."""
+    """[T, 2] int32: row t belongs to the tokens ``spans[t, 0]:spans[t, 1]`` of its sequence, which attend to
+    each other in both directions, as those of an image do; see `Ops.attention`. A row of text is a span by
+    itself. None if the step has no such image."""

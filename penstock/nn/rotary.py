@@ -35,6 +35,8 @@ class RotaryConfig:
     max_length: int
     """The longest sequence that the embedding supports."""
     parameters: Mapping[str, object] = field(default_factory=dict)
+    axes: tuple[int, ...] | None = None
+    """``[R / 2]``: the axis of the positions that turns each pair of dims, if positions have several axes."""
 
     @property
     def key_limit(self) -> int | None:
@@ -142,13 +144,21 @@ class Rotary:
             self.cos, self.sin = torch.cat([self.cos, long[0]]), torch.cat([self.sin, long[1]])
 
     def rows(self, step: StepInputs) -> RotaryRows:
-        """Return the cosines and sines of ``step.positions``."""
+        """Return the cosines and sines of ``step.positions``: ``[T]``, or ``[A, T]`` with `axes`."""
         positions = step.positions
+        if positions.dim() == 2:
+            return self._rows_of_axes(positions)
         if self.length_dependent and step.text_lengths is not None:
             if self.config.kind == "dynamic":
                 return self._stretched_rows(positions, step.text_lengths)
             positions = positions + (step.text_lengths > self.config.max_positions) * (len(self.cos) // 2)
         return step.ops.rope_rows(positions, self.cos, self.sin)
+
+    def _rows_of_axes(self, positions: Tensor) -> RotaryRows:  # [A, T]
+        """Return rows whose pairs of dims turn by different axes of the positions (multimodal rope)."""
+        axes = torch.tensor(self.config.axes, device=positions.device)  # [R / 2]
+        places = positions[axes].T  # [T, R / 2]
+        return self.cos.gather(0, places), self.sin.gather(0, places)
 
     def _stretched_rows(self, positions: Tensor, lengths: Tensor) -> RotaryRows:
         """Return rows of dynamic scaling: the base grows with the length beyond ``max_positions``."""

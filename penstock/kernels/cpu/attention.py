@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu.experts import CpuExperts
 from penstock.kernels.cpu.linear import LONG, TYPES
+from penstock.kernels.cpu.span_layout import SpanPart, span_parts
 from penstock.kernels.inputs import LayerKV
 
 _CACHE_TYPES = {**TYPES, torch.int8: 2}
@@ -23,6 +25,8 @@ _MAX_HEAD = 1024
 class CpuAttention(CpuExperts):
     """Attention with C++ kernels, for float32 and bfloat16 activations."""
 
+    _last_parts: tuple[weakref.ref[Tensor], tuple[SpanPart, ...]] | None = None
+    """The result of `_parts_of` for the ``spans`` of the last step."""
     _last_blocks: tuple[weakref.ref[Tensor], tuple[Tensor, Tensor, Tensor, int]] | None = None
     """The result of `_blocks_of` for the ``row_offsets`` of the last step."""
 
@@ -113,7 +117,7 @@ class CpuAttention(CpuExperts):
         block_size, dim = cache.shape[3:]
         blocks_fit = block_size >= 16 and block_size & (block_size - 1) == 0 and cache.is_contiguous()
         rows_fit = dim % 8 == 0 and dim <= _MAX_HEAD and strides[2] == 1 and tables.stride(1) == 1
-        if spans is not None or kind is None or cache_kind is None or not (blocks_fit and rows_fit):
+        if kind is None or cache_kind is None or not (blocks_fit and rows_fit):
             self._fall_back(
                 "attention",
                 {
@@ -123,7 +127,6 @@ class CpuAttention(CpuExperts):
                     f"a head size of {dim} (a multiple of 8, at most {_MAX_HEAD})": dim % 8 == 0
                     and dim <= _MAX_HEAD,
                     "strided queries or block tables": strides[2] == tables.stride(1) == 1,
-                    "spans of images": spans is None,
                 },
             )
             return super().attention(
@@ -132,9 +135,30 @@ class CpuAttention(CpuExperts):
         assert tables.dtype == row_offsets.dtype == lengths.dtype == torch.int32
         if sinks is not None:
             sinks = self._kept(sinks.float().contiguous())
-        return self._attend(
-            q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, ahead=0, bias=None
-        )
+        if spans is None:
+            return self._attend(
+                q, kv, row_offsets, lengths, scale=scale, soft_cap=soft_cap, sinks=sinks, ahead=0, bias=None
+            )
+        out = self._empty(q.shape, q.dtype)
+        for part in self._parts_of(row_offsets, lengths, spans):
+            out[part.rows] = self._attend(
+                q[part.rows],
+                replace(kv, block_tables=tables[part.sequences]),
+                part.row_offsets,
+                part.lengths,
+                scale=scale,
+                soft_cap=soft_cap,
+                sinks=sinks,
+                ahead=part.ahead,
+                bias=None,
+            )
+        return out
+
+    def _parts_of(self, row_offsets: Tensor, lengths: Tensor, spans: Tensor) -> tuple[SpanPart, ...]:
+        """Return `span_parts`. All layers of a step pass the same ``spans`` and share the result."""
+        if self._last_parts is None or self._last_parts[0]() is not spans:
+            self._last_parts = weakref.ref(spans), span_parts(row_offsets, lengths, spans)
+        return self._last_parts[1]
 
     def encoder_attention(
         self,

@@ -95,12 +95,10 @@ def _visible(
     queries = F.pad(queries, (0, padding), value=position)[None, :, None]  # padding sees what row 0 sees
     keys = torch.arange(blocks * block_size, device=device).view(blocks, 1, block_size)
     visible = keys <= queries
-    if window is not None:
-        visible = visible & (keys > queries - window)
-    if spans is None:
-        return visible
-    bounds = F.pad(spans.long().repeat_interleave(group, dim=0), (0, 0, 0, padding))  # [R', 2]
-    return visible | ((keys >= bounds[:, :1]) & (keys < bounds[:, 1:]))
+    if spans is not None:
+        ends = F.pad(spans[:, 1].long().repeat_interleave(group), (0, padding))  # [R']
+        visible = visible | (keys < ends[:, None])
+    return visible if window is None else visible & (keys > queries - window)
 
 
 def _sink_rows(sinks: Tensor | None, rows: int, kv_heads: int, padding: int) -> Tensor | None:

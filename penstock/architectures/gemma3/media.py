@@ -1,0 +1,41 @@
+"""How Gemma 3 puts images into prompts: a fixed number of tokens between two that begin and end an image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.config import HuggingFaceConfig
+from penstock.errors import ConfigError
+from penstock.media.family import ProcessedImage, VisionFamily
+
+
+class Gemma3Family(VisionFamily):
+    """Images of Gemma 3, whose tokens attend to each other in both directions."""
+
+    is_bidirectional = True
+
+    def __init__(
+        self,
+        config: HuggingFaceConfig,
+        processor_config: Mapping[str, Any],
+        token_text: Callable[[int], str],
+    ) -> None:
+        super().__init__(config, processor_config, token_text)
+        if processor_config.get("do_pan_and_scan"):
+            raise ConfigError(
+                "do_pan_and_scan", "is true, but crops of an image are not supported: set it to false"
+            )
+
+    @property
+    def image_token_id(self) -> int:
+        return self.config.integer("image_token_index", 262144, minimum=0)
+
+    @property
+    def placeholder(self) -> str:
+        return self.token_text(self.config.integer("boi_token_index", 255999, minimum=0))
+
+    def expand(self, image: ProcessedImage) -> str:
+        end = self.token_text(self.config.integer("eoi_token_index", 256000, minimum=0))
+        tokens = self.token_text(self.image_token_id) * self.config.integer("mm_tokens_per_image", 256)
+        return f"\n\n{self.placeholder}{tokens}{end}\n\n"

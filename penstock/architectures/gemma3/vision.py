@@ -1,0 +1,69 @@
+"""The vision encoder of Gemma 3 (arXiv:2503.19786): a SigLIP tower, averages of patches and a projection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.kernels import Ops
+from penstock.nn import Linear, Loader, RMSNorm
+from penstock.nn.vision import VisionSizes, VisionTower, image_step, patches_of
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+    from penstock.pipelines.core import ImageMetadata
+
+_PROJECTION = "multi_modal_projector.mm_input_projection_weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3Vision:
+    """The tower, and the projection of squares of patches to rows of the decoder."""
+
+    tower: VisionTower
+    norm: RMSNorm
+    projection: Linear  # [E] -> [E of the decoder]
+    side: int  # rows of the decoder in each direction
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def load(cls, load: Loader, config: HuggingFaceConfig, sizes: VisionSizes, hidden: int) -> Gemma3Vision:
+        """Read the encoder of a checkpoint whose decoder has this hidden size.
+
+        Raises:
+            ConfigError: the rows of an image are no square, or do not divide its patches.
+        """
+        count = config.integer("mm_tokens_per_image", 256)
+        side = isqrt(count)
+        if side * side != count or sizes.grid % side:
+            raise ConfigError(
+                "mm_tokens_per_image",
+                f"{count} must be the square of a divisor of {sizes.grid}, the patches in a row of an image",
+            )
+        weight = load.source.tensor(_PROJECTION, (sizes.hidden, hidden))
+        return cls(
+            VisionTower.load(load, "vision_tower", sizes),
+            load.norm("multi_modal_projector.mm_soft_emb_norm", sizes.hidden, sizes.norm_eps, offset=1.0),
+            load.pack(weight.T.contiguous(), {_PROJECTION: hidden}),
+            side,
+            load.device,
+            load.dtype,
+        )
+
+    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+        """Return the embeddings ``[side^2, E]`` of each image."""
+        sizes, count, side = self.tower.sizes, len(images), self.side
+        pixels = torch.stack([torch.from_numpy(image.pixel_values) for image in images])
+        patches = patches_of(pixels.to(self.device, self.dtype), sizes.patch_size)
+        step = image_step(ops, [sizes.grid**2] * count, self.device)
+        x = self.tower(patches, step.positions, step)
+        squares = x.view(count, side, sizes.grid // side, side, sizes.grid // side, -1)
+        pooled = squares.float().mean((2, 4)).to(x.dtype).view(count * side * side, -1)
+        return list(self.projection(self.norm(pooled, step), step).view(count, side * side, -1))

@@ -1,0 +1,93 @@
+"""The vision encoder of Idefics3 and SmolVLM: a SigLIP tower and a pixel shuffle (Laurençon et al. 2024,
+arXiv:2408.12637)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.kernels import Ops
+from penstock.nn import Linear, Loader
+from penstock.nn.vision import VisionSizes, VisionTower, image_step, patches_of
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+    from penstock.pipelines.core import ImageMetadata
+
+MAX_ROWS = 4096
+"""Rows that the tower computes at a time, unless a tile has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idefics3Vision:
+    """The tower, and the projection of squares of patches to rows of the decoder."""
+
+    tower: VisionTower
+    projection: Linear  # [s^2 E] -> [E of the decoder]
+    scale: int  # s: patches that become one row, in each direction
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def load(cls, load: Loader, config: HuggingFaceConfig, sizes: VisionSizes, hidden: int) -> Idefics3Vision:
+        """Read the encoder of a checkpoint whose decoder has this hidden size.
+
+        Raises:
+            ConfigError: the scale does not divide the patches of an image.
+        """
+        scale = config.integer("scale_factor", 2)
+        if sizes.grid % scale:
+            raise ConfigError(
+                "scale_factor", f"{scale} does not divide the {sizes.grid} patches in a row of an image"
+            )
+        return cls(
+            VisionTower.load(load, "vision_model", sizes),
+            load.linear("connector.modality_projection.proj", hidden, sizes.hidden * scale * scale),
+            scale,
+            load.device,
+            load.dtype,
+        )
+
+    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+        """Return the embeddings ``[embedding_rows, E]`` of each image. The tiles of an image run in parts."""
+        return [torch.cat(list(self._encode(image, ops))) for image in images]
+
+    def _encode(self, image: ImageMetadata, ops: Ops) -> Iterator[Tensor]:
+        """Yield the rows ``[n, E]`` of the next tiles of an image."""
+        pixels = torch.from_numpy(image.pixel_values).to(self.device, self.dtype)  # [N, C, h, w]
+        patches = num_patches(image, self.tower.sizes.patch_size)
+        for tiles in torch.split(pixels, max(1, MAX_ROWS * len(pixels) // patches)):
+            yield self.encode_tiles(tiles, ops)
+
+    def encode_tiles(self, pixels: Tensor, ops: Ops) -> Tensor:
+        """``pixels [N, C, h, w]`` of N tiles -> rows ``[N h w / (p s)^2, E]``."""
+        count, _, height, width = pixels.shape
+        patch, scale = self.tower.sizes.patch_size, self.scale
+        rows, columns = height // patch, width // patch
+        step = image_step(ops, [rows * columns] * count, pixels.device)
+        positions = tile_positions(rows, columns, self.tower.sizes.grid).to(pixels.device).repeat(count)
+        x = self.tower(patches_of(pixels, patch), positions, step)
+        squares = x.view(count, rows // scale, scale, columns // scale, scale, -1).transpose(2, 3)
+        return self.projection(squares.reshape(-1, x.shape[1] * scale * scale), step)
+
+
+def num_patches(image: ImageMetadata, patch_size: int) -> int:
+    """Return the patches of all tiles of an image."""
+    count, _, height, width = image.pixel_values.shape
+    return int(count * (height // patch_size) * (width // patch_size))
+
+
+def tile_positions(rows: int, columns: int, side: int) -> Tensor:
+    """Return the indices of a grid of patches in a table of ``side`` by ``side`` positions."""
+    return (_buckets(rows, side)[:, None] * side + _buckets(columns, side)).flatten()
+
+
+def _buckets(count: int, side: int) -> Tensor:
+    """Return for each of ``count`` evenly spaced places the one of ``side`` intervals that contains it."""
+    bounds = torch.arange(1 / side, 1.0, 1 / side)
+    return torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), bounds, right=True)

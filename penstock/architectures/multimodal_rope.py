@@ -1,0 +1,142 @@
+"""`MultimodalRopeModel`: positions of several axes for the tokens of images (arXiv:2409.12191).
+
+A text token has one position. A token of an image has three: time, row and column, each from the position at
+which the image begins. The text after an image continues at the largest of them plus 1, so positions advance
+more slowly than indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.architectures.decoder import DecoderModel
+from penstock.architectures.model import ModelInputs
+from penstock.errors import ConfigError
+from penstock.kernels import KVCacheInputs
+from penstock.nn.config_values import ConfigValues
+from penstock.pipelines.core import ImageMetadata, TextAndVisionContext, TextContext
+
+GRID = "image_grid_thw"
+"""The argument of an image that holds its frames, rows and columns of patches."""
+
+
+class MultimodalRopeModel(DecoderModel):
+    """A decoder whose rotary embedding has axes for time, rows and columns of images."""
+
+    merge_size: int = 2
+    """Patches of a row of the encoder, in each direction."""
+
+    def prepare_initial_token_inputs(
+        self,
+        replica_batches: Sequence[Sequence[TextContext]],
+        kv_cache_inputs: KVCacheInputs | None = None,
+        return_n_logits: int | Sequence[int] = 1,
+        *,
+        drafts: Sequence[Sequence[int]] | None = None,
+    ) -> ModelInputs:
+        """Return a ragged batch; positions are ``[3, T]`` if it has tokens of images, otherwise ``[T]``."""
+        inputs = super().prepare_initial_token_inputs(
+            replica_batches, kv_cache_inputs, return_n_logits, drafts=drafts
+        )
+        contexts = [context for replica in replica_batches for context in replica]
+        if not any(isinstance(context, TextAndVisionContext) and context.images for context in contexts):
+            return inputs
+        counts = inputs.row_offsets.diff().tolist()
+        parts = [
+            positions_of(context, count, self.merge_size)
+            for context, count in zip(contexts, counts, strict=True)
+        ]
+        positions = np.concatenate(parts, axis=1)  # [3, T]
+        if (positions == positions[0]).all():
+            positions = positions[0]
+        return replace(inputs, positions=self._to_device(positions, np.int64))
+
+    def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> ModelInputs:
+        if prev_model_inputs.positions.dim() == 2:
+            # After the last token of an image the text continues at its largest position plus 1.
+            largest = prev_model_inputs.positions.amax(0)
+            prev_model_inputs = replace(prev_model_inputs, positions=largest)
+        return super().prepare_next_token_inputs(next_tokens, prev_model_inputs)
+
+
+def positions_of(context: TextContext, count: int, merge: int) -> npt.NDArray[np.int64]:
+    """Return the positions ``[3, count]`` of a context's tokens from its start index on.
+
+    They depend on the images and the indices only. A chunk, a recomputed context and a context with a cached
+    prefix therefore have the same positions.
+    """
+    start = context.start_idx
+    indices = np.arange(start, start + count)
+    positions = np.broadcast_to(indices, (3, count)).copy()
+    images = context.images if isinstance(context, TextAndVisionContext) else []
+    for image in images:
+        rows, columns = merged_grid(image, merge)
+        inside = (indices >= image.start_idx) & (indices < image.end_idx)
+        offsets = indices[inside] - image.start_idx
+        first = positions[0, inside] - offsets
+        positions[0, inside] = first
+        positions[1, inside] = first + offsets // columns
+        positions[2, inside] = first + offsets % columns
+        positions[:, indices >= image.end_idx] += max(rows, columns) - (image.end_idx - image.start_idx)
+    return positions
+
+
+def patches_and_grid(
+    image: ImageMetadata, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Return the patches ``[T, C 2 p p]`` of an image on a device, and its grid as a list."""
+    _, height, width = image.arguments[GRID].tolist()
+    return torch.from_numpy(image.pixel_values).to(device, dtype), [(height, width)]
+
+
+def merged_grid(image: ImageMetadata, merge: int) -> tuple[int, int]:
+    """Return how many rows and columns of the encoder's rows an image has."""
+    _, height, width = image.arguments[GRID].tolist()
+    return height // merge, width // merge
+
+
+def sectioned_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
+    """Return the axis of each pair of dims if each axis turns adjacent pairs.
+
+    Raises:
+        ConfigError: the sections do not cover the pairs of a head.
+    """
+    if sum(sections) != pairs:
+        raise ConfigError(
+            "mrope_section",
+            f"{list(sections)} must add up to {pairs}, half the dims of a head, not {sum(sections)}",
+        )
+    return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+
+
+def interleaved_axes(sections: Sequence[int], pairs: int) -> tuple[int, ...]:
+    """Return the axis of each pair of dims if the axes take turns.
+
+    Axis 1 and 2 turn every third pair until they have as many as their section says; axis 0 turns the others.
+    """
+    return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(pairs))
+
+
+def rope_sections(parameters: ConfigValues, default: Sequence[int]) -> tuple[int, ...]:
+    """Return ``mrope_section``: the pairs of dims of time, rows and columns.
+
+    Raises:
+        ConfigError: the value is not a list of three numbers.
+    """
+    given: Any = parameters.get("mrope_section")
+    if given is None:
+        return tuple(default)
+    if (
+        not isinstance(given, list)
+        or len(given) != 3
+        or any(type(one) is not int or one < 0 for one in given)
+    ):
+        raise ConfigError("mrope_section", f"must be a list of three whole numbers, was {given!r}")
+    return tuple(given)

@@ -1,0 +1,99 @@
+"""Qwen2.5-VL (Bai et al. 2025, arXiv:2502.13923): Qwen 2 with images of any size and multimodal rope."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+from penstock.architectures.multimodal_rope import MultimodalRopeModel, rope_sections, sectioned_axes
+from penstock.architectures.qwen2.model import Qwen2Model
+from penstock.architectures.qwen2_5_vl.vision import Qwen25Vision
+from penstock.architectures.transformer import TransformerModel
+from penstock.architectures.vision_language import VisionLanguageModel
+from penstock.config import HuggingFaceConfig
+from penstock.errors import ConfigError
+from penstock.nn import Blueprint, Loader, rope_values
+
+if TYPE_CHECKING:
+    from penstock.pipelines.core import ImageMetadata
+
+_PREFIX = re.compile(r"^model\.(language_model\.|(?=visual\.))")
+
+
+def without_sections(name: str) -> str:
+    """Return the name that the model reads of a tensor in a checkpoint."""
+    return _PREFIX.sub(lambda match: "model." if match[1] else "", name)
+
+
+class QwenVisionModel(MultimodalRopeModel, VisionLanguageModel):
+    """What the vision models of Qwen share: images are grids of patches, positions have three axes."""
+
+    weights_adapter = without_sections
+    text_family: ClassVar[type[TransformerModel]]
+    """The family of the decoder."""
+    sections: ClassVar[tuple[int, int, int]]
+    """The pairs of dims of each axis of the positions, if the checkpoint has none."""
+
+    @classmethod
+    def axes(cls, sections: Sequence[int], pairs: int) -> tuple[int, ...]:
+        """Return the axis of the positions that turns each pair of dims of a head."""
+        return sectioned_axes(sections, pairs)
+
+    @classmethod
+    def text_model(cls, text_config: HuggingFaceConfig) -> type[TransformerModel]:
+        return cls.text_family
+
+    @classmethod
+    def text_config(cls, huggingface_config: HuggingFaceConfig) -> HuggingFaceConfig:
+        config = huggingface_config
+        kind = config.text("model_type")
+        if "text_config" in config:
+            found = config.section("text_config").text("model_type", f"{kind}_text")
+            if found not in (kind, f"{kind}_text"):
+                raise ConfigError("text_config.model_type", f"must be {kind}_text, was {found!r}")
+            values = super().text_config(config).to_dict()
+        else:  # older files have the values of the decoder at the top
+            values = config.to_dict()
+            del values["vision_config"]
+        rope = rope_values(HuggingFaceConfig(values))
+        values.pop("rope_scaling", None)
+        if "mrope" in (rope.get("type"), rope.get("rope_type")):  # older files
+            rope = {**rope, "rope_type": "default"}
+        return HuggingFaceConfig({**values, "rope_parameters": rope}, "config.json: text_config")
+
+    @classmethod
+    def blueprint(cls, huggingface_config: HuggingFaceConfig) -> Blueprint:
+        text = cls.text_config(huggingface_config)
+        blueprint = cls.text_family.blueprint(text)
+        (rotary,) = blueprint.rotaries
+        sections = rope_sections(text.section("rope_parameters"), cls.sections)
+        return replace(blueprint, rotaries=(replace(rotary, axes=cls.axes(sections, rotary.dim // 2)),))
+
+    @classmethod
+    def largest_image(cls, huggingface_config: HuggingFaceConfig) -> int:
+        return cls.max_encoder_rows
+
+    def encoder_rows(self, image: ImageMetadata) -> int:
+        return len(image.pixel_values)
+
+
+class Qwen25VisionModel(QwenVisionModel):
+    """Qwen2.5-VL as a pipeline model."""
+
+    text_family = Qwen2Model
+    sections = (16, 24, 24)
+    vision_defaults: ClassVar[Mapping[str, object]] = {
+        "depth": 32,
+        "hidden_size": 3584,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "patch_size": 14,
+        "out_hidden_size": 3584,
+    }
+
+    @classmethod
+    def load_encoder(cls, load: Loader, huggingface_config: HuggingFaceConfig) -> Qwen25Vision:
+        hidden = cls.blueprint(huggingface_config).hidden
+        return Qwen25Vision.load(load, "visual", cls.vision_config(huggingface_config), hidden)

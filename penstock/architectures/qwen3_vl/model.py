@@ -1,0 +1,90 @@
+"""Qwen3-VL (Bai et al. 2025, arXiv:2511.21631): Qwen 3 with rows of images in its first layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from penstock.architectures.multimodal_rope import interleaved_axes
+from penstock.architectures.qwen2_5_vl.model import QwenVisionModel
+from penstock.architectures.qwen3.model import Qwen3Model
+from penstock.architectures.qwen3_vl.vision import Qwen3Vision
+from penstock.architectures.vision_language import VisionLanguageNetwork
+from penstock.config import HuggingFaceConfig
+from penstock.errors import ConfigError
+from penstock.host.heartbeat import beat
+from penstock.kernels import StepInputs
+from penstock.nn import DecoderNetwork, Loader
+
+
+@dataclass(frozen=True, slots=True)
+class DeepstackNetwork(VisionLanguageNetwork):
+    """A decoder whose first layers add further rows of images to their outputs."""
+
+    text: DecoderNetwork
+    encoder: Qwen3Vision
+
+    def __call__(
+        self, tokens: Tensor, step: StepInputs, input_embeds: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``tokens [T]`` -> hidden states ``[T, E]`` before and after the final norm.
+
+        ``input_embeds`` holds rows ``[P]`` and ``[P, (1 + N) E]``: embeddings, then the rows of N layers.
+        """
+        if input_embeds is None:
+            return self.text(tokens, step)
+        network, ops = self.text, step.ops
+        places, wide = input_embeds
+        embeddings, *stacked = torch.split(wide, network.embedding.table.shape[1], dim=1)
+        x, residual = network.embedding(tokens, step, (places, embeddings.contiguous())), None
+        rows = [rotary.rows(step) for rotary in network.rotaries]
+        for layer, block in enumerate(network.blocks):
+            x, residual = block(x, residual, rows, step)
+            if layer < len(stacked):
+                added = ops.add(ops.take_rows(x, places), stacked[layer].contiguous())
+                x = ops.put_rows(x, places, added)
+            beat()
+        normed, hidden = network.norm.add(x, residual, step)
+        return hidden, normed
+
+
+class Qwen3VisionModel(QwenVisionModel):
+    """Qwen3-VL as a pipeline model."""
+
+    network: DeepstackNetwork
+    text_family = Qwen3Model
+    sections = (24, 20, 20)
+    vision_tables = ("visual.pos_embed.weight",)
+    vision_defaults: ClassVar[Mapping[str, object]] = {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "patch_size": 16,
+        "out_hidden_size": 3584,
+        "deepstack_visual_indexes": [8, 16, 24],
+    }
+
+    @classmethod
+    def axes(cls, sections: Sequence[int], pairs: int) -> tuple[int, ...]:
+        return interleaved_axes(sections, pairs)
+
+    @classmethod
+    def load_encoder(cls, load: Loader, huggingface_config: HuggingFaceConfig) -> Qwen3Vision:
+        hidden = cls.blueprint(huggingface_config).hidden
+        return Qwen3Vision.load(load, "visual", cls.vision_config(huggingface_config), hidden)
+
+    @classmethod
+    def build(cls, load: Loader, huggingface_config: HuggingFaceConfig, max_length: int) -> DeepstackNetwork:
+        network: Any = super().build(load, huggingface_config, max_length)
+        count, layers = len(network.encoder.deepstack), len(network.text.blocks)
+        if count > layers:
+            raise ConfigError(
+                "vision_config.deepstack_visual_indexes",
+                f"has {count} blocks for a decoder of {layers} layers",
+            )
+        return DeepstackNetwork(network.text, network.encoder)

@@ -1,0 +1,205 @@
+"""The vision encoder of Qwen3-VL: interpolated learned positions, and outputs of several blocks (deepstack,
+Meng et al. 2024, arXiv:2406.04334)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.architectures.multimodal_rope import patches_and_grid
+from penstock.errors import ConfigError
+from penstock.host.heartbeat import beat
+from penstock.kernels import Ops, StepInputs
+from penstock.nn import MLP, EncoderAttention, LayerNorm, Linear, Loader
+from penstock.nn.grid_vision import Grid, axial_base, axial_rotary_rows, merge_order, patch_coordinates
+from penstock.nn.vision import QuickGeluMLP, VisionBlock, image_step, load_mlp, load_patch_embedding
+
+if TYPE_CHECKING:
+    from penstock.config import HuggingFaceConfig
+    from penstock.pipelines.core import ImageMetadata
+
+_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class PatchMerger:
+    """A norm and a feed-forward layer over the patches of a square."""
+
+    norm: LayerNorm
+    mlp: MLP | QuickGeluMLP
+    width: int  # merge^2 E
+    merges_first: bool
+    """Whether the norm covers the whole square, not each patch."""
+
+    @classmethod
+    def load(
+        cls, load: Loader, name: str, hidden: int, merge: int, out: int, *, merges_first: bool
+    ) -> PatchMerger:
+        """Read the layer called ``name``."""
+        width = hidden * merge * merge
+        return cls(
+            load.layer_norm(f"{name}.norm", width if merges_first else hidden, _NORM_EPS),
+            MLP(
+                load.linear(f"{name}.linear_fc1", width, width, bias=True),
+                load.linear(f"{name}.linear_fc2", out, width, bias=True),
+                "gelu",
+            ),
+            width,
+            merges_first,
+        )
+
+    def __call__(self, x: Tensor, step: StepInputs) -> Tensor:  # [T, E] -> [T / merge^2, out]
+        if self.merges_first:
+            return self.mlp(self.norm(x.view(-1, self.width), step), step)
+        return self.mlp(self.norm(x, step).view(-1, self.width), step)
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3Vision:
+    """Patch embedding, positions, blocks, and the layers that merge patches."""
+
+    patches: Linear  # [C 2 p p] -> [E]
+    positions: Tensor  # [side, side, E]
+    blocks: tuple[VisionBlock, ...]
+    merger: PatchMerger
+    deepstack: tuple[tuple[int, PatchMerger], ...]
+    """Blocks whose outputs are added to the first layers of the text model, in ascending order."""
+    head_dim: int
+    base: float
+    merge: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def load(cls, load: Loader, name: str, config: HuggingFaceConfig, text_hidden: int) -> Qwen3Vision:
+        """Read the encoder called ``name``.
+
+        Raises:
+            ConfigError: the configuration contradicts itself.
+        """
+        hidden, heads, patch = (
+            config.integer("hidden_size"),
+            config.integer("num_heads"),
+            config.integer("patch_size"),
+        )
+        merge, out = config.integer("spatial_merge_size", 2), config.integer("out_hidden_size")
+        depth, count = config.integer("depth"), config.integer("num_position_embeddings", 2304)
+        side = round(count**0.5)
+        stacked = config.integers("deepstack_visual_indexes") or ()
+        if out != text_hidden:
+            raise ConfigError(
+                "vision_config.out_hidden_size", f"is {out}, but the text model has hidden_size {text_hidden}"
+            )
+        if hidden % heads:
+            raise ConfigError("vision_config.num_heads", f"{heads} heads do not divide hidden_size {hidden}")
+        if side * side != count:
+            raise ConfigError("vision_config.num_position_embeddings", f"must be a square, was {count}")
+        if any(not 0 <= index < depth for index in stacked) or len(set(stacked)) < len(stacked):
+            raise ConfigError(
+                "vision_config.deepstack_visual_indexes",
+                f"must be different blocks from 0 to {depth - 1}, were {', '.join(map(str, stacked))}",
+            )
+        dim, inner = hidden // heads, config.integer("intermediate_size")
+        shape = (
+            hidden,
+            config.integer("in_channels", 3),
+            config.integer("temporal_patch_size", 2),
+            patch,
+            patch,
+        )
+        activation = config.get("hidden_act") or "gelu_pytorch_tanh"
+
+        def block(index: int) -> VisionBlock:
+            path = f"{name}.blocks.{index}"
+            return VisionBlock(
+                load.layer_norm(f"{path}.norm1", hidden, _NORM_EPS),
+                EncoderAttention(
+                    load.linear(f"{path}.attn.qkv", 3 * hidden, hidden, bias=True),
+                    load.linear(f"{path}.attn.proj", hidden, hidden, bias=True),
+                    heads,
+                    heads,
+                    dim,
+                    dim**-0.5,
+                    rotary=0,
+                ),
+                load.layer_norm(f"{path}.norm2", hidden, _NORM_EPS),
+                load_mlp(load, f"{path}.mlp", hidden, inner, activation, up="linear_fc1", down="linear_fc2"),
+            )
+
+        def merger(path: str, *, merges_first: bool) -> PatchMerger:
+            return PatchMerger.load(load, f"{name}.{path}", hidden, merge, out, merges_first=merges_first)
+
+        return cls(
+            load_patch_embedding(load, f"{name}.patch_embed.proj", shape, bias=True),
+            load.tensor(f"{name}.pos_embed.weight", count, hidden).view(side, side, hidden),
+            tuple(block(index) for index in range(depth)),
+            merger("merger", merges_first=False),
+            tuple(
+                (index, merger(f"deepstack_merger_list.{stacked.index(index)}", merges_first=True))
+                for index in sorted(stacked)
+            ),
+            dim,
+            axial_base(config, dim),
+            merge,
+            load.device,
+            load.dtype,
+        )
+
+    def __call__(self, images: Sequence[ImageMetadata], ops: Ops) -> list[Tensor]:
+        """Return rows ``[embedding_rows, (1 + N) E]`` of each image, see `encode`."""
+        return [self.encode(*patches_and_grid(image, self.device, self.dtype), ops) for image in images]
+
+    def encode(self, patches: Tensor, grids: Sequence[Grid], ops: Ops) -> Tensor:
+        """Return rows ``[T / merge^2, (1 + N) E]`` of images: the embeddings, then N deepstack rows.
+
+        Args:
+            patches: ``[T, C 2 p p]``, in the order of `penstock.nn.grid_vision`.
+            grids: the grid of each image.
+            ops: the operations.
+        """
+        device = patches.device
+        step = image_step(ops, [height * width for height, width in grids], device)
+        cos, sin = axial_rotary_rows(patch_coordinates(grids, self.merge), self.head_dim, self.base)
+        rows = ((cos.to(device), sin.to(device)),)
+        places = torch.cat([self.interpolate(grid) for grid in grids])
+        x, residual = ops.add(self.patches(patches, step), places), None
+        mergers, stacked = dict(self.deepstack), []
+        for index, block in enumerate(self.blocks):
+            x, residual = block(x, residual, step, rows)
+            if index in mergers:
+                stacked.append(mergers[index](ops.add(x, residual), step))
+            beat()
+        assert residual is not None
+        merged = self.merger(ops.add(x, residual), step)
+        return torch.cat([merged, *stacked], dim=1)
+
+    def interpolate(self, grid: Grid) -> Tensor:
+        """Return the learned positions ``[h w, E]`` of a grid, bilinearly interpolated."""
+        height, width = grid
+        table = self.positions.float()
+        (top, down), (left, right) = _corners(height, len(table)), _corners(width, len(table))
+        corners = [
+            (top[0][:, None], left[0], top[1][:, None] * left[1]),
+            (top[0][:, None], right[0], top[1][:, None] * right[1]),
+            (down[0][:, None], left[0], down[1][:, None] * left[1]),
+            (down[0][:, None], right[0], down[1][:, None] * right[1]),
+        ]
+        device = table.device
+        found = sum(
+            table[rows.to(device), columns.to(device)] * weight[..., None].to(device)
+            for rows, columns, weight in corners
+        )
+        assert isinstance(found, Tensor)
+        return merge_order(found, self.merge).to(self.positions.dtype)
+
+
+def _corners(count: int, side: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the table rows below and above ``count`` evenly spaced places, each with its weight."""
+    places = torch.linspace(0, side - 1, count)
+    below = places.long()
+    share = places - below
+    return (below, 1 - share), ((below + 1).clamp(max=side - 1), share)

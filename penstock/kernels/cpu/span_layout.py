@@ -1,0 +1,69 @@
+"""The rows of a step with bidirectional images, in parts that the attention kernel can compute.
+
+The kernel gives all rows of a call the same number of keys after their position. Rows of text see none, rows
+of an image all of its keys. Each run of text and each image therefore becomes a sequence that ends with its
+last key. One call computes all texts, another one all images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPart:
+    """Runs of rows of a step, as sequences of a call of the kernel."""
+
+    rows: Tensor  # [R] int64: the rows of the step
+    row_offsets: Tensor  # [S + 1] int32
+    lengths: Tensor  # [S] int32
+    sequences: Tensor  # [S] int64: the sequence of the step that a run belongs to
+    ahead: int
+    """The number of keys after its position that a row sees at most."""
+
+
+def span_parts(row_offsets: Tensor, lengths: Tensor, spans: Tensor) -> tuple[SpanPart, ...]:
+    """Return the part of the texts and that of the images; empty parts are left out.
+
+    Args:
+        row_offsets: ``[B + 1]``.
+        lengths: ``[B]``.
+        spans: ``[T, 2]``.
+    """
+    offsets = row_offsets.numpy().astype(np.int64)
+    counts = np.diff(offsets)
+    sequences = np.arange(len(counts)).repeat(counts)  # [T]
+    positions = np.arange(offsets[-1]) + (lengths.numpy() - offsets[1:]).repeat(counts)  # [T]
+    starts, ends = spans.numpy().astype(np.int64).T
+    is_image = ends - starts > 1
+    keys = np.stack([sequences, is_image, starts * is_image])  # [3, T]: equal within a run
+    firsts = np.flatnonzero(np.append(True, (np.diff(keys) != 0).any(0)))
+    lasts = np.append(firsts[1:], offsets[-1])
+    return tuple(
+        _part(firsts[chosen], lasts[chosen], sequences, positions, has_images)
+        for has_images in (False, True)
+        if (chosen := is_image[firsts] == has_images).any()
+    )
+
+
+def _part(
+    firsts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    sequences: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    has_images: bool,
+) -> SpanPart:
+    rows = np.concatenate([np.arange(first, end) for first, end in zip(firsts, ends, strict=True)])
+    counts = ends - firsts
+    return SpanPart(
+        torch.from_numpy(rows),
+        torch.from_numpy(np.append(0, counts.cumsum()).astype(np.int32)),
+        torch.from_numpy((positions[ends - 1] + 1).astype(np.int32)),
+        torch.from_numpy(sequences[firsts]),
+        int(counts.max()) if has_images else 0,
+    )

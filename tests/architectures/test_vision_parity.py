@@ -1,0 +1,228 @@
+"""Every model that reads images computes what transformers computes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from dataclasses import replace as dataclass_replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from support.networks import held_bytes
+from support.running import context_of, feed, generate, open_pipeline, random_tokens
+from support.vision import PROMPTS, VisionPrompt, chunk_logits, forward_logits, save_vision_model
+
+from penstock.architectures.registry import PIPELINE_REGISTRY, SupportedArchitecture
+from penstock.kv_cache import restart
+from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines.core import image_digest
+
+FAMILIES = [one for one in PIPELINE_REGISTRY.architectures if one.name in PROMPTS]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A checkpoint of a family, in transformers and on disk, with its prompt and the expected results."""
+
+    model: Any
+    folder: Path
+    config: dict[str, Any]
+    prompt: VisionPrompt
+    logits: torch.Tensor  # [T, V]
+    text: list[int]
+
+
+def opened(architecture: SupportedArchitecture, folder: Path, **changes: Any) -> Family:
+    model = save_vision_model(architecture, folder, **changes)
+    assert architecture.tiny_config is not None
+    config = architecture.tiny_config()
+    for name, change in changes.items():
+        config[name] = config[name] | change if isinstance(change, dict) else change
+    prompt = PROMPTS[architecture.name](config)
+    return Family(model, folder, config, prompt, prompt.logits(model), prompt.greedy(model, 20))
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda one: one.name)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return opened(request.param, tmp_path_factory.mktemp(request.param.name))
+
+
+@pytest.fixture(scope="module")
+def pipeline(family: Family) -> TextGenerationPipeline:
+    return open_pipeline(family.folder, kv_cache_block_size=16)
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, float(theirs.std())), rtol=0)
+
+
+def test_registered_families_are_tested() -> None:
+    readers = {one.name for one in PIPELINE_REGISTRY.architectures if one.media is not None}
+    assert readers == {*PROMPTS, "llava"}, "llava has tests of its own"
+
+
+def test_whole_prompt(family: Family, pipeline: TextGenerationPipeline) -> None:
+    context = family.prompt.context()
+    assert_close(forward_logits(pipeline, [context]), family.logits)
+    pipeline.release(context)
+
+
+def test_reference_kernels(family: Family) -> None:
+    pipeline = open_pipeline(family.folder, kernels="reference")
+    assert_close(forward_logits(pipeline, [family.prompt.context()]), family.logits)
+
+
+def test_chunks(family: Family, pipeline: TextGenerationPipeline) -> None:
+    """Chunks end in the text, at both ends of an image and, with causal attention, within it."""
+    prompt = family.prompt
+    first, second = prompt.images
+    ends = {2, first.start_idx, first.end_idx, first.end_idx + 1, second.end_idx, len(prompt.tokens)}
+    if not prompt.is_bidirectional:
+        ends |= {first.start_idx + 1, second.start_idx + 1, second.end_idx - 1}
+    context = prompt.context(log_probabilities_echo=True)
+    assert_close(chunk_logits(pipeline, context, sorted(ends)), family.logits)
+    pipeline.release(context)
+
+
+def test_decoding_after_images(family: Family, pipeline: TextGenerationPipeline) -> None:
+    more = random_tokens(8, 120, seed=1)
+    expected = family.prompt.logits(family.model, more)
+    context = family.prompt.context()
+    forward_logits(pipeline, [context])
+    for index, token in enumerate(more):
+        feed(pipeline, context, token)
+        row = len(family.prompt.tokens) + index
+        assert_close(forward_logits(pipeline, [context]), expected[row : row + 1])
+    pipeline.release(context)
+
+
+@pytest.mark.parametrize("num_steps", [1, 7])
+def test_greedy_text(family: Family, pipeline: TextGenerationPipeline, num_steps: int) -> None:
+    text = random_tokens(30, 120, seed=2)
+    alone = context_of(text, 20)
+    [expected] = generate(pipeline, [alone])
+    contexts = [family.prompt.context(20), context_of(text, 20), family.prompt.context(20)]
+    assert generate(pipeline, contexts, num_steps) == [family.text, expected, family.text]
+
+
+def test_text_without_images(family: Family, pipeline: TextGenerationPipeline) -> None:
+    tokens = random_tokens(30, 120, seed=3)
+    with torch.inference_mode():
+        expected = family.model(input_ids=torch.tensor([tokens])).logits[0].float()
+    context: Any = context_of(tokens)
+    assert_close(forward_logits(pipeline, [context]), expected)
+    pipeline.release(context)
+
+
+def test_equal_prefix_is_reused(family: Family, pipeline: TextGenerationPipeline) -> None:
+    """Equal images share blocks and rows. An image that differs in one number does not."""
+    assert pipeline.runner.images is not None
+    prompt = family.prompt
+    [text] = generate(pipeline, [prompt.context(20)])
+    again = prompt.context(20)
+    pipeline.kv.claim(again)
+    assert again.start_idx >= 16
+    count = pipeline.runner.images.cache.num_encoded
+    assert generate(pipeline, [again]) == [text]
+    assert pipeline.runner.images.cache.num_encoded == count
+    last = prompt.images[1]
+    pixels = last.pixel_values.copy()
+    pixels.reshape(-1)[0] += 1
+    changed = replace(last, pixel_values=pixels, image_hash=image_digest(pixels, last.arguments))
+    other = dataclass_replace(prompt, images=[prompt.images[0], changed]).context(20)
+    pipeline.kv.claim(other)
+    assert other.start_idx <= last.start_idx
+    pipeline.release(other)
+
+
+def test_recomputed_context(family: Family, pipeline: TextGenerationPipeline) -> None:
+    """A context that lost its blocks after some tokens continues with the same text."""
+    context = family.prompt.context(20)
+    tokens: list[int] = []
+    while len(tokens) < 8:
+        tokens += [int(one.next_token) for one in pipeline.execute({"a": context})["a"].tokens]
+    restart(pipeline.kv, context)
+    while not context.is_done:
+        tokens += [int(one.next_token) for one in pipeline.execute({"a": context})["a"].tokens]
+    pipeline.release(context)
+    assert tokens == family.text
+
+
+def test_text_after_a_prompt_that_ends_with_an_image(
+    family: Family, pipeline: TextGenerationPipeline
+) -> None:
+    whole = PROMPTS[family.model.config.model_type](family.config, ([5, 6, 7], []))
+    prompt = dataclass_replace(whole, tokens=whole.tokens[: whole.images[0].end_idx])
+    more = random_tokens(5, 120, seed=4)
+    expected = prompt.logits(family.model, more)
+    context = prompt.context(log_probabilities_echo=True)  # no row from the cache
+    assert_close(forward_logits(pipeline, [context]), expected[: len(prompt.tokens)])
+    for index, token in enumerate(more):
+        feed(pipeline, context, token)
+        row = len(prompt.tokens) + index
+        assert_close(forward_logits(pipeline, [context]), expected[row : row + 1])
+    pipeline.release(context)
+    one_by_one = generate(pipeline, [prompt.context(10)], 1)
+    assert generate(pipeline, [prompt.context(10)], 5) == one_by_one
+
+
+@pytest.mark.parametrize(("encoding", "limit"), [("bfloat16", None), ("int8", 0.2)])
+def test_encodings(family: Family, encoding: str, limit: float | None) -> None:
+    pipeline = open_pipeline(family.folder, quantization_encoding=encoding)
+    ours = forward_logits(pipeline, [family.prompt.context()])
+    error = float((ours - family.logits).std() / family.logits.std())
+    if limit is None:
+        theirs = family.prompt.logits(copy.deepcopy(family.model).to(torch.bfloat16))
+        limit = 1.5 * float((theirs - family.logits).std() / family.logits.std())
+    assert error < limit
+
+
+def test_estimate_covers_the_weights(family: Family, pipeline: TextGenerationPipeline) -> None:
+    plan = pipeline.memory_plan
+    assert held_bytes(pipeline) <= plan.weights_size <= 1.3 * held_bytes(pipeline)
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("idefics3", {"scale_factor": 4, "vision_config": {"image_size": 64, "num_attention_heads": 4}}),
+    ("smolvlm", {"text_config": {"tie_word_embeddings": True}, "tie_word_embeddings": True}),
+    ("gemma3", {"mm_tokens_per_image": 16, "text_config": {"sliding_window": 5}}),
+    ("gemma3", {"mm_tokens_per_image": 1, "vision_config": {"vision_use_head": True, "hidden_act": "gelu"}}),
+    ("qwen2_5_vl", {"vision_config": {"window_size": 1000, "fullatt_block_indexes": [0, 2]}}),
+    (
+        "qwen2_5_vl",
+        {
+            "tie_word_embeddings": True,
+            "vision_config": {"patch_size": 2, "spatial_merge_size": 2, "window_size": 8, "depth": 2},
+            "text_config": {
+                "num_key_value_heads": 3,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "rope_theta": 99.0,
+                    "mrope_section": [4, 2, 2],
+                },
+            },
+        },
+    ),
+    ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [2, 0, 1], "num_position_embeddings": 4}}),
+    (
+        "qwen3_vl",
+        {
+            "tie_word_embeddings": True,
+            "vision_config": {"deepstack_visual_indexes": [], "patch_size": 6},
+            "text_config": {"attention_bias": True, "head_dim": 40, "num_key_value_heads": 3},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=lambda one: one if isinstance(one, str) else "")
+def test_other_configurations(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    (architecture,) = (one for one in FAMILIES if one.name == name)
+    family = opened(architecture, tmp_path, **changes)
+    pipeline = open_pipeline(tmp_path, kv_cache_block_size=16)
+    assert_close(forward_logits(pipeline, [family.prompt.context()]), family.logits)
+    assert generate(pipeline, [family.prompt.context(20)], 4) == [family.text]

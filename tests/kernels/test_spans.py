@@ -1,0 +1,53 @@
+"""Attention with images whose tokens attend to each other in both directions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.driver import CPU
+from penstock.engine import InferenceSession
+from penstock.kernels import Ops
+from penstock.kernels.inputs import LayerKV
+from penstock.kernels.reference import ReferenceOps
+
+HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
+BATCH = [(0, 70, [(3, 20), (21, 60)]), (33, 40, [(33, 38)]), (8, 9, []), (0, 50, [(0, 50)]), (20, 45, [])]
+"""Start and end of the rows of each sequence, and its images."""
+
+
+def case(window: int | None) -> tuple[torch.Tensor, LayerKV, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, cache, row offsets, lengths and spans of the batch."""
+    torch.manual_seed(0)
+    counts = torch.tensor([end - start for start, end, _ in BATCH])
+    tables = 1 + torch.randperm(5 * len(BATCH)).view(len(BATCH), 5).int()
+    cache = torch.randn(2, 5 * len(BATCH) + 1, KV_HEADS, BLOCK, DIM)
+    spans = []
+    for start, end, images in BATCH:
+        rows = torch.arange(start, end)
+        own = torch.stack([rows, rows + 1], 1)
+        for first, last in images:
+            own[(rows >= first) & (rows < last)] = torch.tensor([first, last])
+        spans.append(own)
+    offsets = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+    lengths = torch.tensor([end for _, end, _ in BATCH]).int()
+    kv = LayerKV(cache, tables, torch.zeros(0).long(), window)
+    return torch.randn(int(counts.sum()), HEADS, DIM), kv, offsets, lengths, torch.cat(spans).int()
+
+
+@pytest.mark.parametrize("window", [None, 7, 30])
+@pytest.mark.parametrize("ops", [ReferenceOps(), InferenceSession([CPU()]).ops], ids=["reference", "best"])
+def test_visible_keys(ops: Ops, window: int | None) -> None:
+    """A row sees the keys of its window before it, and those of its image after it."""
+    q, kv, offsets, lengths, spans = case(window)
+    out = ops.attention(q, kv, offsets, lengths, scale=0.3, spans=spans)
+    row = 0
+    for sequence, (start, end, _) in enumerate(BATCH):
+        keys, values = kv.cache[:, kv.block_tables[sequence].long()].transpose(2, 3).flatten(1, 2)
+        for position in range(start, end):
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = slice(first, int(spans[row, 1]))
+            scores = torch.einsum("hd,nhd->hn", q[row], keys[seen].repeat_interleave(3, 1)) * 0.3
+            expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), values[seen].repeat_interleave(3, 1))
+            torch.testing.assert_close(out[row], expected, atol=1e-5, rtol=0)
+            row += 1

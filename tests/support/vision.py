@@ -1,0 +1,224 @@
+"""Small vision models with random weights, prompts with images, and what transformers computes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.architectures.registry import SupportedArchitecture
+from penstock.pipelines import TextGenerationPipeline
+from penstock.pipelines.core import ImageMetadata, TextAndVisionContext, image_digest
+
+
+def save_vision_model(architecture: SupportedArchitecture, folder: Path, **changes: Any) -> Any:
+    """Save a model with weights large enough to expose every mistake, and return it in float32.
+
+    Args:
+        architecture: gives the tiny configuration.
+        folder: where to save.
+        changes: replace values of the configuration; a dict is merged with the section.
+    """
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    assert architecture.tiny_config is not None
+    values = architecture.tiny_config()
+    for name, change in changes.items():
+        values[name] = values[name] | change if isinstance(change, dict) else change
+    config = AutoConfig.for_model(
+        **{name: value for name, value in values.items() if name != "architectures"}
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_scale = parameter.dim() == 1 and name.endswith(".weight")
+            parameter.copy_((0.3 if is_scale else 0.2) * torch.randn_like(parameter) + is_scale)
+    model.save_pretrained(folder)
+    return AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@dataclass(frozen=True)
+class VisionPrompt:
+    """Tokens with the placeholders of images, the images, and the arguments of the model in transformers."""
+
+    tokens: list[int]
+    images: list[ImageMetadata]
+    image_token: int
+    is_bidirectional: bool
+    arguments: dict[str, Any]
+
+    def context(self, max_new: int = 100, **fields: Any) -> TextAndVisionContext:
+        """Return a context that ends only by length."""
+        return TextAndVisionContext(
+            prompt=list(self.tokens),
+            max_length=len(self.tokens) + max_new,
+            tokens=np.array(self.tokens, dtype=np.int64),
+            ignore_eos=True,
+            images=list(self.images),
+            vision_token_ids=[self.image_token],
+            has_bidirectional_images=self.is_bidirectional,
+            **fields,
+        )
+
+    def logits(self, model: Any, more: Sequence[int] = ()) -> torch.Tensor:  # [T, V]
+        """Return the logits by transformers after every token of the prompt and of a text after it."""
+        ids = torch.tensor([[*self.tokens, *more]])
+        kind = next(model.parameters()).dtype
+        with torch.inference_mode():
+            outputs = model(input_ids=ids, **_typed(self.arguments, ids, self.image_token, kind))
+        logits: torch.Tensor = outputs.logits[0].float()
+        return logits
+
+    def greedy(self, model: Any, count: int) -> list[int]:
+        """Return the tokens that transformers generates."""
+        ids = torch.tensor([self.tokens])
+        found = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **_typed(self.arguments, ids, self.image_token, torch.float32),
+        )
+        text: list[int] = found[0, len(self.tokens) :].tolist()
+        return text
+
+
+def _typed(
+    arguments: dict[str, Any], ids: torch.Tensor, image_token: int, kind: torch.dtype
+) -> dict[str, Any]:
+    """Return the arguments for these tokens: pixels of a type, and the kind of each token."""
+    found = dict(arguments)
+    found["pixel_values"] = found["pixel_values"].to(kind)
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in found:
+            found[name] = (ids == image_token).long()
+    return found
+
+
+Spans = Sequence[tuple[ImageMetadata, list[int]]]
+
+
+def _prompt(
+    text: Sequence[Sequence[int]], spans: Spans, image_token: int, is_bidirectional: bool, **arguments: Any
+) -> VisionPrompt:
+    """Return a prompt of texts with an image after each but the last, with its tokens."""
+    tokens: list[int] = []
+    images = []
+    for words, (image, ids) in zip(text[:-1], spans, strict=False):
+        tokens += words
+        within = [index for index, one in enumerate(ids) if one == image_token]
+        start, end = len(tokens) + within[0], len(tokens) + within[-1] + 1
+        images.append(
+            ImageMetadata(
+                start_idx=start,
+                end_idx=end,
+                pixel_values=image.pixel_values,
+                arguments=image.arguments,
+                num_embedding_rows=len(within),
+                image_hash=image_digest(image.pixel_values, image.arguments),
+            )
+        )
+        tokens += ids
+    return VisionPrompt([*tokens, *text[-1]], images, image_token, is_bidirectional, arguments)
+
+
+TEXT = ([5, 6, 7], [20, 21], [8, 9, 10, 11, 12])
+
+
+def _pixels(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def _image(pixels: np.ndarray, **arguments: np.ndarray) -> ImageMetadata:
+    return ImageMetadata(start_idx=0, end_idx=1, pixel_values=pixels, arguments=arguments)
+
+
+def idefics3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT) -> VisionPrompt:
+    """Return a prompt with an image of two tiles and the whole image, and one of a single tile."""
+    size, token = config["vision_config"]["image_size"], config["image_token_id"]
+    side = size // config["vision_config"]["patch_size"] // config["scale_factor"]
+    tiles = [_pixels(0, 3, 3, size, size), _pixels(1, 1, 3, size, size)]
+    spans = [
+        (_image(pixels, tiles=np.array([2, 1])), [*([30, *[token] * side**2] * len(pixels)), 31])
+        for pixels in tiles
+    ]
+    batch = torch.from_numpy(np.concatenate(tiles[: len(text) - 1]))[None]
+    return _prompt(text, spans, token, False, pixel_values=batch)
+
+
+def gemma3_prompt(config: dict[str, Any], text: Sequence[Sequence[int]] = TEXT) -> VisionPrompt:
+    """Return a prompt with two images."""
+    size, token = config["vision_config"]["image_size"], config["image_token_index"]
+    images = [_pixels(seed, 3, size, size) for seed in (0, 1)]
+    ids = [config["boi_token_index"], *[token] * config["mm_tokens_per_image"], config["eoi_token_index"]]
+    batch = torch.from_numpy(np.stack(images[: len(text) - 1]))
+    spans = [(_image(pixels), ids) for pixels in images]
+    return _prompt(text, spans, token, True, pixel_values=batch, token_type_ids=None)
+
+
+def qwen_prompt(
+    config: dict[str, Any],
+    text: Sequence[Sequence[int]] = TEXT,
+    grids: Sequence[tuple[int, int]] = ((4, 6), (10, 8)),
+) -> VisionPrompt:
+    """Return a prompt with two images of different shapes."""
+    token, patch = config["image_token_id"], config["vision_config"]["patch_size"]
+    start, end = config["vision_start_token_id"], config["vision_end_token_id"]
+    grids = grids[: len(text) - 1]
+    images = [_pixels(seed, rows * columns, 6 * patch * patch) for seed, (rows, columns) in enumerate(grids)]
+    spans = [
+        (_image(pixels, image_grid_thw=np.array([1, *grid])), [start, *[token] * (len(pixels) // 4), end])
+        for pixels, grid in zip(images, grids, strict=True)
+    ]
+    return _prompt(
+        text,
+        spans,
+        token,
+        False,
+        pixel_values=torch.from_numpy(np.concatenate(images)),
+        image_grid_thw=torch.tensor([(1, *grid) for grid in grids]),
+        mm_token_type_ids=None,
+    )
+
+
+PROMPTS: dict[str, Callable[..., VisionPrompt]] = {
+    "idefics3": idefics3_prompt,
+    "smolvlm": idefics3_prompt,
+    "gemma3": gemma3_prompt,
+    "qwen2_5_vl": qwen_prompt,
+    "qwen3_vl": qwen_prompt,
+}
+"""Prompts of each family; the first argument is its configuration."""
+
+
+def chunk_logits(
+    pipeline: TextGenerationPipeline, context: TextAndVisionContext, chunks: Sequence[int]
+) -> torch.Tensor:  # [T, V]
+    """Return the logits after each token, computed in chunks that end at these indices."""
+    rows = []
+    for end in chunks:
+        context.set_token_indices(active_idx=end)
+        rows.append(forward_logits(pipeline, [context]))
+        context.update(0)
+        pipeline.kv.commit(context)
+    return torch.cat(rows)
+
+
+def forward_logits(
+    pipeline: TextGenerationPipeline, contexts: Sequence[TextAndVisionContext]
+) -> torch.Tensor:
+    """Return the logits ``[R, V]`` of the active tokens of all contexts, from one forward."""
+    for context in contexts:
+        pipeline.kv.claim(context)
+        pipeline.kv.reserve(context)
+    counts = [context.active_length for context in contexts]
+    return pipeline.runner.forward(contexts, counts).float()
