@@ -82,6 +82,7 @@ def load_tokenizer(config: PipelineConfig, catalog: Catalog = CATALOG) -> Any:
         config.model.checkpoint,
         chat_template=config.model.chat_template,
         special_tokens_in_content=config.model.special_tokens_in_content,
+        **{name: config.value_of(name) for name in task.tokenizer_settings},
     )
 
 
@@ -283,6 +284,8 @@ def _as_work(
         grammars_enabled=pipeline.supports_grammars,
         outputs=list(pipeline.outputs),
         embedding_size=pipeline.embedding_size,
+        sample_rate=pipeline.sample_rate,
+        voices=list(pipeline.voices.values()),
     )
 
     def add_draft_counts(stats: WorkerStats) -> None:

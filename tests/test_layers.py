@@ -62,7 +62,7 @@ TABLE: Mapping[str, Row] = {
     "engine": Row("kernels driver host", "torch numpy"),
     "config": Row(f"{_STATE} text weights", "msgspec"),
     "text": Row(f"{_STATE} weights", "numpy tokenizers jinja2", "transformers"),
-    "media": Row(f"{_STATE} config text weights", "numpy msgspec", "PIL transformers tokenizers"),
+    "media": Row(f"{_STATE} config text weights", "numpy msgspec", "PIL soundfile transformers tokenizers"),
     "grammar": Row(f"{_STATE} config text", "torch numpy tokenizers", "xgrammar llguidance"),
     "weights": Row(_STATE, "torch numpy safetensors tokenizers", "huggingface_hub"),
     "kv_cache": Row(_STATE, "torch numpy"),

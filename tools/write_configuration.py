@@ -39,6 +39,7 @@ SECTIONS = {
     "speculative": "Speculation: `PipelineConfig.speculative`",
     "structured_output": "Structured output: `PipelineConfig.structured_output`",
     "vision": "Images: `PipelineConfig.vision`",
+    "speech": "Speech: `PipelineConfig.speech`",
     "": "Pipeline: `PipelineConfig`",
 }
 

@@ -88,6 +88,30 @@ class SupportedArchitecture:
             )
 
 
+def speech_architectures(
+    name: str,
+    pipeline_model: str,
+    tiny_config: Callable[[], dict[str, Any]],
+    example_repo_ids: tuple[str, ...] = (),
+) -> tuple[SupportedArchitecture, SupportedArchitecture]:
+    """Return the records of a decoder that can write speech: one for speech tokens, one for audio.
+
+    The model is that of text generation; the speech format of the checkpoint makes the difference.
+    """
+    tasks = (PipelineTask.SPEECH_TOKEN_GENERATION, PipelineTask.AUDIO_GENERATION)
+    tokens, audio = (
+        SupportedArchitecture(
+            name=name,
+            task=task,
+            pipeline_model=pipeline_model,
+            example_repo_ids=example_repo_ids,
+            tiny_config=tiny_config,
+        )
+        for task in tasks
+    )
+    return tokens, audio
+
+
 class PipelineRegistry:
     """The architectures of some folders, and those registered by hand; the key is model type and task.
 

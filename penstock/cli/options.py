@@ -27,6 +27,7 @@ _GROUPS = {
     "speculative": "Speculation",
     "structured_output": "Structured output",
     "vision": "Images",
+    "speech": "Speech",
     "": "Execution",
 }
 """Section of `PipelineConfig` -> the heading of its flags in ``--help``."""

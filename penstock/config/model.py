@@ -153,7 +153,7 @@ class ModelConfig:
             read=lambda text: text.replace("_", "-"),
         ),
         "Task to load the model for; auto detects it from modules.json and 1_Pooling, then from "
-        "architectures in config.json.",
+        "architectures in config.json, speech_config.json and speech tokens in the vocabulary.",
     )
     matryoshka_dimensions: tuple[int, ...] = setting(
         (),

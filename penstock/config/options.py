@@ -63,6 +63,10 @@ class PipelineOptions(TypedDict, total=False):
     max_image_bytes: int | str | None
     image_processes: int | None
     image_timeout: float | None
+    codec: Path | None
+    speech_format: str | None
+    voice: str | tuple[str, ...] | list[str] | None
+    audio_chunk_frames: int | None
     max_batch_size: int | None
     max_batch_input_tokens: int | None
     enable_chunked_prefill: bool | None

@@ -25,6 +25,7 @@ from penstock.config.settings import (
 )
 from penstock.config.sources import collect_values
 from penstock.config.speculative import SpeculativeConfig
+from penstock.config.speech import SpeechConfig
 from penstock.config.structured_output import StructuredOutputConfig
 from penstock.config.vision import VisionConfig
 from penstock.errors import ConfigError
@@ -108,6 +109,7 @@ class PipelineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
+    speech: SpeechConfig = field(default_factory=SpeechConfig)
     max_batch_size: int | None = setting(
         None,
         COUNT,
@@ -197,6 +199,11 @@ class PipelineConfig:
             **sections[""],
         )
 
+    def value_of(self, name: str) -> Any:
+        """Return the value of a setting by its flat name."""
+        one = next(one for one in config_fields() if one.name == name)
+        return getattr(getattr(self, one.section) if one.section else self, one.attribute)
+
     def describe(self) -> list[tuple[str, Any, str]]:
         """Return flat name, value and source of every field, for ``--print-config``."""
         rows = []
@@ -234,6 +241,7 @@ _SECTIONS: Mapping[str, type] = {
     "speculative": SpeculativeConfig,
     "structured_output": StructuredOutputConfig,
     "vision": VisionConfig,
+    "speech": SpeechConfig,
 }
 
 

@@ -34,19 +34,22 @@ _EMBEDDINGS_SUFFIXES = (
 def detect_task(checkpoint: Path, huggingface_config: HuggingFaceConfig) -> PipelineTask:
     """Return the task of a checkpoint.
 
+    A causal language model with ``speech_config.json``, or with the tokens of a speech format in its
+    vocabulary, generates audio.
+
     A sentence-transformers layout (``modules.json`` or ``1_Pooling``) is an embeddings model. Otherwise the
     first entry of ``architectures`` decides: ``*ForCausalLM`` generates text; encoders, headless models and
-    sequence classifiers are embeddings models. A checkpoint without a known entry generates text. Speech
-    models cannot be recognised; they need ``--task``.
+    sequence classifiers are embeddings models. A checkpoint without a known entry generates text.
 
     Args:
         checkpoint: a checkpoint's folder, or a GGUF file.
         huggingface_config: its ``config.json``.
 
     Raises:
-        CheckpointError: ``modules.json`` or ``architectures`` is malformed.
+        CheckpointError: ``modules.json``, ``architectures`` or ``speech_config.json`` is malformed.
     """
     from penstock.pipelines.core import PipelineTask
+    from penstock.text.speech_format import is_speech_checkpoint
 
     if _has_sentence_transformers_modules(checkpoint) or (checkpoint / "1_Pooling" / "config.json").is_file():
         return PipelineTask.EMBEDDINGS_GENERATION
@@ -58,6 +61,8 @@ def detect_task(checkpoint: Path, huggingface_config: HuggingFaceConfig) -> Pipe
     first = names[0] if names else ""
     if not first.endswith(_TEXT_SUFFIXES) and first.endswith(_EMBEDDINGS_SUFFIXES):
         return PipelineTask.EMBEDDINGS_GENERATION
+    if first.endswith("ForCausalLM") and is_speech_checkpoint(checkpoint):
+        return PipelineTask.AUDIO_GENERATION
     return PipelineTask.TEXT_GENERATION
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import InputError, UnsupportedFeatureError
-from penstock.pipelines.core import TextContext, TextGenerationStatus, TTSContext
+from penstock.pipelines.core import TextContext, TextGenerationStatus
 from penstock.pipelines.runner import SampledTokens
 
 
@@ -18,7 +18,7 @@ def check_context(
         InputError: it has ended, or is longer than the model's maximum length.
         UnsupportedFeatureError: it needs adapters that are not enabled, or a matcher that is missing.
     """
-    status = generation_status(context)
+    status = context.generation_status
     if status is not TextGenerationStatus.ACTIVE:
         raise InputError(f"request {context.request_id} has ended ({status.value})")
     if context.adapter is not None and not has_adapters:
@@ -66,14 +66,9 @@ def check_sampled_tokens(context: TextContext, tokens: Sequence[int]) -> None:
 def append_tokens(context: TextContext, sampled: SampledTokens) -> None:
     """Append sampled tokens to a context until it ends. Later tokens are dropped."""
     for index, token in enumerate(sampled.tokens):
-        if index and generation_status(context).is_done:
+        if index and context.generation_status.is_done:
             break
         context.update(token, sampled.log_probabilities[index] if sampled.log_probabilities else None)
-
-
-def generation_status(context: TextContext) -> TextGenerationStatus:
-    """Return the status of the language model. A speech context also has a status of its audio."""
-    return context.speech_token_status if isinstance(context, TTSContext) else context.status
 
 
 def appends_forced_tokens(context: TextContext) -> bool:

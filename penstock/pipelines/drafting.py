@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.grammar import acceptable_drafts, forced_tokens
 from penstock.kv_cache import KVCache, tokens_left
 from penstock.memory import MAX_DRAFT_ROWS
-from penstock.pipelines.context_rules import appends_forced_tokens, generation_status
+from penstock.pipelines.context_rules import appends_forced_tokens
 from penstock.pipelines.core import TextContext
 from penstock.pipelines.speculative import DraftLengthPolicy, DraftProposer, SpeculationStats, known_tokens
 
@@ -69,7 +69,7 @@ def draft_tokens(
 
 def append_forced(context: TextContext, kv: KVCache, vocabulary: int) -> int:
     """Append the tokens that the grammar forces and return their number. The next step computes them."""
-    is_over = generation_status(context).is_done or context.active_idx < context.end_idx
+    is_over = context.generation_status.is_done or context.active_idx < context.end_idx
     if not appends_forced_tokens(context) or is_over or not vocabulary:
         return 0
     limit = _tokens_left(context, kv) - 1  # the token that reaches the maximum length is sampled
@@ -77,7 +77,7 @@ def append_forced(context: TextContext, kv: KVCache, vocabulary: int) -> int:
     for token in forced_tokens(context, min(limit, _MAX_FORCED_TOKENS), vocabulary):
         context.jump_ahead(token)
         num_forced += 1
-        if generation_status(context).is_done:
+        if context.generation_status.is_done:
             break
     return num_forced
 

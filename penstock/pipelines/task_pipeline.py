@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from penstock.errors import PenstockError, TaskMismatchError
 from penstock.kv_cache.interface import KVCache, NullKVCache
-from penstock.pipelines.core import InputContext, PipelineTask, context_type
+from penstock.pipelines.core import InputContext, PipelineTask, VoicePrompt, context_type
 from penstock.pipelines.core.interfaces import PipelineOutput
 
 if TYPE_CHECKING:
@@ -100,6 +100,16 @@ class TaskPipeline(ABC, Generic[ContextT, OutputT]):
     def embedding_size(self) -> int:
         """The length of a dense embedding; 0 for other tasks."""
         return 0
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples per second of generated audio; 0 for other tasks."""
+        return 0
+
+    @property
+    def voices(self) -> Mapping[str, VoicePrompt]:
+        """The configured voices to imitate, by name; empty for tasks without audio."""
+        return {}
 
     @property
     def lora_manager(self) -> LoRAManager | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from penstock.architectures.registry import PipelineRegistry, SupportedArchitecture, load_class, load_object
 from penstock.host.memory import PrefaultedMemory
 from penstock.pipelines.core import (
+    AudioGenerationResponse,
     EmbeddingsContext,
     EmbeddingsResponse,
     InputContext,
@@ -21,6 +22,7 @@ from penstock.pipelines.core import (
     TextAndVisionContext,
     TextContext,
     TextGenerationResponse,
+    TTSContext,
 )
 from penstock.pipelines.core.interfaces import PipelineOutput
 
@@ -61,6 +63,8 @@ class TaskRecord:
     """What ``execute`` returns for each context; `penstock.worker.outputs` sends it to the server."""
     tokenizer: str | type = "penstock.text.tokenizer:TextTokenizer"
     """The tokenizer or processor of architectures that name none."""
+    tokenizer_settings: tuple[str, ...] = ()
+    """Flat names of settings that the tokenizer is constructed with, as keyword arguments."""
 
     def load_factory(self) -> PipelineFactory:
         """Return the factory; loads torch."""
@@ -87,6 +91,22 @@ TASKS: TaskTable = MappingProxyType(
             context_types=(EmbeddingsContext,),
             output_type=EmbeddingsResponse,
             tokenizer="penstock.text.embeddings_tokenizer:EmbeddingsTokenizer",
+        ),
+        PipelineTask.SPEECH_TOKEN_GENERATION: TaskRecord(
+            task=PipelineTask.SPEECH_TOKEN_GENERATION,
+            factory="penstock.pipelines.speech_tokens:create_speech_tokens",
+            context_types=(TTSContext,),
+            output_type=TextGenerationResponse,
+            tokenizer="penstock.text.speech_tokenizer:SpeechTokenizer",
+            tokenizer_settings=("speech_format",),
+        ),
+        PipelineTask.AUDIO_GENERATION: TaskRecord(
+            task=PipelineTask.AUDIO_GENERATION,
+            factory="penstock.pipelines.audio:create_audio",
+            context_types=(TTSContext,),
+            output_type=AudioGenerationResponse,
+            tokenizer="penstock.text.speech_tokenizer:SpeechTokenizer",
+            tokenizer_settings=("speech_format",),
         ),
     }
 )

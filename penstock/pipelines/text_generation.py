@@ -16,7 +16,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock.architectures.model import KVCacheMixin, ModelInputs, ModelOutputs, PipelineModel
 from penstock.config import PipelineConfig
@@ -93,10 +93,11 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         draft_lengths: limits the number of drafts; None sets no limit.
         grammars: compiles the grammars of contexts, see `ready`. Without it contexts must have a matcher.
         prefaulted: memory for packed weights.
+        session: devices and kernels; by default a new session with ``prefaulted``.
     """
 
     task = PipelineTask.TEXT_GENERATION
-    context_types = (TextContext, TextAndVisionContext)
+    context_types: ClassVar[tuple[type[TextContext], ...]] = (TextContext, TextAndVisionContext)
     speculation_stats: SpeculationStats
 
     def __init__(
@@ -109,6 +110,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         draft_lengths: DraftLengthPolicy | None = None,
         grammars: GrammarCompiler | None = None,
         prefaulted: PrefaultedMemory | None = None,
+        session: InferenceSession | None = None,
     ) -> None:
         self.config = pipeline_config
         self.eos_token_id = eos_token_id
@@ -116,7 +118,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
         self.draft_lengths = draft_lengths
         self.grammars = grammars
         self.speculation_stats = SpeculationStats()
-        session = InferenceSession(
+        session = session or InferenceSession(
             load_devices(pipeline_config.model.devices),
             num_threads=pipeline_config.num_threads,
             kernels=pipeline_config.model.kernels,
@@ -334,11 +336,11 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
                 self.kv.commit(context)
                 responses[request_id] = context.outstanding_response()
             except InputError as error:
-                context.update_status(TextGenerationStatus.CANCELLED)
+                context.update_generation_status(TextGenerationStatus.CANCELLED)
                 self.failures[request_id] = error
             except Exception as fault:
                 _logger.exception("request %s ended because of an internal error", request_id)
-                context.update_status(TextGenerationStatus.CANCELLED)
+                context.update_generation_status(TextGenerationStatus.CANCELLED)
                 reason = f": {one.fault}" if one.fault is not None else f" ({type(fault).__name__})"
                 self.failures[request_id] = RequestFailedError(
                     f"request {request_id} ended because of an internal error{reason}; the log shows details"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from penstock.driver import load_devices
@@ -23,19 +24,34 @@ def create_text_generation(required: PipelineRequirements) -> TextGenerationPipe
         InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
     """
     config, tokenizer = required.config, required.tokenizer
-    model = required.architecture.load_pipeline_model()
     eos = tokenizer.eos if tokenizer.eos_token_ids else None
-    if config.speculative.method is None:
-        pipeline = TextGenerationPipeline(config, model, eos, prefaulted=required.prefaulted)
-    else:
-        pipeline = _create_speculating(required, model, eos)
+    pipeline = create_text_pipeline(required, TextGenerationPipeline, eos)
     if config.structured_output.enable:
         pipeline.grammars = GrammarCompiler(tokenizer, tokenizer.vocab_size, config=config.structured_output)
     return pipeline
 
 
+def create_text_pipeline(
+    required: PipelineRequirements, kind: Callable[..., TextGenerationPipeline], eos: int | None
+) -> TextGenerationPipeline:
+    """Load the model and return a pipeline of a kind, with the configured speculation.
+
+    Args:
+        required: what the pipeline is made from.
+        kind: the class of the pipeline, or a function with its parameters.
+        eos: end-of-sequence id of contexts without such ids.
+    """
+    model = required.architecture.load_pipeline_model()
+    if required.config.speculative.method is None:
+        return kind(required.config, model, eos, prefaulted=required.prefaulted)
+    return _create_speculating(required, kind, model, eos)
+
+
 def _create_speculating(
-    required: PipelineRequirements, model: type[PipelineModel[Any]], eos: int | None
+    required: PipelineRequirements,
+    kind: Callable[..., TextGenerationPipeline],
+    model: type[PipelineModel[Any]],
+    eos: int | None,
 ) -> TextGenerationPipeline:
     """Return a pipeline whose drafts come from a draft model or from the text itself."""
     config, prefaulted = required.config, required.prefaulted
@@ -44,9 +60,7 @@ def _create_speculating(
     draft_lengths = policy(speculative.num_speculative_tokens)
     if speculative.method == "ngram":
         proposer = NGramProposer(speculative.ngram_min, speculative.ngram_max)
-        return TextGenerationPipeline(
-            config, model, eos, proposer=proposer, draft_lengths=draft_lengths, prefaulted=prefaulted
-        )
+        return kind(config, model, eos, proposer=proposer, draft_lengths=draft_lengths, prefaulted=prefaulted)
     draft_model = draft_config(config).model
     draft = required.registry.retrieve_architecture(
         draft_model.huggingface_config, draft_model.checkpoint, encoding=draft_model.encoding
@@ -54,7 +68,7 @@ def _create_speculating(
     free_memory = prefaulted.num_idle  # read first: it grows at the expense of the free memory
     free_memory += InferenceSession.free_memory_of(load_devices(config.model.devices))
     config, drafting = share_memory(config, model, draft, free_memory=free_memory)
-    pipeline = TextGenerationPipeline(config, model, eos, draft_lengths=draft_lengths, prefaulted=prefaulted)
+    pipeline = kind(config, model, eos, draft_lengths=draft_lengths, prefaulted=prefaulted)
     vocabulary = config.model.huggingface_config.vocabulary_size
     pipeline.proposer = DraftModelProposer(drafting, draft, pipeline.session, vocabulary)
     return pipeline

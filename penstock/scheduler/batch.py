@@ -32,6 +32,11 @@ class Entry(Generic[ContextT]):
         return self.context.client_id
 
     @property
+    def is_generating(self) -> bool:
+        """Whether the context has tokens to compute. If not, its pipeline completes its output."""
+        return not self.context.generation_status.is_done
+
+    @property
     def num_remaining(self) -> int:
         """Number of tokens that are not computed yet."""
         return self.context.end_idx - self.context.start_idx
@@ -89,7 +94,7 @@ def splittable_rows(context: InputContext, rows: int, *, may_grow: bool = True) 
 
 def num_rows(context: InputContext) -> int:
     """Return how many tokens of a context the next forward computes."""
-    return context.active_idx - context.start_idx
+    return 0 if context.generation_status.is_done else context.active_idx - context.start_idx
 
 
 def is_whole(context: InputContext) -> bool:

@@ -180,8 +180,15 @@ class Scheduler(Generic[ContextT, OutputT]):
     # -- The batch --------------------------------------------------------------------------------------
 
     def _add_decoding(self, batch: Batch[ContextT]) -> None:
-        """Add all contexts that decode. If blocks run out, preempt the last contexts in order."""
+        """Add all contexts that decode. If blocks run out, preempt the last contexts in order.
+
+        Contexts whose tokens have ended need no tokens and no blocks.
+        """
         decoding = sorted([e for e in self._running.values() if e.is_decoding], key=_key)
+        for entry in decoding:
+            if not entry.is_generating:
+                batch.add(entry, 0)
+        decoding = [entry for entry in decoding if entry.is_generating]
         num_left = batch.num_left
         all_rows = []
         for num_others, entry in zip(range(len(decoding) - 1, -1, -1), decoding, strict=True):
@@ -269,7 +276,7 @@ class Scheduler(Generic[ContextT, OutputT]):
             return False
         for has_room in (self._has_slot, lambda: self._has_blocks(entry)):
             if not has_room():
-                last = self._shares.last_in_excess(entry, self._running.values())
+                last = self._shares.last_in_excess(entry, self._generating)
                 if last is None:
                     return False
                 self._preempt(last, batch)
@@ -313,17 +320,22 @@ class Scheduler(Generic[ContextT, OutputT]):
                     continue
                 if not may_preempt:
                     return 0
-                last = max(self._running.values(), key=self._shares.expendability)
+                last = max(self._generating, key=self._shares.expendability)
                 if last is not entry:
                     self._preempt(last, batch)
                     continue
-                if len(self._running) == 1:
+                if len(self._generating) == 1:
                     self._fail(entry, error)
                 else:
                     self._preempt(entry, batch)
                 return 0
 
     # -- Queue and slots --------------------------------------------------------------------------------
+
+    @property
+    def _generating(self) -> list[Entry[ContextT]]:
+        """The running entries that hold blocks. The others have no tokens left to compute."""
+        return [entry for entry in self._running.values() if entry.is_generating]
 
     def _has_slot(self) -> bool:
         return len(self._running) < self._max_batch_size

@@ -227,6 +227,24 @@ class TextTokenizer:
             raise PromptTooLongError(len(tokens), self.max_length)
         return tokens
 
+    def encode_plain(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the tokens of a text in which special tokens are ordinary text.
+
+        Args:
+            text: the text.
+            add_special_tokens: add the tokenizer's own special tokens, such as BOS.
+        """
+        backend = self.backend
+        backend.encode_special_tokens = True  # the copy belongs to this thread
+        try:
+            [encoding] = backend.encode_batch_fast(
+                [valid_unicode(text)], add_special_tokens=add_special_tokens
+            )
+        finally:
+            backend.encode_special_tokens = False
+        ids: list[int] = encoding.ids
+        return ids
+
     def decode_ids(
         self, ids: Sequence[int] | npt.NDArray[np.integer[Any]], skip_special_tokens: bool = True
     ) -> str:

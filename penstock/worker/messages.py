@@ -25,6 +25,7 @@ from penstock.pipelines.core import (
     PipelineTask,
     RequestContext,
     TextGenerationStatus,
+    VoicePrompt,
     msgpack_numpy_decoder,
     msgpack_numpy_encoder,
 )
@@ -148,6 +149,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The outputs that a request may choose; the first is the default. Empty for tasks with one output."""
     embedding_size: int = 0
     """The length of a dense embedding; 0 for other tasks."""
+    sample_rate: int = 0
+    """Samples per second of generated audio; 0 for other tasks."""
+    voices: list[VoicePrompt] = []
+    """The configured voices to imitate."""
 
 
 class WorkerStats(msgspec.Struct, array_like=True, kw_only=True):
@@ -251,11 +256,17 @@ class AudioResult(msgspec.Struct, array_like=True, tag=2):
     status: TextGenerationStatus = TextGenerationStatus.ACTIVE
     audio: npt.NDArray[Any] | None = None
     """The samples after those of the previous result."""
+    num_tokens: int = 0
+    """Number of tokens that the request has generated so far."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        same = (self.request_id, self.status) == (other.request_id, other.status)
+        same = (self.request_id, self.status, self.num_tokens) == (
+            other.request_id,
+            other.status,
+            other.num_tokens,
+        )
         if self.audio is None or other.audio is None:
             return same and self.audio is other.audio
         return same and np.array_equal(self.audio, other.audio)

@@ -36,6 +36,8 @@ class RequestDelta:
     """The response of an embeddings request."""
     audio: list[npt.NDArray[Any]] = field(default_factory=list)
     """New chunks of samples, in order."""
+    num_tokens: int = 0
+    """Number of tokens that an audio request has generated so far."""
 
     def add(self, result: RequestResult) -> None:
         """Append what a step computed."""
@@ -47,6 +49,7 @@ class RequestDelta:
             case EmbeddingsResult():
                 self.embeddings = result.response
             case AudioResult():
+                self.num_tokens = result.num_tokens
                 if result.audio is not None:
                     self.audio.append(result.audio)
 

@@ -56,9 +56,9 @@ def _weights(config: dict[str, Any], random: np.random.Generator) -> dict[str, n
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, hidden),
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
-        "lm_head.weight": (VOCABULARY, hidden),
+        "lm_head.weight": (config["vocab_size"], hidden),
     }
     for layer in range(config["num_hidden_layers"]):
         block = {

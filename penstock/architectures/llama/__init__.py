@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.architectures.registry import SupportedArchitecture
+from penstock.architectures.registry import SupportedArchitecture, speech_architectures
 from penstock.pipelines.core import PipelineTask
 
 
@@ -39,5 +39,8 @@ ARCHITECTURES = (
         pipeline_model="embedder:LlamaEmbedder",
         example_repo_ids=("nvidia/llama-nemotron-embed-1b-v2",),
         tiny_config=tiny_config,
+    ),
+    *speech_architectures(
+        "llama", "model:LlamaModel", tiny_config, ("canopylabs/orpheus-3b-0.1-ft", "neuphonic/neutts-nano")
     ),
 )

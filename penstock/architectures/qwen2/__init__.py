@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.architectures.registry import SupportedArchitecture
+from penstock.architectures.registry import SupportedArchitecture, speech_architectures
 from penstock.pipelines.core import PipelineTask
 
 
@@ -43,4 +43,5 @@ ARCHITECTURES = (
         example_repo_ids=("Alibaba-NLP/gte-Qwen2-1.5B-instruct",),
         tiny_config=tiny_config,
     ),
+    *speech_architectures("qwen2", "model:Qwen2Model", tiny_config, ("neuphonic/neutts-air",)),
 )

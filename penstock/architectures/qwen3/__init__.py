@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.architectures.registry import SupportedArchitecture
+from penstock.architectures.registry import SupportedArchitecture, speech_architectures
 from penstock.pipelines.core import PipelineTask
 
 
@@ -44,4 +44,5 @@ ARCHITECTURES = (
         example_repo_ids=("Qwen/Qwen3-Embedding-0.6B", "Qwen/Qwen3-Reranker-0.6B"),
         tiny_config=tiny_config,
     ),
+    *speech_architectures("qwen3", "model:Qwen3Model", tiny_config, ()),
 )

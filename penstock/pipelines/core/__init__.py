@@ -45,7 +45,7 @@ from penstock.pipelines.core.responses import (
 )
 from penstock.pipelines.core.sampling_params import SamplingParams
 from penstock.pipelines.core.serialization import msgpack_numpy_decoder, msgpack_numpy_encoder
-from penstock.pipelines.core.speech import TTSContext
+from penstock.pipelines.core.speech import TTSContext, VoicePrompt
 from penstock.pipelines.core.status import PipelineTask, TextGenerationStatus
 from penstock.pipelines.core.tokens import TokenBuffer
 from penstock.pipelines.core.vision import ImageMetadata, TextAndVisionContext, image_digest
@@ -87,6 +87,7 @@ __all__ = [
     "TokenGeneratorRequestMessage",
     "TokenGeneratorRequestTool",
     "TokenGeneratorResponseFormat",
+    "VoicePrompt",
     "check_dimensions",
     "context_type",
     "image_digest",

@@ -222,6 +222,15 @@ class TextContext(TokenBuffer, kw_only=True, tag=True, omit_defaults=True, dict=
         return self._status is not _ACTIVE
 
     @property
+    def generation_status(self) -> TextGenerationStatus:
+        """The status of the language model. Contexts of some tasks go on after it has ended."""
+        return self._status
+
+    def update_generation_status(self, status: TextGenerationStatus) -> None:
+        """Set the status of the language model."""
+        self._status = status
+
+    @property
     def is_initial_prompt(self) -> bool:
         """True until a token is generated, and again after :meth:`reset`."""
         return self._is_initial_prompt

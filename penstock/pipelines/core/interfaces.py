@@ -203,6 +203,14 @@ class InputContext(Protocol):
         """True when generation has ended."""
 
     @property
+    def generation_status(self) -> TextGenerationStatus:
+        """The status of the language model.
+
+        A context whose tokens have ended but which is not done stays in the batch, without tokens to compute
+        and without blocks. Its pipeline computes the rest of its output.
+        """
+
+    @property
     def is_initial_prompt(self) -> bool:
         """True until a token is generated, and again after :meth:`reset`."""
 
@@ -224,6 +232,9 @@ class InputContext(Protocol):
 
     def update_status(self, status: TextGenerationStatus) -> None:
         """Set the status."""
+
+    def update_generation_status(self, status: TextGenerationStatus) -> None:
+        """Set the status of the language model."""
 
     def outstanding_completion_tokens(self) -> list[tuple[int, LogProbabilities | None]]:
         """Return the output tokens that were not returned before."""

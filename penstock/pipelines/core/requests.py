@@ -135,6 +135,17 @@ class AudioGenerationRequest:
     sampling_params: SamplingParams = _DEFAULT_SAMPLING
     prompt: list[int] | str | None = None
     """Token ids or text that replace the prompt made from the other fields."""
+    _: KW_ONLY
+    voice: str | None = None
+    """The name of one of the voices that the model was trained on."""
+    streaming: bool = False
+    """Whether the audio is read while it is made: the first chunk comes early, and chunks are short."""
+    adapter: str | None = None
+    """The name of the LoRA adapter to use."""
+    cache_salt: str | None = None
+    """Only requests with the same salt share cached prefixes."""
+    priority: int = 0
+    """Requests with a higher number are scheduled first."""
 
     def __post_init__(self) -> None:
         if self.prompt is None and self.input is None:

@@ -22,7 +22,28 @@ def _empty_chunk() -> npt.NDArray[Any]:
     return np.zeros(CHUNK_SIZE, dtype=np.int32)
 
 
-class TTSContext(TextContext, tag=True, omit_defaults=True):
+class VoicePrompt(msgspec.Struct, frozen=True):
+    """A voice to imitate."""
+
+    name: str
+    codes: list[int]
+    """Codes of the audio codec, flattened frames."""
+    transcription: str = ""
+    """What is spoken."""
+
+
+class _SpeechContext(TextContext, kw_only=True, omit_defaults=True):
+    """The keyword-only fields of a `TTSContext`."""
+
+    streaming: bool = False
+    """Whether audio is decoded in short chunks as it is made, rather than in long ones."""
+    num_dropped_tokens: int = 0
+    """Generated tokens that are no speech code, or belong to a frame that is not whole."""
+
+    _num_parsed_tokens: int = 0
+
+
+class TTSContext(_SpeechContext, tag=True, omit_defaults=True):
     """A text-to-speech request.
 
     It has two states: ``speech_token_status`` of the language model, which generates speech tokens, and
@@ -102,6 +123,16 @@ class TTSContext(TextContext, tag=True, omit_defaults=True):
     def has_undecoded_speech_tokens(self, exclude_last_n: int = 0) -> bool:
         """Return whether there are speech tokens to decode, ignoring the last ``exclude_last_n``."""
         return self._decoded_index < self._speech_token_end_idx - exclude_last_n
+
+    @property
+    def num_parsed_tokens(self) -> int:
+        """Number of generated tokens that are in ``speech_tokens`` or were dropped."""
+        return self._num_parsed_tokens
+
+    def mark_parsed(self, num_tokens: int, num_dropped: int = 0) -> None:
+        """Record that ``num_tokens`` more generated tokens were parsed, ``num_dropped`` of them dropped."""
+        self._num_parsed_tokens += num_tokens
+        self.num_dropped_tokens += num_dropped
 
     @property
     def speech_token_status(self) -> TextGenerationStatus:

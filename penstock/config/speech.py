@@ -1,0 +1,60 @@
+"""`SpeechConfig`: audio codec, speech format and voices of speech models."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from penstock.config.settings import COUNT, TEXT, Rule, check_fields, setting
+
+_VOICES = Rule(
+    "NAME=FILE or NAME=CODES, such as anna=anna.wav or anna=12,7,81",
+    lambda value: (
+        isinstance(value, tuple)
+        and all(isinstance(one, str) and one.partition("=")[0] and one.partition("=")[2] for one in value)
+    ),
+)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    """Split at commas that are followed by a name."""
+    return tuple(part for part in re.split(r",(?=[^,=]+=)", text) if part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechConfig:
+    """Audio codec, speech format and voices of a model that speaks.
+
+    Raises:
+        ConfigError: a field has an invalid value.
+    """
+
+    codec: str | None = setting(
+        None,
+        TEXT,
+        "Checkpoint of the audio codec: a folder or an id on the Hugging Face hub; by default the one that "
+        "the speech format names.",
+    )
+    speech_format: str | None = setting(
+        None,
+        TEXT,
+        "How the model writes speech: orpheus or neutts; by default detected from speech_config.json and the "
+        "vocabulary.",
+    )
+    voice: tuple[str, ...] = setting(
+        (),
+        _VOICES,
+        "A voice to imitate, as NAME=FILE (an audio file, or a JSON file with codes and transcription) or "
+        "NAME=CODES; may be repeated, separated by commas in a variable or file. The transcription of "
+        "speech.wav is read from speech.txt.",
+        parse=_split,
+    )
+    audio_chunk_frames: int | None = setting(
+        None,
+        COUNT,
+        "Codec frames that are decoded together in a stream; by default chunks of 0.2 seconds that grow to 2 "
+        "seconds.",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -1,0 +1,273 @@
+"""Audio files: reading recordings, and encoding samples, whole or as they are made.
+
+WAV and PCM need no other library. The other formats are written and read by ``soundfile`` (the extra
+``audio``).
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import wave
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InputError, MissingDependencyError
+
+Samples = npt.NDArray[np.float32]
+"""``[S]`` float32 from -1 to 1, one channel."""
+
+_UNKNOWN_SIZE = 0xFFFFFFFF
+_BYTES_PER_SAMPLE = 2
+_SINC_WIDTH = 16
+
+
+@dataclass(frozen=True)
+class AudioFormat:
+    """A format of audio files."""
+
+    name: str
+    media_type: str
+    container: str | None = None
+    """The format of ``soundfile``; None for formats that need no library."""
+    codec: str | None = None
+    """The sub-format of ``soundfile``."""
+
+
+AUDIO_FORMATS: Mapping[str, AudioFormat] = {
+    one.name: one
+    for one in (
+        AudioFormat("wav", "audio/wav"),
+        AudioFormat("pcm", "audio/pcm"),
+        AudioFormat("flac", "audio/flac", "FLAC", "PCM_16"),
+        AudioFormat("mp3", "audio/mpeg", "MP3", "MPEG_LAYER_III"),
+        AudioFormat("opus", "audio/ogg", "OGG", "OPUS"),
+    )
+}
+"""The formats that audio is written in, by name, which is also the suffix of a file."""
+
+
+def audio_format(name: str) -> AudioFormat:
+    """Return a format by its name.
+
+    Raises:
+        InputError: the name is unknown.
+        MissingDependencyError: the format needs ``soundfile``, which is not installed.
+    """
+    found = AUDIO_FORMATS.get(name)
+    if found is None:
+        raise InputError(f"audio format {name!r} is unknown: known are {', '.join(AUDIO_FORMATS)}")
+    if found.container is not None:
+        _soundfile(f"the audio format {name}")
+    return found
+
+
+def pcm_bytes(samples: Samples) -> bytes:
+    """Return samples as 16-bit little-endian integers; samples beyond -1 to 1 are clipped."""
+    scaled = np.rint(np.clip(samples, -1.0, 1.0) * 32767.0)
+    data: bytes = scaled.astype("<i2").tobytes()
+    return data
+
+
+def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
+    """Return the header of a WAV file with 16-bit samples; None is an unknown number, as in a stream."""
+    size = _UNKNOWN_SIZE if num_samples is None else num_samples * _BYTES_PER_SAMPLE
+    riff = _UNKNOWN_SIZE if num_samples is None else size + 36
+    fields = (1, 1, sample_rate, sample_rate * _BYTES_PER_SAMPLE, _BYTES_PER_SAMPLE, 16)
+    return struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", riff, b"WAVE", b"fmt ", 16, *fields, b"data", size)
+
+
+def encode_audio(samples: Samples, sample_rate: int, name: str) -> bytes:
+    """Return a whole file.
+
+    Raises:
+        InputError: the format is unknown, or cannot hold the sample rate.
+        MissingDependencyError: the format needs ``soundfile``, which is not installed.
+    """
+    if audio_format(name).name == "wav":
+        return wav_header(sample_rate, len(samples)) + pcm_bytes(samples)
+    encoder = AudioEncoder(name, sample_rate)
+    encoder.keeps_length = True
+    return encoder.add(samples) + encoder.finish()
+
+
+class AudioEncoder:
+    """Encodes chunks of samples. The pieces joined are a file.
+
+    A stream of WAV has no length in its header, because it is not known when the header is sent. Compressed
+    formats return their bytes in blocks, so that a chunk may return nothing.
+
+    Args:
+        name: a name in `AUDIO_FORMATS`.
+        sample_rate: samples per second.
+
+    Raises:
+        InputError: the format is unknown, or cannot hold the sample rate.
+        MissingDependencyError: the format needs ``soundfile``, which is not installed.
+    """
+
+    def __init__(self, name: str, sample_rate: int) -> None:
+        self.format = audio_format(name)
+        self.keeps_length = False
+        """Hold all compressed bytes back until the end, so that the header has the length."""
+        self._rate = sample_rate
+        self._begun = False
+        self._file: Any = None
+        self._sink = _Sink()
+        if self.format.container is not None:
+            library = _soundfile(f"the audio format {name}")
+            try:
+                self._file = library.SoundFile(
+                    self._sink, "w", sample_rate, 1, self.format.codec, format=self.format.container
+                )
+            except (ValueError, RuntimeError) as error:
+                raise InputError(f"{name} cannot be written at {sample_rate} Hz: {error}") from error
+
+    def add(self, samples: Samples) -> bytes:
+        """Return the bytes that more samples add."""
+        if self._file is not None:
+            self._file.write(samples)
+            return self._take()
+        header = b""
+        if not self._begun and self.format.name == "wav":
+            header = wav_header(self._rate, None)
+        self._begun = True
+        return header + pcm_bytes(samples)
+
+    def finish(self) -> bytes:
+        """Return the last bytes."""
+        if self._file is None:
+            return b"" if self._begun else self.add(np.zeros(0, np.float32))
+        self._file.close()
+        return self._take()
+
+    def _take(self) -> bytes:
+        """Return the bytes that were written. FLAC needs its length in the header, so it comes at the end."""
+        if (self.keeps_length or self.format.name == "flac") and not self._file.closed:
+            return b""
+        data = self._sink.take()
+        if data and not self._begun:
+            self._begun = True
+            if self.format.name == "mp3" and not self.keeps_length:  # the length is not known yet
+                data = data[_mp3_info_size(data) :]
+        return data
+
+
+def _mp3_info_size(data: bytes) -> int:
+    """Return the size of the frame with the length of an MP3 file; 0 if the file begins without it.
+
+    The frame is empty until the length is known.
+    """
+    second = data.find(data[:2], 2)
+    is_info = second > 0 and (not any(data[4:second]) or b"Xing" in data[:second] or b"Info" in data[:second])
+    return second if is_info else 0
+
+
+class _Sink(io.RawIOBase):
+    """A file in memory whose beginning can be taken away. Later changes of the beginning are lost."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._num_taken = 0
+        self._position = 0
+
+    def take(self) -> bytes:
+        """Return the bytes that were not taken yet."""
+        data = bytes(self._data)
+        self._num_taken += len(data)
+        self._data.clear()
+        return data
+
+    def write(self, data: Any) -> int:
+        piece = bytes(data)
+        start = self._position - self._num_taken
+        self._position += len(piece)
+        if start < 0:
+            piece, start = piece[-start:], 0
+        self._data[start : start + len(piece)] = piece
+        return len(data)
+
+    def readinto(self, buffer: Any) -> int:
+        start = max(self._position - self._num_taken, 0)
+        piece = self._data[start : start + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        end = self._num_taken + len(self._data)
+        self._position = offset + (0, self._position, end)[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+
+def read_audio(path: Path) -> tuple[Samples, int]:
+    """Return the samples of a recording, mixed to one channel, and its sample rate.
+
+    Raises:
+        InputError: the file is no audio file.
+        MissingDependencyError: the file is no 16-bit WAV, and ``soundfile`` is not installed.
+        OSError: the file cannot be read.
+    """
+    data = path.read_bytes()
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            if file.getsampwidth() == _BYTES_PER_SAMPLE:
+                frames = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+                samples = frames.reshape(-1, file.getnchannels()).mean(axis=1) / 32768.0
+                return samples.astype(np.float32), file.getframerate()
+    except (wave.Error, EOFError):
+        pass
+    library = _soundfile(f"reading {path.name}")
+    try:
+        channels, rate = library.read(io.BytesIO(data), dtype="float32", always_2d=True)
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"{path} is no audio file that can be read: {error}") from error
+    return channels.mean(axis=1).astype(np.float32), int(rate)
+
+
+def resample(samples: Samples, source: int, target: int) -> Samples:
+    """Return samples at another rate, by interpolation with a windowed sinc."""
+    if source == target or not len(samples):
+        return samples
+    count = max(1, round(len(samples) * target / source))
+    cutoff = min(1.0, target / source)
+    reach = int(np.ceil(_SINC_WIDTH / cutoff))
+    padded = np.pad(samples.astype(np.float64), reach + 1)
+    result = np.empty(count, np.float32)
+    offsets = np.arange(-reach, reach + 1)
+    for start in range(0, count, 8192):
+        positions = np.arange(start, min(start + 8192, count)) * (source / target)
+        nearest = np.rint(positions).astype(np.int64)
+        distance = (nearest[:, None] + offsets) - positions[:, None]
+        window = np.where(np.abs(distance) < reach, np.cos(np.pi * distance / (2 * reach)) ** 2, 0.0)
+        weights = cutoff * np.sinc(cutoff * distance) * window
+        taken = padded[np.clip(nearest[:, None] + offsets + reach + 1, 0, len(padded) - 1)]
+        result[start : start + len(positions)] = (weights * taken).sum(axis=1)
+    return result
+
+
+@cache
+def _soundfile(purpose: str) -> Any:
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:  # OSError: its C library is missing
+        raise MissingDependencyError("soundfile", "audio", purpose) from error
+    return soundfile

@@ -1,0 +1,338 @@
+"""`AudioGeneratorPipeline`: speech tokens from a language model, and audio from a codec.
+
+One call of ``execute`` generates tokens for the contexts whose speech has not ended, and then decodes the
+chunks that are due:
+
+    speech tokens   | decoded ........ | chunk ...... | right context | incomplete frame |
+                      left context ->|  |<- samples ->|
+
+The boundaries of chunks depend on the number of decoded frames only. Batches, steps per call and preemption
+therefore do not change the audio. The codec has no state: a context holds its tokens and ``decoded_index``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.codecs import CODECS, AudioCodec, CodecChunk, CodecRegistry, load_codec
+from penstock.driver import load_devices
+from penstock.engine import InferenceSession
+from penstock.errors import ConfigError, InputError, RequestFailedError
+from penstock.kv_cache import ReservedBatch
+from penstock.pipelines.core import (
+    AudioGenerationResponse,
+    PipelineTask,
+    TextGenerationStatus,
+    TTSContext,
+    VoicePrompt,
+)
+from penstock.pipelines.speech_tokens import SpeechTokenGenerationPipeline, create_speech_tokens
+from penstock.pipelines.task_pipeline import TaskPipeline
+from penstock.pipelines.voices import load_voices
+from penstock.weights.hub import resolve_checkpoint
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.lora import LoRAManager
+    from penstock.pipelines.tasks import PipelineRequirements
+    from penstock.text.speech_format import SpeechFormat
+
+_logger = logging.getLogger(__name__)
+
+_FIRST_CHUNK, _LARGEST_CHUNK, _WHOLE_CHUNK = 0.15, 2.0, 10.0
+"""Seconds of audio: the first and the largest chunk of a stream, and the chunks of other requests.
+Short chunks come early; long chunks compute less context."""
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """The sizes of the chunks of a context, in frames: the first one, then doubled up to the largest."""
+
+    first: int
+    largest: int
+
+    def after(self, num_decoded: int) -> int:
+        """Return the size of the chunk that follows ``num_decoded`` frames."""
+        return min(num_decoded + self.first, self.largest)
+
+
+def create_audio(required: PipelineRequirements, codecs: CodecRegistry = CODECS) -> AudioGeneratorPipeline:
+    """Load the codec and the model, and return their pipeline.
+
+    Args:
+        required: what the pipeline is made from; the tokenizer is a `SpeechTokenizer`.
+        codecs: the codecs to choose from.
+
+    Raises:
+        CheckpointError: the model or the codec cannot be loaded.
+        ConfigError: the codec does not fit the speech format, or a voice cannot be read.
+        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+    """
+    config = required.config
+    session = InferenceSession(
+        load_devices(config.model.devices),
+        num_threads=config.num_threads,
+        kernels=config.model.kernels,
+        prefaulted=required.prefaulted,
+    )
+    form = required.tokenizer.speech_format
+    folder = codec_folder(config, form)
+    codec = load_codec(folder, session, registry=codecs)  # first: the memory plan counts it as used
+    check_codec(codec, form)
+    voices = load_voices(config.speech.voice, codec, folder)
+    return AudioGeneratorPipeline(
+        create_speech_tokens(required, session),
+        codec,
+        voices=voices,
+        chunk_frames=config.speech.audio_chunk_frames,
+    )
+
+
+def codec_folder(config: PipelineConfig, form: SpeechFormat) -> Path:
+    """Return the folder of the codec: configured, named by the checkpoint, or that of the format."""
+    given, named = config.speech.codec, form.description.codec
+    if given is None and named is not None and (config.model.checkpoint / named).is_dir():
+        return config.model.checkpoint / named
+    name = given or named or form.default_codec
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else resolve_checkpoint(name)
+
+
+def check_codec(codec: AudioCodec, form: SpeechFormat) -> None:
+    """Check that the codes of the format are those of the codec.
+
+    Raises:
+        ConfigError: they are not; has the numbers.
+    """
+    theirs = (form.codes.codes_per_frame, form.codes.codebook_size)
+    ours = (codec.codes_per_frame, codec.codebook_size)
+    if theirs[0] != ours[0] or theirs[1] > ours[1]:
+        raise ConfigError(
+            "codec",
+            f"{codec.name} has {ours[0]} codes of 0 to {ours[1] - 1} in a frame, but the speech format "
+            f"{form.name!r} writes {theirs[0]} codes of 0 to {theirs[1] - 1}: give another codec",
+        )
+
+
+class AudioGeneratorPipeline(TaskPipeline[TTSContext, AudioGenerationResponse]):
+    """Generates audio with a speech-token pipeline and a codec.
+
+    Args:
+        speech_lm_pipeline: generates the speech tokens.
+        codec: decodes them.
+        voices: the voices to imitate, by name.
+        chunk_frames: frames of each chunk; None chooses by the frame rate of the codec.
+    """
+
+    task = PipelineTask.AUDIO_GENERATION
+    context_types = (TTSContext,)
+
+    def __init__(
+        self,
+        speech_lm_pipeline: SpeechTokenGenerationPipeline,
+        codec: AudioCodec,
+        *,
+        voices: Mapping[str, VoicePrompt] | None = None,
+        chunk_frames: int | None = None,
+    ) -> None:
+        super().__init__(speech_lm_pipeline.session, speech_lm_pipeline.memory_plan, speech_lm_pipeline.kv)
+        self.speech_lm_pipeline = speech_lm_pipeline
+        self.codec = codec
+        self._voices = dict(voices or {})
+        first, largest, whole = (
+            ceil(seconds * codec.frame_rate) if chunk_frames is None else chunk_frames
+            for seconds in (_FIRST_CHUNK, _LARGEST_CHUNK, _WHOLE_CHUNK)
+        )
+        self._streamed, self._whole = ChunkSizes(first, largest), ChunkSizes(whole, whole)
+        self._max_frames = max(whole, largest)
+        """Most frames decoded in one call, apart from the last chunk of each context."""
+
+    # -- AudioGenerator ---------------------------------------------------------------------------------
+
+    @property
+    def decoder_sample_rate(self) -> int:
+        """Samples per second."""
+        return self.codec.sample_rate
+
+    def next_chunk(
+        self, batch: Mapping[str, TTSContext], num_tokens: int
+    ) -> dict[str, AudioGenerationResponse]:
+        """Generate up to ``num_tokens`` speech tokens for each context, and decode all whole frames.
+
+        Frames that the codec needs as right context of the last samples stay for the next call.
+
+        Raises:
+            InputError: ``num_tokens`` is less than 1, or a context has ended.
+        """
+        if num_tokens < 1:
+            raise InputError(f"num_tokens must be at least 1, was {num_tokens}")
+        self._check(batch)
+        counts = dict.fromkeys(batch, num_tokens)
+        self.speech_lm_pipeline.next_speech_token(self._generating(batch), num_tokens, counts)
+        everything = max(len(context.speech_tokens) for context in batch.values()) if batch else 0
+        return self._respond(batch, ChunkSizes(everything, everything), takes_rest=True)
+
+    # -- TaskPipeline -----------------------------------------------------------------------------------
+
+    def execute(
+        self, batch: Mapping[str, TTSContext], num_steps: int = 1
+    ) -> dict[str, AudioGenerationResponse]:
+        """Run up to ``num_steps`` steps of the language model, and decode the chunks that are due.
+
+        Contexts whose tokens have ended are only decoded. As soon as the tokens of a context have ended, its
+        cache blocks are free.
+        """
+        if num_steps < 1:
+            raise InputError(f"num_steps must be at least 1, was {num_steps}")
+        self._check(batch)
+        generating = self._generating(batch)
+        if generating:
+            self.speech_lm_pipeline.execute(generating, num_steps)
+        return self._respond(batch, None)
+
+    def ready(self, context: TTSContext) -> bool:
+        self.check_context_types([context])
+        return self.speech_lm_pipeline.ready(context)
+
+    def release(self, context: TTSContext) -> None:
+        """Free what the pipeline holds for a context. Does nothing if that is freed already."""
+        self.speech_lm_pipeline.release(context)
+
+    def num_steps_for(self, seconds: float) -> int:
+        return self.speech_lm_pipeline.num_steps_for(seconds)
+
+    def pack_pending(self) -> bool:
+        return self.speech_lm_pipeline.pack_pending()
+
+    @property
+    def lora_manager(self) -> LoRAManager | None:
+        return self.speech_lm_pipeline.lora_manager
+
+    @property
+    def sample_rate(self) -> int:
+        return self.codec.sample_rate
+
+    @property
+    def voices(self) -> Mapping[str, VoicePrompt]:
+        return self._voices
+
+    def close(self) -> None:
+        self.speech_lm_pipeline.close()
+
+    # -- Tokens -----------------------------------------------------------------------------------------
+
+    def _check(self, batch: Mapping[str, TTSContext]) -> None:
+        """Check that all contexts can be served, before anything changes."""
+        self.session.check_process()
+        self.check_context_types(batch.values())
+        for request_id, context in batch.items():
+            if context.is_done:
+                status = context.audio_generation_status
+                raise InputError(f"request {request_id} has ended ({status.value})")
+
+    def _generating(self, batch: Mapping[str, TTSContext]) -> dict[str, TTSContext]:
+        """Return the contexts whose tokens have not ended; their blocks stay reserved."""
+        rows = {name: one for name, one in batch.items() if not one.generation_status.is_done}
+        return ReservedBatch(rows) if isinstance(batch, ReservedBatch) else rows
+
+    # -- Audio ------------------------------------------------------------------------------------------
+
+    def _respond(
+        self, batch: Mapping[str, TTSContext], sizes: ChunkSizes | None, *, takes_rest: bool = False
+    ) -> dict[str, AudioGenerationResponse]:
+        """Decode the due chunks, update the contexts and return their responses."""
+        self.failures |= self.speech_lm_pipeline.failures
+        self.speech_lm_pipeline.failures.clear()
+        audio: dict[str, list[npt.NDArray[np.float32]]] = {}
+        num_left = self._max_frames
+        while num_left > 0:
+            due = {
+                request_id: chunk
+                for request_id, context in batch.items()
+                if request_id not in self.failures
+                and (chunk := self._next_chunk(context, sizes, takes_rest=takes_rest)) is not None
+            }
+            if not due:
+                break
+            for request_id, samples in self._decode(due).items():
+                audio.setdefault(request_id, []).append(samples)
+                chunk = due[request_id]
+                end = (chunk.start + chunk.num_frames) * self.codec.codes_per_frame
+                batch[request_id].set_decoded_index(end)
+            if not takes_rest:
+                num_left -= sum(chunk.num_frames for chunk in due.values())
+        for request_id, context in batch.items():
+            if request_id not in self.failures:
+                self._finish(request_id, context)
+        return {
+            request_id: AudioGenerationResponse(
+                context.audio_generation_status,
+                np.concatenate(audio[request_id]) if request_id in audio else None,
+            )
+            for request_id, context in batch.items()
+            if request_id not in self.failures
+        }
+
+    def _next_chunk(
+        self, context: TTSContext, sizes: ChunkSizes | None, *, takes_rest: bool
+    ) -> CodecChunk | None:
+        """Return the next chunk of a context; None if its frames are not there yet."""
+        codec, size = self.codec, self.codec.codes_per_frame
+        start, num_frames = context.decoded_index // size, len(context.speech_tokens) // size
+        has_ended = context.generation_status.is_done
+        if sizes is None:
+            sizes = self._streamed if context.streaming else self._whole
+        wanted = sizes.after(start)
+        count = min(wanted, codec.ready_frames(num_frames, ended=has_ended) - start)
+        if count <= 0 or (count < wanted and not has_ended and not takes_rest):
+            return None
+        stop = start + count
+        first, end = codec.context_at(start, stop)
+        end = min(end, num_frames)
+        codes, _ = context.next_speech_tokens((end - start) * size, (start - first) * size)
+        frames = torch.from_numpy(codes.astype(np.int64)).view(-1, size)
+        return CodecChunk(frames, start, start - first, end - stop, has_ended and end == num_frames)
+
+    def _decode(self, due: Mapping[str, CodecChunk]) -> dict[str, npt.NDArray[np.float32]]:
+        """Return the samples of each chunk. An error in one chunk ends only its request."""
+        chunks: Sequence[CodecChunk] = list(due.values())
+        try:
+            with torch.inference_mode():
+                samples = self.codec.decode_chunks(chunks)
+        except Exception as error:
+            if len(due) > 1:
+                return {name: one for item in due.items() for name, one in self._decode(dict([item])).items()}
+            (request_id,) = due
+            _logger.exception("request %s ended because the codec failed", request_id)
+            failure = RequestFailedError(
+                f"request {request_id} ended because the codec {self.codec.name} failed "
+                f"({type(error).__name__}); the log shows details"
+            )
+            self.failures[request_id] = failure
+            return {}
+        return {name: one.float().cpu().numpy() for name, one in zip(due, samples, strict=True)}
+
+    def _finish(self, request_id: str, context: TTSContext) -> None:
+        """End a context whose tokens have ended and are decoded."""
+        status = context.generation_status
+        if not status.is_done:
+            return
+        self.speech_lm_pipeline.release(context)
+        if status is TextGenerationStatus.CANCELLED or not context.has_undecoded_speech_tokens():
+            context.update_audio_generation_status(status)
+        if not len(context.speech_tokens):
+            size = self.codec.codes_per_frame
+            self.failures[request_id] = RequestFailedError(
+                f"the model generated {len(context.generated_tokens)} tokens without a whole frame of "
+                f"speech, which has {size} codes; {context.num_dropped_tokens} tokens were no speech code or "
+                "in an incomplete frame: allow more tokens, or check --speech-format"
+            )

@@ -1,0 +1,136 @@
+"""`SpeechTokenGenerationPipeline`: a text pipeline whose tokens are codes of an audio codec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.config import PipelineConfig
+from penstock.engine import InferenceSession
+from penstock.errors import InputError
+from penstock.pipelines.core import PipelineTask, TextGenerationResponse, TextGenerationStatus, TTSContext
+from penstock.pipelines.text_generation import BatchHandle, PipelineModel, TextGenerationPipeline
+from penstock.pipelines.text_generation_factory import create_text_pipeline
+from penstock.text.speech_format import SpeechCodes
+
+if TYPE_CHECKING:
+    from penstock.pipelines.tasks import PipelineRequirements
+
+
+def create_speech_tokens(
+    required: PipelineRequirements, session: InferenceSession | None = None
+) -> SpeechTokenGenerationPipeline:
+    """Load the model and return its pipeline.
+
+    Args:
+        required: what the pipeline is made from; the tokenizer is a `SpeechTokenizer`.
+        session: devices and kernels; by default a new one.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        InsufficientMemoryError: weights and the smallest useful KV cache do not fit.
+    """
+    form = required.tokenizer.speech_format
+    pipeline = create_text_pipeline(
+        required,
+        partial(SpeechTokenGenerationPipeline, codes=form.codes, session=session),
+        form.end_token_ids[0],
+    )
+    assert isinstance(pipeline, SpeechTokenGenerationPipeline)
+    return pipeline
+
+
+class SpeechTokenGenerationPipeline(TextGenerationPipeline):
+    """Generates tokens and adds the codes that they stand for to ``TTSContext.speech_tokens``.
+
+    Args:
+        pipeline_config: the configuration.
+        pipeline_model: the class of the model; the pipeline creates the instance.
+        eos_token_id: see `TextGenerationPipeline`.
+        codes: the tokens that stand for codes.
+        **options: see `TextGenerationPipeline`.
+    """
+
+    task = PipelineTask.SPEECH_TOKEN_GENERATION
+    context_types = (TTSContext,)
+
+    def __init__(
+        self,
+        pipeline_config: PipelineConfig,
+        pipeline_model: type[PipelineModel[Any]],
+        eos_token_id: int | None,
+        *,
+        codes: SpeechCodes,
+        **options: Any,
+    ) -> None:
+        super().__init__(pipeline_config, pipeline_model, eos_token_id, **options)
+        self.codes = codes
+
+    def collect(self, handle: BatchHandle) -> dict[str, TextGenerationResponse]:
+        """Return the new tokens of a launched batch, after its contexts have taken tokens and codes."""
+        responses = super().collect(handle)
+        for request_id in responses:
+            context = handle.batch[request_id]
+            assert isinstance(context, TTSContext)
+            add_speech_codes(context, self.codes)
+        return responses
+
+    def next_speech_token(
+        self, batch: Mapping[str, TTSContext], num_steps: int, tokens_to_generate: Mapping[str, int]
+    ) -> dict[str, TextGenerationResponse]:
+        """Generate speech tokens, until ``num_steps`` steps have run or all contexts have ended.
+
+        Args:
+            batch: the contexts, by request id. Contexts whose tokens have ended are left out.
+            num_steps: most tokens of a context.
+            tokens_to_generate: most tokens of each context, by request id.
+
+        Returns:
+            The new tokens of each context that generated any.
+
+        Raises:
+            InputError: ``tokens_to_generate`` has no entry for a context.
+            PenstockError: as of `execute`.
+        """
+        missing = [request_id for request_id in batch if request_id not in tokens_to_generate]
+        if missing:
+            raise InputError(f"tokens_to_generate has no number for the request {missing[0]}")
+        left = {request_id: min(tokens_to_generate[request_id], num_steps) for request_id in batch}
+        responses: dict[str, TextGenerationResponse] = {}
+        while True:
+            rows = {
+                request_id: context
+                for request_id, context in batch.items()
+                if left[request_id] > 0
+                and not context.generation_status.is_done
+                and request_id not in self.failures
+            }
+            if not rows:
+                return responses
+            before = {request_id: len(context.generated_tokens) for request_id, context in rows.items()}
+            steps = min(left[request_id] for request_id in rows)
+            for request_id, response in self.execute(rows, steps).items():
+                left[request_id] -= len(rows[request_id].generated_tokens) - before[request_id]
+                known = responses.setdefault(request_id, TextGenerationResponse([], response.final_status))
+                known.tokens.extend(response.tokens)
+                known.update_status(response.final_status)
+
+
+def add_speech_codes(context: TTSContext, codes: SpeechCodes) -> None:
+    """Move the whole frames of the newly generated tokens to ``context.speech_tokens``.
+
+    After the end of the tokens, an incomplete frame is dropped.
+    """
+    status = context.generation_status
+    tokens = context.generated_tokens[context.num_parsed_tokens :]
+    if status is TextGenerationStatus.END_OF_SEQUENCE:
+        tokens = tokens[:-1]  # the token that ended the speech
+    frames, num_parsed, num_dropped = codes.parse(tokens)
+    if status.is_done:
+        num_dropped += len(tokens) - num_parsed
+        num_parsed = len(tokens)
+    if num_parsed:
+        context.mark_parsed(num_parsed, num_dropped)
+    if len(frames):
+        context.update_speech_tokens(frames)

@@ -1,0 +1,95 @@
+"""Voices to imitate: files and codes of ``--voice``, encoded once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.codecs import AudioCodec, CodecChunk
+from penstock.errors import ConfigError, PenstockError
+from penstock.media.audio_files import read_audio, resample
+from penstock.pipelines.core import VoicePrompt
+from penstock.weights.json_files import read_json_object
+
+MAX_SECONDS = 60.0
+"""Longest recording of a voice."""
+
+
+def load_voices(given: Iterable[str], codec: AudioCodec, folder: Path) -> dict[str, VoicePrompt]:
+    """Return the voices of ``NAME=FILE`` and ``NAME=CODES``.
+
+    A file is a recording, or a JSON file with ``codes`` and ``transcription``. The transcription of a
+    recording is in a file of the same name that ends in ``.txt``. Encoded recordings are kept in
+    ``$XDG_CACHE_HOME/penstock/voices``.
+
+    Args:
+        given: the settings.
+        codec: encodes the recordings.
+        folder: the checkpoint of the codec.
+
+    Raises:
+        ConfigError: a voice cannot be read, or a name is given twice.
+    """
+    voices: dict[str, VoicePrompt] = {}
+    for one in given:
+        name, _, source = one.partition("=")
+        if name in voices:
+            raise ConfigError("voice", f"{name!r} is given twice: use one name for each voice")
+        try:
+            voices[name] = _load(name, source, codec, folder)
+        except (PenstockError, OSError, ValueError) as error:
+            raise ConfigError("voice", f"{name!r} cannot be used: {error}") from error
+    return voices
+
+
+def _load(name: str, source: str, codec: AudioCodec, folder: Path) -> VoicePrompt:
+    parts = [part.strip() for part in source.split(",")]
+    if all(part.isdecimal() for part in parts):
+        return _checked(VoicePrompt(name, [int(part) for part in parts]), codec)
+    path = Path(source).expanduser()
+    if path.suffix.lower() == ".json":
+        values = read_json_object(path)
+        codes = values.get("codes")
+        if not isinstance(codes, list) or not all(isinstance(code, int) for code in codes):
+            raise ValueError(f"{path} must have codes, a list of integers")
+        return _checked(VoicePrompt(name, codes, str(values.get("transcription", ""))), codec)
+    text = path.with_suffix(".txt")
+    transcription = text.read_text(encoding="utf-8").strip() if text.is_file() else ""
+    return VoicePrompt(name, _encoded(path, codec, folder), transcription)
+
+
+def _checked(voice: VoicePrompt, codec: AudioCodec) -> VoicePrompt:
+    size = codec.codes_per_frame
+    if not voice.codes or len(voice.codes) % size:
+        raise ValueError(f"{len(voice.codes)} codes are no whole number of frames: a frame has {size}")
+    codec.check_chunk(CodecChunk(torch.tensor(voice.codes).view(-1, size)))
+    return voice
+
+
+def _encoded(path: Path, codec: AudioCodec, folder: Path) -> list[int]:
+    """Return the codes of a recording, from the cache if it was encoded before."""
+    digest = blake2b(path.read_bytes(), digest_size=16, person=b"voice")
+    files = sorted(one for one in folder.iterdir() if one.is_file())
+    digest.update(repr([(str(one), one.stat().st_size, one.stat().st_mtime_ns) for one in files]).encode())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    file = cache / "penstock" / "voices" / f"{digest.hexdigest()}.npy"
+    if file.is_file():
+        codes: list[int] = np.load(file).tolist()
+        return codes
+    samples, rate = read_audio(path)
+    if not 0 < len(samples) / rate <= MAX_SECONDS:
+        raise ValueError(f"{path} has {len(samples) / rate:.1f} s: a voice has 0 to {MAX_SECONDS:g} s")
+    samples = resample(samples, rate, codec.encoder_sample_rate)
+    with torch.inference_mode():
+        encoded: Any = codec.encode(torch.from_numpy(samples)).reshape(-1).to(torch.int32).numpy()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    written = file.with_suffix(f".{os.getpid()}.tmp.npy")
+    np.save(written, encoded)
+    written.replace(file)
+    return list(map(int, encoded))

@@ -1,0 +1,290 @@
+"""`SpeechFormat`: how a language model writes speech. One file per format in `penstock.text.speech_formats`.
+
+A format knows the prompt of a text, and which token stands for which code of an audio codec. A checkpoint may
+have a ``speech_config.json`` beside its ``config.json``, see `SpeechDescription`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import CheckpointError, ConfigError, InputError
+from penstock.host.discovery import modules_in
+from penstock.weights.json_files import read_json_object
+
+if TYPE_CHECKING:
+    from penstock.text.tokenizer import TextTokenizer
+
+_FORMATS = "penstock.text.speech_formats"
+_DESCRIPTION = "speech_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechDescription:
+    """The contents of ``speech_config.json``; all keys are optional."""
+
+    format: str | None = None
+    """The name of the speech format; by default it is detected from the special tokens."""
+    codec: str | None = None
+    """The codec: a folder, relative to the checkpoint, or an id on the Hugging Face hub."""
+    codes_per_frame: int | None = None
+    """Codes of one frame, if they differ from those of the format."""
+    codebook_size: int | None = None
+    """Codes of each codebook, if they differ from those of the format."""
+    phonemes: bool | None = None
+    """Whether the model reads phonemes instead of letters; by default as the format says."""
+    language: str = "en-us"
+    """The language of the phonemes, as espeak-ng names it."""
+    max_characters: int | None = None
+    """Longer texts are split at sentences."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Defaults of sampling parameters, which replace those of the format."""
+    voices: tuple[str, ...] | None = None
+    """Names of the voices that the model was trained on."""
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> SpeechDescription:
+        """Return the description of a checkpoint; without the file, an empty one.
+
+        Raises:
+            CheckpointError: the file is not a JSON object, or has an unknown key or a value of a wrong type.
+        """
+        path = checkpoint / _DESCRIPTION
+        if not path.is_file():
+            return cls()
+        values = read_json_object(path)
+        known = {one.name for one in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise CheckpointError(path, f"has the unknown key {name!r}: known are {', '.join(known)}")
+        for name, kind in _KINDS.items():
+            if values.get(name) is not None and not isinstance(values[name], kind):
+                raise CheckpointError(path, f"{name} must be of type {kind.__name__}: {values[name]!r}")
+        if values.get("voices") is not None:
+            values["voices"] = tuple(str(one) for one in values["voices"])
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+
+_KINDS: Mapping[str, type] = {
+    "format": str,
+    "codec": str,
+    "codes_per_frame": int,
+    "codebook_size": int,
+    "phonemes": bool,
+    "language": str,
+    "max_characters": int,
+    "sampling": dict,
+    "voices": list,
+}
+
+
+class SpeechCodes:
+    """The tokens that stand for codes.
+
+    Args:
+        token_ids: ``[C, size]``: the token of each code, for each position of a frame.
+    """
+
+    def __init__(self, token_ids: npt.NDArray[np.int64]) -> None:
+        self.codes_per_frame, self.codebook_size = token_ids.shape
+        self._token_ids = token_ids
+        size = int(token_ids.max()) + 1
+        self._code = np.full(size, -1, np.int32)
+        self._position = np.full(size, -1, np.int8)
+        self._code[token_ids] = np.arange(self.codebook_size, dtype=np.int32)
+        self._position[token_ids] = np.arange(self.codes_per_frame, dtype=np.int8)[:, None]
+
+    def token_ids(self, codes: Sequence[int] | npt.NDArray[Any]) -> list[int]:
+        """Return the tokens of whole frames of codes, flattened.
+
+        Raises:
+            InputError: the number of codes is no multiple of a frame, or a code is out of range.
+        """
+        flat = np.asarray(codes)
+        if flat.ndim != 1 or (flat.size and not np.issubdtype(flat.dtype, np.integer)):
+            raise InputError(f"speech codes must be a list of integers: got shape {list(flat.shape)}")
+        if flat.size % self.codes_per_frame:
+            raise InputError(
+                f"{flat.size} speech codes are no whole number of frames: a frame has {self.codes_per_frame}"
+            )
+        if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self.codebook_size:
+            raise InputError(
+                f"speech codes must be from 0 to {self.codebook_size - 1}, were from {int(flat.min())} to "
+                f"{int(flat.max())}"
+            )
+        positions = np.arange(flat.size) % self.codes_per_frame
+        ids: list[int] = self._token_ids[positions, flat.astype(np.int64)].tolist()
+        return ids
+
+    def parse(self, tokens: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int32], int, int]:
+        """Return the whole frames in generated tokens.
+
+        Tokens that stand for no code are dropped. A code at a wrong position ends its frame, which is
+        dropped too; the next frame begins at the next code of position 0. A frame that is not complete stays
+        for the next call.
+
+        Args:
+            tokens: the tokens after the last whole frame.
+
+        Returns:
+            The flattened codes, the number of tokens that are parsed, and how many of these were dropped.
+        """
+        codes: list[int] = []
+        frame: list[int] = []
+        parsed = 0
+        for index, token in enumerate(tokens.tolist()):
+            is_code = 0 <= token < self._code.size and self._position[token] >= 0
+            if is_code and self._position[token] != len(frame):
+                frame.clear()
+                parsed = index
+                is_code = self._position[token] == 0
+            if is_code:
+                frame.append(int(self._code[token]))
+                if len(frame) == self.codes_per_frame:
+                    codes += frame
+                    frame.clear()
+                    parsed = index + 1
+            elif not frame:
+                parsed = index + 1
+        return np.array(codes, np.int32), parsed, parsed - len(codes)
+
+
+class SpeechFormat(ABC):
+    """The prompt and the tokens of a family of speech models.
+
+    Args:
+        tokenizer: the tokenizer of the checkpoint.
+        description: the checkpoint's ``speech_config.json``.
+
+    Raises:
+        CheckpointError: the tokenizer lacks tokens of the format.
+    """
+
+    name: ClassVar[str]
+    """The name of the format and of its module."""
+    marker: ClassVar[str]
+    """A token that only the vocabularies of such checkpoints have."""
+    default_codec: ClassVar[str]
+    """The codec's id on the Hugging Face hub."""
+    reads_phonemes: ClassVar[bool] = False
+    """Whether models read phonemes, unless their description says otherwise."""
+    sampling: ClassVar[Mapping[str, float]] = {}
+    """Defaults of sampling parameters."""
+    max_characters: ClassVar[int]
+    """Longer texts are split at sentences."""
+    default_voices: ClassVar[tuple[str, ...]] = ()
+    """Names of voices that the models were trained on."""
+
+    def __init__(self, tokenizer: TextTokenizer, description: SpeechDescription) -> None:
+        self.description = description
+        self._tokenizer = tokenizer
+        self.codes = SpeechCodes(self.code_tokens())
+
+    @abstractmethod
+    def code_tokens(self) -> npt.NDArray[np.int64]:
+        """Return ``[C, size]``: the token of each code, for each position of a frame."""
+
+    @property
+    @abstractmethod
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end the speech."""
+
+    @abstractmethod
+    def prompt(self, text: str, *, voice: str | None, codes: Sequence[int], transcription: str) -> list[int]:
+        """Return the tokens of a prompt.
+
+        Args:
+            text: the text to speak, letters or phonemes.
+            voice: the name of a trained voice, or None.
+            codes: flattened codes of a voice to imitate; empty for none.
+            transcription: what is spoken in ``codes``.
+
+        Raises:
+            InputError: the format cannot use one of the arguments.
+        """
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """The names of the voices that the model was trained on."""
+        named = self.description.voices
+        return self.default_voices if named is None else named
+
+    @property
+    def needs_phonemes(self) -> bool:
+        """Whether the model reads phonemes instead of letters."""
+        given = self.description.phonemes
+        return self.reads_phonemes if given is None else given
+
+    @property
+    def text_limit(self) -> int:
+        """Characters of a text that the model speaks well; longer texts are split at sentences."""
+        return self.description.max_characters or self.max_characters
+
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """Defaults of sampling parameters, for values that neither request nor checkpoint sets."""
+        return {**self.sampling, **self.description.sampling}
+
+    def token(self, text: str) -> int:
+        """Return the id of a token.
+
+        Raises:
+            CheckpointError: the vocabulary has no such token.
+        """
+        token_id = self._tokenizer.backend.token_to_id(text)
+        if token_id is None:
+            raise CheckpointError(
+                "tokenizer.json", f"has no token {text!r}, which the speech format {self.name!r} needs"
+            )
+        return token_id
+
+    def range_of(self, pattern: str, first: int, count: int) -> npt.NDArray[np.int64]:
+        """Return ``[count]``: the ids of numbered tokens, such as ``<|speech_{}|>``."""
+        begin, end = self.token(pattern.format(first)), self.token(pattern.format(first + count - 1))
+        if end - begin == count - 1:
+            return np.arange(begin, end + 1, dtype=np.int64)
+        return np.array([self.token(pattern.format(first + i)) for i in range(count)], np.int64)
+
+
+@cache
+def speech_formats() -> Mapping[str, type[SpeechFormat]]:
+    """Return the formats by name, sorted."""
+    found = {module.FORMAT.name: module.FORMAT for module in modules_in(_FORMATS)}
+    return dict(sorted(found.items()))
+
+
+def format_name(checkpoint: Path, configured: str | None = None) -> str | None:
+    """Return the name of a checkpoint's speech format; None if it is no speech model.
+
+    Args:
+        checkpoint: the checkpoint's folder, or a GGUF file, which is never recognised.
+        configured: ``--speech-format``, which comes first; then ``speech_config.json``, then the vocabulary.
+
+    Raises:
+        ConfigError: the name is unknown.
+        CheckpointError: ``speech_config.json`` is malformed.
+    """
+    known = speech_formats()
+    name = configured or SpeechDescription.read(checkpoint).format
+    if name is not None:
+        if name not in known:
+            raise ConfigError("speech_format", f"must be one of {', '.join(known)}, was {name!r}")
+        return name
+    vocabulary = checkpoint / "tokenizer.json"
+    if not vocabulary.is_file():
+        return None
+    content = vocabulary.read_bytes()
+    return next((one for one in known if f'"{known[one].marker}"'.encode() in content), None)
+
+
+def is_speech_checkpoint(checkpoint: Path) -> bool:
+    """Return whether the files of a checkpoint say that it is a speech model."""
+    return (checkpoint / _DESCRIPTION).is_file() or format_name(checkpoint) is not None

@@ -1,0 +1,61 @@
+"""Orpheus: a Llama that writes the codes of SNAC, 7 per frame, as ``<custom_token_N>``.
+
+The codes of position ``p`` of a frame are the tokens ``10 + p * size`` to ``10 + (p + 1) * size - 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InputError
+from penstock.text.speech_format import SpeechFormat
+
+_TOKEN = "<custom_token_{}>"
+_FIRST_CODE = 10
+_SPEECH_START, _SPEECH_END, _HUMAN_START, _HUMAN_END, _AI_START, _AI_END = (
+    _TOKEN.format(number) for number in range(1, 7)
+)
+_TEXT_END = "<|eot_id|>"
+
+
+class OrpheusFormat(SpeechFormat):
+    """The format of the Orpheus models."""
+
+    name = "orpheus"
+    marker = _TOKEN.format(_FIRST_CODE)
+    default_codec = "hubertsiuzdak/snac_24khz"
+    sampling: ClassVar[Mapping[str, float]] = {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.1}
+    max_characters = 400
+    default_voices = ("tara", "leah", "jess", "leo", "dan", "mia", "zac", "zoe")
+
+    def code_tokens(self) -> npt.NDArray[np.int64]:
+        num_codes = self.description.codes_per_frame or 7
+        size = self.description.codebook_size or 4096
+        ids = self.range_of(_TOKEN, _FIRST_CODE, num_codes * size)
+        return ids.reshape(num_codes, size)
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        return (self.token(_SPEECH_END), self.token(_AI_END))
+
+    def prompt(self, text: str, *, voice: str | None, codes: Sequence[int], transcription: str) -> list[int]:
+        if len(codes) and not transcription:
+            raise InputError("a voice to imitate needs its transcription: give audio_prompt_transcription")
+        reference: list[int] = []
+        if len(codes):
+            spoken = [*self.codes.token_ids(codes), self.token(_SPEECH_END), self.token(_AI_END)]
+            reference = [*self._turn(transcription), *spoken]
+        return [*reference, *self._turn(text if voice is None else f"{voice}: {text}")]
+
+    def _turn(self, text: str) -> list[int]:
+        """Return a text and the beginning of its speech."""
+        ends = (_TEXT_END, _HUMAN_END, _AI_START, _SPEECH_START)
+        ids = self._tokenizer.encode_plain(text, add_special_tokens=True)
+        return [self.token(_HUMAN_START), *ids, *map(self.token, ends)]
+
+
+FORMAT = OrpheusFormat

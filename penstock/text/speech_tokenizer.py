@@ -1,0 +1,139 @@
+"""`SpeechTokenizer`: converts speech requests to contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from penstock.errors import CheckpointError, InputError, UnsupportedFeatureError
+from penstock.pipelines.core import AudioGenerationRequest, TTSContext
+from penstock.text.phonemes import phonemes_of
+from penstock.text.request_checks import check_token_ids_in_params, total_length
+from penstock.text.sentences import split_text
+from penstock.text.speech_format import SpeechDescription, SpeechFormat, format_name, speech_formats
+from penstock.text.token_ids import TokenIds, checked_prompt_ids
+from penstock.text.tokenizer import TextTokenizer, valid_unicode
+
+
+class SpeechTokenizer(TextTokenizer):
+    """The tokenizer of a speech model with its speech format.
+
+    Args:
+        checkpoint: the checkpoint's folder.
+        max_length: maximum number of tokens of prompt and speech together. None uses the checkpoint's limit.
+        chat_template: a file that replaces the checkpoint's template.
+        eos_token_ids: see `TextTokenizer`.
+        special_tokens_in_content: see `TextTokenizer`.
+        speech_format: name of the speech format; None detects it.
+
+    Raises:
+        CheckpointError: the checkpoint is no speech model, or lacks tokens of its format.
+        ConfigError: the format is unknown.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        max_length: int | None = None,
+        chat_template: str | None = None,
+        eos_token_ids: Iterable[int] = (),
+        special_tokens_in_content: bool = False,
+        speech_format: str | None = None,
+    ) -> None:
+        super().__init__(
+            checkpoint,
+            max_length=max_length,
+            chat_template=chat_template,
+            eos_token_ids=eos_token_ids,
+            special_tokens_in_content=special_tokens_in_content,
+        )
+        name = format_name(Path(checkpoint), speech_format)
+        if name is None:
+            raise CheckpointError(
+                checkpoint,
+                "is no speech model that is recognised: its vocabulary has no speech tokens. Give "
+                f"--speech-format ({', '.join(speech_formats())}) or a speech_config.json",
+            )
+        description = SpeechDescription.read(Path(checkpoint))
+        self.speech_format: SpeechFormat = speech_formats()[name](self, description)
+        """The prompt and the speech tokens of the model."""
+
+    async def new_speech_context(self, request: AudioGenerationRequest) -> TTSContext:
+        """Run `build_speech_context` in a thread."""
+        return await self._in_thread(lambda: self.build_speech_context(request))
+
+    def split(self, text: str) -> list[str]:
+        """Return parts of a text that the model speaks well, split at sentences.
+
+        Raises:
+            InputError: the text has no characters to speak.
+        """
+        parts = split_text(valid_unicode(text), self.speech_format.text_limit)
+        if not parts:
+            raise InputError("the input is empty: it needs at least one character to speak")
+        return parts
+
+    def build_speech_context(self, request: AudioGenerationRequest) -> TTSContext:
+        """Return the context of a request.
+
+        ``prompt`` replaces the prompt of the format; ``audio_prompt_tokens`` are codes of the codec, in whole
+        frames, flattened.
+
+        Raises:
+            PromptTooLongError: the prompt leaves no room for speech.
+            InputError: the request is invalid; the message says why.
+            UnsupportedFeatureError: the model does not support a parameter.
+        """
+        params = request.sampling_params
+        if params.stop:
+            raise UnsupportedFeatureError("stop", "speech has no text to match: use stop_token_ids")
+        check_token_ids_in_params(params, self.vocab_size)
+        tokens = self._speech_prompt(request)
+        given = request.prompt if request.prompt is not None else request.input
+        ends = () if params.ignore_eos else (*self.speech_format.end_token_ids, *self._eos_token_ids)
+        return TTSContext(
+            np.array(request.audio_prompt_tokens, np.int32),
+            prompt=given if isinstance(given, str) else tokens.tolist(),
+            max_length=total_length(len(tokens), params, self.max_length),
+            tokens=tokens,
+            eos_token_ids={*ends, *(params.stop_token_ids or ())},
+            ignore_eos=params.ignore_eos,
+            sampling_params=params,
+            request_id=request.id,
+            model_name=request.model,
+            adapter=request.adapter,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            streaming=request.streaming,
+        )
+
+    def _speech_prompt(self, request: AudioGenerationRequest) -> TokenIds:
+        if isinstance(request.prompt, str):
+            tokens = self.encode_text(request.prompt, limited=False)
+        elif request.prompt is not None:
+            tokens = checked_prompt_ids(request.prompt, self.vocab_size)
+        else:
+            tokens = self._format_prompt(request)
+        if not len(tokens):
+            raise InputError("the prompt is empty: it needs at least one token")
+        return tokens
+
+    def _format_prompt(self, request: AudioGenerationRequest) -> TokenIds:
+        text = valid_unicode(request.input or "").strip()
+        if not text:
+            raise InputError("the input is empty: it needs at least one character to speak")
+        form = self.speech_format
+        voice = request.voice
+        if voice is not None and form.voices and voice not in form.voices:
+            raise InputError(f"voice {voice!r} is unknown: the model has {', '.join(form.voices)}")
+        self._check_length(text)
+        transcription = valid_unicode(request.audio_prompt_transcription).strip()
+        if form.needs_phonemes:
+            language = form.description.language
+            text = phonemes_of(text, language)
+            transcription = phonemes_of(transcription, language) if transcription else ""
+        ids = form.prompt(text, voice=voice, codes=request.audio_prompt_tokens, transcription=transcription)
+        return checked_prompt_ids(ids, self.vocab_size)

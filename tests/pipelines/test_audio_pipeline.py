@@ -1,0 +1,325 @@
+"""Audio pipelines with a random Llama and a fake codec: the audio does not depend on the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.tiny_speech import CODES, SAMPLES_PER_FRAME, FakeCodec, catalog, write_tiny_speech
+
+from penstock.assembly import load_pipeline, load_scheduler, load_tokenizer
+from penstock.config import PipelineConfig
+from penstock.errors import InputError, RequestFailedError
+from penstock.pipelines.audio import AudioGeneratorPipeline, ChunkSizes
+from penstock.pipelines.core import (
+    AudioGenerationRequest,
+    AudioGenerator,
+    SamplingParams,
+    TextGenerationStatus,
+    TTSContext,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
+)
+from penstock.text.speech_tokenizer import SpeechTokenizer
+
+CATALOG = catalog()
+LONG = "a sentence that fills more than one block of the cache"
+TEXTS = (LONG, "hello", LONG + "!", "a b c d e")
+
+
+class Model:
+    """A checkpoint with its tokenizer and pipeline."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.config = PipelineConfig.from_flat(
+            {"model_path": str(folder), "kv_cache_memory": 1 << 20, **settings}
+        )
+        self.tokenizer: SpeechTokenizer = load_tokenizer(self.config, CATALOG)
+        self.pipeline: Any = load_pipeline(self.config, self.tokenizer, CATALOG)
+        self.tokenizer.max_length = self.pipeline.memory_plan.max_length
+
+    def context(self, name: str, text: str = "hello", **fields: Any) -> TTSContext:
+        streaming = fields.pop("streaming", True)
+        options = {"seed": sum(name.encode()), "top_k": -1, "temperature": 1, "max_new_tokens": 90}
+        options |= fields.pop("params", {})
+        params = SamplingParams(**{"min_new_tokens": min(30, options["max_new_tokens"]), **options})
+        return self.tokenizer.build_speech_context(
+            AudioGenerationRequest(
+                name, 0, "m", input=text, sampling_params=params, streaming=streaming, **fields
+            )
+        )
+
+    def run(self, contexts: Sequence[TTSContext], num_steps: int = 1) -> dict[str, list[np.ndarray]]:
+        """Return the chunks of each context."""
+        self.scheduler = load_scheduler(self.config, self.pipeline)
+        for context in contexts:
+            self.scheduler.submit(context)
+        chunks: dict[str, list[np.ndarray]] = {context.request_id: [] for context in contexts}
+        while self.scheduler.has_work:
+            for name, output in self.scheduler.step(num_steps).items():
+                if output.has_audio_data:
+                    chunks[name].append(output.audio_data)
+            assert not self.scheduler.failures, self.scheduler.failures
+        return chunks
+
+
+def whole(model: Model, context: TTSContext) -> np.ndarray:
+    """Return the audio of all speech tokens of a context, decoded at once."""
+    codes = torch.from_numpy(context.speech_tokens.astype(np.int64))
+    [samples] = model.pipeline.codec.decode([codes.view(-1, model.pipeline.codec.codes_per_frame)])
+    return samples.numpy()
+
+
+@pytest.fixture(scope="module", params=[*CODES])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tmp_path_factory.mktemp("models") / request.param
+    return Model(write_tiny_speech(folder, request.param))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_speech(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def chunk_sizes(model: Model) -> Iterator[None]:
+    before = model.pipeline._streamed
+    yield
+    model.pipeline._streamed = before
+
+
+@pytest.mark.usefixtures("chunk_sizes")
+@pytest.mark.parametrize("num_steps", [1, 8])
+def test_a_stream_equals_the_whole_at_each_chunk_size(model: Model, num_steps: int) -> None:
+    for frames in (1, 2, 3, 5, 8, 13, 200):
+        model.pipeline._streamed = ChunkSizes(frames, frames)
+        context = model.context(f"r{frames}")
+        [chunks] = model.run([context], num_steps).values()
+        expected = whole(model, context)
+        assert len(expected) > 20
+        np.testing.assert_array_equal(np.concatenate(chunks), expected)
+        sizes = [len(chunk) // SAMPLES_PER_FRAME for chunk in chunks]
+        if num_steps == 1:
+            assert all(size == frames for size in sizes[:-1])
+
+
+def test_a_batch_equals_each_request_alone(model: Model) -> None:
+    contexts = [model.context(f"r{i}", text) for i, text in enumerate(TEXTS)]
+    together = model.run(contexts, 4)
+    for i, text in enumerate(TEXTS):
+        again = model.context(f"r{i}", text)
+        [alone] = model.run([again]).values()
+        assert len(alone) == len(together[f"r{i}"]), "chunks end at the same frames"
+        for one, other in zip(alone, together[f"r{i}"], strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert again.num_dropped_tokens == contexts[i].num_dropped_tokens
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kv_cache_memory": 26 << 12, "kv_cache_block_size": 16}, {"max_batch_input_tokens": 20}]
+)
+def test_preemption_and_chunked_prompts_do_not_change_the_audio(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    roomy, tight = Model(folder), Model(folder, **settings)
+    params = {"max_new_tokens": 150, "min_new_tokens": 100}
+    expected = roomy.run([roomy.context(f"r{i}", text, params=params) for i, text in enumerate(TEXTS)])
+    found = tight.run([tight.context(f"r{i}", text, params=params) for i, text in enumerate(TEXTS)], 3)
+    assert tight.scheduler.num_preemptions > 0 or "max_batch_input_tokens" in settings
+    for name, chunks in expected.items():
+        np.testing.assert_array_equal(np.concatenate(found[name]), np.concatenate(chunks))
+
+
+def test_a_cached_prompt_does_not_change_the_audio(folder: Path) -> None:
+    model = Model(folder)
+    first, again = (model.context("a", LONG) for _ in range(2))
+    [fresh] = model.run([first]).values()
+    [cached] = model.run([again]).values()
+    assert first.num_cached_tokens == 0
+    assert again.num_cached_tokens >= 32
+    np.testing.assert_array_equal(np.concatenate(cached), np.concatenate(fresh))
+
+
+def test_audio_after_the_last_token_takes_no_tokens_and_no_blocks(folder: Path) -> None:
+    model = Model(folder, audio_chunk_frames=4)
+    pipeline, codec = model.pipeline, model.pipeline.codec
+    pipeline._max_frames = 4
+    scheduler = load_scheduler(model.config, pipeline)
+    ends, goes_on = model.context("a", params={"max_new_tokens": 40}), model.context("b")
+    goes_on.eos_token_ids.clear()
+    goes_on.ignore_eos = True
+    scheduler.submit(ends)
+    scheduler.submit(goes_on)
+    scheduler.step(1)
+    seen = 0
+    while not ends.is_done:
+        before, frames = goes_on.current_length, codec.num_frames
+        was_generating = not ends.speech_token_status.is_done
+        scheduler.step(8)
+        if not was_generating:
+            seen += 1
+            assert scheduler.last_batch == (2, 1)
+            assert goes_on.current_length > before
+            assert codec.num_frames > frames
+            assert not ends.is_assigned_to_cache
+    assert seen > 2
+    scheduler.cancel("b")
+    scheduler.step()
+    assert not scheduler.has_work
+    assert pipeline.kv.num_free_blocks == pipeline.kv.num_blocks
+
+
+def test_a_context_that_only_has_audio_left_is_never_preempted(folder: Path) -> None:
+    model = Model(folder, audio_chunk_frames=2, kv_cache_memory=22 << 12, kv_cache_block_size=16)
+    model.pipeline._max_frames = 1
+    contexts = [model.context(f"r{i}", params={"max_new_tokens": 24 + 8 * i}) for i in range(4)]
+    chunks = model.run(contexts, 8)
+    for context in contexts:
+        np.testing.assert_array_equal(np.concatenate(chunks[context.request_id]), whole(model, context))
+
+
+def test_cancelled_requests_free_their_blocks(folder: Path) -> None:
+    model = Model(folder)
+    scheduler = load_scheduler(model.config, model.pipeline)
+    for i in range(6):
+        scheduler.submit(model.context(f"r{i}"))
+    for i in range(6):
+        scheduler.step(2)
+        scheduler.cancel(f"r{i}")
+    scheduler.step()
+    assert not scheduler.has_work
+    assert model.pipeline.kv.num_free_blocks == model.pipeline.kv.num_blocks
+
+
+def test_the_status_of_the_audio_is_that_of_the_tokens(folder: Path) -> None:
+    model = Model(folder)
+    cut = model.context("a", params={"max_new_tokens": 20})
+    ended = model.context("b", params={"max_new_tokens": 200})
+    model.run([cut, ended])
+    assert cut.audio_generation_status is TextGenerationStatus.MAXIMUM_LENGTH
+    assert ended.audio_generation_status is TextGenerationStatus.END_OF_SEQUENCE
+    assert len(cut.speech_tokens) == 20
+    assert len(ended.speech_tokens) == len(ended.generated_tokens) - 1
+
+
+def test_a_frame_that_is_cut_at_the_end_is_dropped(tmp_path: Path) -> None:
+    model = Model(write_tiny_speech(tmp_path / "m", "orpheus"))
+    context = model.context("a", params={"max_new_tokens": 20, "ignore_eos": True})
+    [chunks] = model.run([context]).values()
+    dropped = context.num_dropped_tokens
+    assert dropped >= 20 % 3
+    assert sum(map(len, chunks)) == (20 - dropped) // 3 * SAMPLES_PER_FRAME
+
+
+def test_tokens_without_speech_end_with_an_error(tmp_path: Path) -> None:
+    model = Model(write_tiny_speech(tmp_path / "m", "orpheus"))
+    context = model.context("a", params={"max_new_tokens": 7, "allowed_token_ids": [65, 66]})
+    scheduler = load_scheduler(model.config, model.pipeline)
+    scheduler.submit(context)
+    while scheduler.has_work:
+        scheduler.step()
+    message = "7 tokens without a whole frame of speech, which has 3 codes; 7 tokens were no speech code"
+    with pytest.raises(RequestFailedError, match=message):
+        raise scheduler.failures["a"]
+
+
+def test_a_codec_failure_ends_only_its_request(folder: Path) -> None:
+    model = Model(folder, audio_chunk_frames=10)
+    contexts = [model.context(f"r{i}", params={"max_new_tokens": 40}) for i in range(5)]
+    expected = model.run(contexts)
+    culprit = contexts[0]
+    codes = [set(context.speech_tokens.tolist()) for context in contexts[1:]]
+    culprit_codes = set(culprit.speech_tokens.tolist())
+    only = next(code for code in culprit_codes)
+    model.pipeline.codec.refuses = {only}
+    try:
+        scheduler = load_scheduler(model.config, model.pipeline)
+        for i in range(5):
+            scheduler.submit(model.context(f"r{i}", params={"max_new_tokens": 40}))
+        chunks: dict[str, list[np.ndarray]] = {}
+        while scheduler.has_work:
+            for name, output in scheduler.step(4).items():
+                if output.has_audio_data:
+                    chunks.setdefault(name, []).append(output.audio_data)
+    finally:
+        model.pipeline.codec.refuses = set()
+    failed = {"r0"} | {f"r{i}" for i, one in enumerate(codes, 1) if only in one}
+    assert set(scheduler.failures) == failed
+    for name, audio in expected.items():
+        if name not in failed:
+            np.testing.assert_array_equal(np.concatenate(chunks[name]), np.concatenate(audio))
+    assert model.pipeline.kv.num_free_blocks == model.pipeline.kv.num_blocks
+
+
+def test_audio_by_next_chunk(model: Model) -> None:
+    pipeline: AudioGeneratorPipeline = model.pipeline
+    assert isinstance(pipeline, AudioGenerator)
+    assert pipeline.decoder_sample_rate == FakeCodec.sample_rate
+    contexts = {name: model.context(name) for name in ("a", "b")}
+    chunks: dict[str, list[np.ndarray]] = {name: [] for name in contexts}
+    running = dict(contexts)
+    while running:
+        before = {name: context.current_length for name, context in running.items()}
+        for name, output in pipeline.next_chunk(running, 24).items():
+            assert running[name].current_length - before[name] <= 24
+            if output.has_audio_data:
+                chunks[name].append(output.audio_data)
+            if output.is_done:
+                pipeline.release(running.pop(name))
+    for name, context in contexts.items():
+        assert len(chunks[name]) >= 2
+        np.testing.assert_array_equal(np.concatenate(chunks[name]), whole(model, context))
+    with pytest.raises(InputError, match=r"request a has ended"):
+        pipeline.next_chunk({"a": contexts["a"]}, 1)
+    with pytest.raises(InputError, match="num_tokens must be at least 1, was 0"):
+        pipeline.next_chunk({"a": model.context("c")}, 0)
+    assert pipeline.next_chunk({}, 3) == {}
+
+
+def test_speech_tokens_up_to_the_number_of_each_request(model: Model) -> None:
+    tokens = model.pipeline.speech_lm_pipeline
+    contexts = {name: model.context(name, params={"ignore_eos": True}) for name in ("a", "b", "c")}
+    outputs = tokens.next_speech_token(contexts, 10, {"a": 3, "b": 0, "c": 100})
+    assert {name: len(output.tokens) for name, output in outputs.items()} == {"a": 3, "c": 10}
+    assert len(contexts["b"].generated_tokens) == 0
+    assert tokens.next_speech_token(contexts, 0, {"a": 3, "b": 3, "c": 3}) == {}
+    assert tokens.next_speech_token({}, 4, {}) == {}
+    with pytest.raises(InputError, match="no number for the request a"):
+        tokens.next_speech_token({"a": contexts["a"]}, 1, {})
+    for context in contexts.values():
+        tokens.release(context)
+
+
+def test_generation_of_speech_tokens_is_a_task(folder: Path) -> None:
+    model = Model(folder, task="speech-token-generation")
+    context = model.context("a", params={"max_new_tokens": 200})
+    scheduler = load_scheduler(model.config, model.pipeline)
+    scheduler.submit(context)
+    shown = []
+    while scheduler.has_work:
+        for output in scheduler.step(5).values():
+            shown += [one.next_token for one in output.tokens]
+    assert shown == context.generated_tokens[:-1].tolist()
+    assert len(context.speech_tokens) == len(shown)
+    assert context.speech_token_status is TextGenerationStatus.END_OF_SEQUENCE
+
+
+def test_a_context_survives_the_way_to_the_worker(folder: Path) -> None:
+    model = Model(folder)
+    context = model.context("a")
+    sent = msgpack_numpy_decoder(TTSContext)(msgpack_numpy_encoder()(context))
+    assert sent == context
+    assert sent.streaming
+    [audio], [expected] = model.run([sent]).values(), model.run([model.context("a")]).values()
+    np.testing.assert_array_equal(np.concatenate(audio), np.concatenate(expected))
+
+
+def test_a_codec_that_does_not_fit_the_format(tmp_path: Path) -> None:
+    folder = write_tiny_speech(tmp_path / "m", "orpheus")
+    other = write_tiny_speech(tmp_path / "n", "neutts") / "codec"
+    with pytest.raises(ValueError, match=r"1 codes of 0 to 15 in a frame, .*'orpheus' writes 3 codes"):
+        Model(folder, codec=str(other))

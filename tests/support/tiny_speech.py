@@ -1,0 +1,189 @@
+"""Small random speech models, and a codec whose samples are a function of the codes.
+
+The models write codes of the right positions nearly always: the embedding of a token points to the position
+of the next code, and the rows of the head to their own position.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+from support import tiny_llm
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from penstock.codecs import AudioCodec, CodecChunk
+from penstock.codecs.registry import CodecRegistry, SupportedCodec
+from penstock.engine import InferenceSession
+
+SIZE = 16
+"""Codes of each codebook."""
+CODES = {"neutts": 1, "orpheus": 3}
+"""Codes of each frame, by format."""
+RATE, SAMPLES_PER_FRAME = 800, 8
+MAX_LENGTH = 320
+
+
+class FakeCodec(AudioCodec):
+    """Each sample depends on the codes of its frame, of the two frames before and of the one after."""
+
+    name = "fake"
+    sample_rate = RATE
+    encoder_sample_rate = RATE
+    samples_per_frame = SAMPLES_PER_FRAME
+    codebook_size = SIZE
+    left_context, right_context, tolerance = 2, 1, 0.0
+
+    def __init__(self, codes_per_frame: int, *, right_context: int = 1) -> None:
+        self.codes_per_frame = codes_per_frame
+        self.right_context = right_context
+        self.num_calls = 0
+        self.num_frames = 0
+        self.refuses: set[int] = set()
+        """Frames with one of these values as first code make a call fail."""
+
+    @classmethod
+    def load(cls, folder: Path, config: Mapping[str, Any], session: InferenceSession) -> FakeCodec:
+        return cls(config["codes_per_frame"])
+
+    @property
+    def can_encode(self) -> bool:
+        return True
+
+    def decode_chunks(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
+        self.num_calls += 1
+        return [self._decode(chunk) for chunk in chunks]
+
+    def _decode(self, chunk: CodecChunk) -> Tensor:
+        self.check_chunk(chunk)
+        self.num_frames += chunk.num_frames
+        codes = chunk.frames.double()
+        if self.refuses & set(chunk.frames[chunk.left :, 0].tolist()):
+            raise FloatingPointError("the codec failed")
+        values = (codes + 1) @ torch.arange(1, self.codes_per_frame + 1).double()  # [F]
+        padded = torch.cat([torch.zeros(2).double(), values, torch.zeros(1).double()])
+        after = padded[3:] if self.right_context else torch.zeros(len(values)).double()
+        mixed = padded[2:-1] + 0.5 * padded[1:-2] + 0.25 * padded[:-3] + 0.125 * after
+        waves = torch.sin(mixed[:, None] * torch.arange(1, SAMPLES_PER_FRAME + 1))
+        return waves[chunk.left : chunk.left + chunk.num_frames].flatten().float()
+
+    def encode(self, samples: Tensor) -> Tensor:
+        num_frames = len(samples) // SAMPLES_PER_FRAME
+        levels = samples[: num_frames * SAMPLES_PER_FRAME].view(num_frames, -1).mean(1)
+        code = ((levels + 1) / 2 * (SIZE - 1)).round().long().clamp(0, SIZE - 1)
+        return code[:, None].repeat(1, self.codes_per_frame)
+
+
+class FakeCodecs(CodecRegistry):
+    """A registry that knows the fake codec."""
+
+    @property
+    def codecs(self) -> tuple[SupportedCodec, ...]:
+        record = SupportedCodec(
+            name="fake",
+            detect=lambda config: config.get("model_type") == "fake",
+            codec="tiny_speech:FakeCodec",
+            package="support",
+        )
+        return (record,)
+
+
+def create_audio(required: Any) -> Any:
+    """The factory of an audio pipeline with the fake codec."""
+    from penstock.pipelines import audio
+
+    return audio.create_audio(required, FakeCodecs())
+
+
+def catalog() -> Any:
+    """Return a catalog whose audio pipelines have the fake codec."""
+    from dataclasses import replace
+
+    from penstock.assembly import Catalog
+    from penstock.pipelines.core import PipelineTask
+    from penstock.pipelines.tasks import TASKS
+
+    audio = replace(TASKS[PipelineTask.AUDIO_GENERATION], factory="support.tiny_speech:create_audio")
+    return Catalog(tasks={**TASKS, audio.task: audio})
+
+
+def write_tiny_speech(
+    folder: Path, form: str = "neutts", *, seed: int = 0, end: float = 0.9, **description: Any
+) -> Path:
+    """Write a checkpoint with its codec.
+
+    Args:
+        folder: where to write; created if missing.
+        form: the speech format.
+        seed: of the weights.
+        end: how probable the end of the speech is, relative to the first code of a frame.
+        **description: changed or added values of ``speech_config.json``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens, first_code, num_codes = _tokens(form), "", CODES[form]
+    first_code = {"neutts": "<|speech_0|>", "orpheus": "<custom_token_10>"}[form]
+    ends = {"neutts": "<|SPEECH_GENERATION_END|>", "orpheus": "<custom_token_2>"}
+    vocabulary = 256 + len(tokens)
+    config = {
+        **tiny_llm.CONFIG,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": MAX_LENGTH,
+        "eos_token_id": 256,
+    }
+    _write(folder / "config.json", config)
+    weights = tiny_llm._weights({**config}, np.random.default_rng(seed))
+    weights = {name: 0.3 * one if one.ndim == 2 else one for name, one in weights.items()}
+    random = np.random.default_rng(seed + 1)
+    hidden = config["hidden_size"]
+    embeddings = random.normal(0, 1.0, (vocabulary, hidden)).astype(np.float32)
+    head = random.normal(0, 0.4, (vocabulary, hidden)).astype(np.float32)
+    embeddings[:, :num_codes] = 0
+    head[:, :num_codes] = 0
+    embeddings[:, 0] = 6  # after any other token, the first code of a frame
+    start = 256 + tokens.index(first_code)
+    for position in range(num_codes):
+        rows = slice(start + position * SIZE, start + (position + 1) * SIZE)
+        embeddings[rows, 0] = 0
+        embeddings[rows, (position + 1) % num_codes] = 6
+        head[rows, position] = 6
+    head[256 + tokens.index(ends[form]), 0] = 6 * end
+    weights["model.embed_tokens.weight"], weights["lm_head.weight"] = embeddings, head
+    save_file(weights, folder / "model.safetensors")
+    _tokenizer(tokens).save(str(folder / "tokenizer.json"))
+    _write(folder / "tokenizer_config.json", {"eos_token": "<|eos|>"})
+    settings = {"codebook_size": SIZE, "codes_per_frame": num_codes, "codec": "codec", "phonemes": False}
+    _write(folder / "speech_config.json", settings | description)
+    _write(folder / "codec" / "config.json", {"model_type": "fake", "codes_per_frame": num_codes})
+    return folder
+
+
+def _tokens(form: str) -> list[str]:
+    """Return the special tokens after the bytes."""
+    if form == "neutts":
+        names = [f"<|{kind}_{edge}|>" for kind in ("TEXT_PROMPT", "SPEECH_GENERATION") for edge in _EDGES]
+        return ["<|eos|>", *names, *(f"<|speech_{i}|>" for i in range(SIZE))]
+    count = 10 + CODES[form] * SIZE
+    return ["<|eos|>", "<|eot_id|>", *(f"<custom_token_{i}>" for i in range(count))]
+
+
+_EDGES = ("START", "END")
+
+
+def _tokenizer(special: list[str]) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
+    return tokenizer
+
+
+def _write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
