@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from unittest import mock
 
@@ -36,6 +37,27 @@ SNAC = {
 SNACS = {
     "snac": SNAC,
     "snac_dense": {**SNAC, "vq_strides": [6, 2], "noise": False, "depthwise": False},
+}
+
+NEUCODEC = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "encoder_hidden_size": 4,
+    "downsampling_ratios": [2, 2, 4],
+    "quantization_dim": 64,
+    "quantization_levels": [4, 5, 3],
+}
+SEMANTIC = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "output_hidden_size": 32,
+    "feature_projection_input_dim": 8,
 }
 
 
@@ -76,6 +98,27 @@ def write_snac(name: str) -> None:
     _save(name, config, model.state_dict(), expected)
 
 
+def write_neucodec() -> None:
+    """Write the decoder of a NeuCodec checkpoint and decoded frames."""
+    from transformers import NeuCodecConfig, NeuCodecModel
+
+    torch.manual_seed(0)
+    config = NeuCodecConfig(**NEUCODEC, semantic_model_config={"model_type": "wav2vec2-bert", **SEMANTIC})
+    model = NeuCodecModel(config).eval()
+    for name, parameter in model.named_parameters():
+        is_scale = "norm" in name and name.endswith("weight")
+        parameter.data.normal_(1.0 if is_scale else 0.0, 0.2)
+    frames = torch.randint(0, prod(NEUCODEC["quantization_levels"]), (133, 1))
+    with torch.no_grad():
+        decoded = model.decode(frames.t()[None]).audio_values[0, 0]
+    tensors = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name.startswith(("acoustic_decoder.", "quantizer.", "fc_encoder."))
+    }
+    _save("neucodec", json.loads(config.to_json_string()), tensors, {"frames": frames, "decoded": decoded})
+
+
 def _positional_noise(layer: int, length: int) -> Tensor:
     from penstock.codecs.snac.noise import noise_at
 
@@ -100,6 +143,8 @@ def _save(name: str, config: dict, tensors: dict[str, Tensor], expected: dict[st
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or ["snac"]
+    chosen = sys.argv[1:] or ["snac", "neucodec"]
     for codec in SNACS if "snac" in chosen else ():
         write_snac(codec)
+    if "neucodec" in chosen:
+        write_neucodec()

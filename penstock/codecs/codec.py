@@ -119,8 +119,9 @@ class AudioCodec(ABC):
         """
         frames, stop = chunk.frames, chunk.start + chunk.num_frames
         first, end = self.context_at(chunk.start, stop)
-        complete = chunk.ended or chunk.right >= end - stop
-        if chunk.num_frames < 0 or not chunk.start - first <= chunk.left <= chunk.start or not complete:
+        has_left = chunk.start - first <= chunk.left <= chunk.start
+        has_right = chunk.ended or chunk.right >= end - stop
+        if chunk.num_frames < 0 or (chunk.num_frames and not (has_left and has_right)):
             raise InputError(
                 f"{self.name}: frames {chunk.start} to {stop} need frames {first} to {end} as context, "
                 f"{chunk.left} before and {chunk.right} after them were given: use AudioCodec.chunk"

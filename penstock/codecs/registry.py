@@ -32,18 +32,36 @@ class SupportedCodec:
     codec: str
     """The `AudioCodec` as ``"module:Class"``, relative to the codec's folder.
 
-    Its class method ``load(folder, config, session)`` reads a checkpoint.
+    Its class method ``load(folder, config, session, encoding)`` reads a checkpoint.
     """
+    encodings: tuple[str, ...] = ("float32",)
+    """Encodings in which the codec can hold its large layers; the first one is the default."""
     example_repo_ids: tuple[str, ...] = ()
     """Hub ids of checkpoints that work."""
     package: str = ""
     """The folder as a package; the registry fills it in."""
 
-    def load(self, folder: Path, config: Mapping[str, Any], session: InferenceSession) -> AudioCodec:
-        """Read a checkpoint folder of this codec."""
+    def load(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        session: InferenceSession,
+        encoding: str | None = None,
+    ) -> AudioCodec:
+        """Read a checkpoint folder of this codec.
+
+        Raises:
+            ConfigError: the codec does not support the encoding.
+        """
+        encoding = encoding or self.encodings[0]
+        if encoding not in self.encodings:
+            raise ConfigError(
+                "codec encoding",
+                f"{self.name} does not run in {encoding!r}: use one of {', '.join(self.encodings)}",
+            )
         module, _, name = self.codec.partition(":")
         codec_class = getattr(import_module(f"{self.package}.{module}"), name)
-        codec: AudioCodec = codec_class.load(folder, config, session)
+        codec: AudioCodec = codec_class.load(folder, config, session, encoding)
         return codec
 
 
@@ -96,18 +114,24 @@ CODECS = CodecRegistry()
 
 
 def load_codec(
-    path: str | Path, session: InferenceSession, *, registry: CodecRegistry = CODECS
+    path: str | Path,
+    session: InferenceSession,
+    *,
+    encoding: str | None = None,
+    registry: CodecRegistry = CODECS,
 ) -> AudioCodec:
     """Load the codec in a checkpoint folder.
 
     Args:
         path: a folder with ``config.json`` and weights.
         session: its operations compute the codec.
+        encoding: encoding of the large layers, one of `SupportedCodec.encodings`; by default the first.
         registry: the codecs to choose from.
 
     Raises:
         CheckpointError: the folder is not the checkpoint of a known codec, or cannot be read.
+        ConfigError: the codec does not support the encoding.
     """
     folder = Path(path).expanduser()
     config = read_json_object(folder / "config.json")
-    return registry.detect(config, folder).load(folder, config, session)
+    return registry.detect(config, folder).load(folder, config, session, encoding)

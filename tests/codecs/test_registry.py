@@ -34,7 +34,7 @@ class SquareCodec(AudioCodec):
     left_context, right_context, tolerance = 1, 1, 0.0
 
     @classmethod
-    def load(cls, folder, config, session):
+    def load(cls, folder, config, session, encoding):
         return cls()
 
     def decode_chunks(self, chunks):
@@ -78,6 +78,10 @@ def test_folders_are_codecs_and_load_on_request(registry: CodecRegistry, tmp_pat
 
 
 def test_an_unknown_checkpoint_is_refused(registry: CodecRegistry, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="square does not run in 'int8': use one of float32"):
+        load_codec(
+            checkpoint(tmp_path, type="square"), InferenceSession(), encoding="int8", registry=registry
+        )
     with pytest.raises(CheckpointError, match=r"known: .*other.*square"):
         load_codec(checkpoint(tmp_path, type="circle"), InferenceSession(), registry=registry)
 

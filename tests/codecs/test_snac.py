@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.codecs import FOLDER, expected, load_reference
 
+from penstock.codecs import CodecChunk
 from penstock.codecs.snac.noise import noise_at
 from penstock.codecs.snac.quantizer import frame_columns
 from penstock.errors import CheckpointError, InputError, UnsupportedFeatureError, WeightsError
@@ -53,6 +54,17 @@ def test_noise_is_normal_and_depends_on_layer_and_position() -> None:
     assert abs(float((noise**4).mean()) - 3) < 0.2
     assert abs(float((noise * noise_at(2, 0, 100_000)).mean())) < 0.02
     assert abs(float((noise[1:] * noise[:-1]).mean())) < 0.02
+
+
+@pytest.mark.parametrize("side", ["left_context", "right_context"])
+@pytest.mark.parametrize("name", ["snac", "snac_dense"])
+def test_less_context_gives_other_samples(name: str, side: str) -> None:
+    codec, frames = load_reference(name), expected(name)["frames"]
+    (whole,) = codec.decode_chunks([CodecChunk(frames)])
+    assert getattr(codec, side) < len(frames)
+    setattr(codec, side, getattr(codec, side) - 2)
+    parts = codec.decode_chunks(list(codec.cut(frames, 1)))
+    assert (torch.cat(parts) - whole).abs().max() > codec.tolerance
 
 
 def test_a_pickled_checkpoint_is_read_without_running_code(checkpoint: Path) -> None:

@@ -16,10 +16,12 @@ FOLDER = Path(__file__).parents[1] / "codecs" / "references"
 REFERENCES = sorted(folder.name for folder in FOLDER.iterdir())
 
 
-def load_reference(name: str, back_end: str = "reference", folder: Path = FOLDER) -> Any:
+def load_reference(
+    name: str, back_end: str = "reference", folder: Path = FOLDER, encoding: str = "float32"
+) -> Any:
     """Return the codec of a folder, on the operations of a back end."""
     session: Any = SimpleNamespace(ops=all_back_ends()[back_end])
-    return load_codec(folder / name, session)
+    return load_codec(folder / name, session, encoding=encoding)
 
 
 def expected(name: str) -> dict[str, Tensor]:

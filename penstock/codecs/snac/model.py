@@ -51,7 +51,9 @@ class SnacCodec(AudioCodec):
         self.left_context = self.right_context = -(-decoder.margin // config.strides[0])
 
     @classmethod
-    def load(cls, folder: Path, config: Mapping[str, Any], session: InferenceSession) -> SnacCodec:
+    def load(
+        cls, folder: Path, config: Mapping[str, Any], session: InferenceSession, encoding: str = "float32"
+    ) -> SnacCodec:
         """Read a checkpoint folder.
 
         Raises:
@@ -59,7 +61,7 @@ class SnacCodec(AudioCodec):
             UnsupportedFeatureError: the checkpoint has attention layers.
         """
         sizes, weights = SnacConfig.read(config, folder), open_weights(folder)
-        loader = CodecLoader(weights, session.ops)
+        loader = CodecLoader(weights, session.ops, encoding)
         parts = read_quantizer(loader, sizes), read_decoder(loader, sizes), read_encoder(loader, sizes)
         weights.finish()
         return cls(sizes, session.ops, *parts)

@@ -83,7 +83,8 @@ class ReferenceConvolution(ConvolutionOps):
 
     def snake(self, x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
         wide = x.float()
-        return (wide + beta * torch.sin(alpha * wide).square()).to(x.dtype)
+        sine = torch.sin((alpha * wide).double()).float()  # in float32 the last lanes are rounded differently
+        return (wide + beta * sine.square()).to(x.dtype)
 
     def add_scaled(self, x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
         return (x.float() + factors[:, None] * y.float()).to(x.dtype)
@@ -94,14 +95,14 @@ class ReferenceConvolution(ConvolutionOps):
         def norm(one: Tensor) -> Tensor:
             if not len(one):
                 return one
-            return F.group_norm(one.float().t()[None], groups, weight, bias, eps)[0].t().to(x.dtype)
+            return torch.group_norm(one.float().t()[None], groups, weight, bias, eps)[0].t().to(x.dtype)
 
         return each_sequence(norm, x, row_offsets)
 
     def polar(self, x: Tensor, limit: float) -> Tensor:
-        logs, phases = x.float().chunk(2, dim=-1)
+        logs, phases = x.double().chunk(2, dim=-1)  # as in `snake`
         magnitudes = logs.exp().clamp(max=limit)
-        return torch.cat([magnitudes * phases.cos(), magnitudes * phases.sin()], -1)
+        return torch.cat([magnitudes * phases.cos(), magnitudes * phases.sin()], -1).float()
 
     def overlap_add(self, frames: Tensor, squares: Tensor, hop: int, row_offsets: Tensor) -> Tensor:
         size = frames.shape[1]

@@ -1,0 +1,195 @@
+"""The decoder of NeuCodec: codes to samples by residual blocks, a transformer and an inverse STFT.
+
+Attention and group norms see all frames of a sequence, in both directions. Attention knows no positions: the
+published model rotates queries and keys by an angle that depends on the head alone, which changes no score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.codecs.layers import CodecLoader, Conv1d, RaggedRows
+from penstock.codecs.neucodec.config import NeuCodecConfig
+from penstock.kernels import Ops, PackedLinear, encoding_named
+from penstock.kernels.convolution import inverse_dft_weight
+
+GROUPS = 32
+NORM_EPS = 1e-6
+MAX_MAGNITUDE = 100.0
+FRAMES_PER_WINDOW = 4
+"""Length of the STFT window in frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNorm:
+    """A group norm over all frames of a sequence."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: RaggedRows, ops: Ops) -> Tensor:
+        return ops.group_norm(x.rows, self.weight, self.bias, GROUPS, NORM_EPS, x.offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class ResNetBlock:
+    """Two convolutions, each after a group norm and a SiLU, beside a residual connection."""
+
+    norms: tuple[GroupNorm, GroupNorm]
+    convs: tuple[Conv1d, Conv1d]
+
+    def __call__(self, x: RaggedRows, ops: Ops) -> RaggedRows:
+        y = x
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            y = conv(RaggedRows(ops.activation(norm(y, ops), "silu"), y.lengths), ops)
+        return RaggedRows(ops.add(x.rows, y.rows), x.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerLayer:
+    """Attention in both directions and a feed-forward layer, each after an RMS norm."""
+
+    attention_norm: Tensor
+    qkv: PackedLinear
+    output: PackedLinear
+    mlp_norm: Tensor
+    up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Codes to samples."""
+
+    config: NeuCodecConfig
+    digits: Tensor  # [codebook_size, number of levels]
+    project: PackedLinear
+    embed: Conv1d
+    before: tuple[ResNetBlock, ...]
+    layers: tuple[TransformerLayer, ...]
+    after: tuple[ResNetBlock, ...]
+    norm: tuple[Tensor, Tensor]
+    head: PackedLinear
+    inverse_dft: PackedLinear
+    squares: Tensor  # of the STFT window
+    dtype: torch.dtype
+    """Type of the activations that the linear layers of the transformer take."""
+
+    def __call__(self, frames: RaggedRows, ops: Ops) -> list[Tensor]:
+        """Return the samples of each sequence of codes ``[F, 1]``, ``[F * hop]``."""
+        x = RaggedRows(ops.embedding(frames.rows.flatten(), self.digits), frames.lengths)
+        x = self.embed(RaggedRows(ops.linear(x.rows, self.project), x.lengths), ops)
+        for block in self.before:
+            x = block(x, ops)
+        x = RaggedRows(self._transform(x, ops), x.lengths)
+        for block in self.after:
+            x = block(x, ops)
+        rows = ops.linear(ops.layer_norm(x.rows, *self.norm, NORM_EPS), self.head)
+        windows = ops.linear(ops.polar(rows, MAX_MAGNITUDE), self.inverse_dft)
+        samples = ops.overlap_add(windows, self.squares, self.config.hop, x.offsets)
+        return list(torch.split(samples, [length * self.config.hop for length in x.lengths]))
+
+    def _transform(self, x: RaggedRows, ops: Ops) -> Tensor:
+        sizes, eps, offsets = self.config, self.config.rms_norm_eps, x.offsets
+        residual = x.rows
+        for layer in self.layers:
+            normed = ops.rms_norm(residual, layer.attention_norm, eps).to(self.dtype)
+            q, k, v = ops.linear(normed, layer.qkv).view(len(normed), 3, sizes.heads, -1).unbind(1)
+            attended = ops.encoder_attention(q, k, v, offsets, scale=sizes.head_dim**-0.5)
+            update = ops.linear(attended.view(len(normed), -1), layer.output)
+            normed, residual = ops.add_rms_norm(update.float(), residual, layer.mlp_norm, eps)
+            hidden = ops.activation(ops.linear(normed.to(self.dtype), layer.up), "silu")
+            residual = ops.add(ops.linear(hidden, layer.down).float(), residual)
+        return residual
+
+
+def read_decoder(loader: CodecLoader, config: NeuCodecConfig, encoding: str) -> Decoder:
+    """Read the tensors of the decoder and the output projection of the quantizer.
+
+    Args:
+        loader: reads and packs layers.
+        config: sizes.
+        encoding: encoding of the linear layers of the transformer. The others are float32.
+    """
+    prefix, size = "acoustic_decoder", config.hidden_size
+    window = torch.hann_window(FRAMES_PER_WINDOW * config.hop)
+    return Decoder(
+        config,
+        code_digits(config.levels),
+        _read_projection(loader, config),
+        loader.conv1d(f"{prefix}.embed", size, size, 7, padding=3),
+        _read_blocks(loader, f"{prefix}.prior_net", size),
+        tuple(
+            _read_layer(loader, f"{prefix}.layers.{index}", config, encoding)
+            for index in range(config.layers)
+        ),
+        _read_blocks(loader, f"{prefix}.post_net", size),
+        (loader.tensor(f"{prefix}.norm.weight", size), loader.tensor(f"{prefix}.norm.bias", size)),
+        loader.linear(f"{prefix}.head.linear", size, len(window) + 2),
+        loader.ops.pack_linear(inverse_dft_weight(window), "float32"),
+        window.square(),
+        encoding_named(encoding).compute_dtype.to_torch(),
+    )
+
+
+def code_digits(levels: tuple[int, ...]) -> Tensor:
+    """Return the numbers between -1 and 1 that each code stands for, ``[prod(levels), len(levels)]``.
+
+    A code is a number whose digits, the lowest first, have these numbers of levels (arXiv:2309.15505).
+    """
+    codes, columns = torch.arange(int(torch.tensor(levels).prod())), []
+    for level in levels:
+        half = level // 2
+        columns.append((codes % level - half).float() / half)
+        codes = codes // level
+    return torch.stack(columns, 1)
+
+
+def _read_projection(loader: CodecLoader, config: NeuCodecConfig) -> PackedLinear:
+    """Return the two linear layers between the digits of a code and the decoder as one."""
+    inner, size = config.quantization_dim, config.hidden_size
+    outward = loader.tensor("quantizer.project_out.weight", inner, len(config.levels)).double()
+    offset = loader.tensor("quantizer.project_out.bias", inner).double()
+    weight = loader.tensor("acoustic_decoder.fc.weight", size, inner).double()
+    bias = loader.tensor("acoustic_decoder.fc.bias", size).double()
+    return loader.ops.pack_linear(
+        (weight @ outward).float(), "float32", bias=(weight @ offset + bias).float()
+    )
+
+
+def _read_blocks(loader: CodecLoader, prefix: str, size: int) -> tuple[ResNetBlock, ...]:
+    blocks = []
+    for index in range(2):
+        name = f"{prefix}.{index}"
+        first, second = (
+            GroupNorm(
+                loader.tensor(f"{name}.norm{one}.weight", size), loader.tensor(f"{name}.norm{one}.bias", size)
+            )
+            for one in (1, 2)
+        )
+        convs = (
+            loader.conv1d(f"{name}.conv1", size, size, 3, padding=1),
+            loader.conv1d(f"{name}.conv2", size, size, 3, padding=1),
+        )
+        blocks.append(ResNetBlock((first, second), convs))
+    return tuple(blocks)
+
+
+def _read_layer(loader: CodecLoader, name: str, config: NeuCodecConfig, encoding: str) -> TransformerLayer:
+    size, ops = config.hidden_size, loader.ops
+    inner = config.heads * config.head_dim
+    qkv = [loader.tensor(f"{name}.self_attn.{one}_proj.weight", inner, size) for one in "qkv"]
+    output = loader.tensor(f"{name}.self_attn.o_proj.weight", size, inner)
+    up = loader.tensor(f"{name}.mlp.fc1.weight", config.intermediate_size, size)
+    down = loader.tensor(f"{name}.mlp.fc2.weight", size, config.intermediate_size)
+    return TransformerLayer(
+        loader.tensor(f"{name}.input_layernorm.weight", size),
+        ops.pack_linear(qkv, encoding),
+        ops.pack_linear(output, encoding),
+        loader.tensor(f"{name}.post_attention_layernorm.weight", size),
+        ops.pack_linear(up, encoding),
+        ops.pack_linear(down, encoding),
+    )

@@ -1,0 +1,169 @@
+"""`NeuCodec`: decodes codes of one codebook, 50 per second in the published checkpoint.
+
+`NeuCodec.decode` computes what the published model computes: attention and group norms see the whole stream.
+A stream that is still being written cannot be decoded so. `NeuCodec.decode_chunks` therefore decodes windows
+at fixed positions (`codecs.neucodec.windows`). Its results do not depend on the sizes of the chunks. They
+differ from `decode`, also for a whole stream.
+
+The encoder (a wav2vec2-bert model of 600 million parameters beside a convolutional one) is not implemented.
+Voices are given as codes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.codecs.codec import AudioCodec, CodecChunk
+from penstock.codecs.layers import CodecLoader, RaggedRows
+from penstock.codecs.neucodec.config import NeuCodecConfig
+from penstock.codecs.neucodec.decoder import Decoder, read_decoder
+from penstock.codecs.neucodec.windows import AFTER, BEFORE, BLOCK, Block, block, block_at
+from penstock.codecs.weights import open_weights
+from penstock.engine import InferenceSession
+from penstock.errors import UnsupportedFeatureError
+from penstock.kernels import Ops
+
+MAX_CACHED_WINDOWS = 128
+"""Decoded windows that are kept: for the block after them, and for chunks that are shorter than a block."""
+_ENCODER = ("semantic_encoder.*", "semantic_adapter.*", "acoustic_encoder.*", "fc_encoder.*")
+_UNUSED = ("quantizer.project_in.*", "*.inv_freq", "*.original_inv_freq", "*.window", "quantizer.quantizer.*")
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A block of a chunk."""
+
+    block: Block
+    frames: Tensor
+    """Codes of the window, ``[n, 1]``."""
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        """The samples of a window depend on nothing else."""
+        return self.block.index, self.frames.numpy().tobytes()
+
+
+class NeuCodec(AudioCodec):
+    """Decoder of a NeuCodec checkpoint."""
+
+    name = "neucodec"
+    codes_per_frame = 1
+    tolerance = 1e-5
+    left_context = BEFORE + BLOCK + BLOCK - 1
+    right_context = BLOCK - 1 + AFTER
+
+    def __init__(self, config: NeuCodecConfig, ops: Ops, decoder: Decoder) -> None:
+        self._ops = ops
+        self._decoder = decoder
+        self._cache: OrderedDict[tuple[int, bytes], Tensor] = OrderedDict()
+        self.sample_rate, self.encoder_sample_rate = config.sample_rate, config.encoder_sample_rate
+        self.samples_per_frame = config.hop
+        self.codebook_size = len(decoder.digits)
+
+    @classmethod
+    def load(
+        cls, folder: Path, config: Mapping[str, Any], session: InferenceSession, encoding: str = "float32"
+    ) -> NeuCodec:
+        """Read a checkpoint folder.
+
+        Raises:
+            CheckpointError: ``config.json`` or the weights do not fit.
+            ConfigError: the encoding is unknown.
+            UnsupportedFeatureError: the decoder has parts that are not implemented.
+        """
+        sizes, weights = NeuCodecConfig.read(config, folder), open_weights(folder)
+        decoder = read_decoder(CodecLoader(weights, session.ops), sizes, encoding)
+        weights.finish(ignore=(*_ENCODER, *_UNUSED))
+        return cls(sizes, session.ops, decoder)
+
+    def ready_frames(self, num_frames: int, *, ended: bool) -> int:
+        if ended or not num_frames:
+            return num_frames
+        last = block_at(num_frames)
+        while last.index and last.window[1] > num_frames:
+            last = block(last.index - 1)
+        return last.stop if last.window[1] <= num_frames else 0
+
+    def context_at(self, start: int, stop: int) -> tuple[int, int]:
+        first = block_at(start)
+        before = block(first.index - 1) if first.index else first
+        return before.window[0], block_at(max(stop - 1, start)).window[1]
+
+    @torch.inference_mode()
+    def decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
+        for one in frames:
+            self.check_chunk(CodecChunk(one))
+        return self._decode(frames)
+
+    @torch.inference_mode()
+    def decode_chunks(self, chunks: Sequence[CodecChunk]) -> list[Tensor]:
+        for chunk in chunks:
+            self.check_chunk(chunk)
+        windows = [self._windows(chunk) for chunk in chunks]
+        missing = {one.key: one for ones in windows for one in ones if one.key not in self._cache}
+        decoded = self._decode([one.frames for one in missing.values()])
+        for (key, one), samples in zip(missing.items(), decoded, strict=True):
+            before = one.block.start - one.block.window[0]
+            self._cache[key] = samples[before * self.samples_per_frame :].clone()
+        results = [self._join(chunk, ones) for chunk, ones in zip(chunks, windows, strict=True)]
+        while len(self._cache) > MAX_CACHED_WINDOWS:
+            self._cache.popitem(last=False)
+        return results
+
+    def encode(self, samples: Tensor) -> Tensor:
+        raise UnsupportedFeatureError(
+            "encoding audio with NeuCodec",
+            "its encoder is not implemented: encode the reference elsewhere and give its codes",
+        )
+
+    def _decode(self, frames: Sequence[Tensor]) -> list[Tensor]:
+        """Return the samples of sequences of codes, each decoded as a whole."""
+        lengths = [len(one) for one in frames if len(one)]
+        if not lengths:
+            return [torch.zeros(0) for _ in frames]
+        samples = iter(self._decoder(RaggedRows(torch.cat(list(frames)), lengths), self._ops))
+        return [next(samples) if len(one) else torch.zeros(0) for one in frames]
+
+    def _windows(self, chunk: CodecChunk) -> list[_Window]:
+        """Return the windows of the block before the chunk, if there is one, and of the chunk's blocks."""
+        if not chunk.num_frames:
+            return []
+        stop, one = chunk.start + chunk.num_frames, block_at(chunk.start)
+        found = [self._window(chunk, block(one.index - 1))] if one.index else []
+        while one.start < stop:
+            found.append(self._window(chunk, one))
+            one = block(one.index + 1)
+        return found
+
+    def _window(self, chunk: CodecChunk, one: Block) -> _Window:
+        origin, (first, end) = chunk.start - chunk.left, one.window
+        return _Window(one, chunk.frames[first - origin : end - origin])
+
+    def _join(self, chunk: CodecChunk, windows: Sequence[_Window]) -> Tensor:
+        """Return the samples of a chunk from those of its windows, blended where two windows overlap."""
+        hop, stop, parts = self.samples_per_frame, chunk.start + chunk.num_frames, [torch.zeros(0)]
+        tail: Tensor | None = None
+        for window in windows:
+            one, samples = window.block, self._cache[window.key]
+            self._cache.move_to_end(window.key)
+            own = samples[: (one.stop - one.start) * hop]
+            if one.stop > chunk.start:
+                if tail is not None:
+                    own = _blended(tail, own, AFTER * hop)
+                parts.append(own[max(chunk.start - one.start, 0) * hop : (stop - one.start) * hop])
+            tail = samples[(one.stop - one.start) * hop :]
+        return torch.cat(parts)
+
+
+def _blended(before: Tensor, own: Tensor, overlap: int) -> Tensor:
+    """Return the samples of a window, the first ones mixed with those of the window before it."""
+    count = min(len(before), len(own))
+    share = (torch.arange(count) + 0.5) / overlap
+    return torch.cat([torch.lerp(before[:count], own[:count], share), own[count:]])

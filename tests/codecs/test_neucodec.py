@@ -1,0 +1,113 @@
+"""NeuCodec: digits of codes, windows of streams, encodings, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.codecs import FOLDER, expected, load_reference
+
+from penstock.codecs import CodecChunk
+from penstock.codecs.neucodec import model as neucodec
+from penstock.codecs.neucodec.decoder import code_digits
+from penstock.codecs.neucodec.windows import AFTER, block, block_at
+from penstock.errors import CheckpointError, UnsupportedFeatureError
+
+
+def test_sizes() -> None:
+    codec = load_reference("neucodec")
+    assert (codec.codes_per_frame, codec.samples_per_frame, codec.codebook_size) == (1, 24, 60)
+    assert (codec.sample_rate, codec.encoder_sample_rate) == (24000, 16000)
+
+
+def test_codes_are_digits_the_lowest_first() -> None:
+    digits = code_digits((4, 4, 4, 4, 4, 4, 4, 4))
+    assert digits.shape == (65536, 8)
+    assert digits[1 + 2 * 4 + 3 * 16].tolist() == [-0.5, 0.0, 0.5, -1, -1, -1, -1, -1]
+
+
+def test_blocks_cover_the_stream_once() -> None:
+    starts = [block(index).start for index in range(8)]
+    assert starts == [0, 10, 25, 45, 75, 115, 165, 215]
+    for frame in range(300):
+        assert block_at(frame).start <= frame < block_at(frame).stop
+        assert block(block_at(frame).index + 1).start == block_at(frame).stop
+
+
+@pytest.mark.parametrize(
+    ("known", "ready"), [(0, 0), (14, 0), (15, 10), (29, 10), (30, 25), (169, 115), (170, 165), (219, 165)]
+)
+def test_a_block_is_ready_when_its_window_is_known(known: int, ready: int) -> None:
+    codec = load_reference("neucodec")
+    assert codec.ready_frames(known, ended=False) == ready
+    assert codec.ready_frames(known, ended=True) == known
+
+
+def test_samples_are_those_of_windows_blended_at_their_borders() -> None:
+    codec, frames = load_reference("neucodec"), expected("neucodec")["frames"]
+    hop = codec.samples_per_frame
+    (streamed,) = codec.decode_chunks([CodecChunk(frames)])
+    first, second, third = codec.decode([frames[:15], frames[:30], frames[:50]])
+    assert torch.equal(streamed[: 10 * hop], first[: 10 * hop])
+    assert torch.equal(streamed[15 * hop : 25 * hop], second[15 * hop : 25 * hop])
+    share = (torch.arange(AFTER * hop) + 0.5) / (AFTER * hop)
+    overlap = slice(25 * hop, 30 * hop)
+    mixed = second[overlap] * (1 - share) + third[overlap] * share
+    torch.testing.assert_close(streamed[overlap], mixed)
+
+
+def test_chunks_do_not_depend_on_the_cache_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = expected("neucodec")["frames"]
+    (whole,) = load_reference("neucodec").decode_chunks([CodecChunk(frames)])
+    monkeypatch.setattr(neucodec, "MAX_CACHED_WINDOWS", 0)
+    codec = load_reference("neucodec")
+    parts = [codec.decode_chunks([chunk])[0] for chunk in codec.cut(frames, 17)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_shifted_blocks_give_other_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, frames = load_reference("neucodec"), expected("neucodec")["frames"]
+    (whole,) = codec.decode_chunks([CodecChunk(frames)])
+    chunks = [
+        CodecChunk(one.frames, one.start, one.left, one.right, one.ended) for one in codec.cut(frames, 50)
+    ]
+    moved = CodecChunk(chunks[1].frames[1:], chunks[1].start - 1, chunks[1].left - 1, chunks[1].right)
+    (samples,) = codec.decode_chunks([moved])
+    assert (samples - whole[50 * 24 : 100 * 24]).abs().max() > codec.tolerance
+
+
+@pytest.mark.parametrize(("encoding", "ratio"), [("bfloat16", 60), ("int8", 15)])
+def test_encodings_of_the_transformer(encoding: str, ratio: float) -> None:
+    frames, whole = expected("neucodec")["frames"], expected("neucodec")["decoded"]
+    samples = load_reference("neucodec", encoding=encoding).decode([frames])[0]
+    error = (samples - whole).square().mean()
+    assert 0 < error * ratio < whole.square().mean()
+
+
+def test_encoding_is_refused() -> None:
+    codec = load_reference("neucodec")
+    assert not codec.can_encode
+    with pytest.raises(UnsupportedFeatureError, match="encoding audio with NeuCodec"):
+        codec.encode(torch.zeros(480))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "problem"),
+    [
+        ({"hidden_act": "gelu"}, UnsupportedFeatureError, "hidden_act gelu is not supported: only silu"),
+        ({"num_key_value_heads": 1}, UnsupportedFeatureError, "num_key_value_heads 1"),
+        ({"downsampling_ratios": []}, CheckpointError, "whole numbers of samples per frame"),
+        ({"hidden_size": 64}, CheckpointError, r"embed\.weight is \[32, 32, 7\]"),
+    ],
+)
+def test_other_decoders_are_refused(
+    tmp_path: Path, change: dict[str, object], error: type[Exception], problem: str
+) -> None:
+    folder = shutil.copytree(FOLDER / "neucodec", tmp_path / "neucodec")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(error, match=problem):
+        load_reference("neucodec", folder=tmp_path)
