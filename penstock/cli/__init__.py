@@ -25,6 +25,7 @@ _COMMANDS = {
     "encode": "Compute embeddings of texts.",
     "rerank": "Order documents by their score for a query.",
     "serve": "Serve a model through an OpenAI-compatible API.",
+    "batch": "Run a file of requests without a server.",
     "bench": "Benchmark a model or a server.",
     "list": "List architectures, encodings, tasks and formats.",
     "warm-cache": "Download and check a model in advance.",

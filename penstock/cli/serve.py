@@ -39,9 +39,7 @@ def command(print_config: bool, **flags: Any) -> int:
     if print_config:
         print_settings([*config.describe(), *pipeline_config.describe()])
         return 0
-    for module, package in _PACKAGES.items():
-        if find_spec(module) is None:
-            raise MissingDependencyError(package, "serve", "penstock serve")
+    check_packages("penstock serve")
     from penstock.assembly import load_tokenizer
     from penstock.serve.http.lifecycle import Server
     from penstock.serve.http.startup import Startup
@@ -57,6 +55,17 @@ def command(print_config: bool, **flags: Any) -> int:
     engine = WorkerRouter([worker])
     server = Server(config, pipeline_config, engine, partial(load_tokenizer, pipeline_config), Startup())
     return server.run()
+
+
+def check_packages(what: str) -> None:
+    """Check that the extra ``serve`` is installed.
+
+    Raises:
+        MissingDependencyError: names the package that is missing and the command that installs it.
+    """
+    for module, package in _PACKAGES.items():
+        if find_spec(module) is None:
+            raise MissingDependencyError(package, "serve", what)
 
 
 def load_served_work(pipeline_config: PipelineConfig, config: ServeConfig) -> WorkerRuntime:

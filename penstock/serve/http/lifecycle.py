@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, PenstockError
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_NUM_POOL_THREADS = 2
 _SWITCH_INTERVAL = 0.001
 """Seconds after which a pool thread yields the GIL to the event loop. Python's default is 0.005."""
 SHUTDOWN_TIMEOUT = 2.0
@@ -121,35 +119,13 @@ class Server:
         """Create everything except the worker. Runs in a thread while the worker loads the model."""
         with gc_disabled(), self._startup.phase("import the HTTP framework"):
             from penstock.serve.app import create_app
-            from penstock.serve.http.gate import Gate
             from penstock.serve.http.server import HttpServer
-            from penstock.serve.observability.metrics import Metrics
-            from penstock.serve.observability.tracing import Tracing
-            from penstock.serve.parsers import ParserFactory
-            from penstock.serve.services import Services
+            from penstock.serve.service_factory import build_services
         config = self._config
         with self._startup.phase("read the tokenizer"):
             tokenizer = self._load_tokenizer()
         with self._startup.phase("make the routes"):
-            metrics = Metrics()
-            metrics.watch(self._worker)
-            services = Services(
-                config=config,
-                pipeline_config=self._pipeline_config,
-                task=self._pipeline_config.model.pipeline_task,
-                tokenizer=tokenizer,
-                worker=self._worker,
-                metrics=metrics,
-                pool=ThreadPoolExecutor(_NUM_POOL_THREADS, thread_name_prefix="penstock-pool"),
-                parsers=ParserFactory.choose(
-                    tokenizer.chat_template_source,
-                    config.tool_call_parser,
-                    config.reasoning_parser,
-                    tokenizer.special_token_texts,
-                ),
-                gate=Gate(is_open=False),
-                tracing=Tracing.to_endpoint(config.otlp_endpoint) if config.otlp_endpoint else None,
-            )
+            services = build_services(config, self._pipeline_config, self._worker, tokenizer)
             return services, HttpServer(create_app(services), config)
 
     async def _serve(self, services: Services, loading: asyncio.Task[None], listener: socket.socket) -> None:
@@ -219,6 +195,8 @@ class Server:
 
     async def _drain(self, services: Services) -> int:
         """Refuse new requests, let active requests finish, and stop. Return the exit status."""
+        from penstock.serve.service_factory import close_services
+
         gate, grace = services.gate, self._config.shutdown_grace
         gate.close()
         log_event(_log, logging.INFO, "stopping", requests=gate.num_active, grace_s=grace)
@@ -229,11 +207,7 @@ class Server:
         await gate.wait_until_idle(SHUTDOWN_TIMEOUT)
         for pool in (services.pool, services.large_body_pool):
             pool.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(services.states.close)
-        for decoder in (services.decoder, services.large_body_decoder):
-            await decoder.close()
-        if services.tracing is not None:
-            await asyncio.to_thread(services.tracing.close)
+        await close_services(services)
         log_event(_log, logging.INFO, "stopped", clean=is_clean)
         return 0 if is_clean else 1
 

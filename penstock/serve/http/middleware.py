@@ -33,6 +33,9 @@ PROBES = (
 PUBLIC = PROBES | {"/openapi.json"}
 """Paths that need no API key and work while the model is being loaded. They expose no request data."""
 
+INTERNAL = "penstock.internal"
+"""The key of a scope without a connection, such as a line of a batch. No client can set it."""
+
 _MAX_DRAIN_BYTES = 64 * 1024
 _DRAIN_TIMEOUT = 1.0
 
@@ -141,7 +144,8 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            key = self._keys.check(scope["headers"])
+            is_internal = INTERNAL in scope
+            key = None if is_internal else self._keys.check(scope["headers"])
             scope["state"]["record"].client_id = _client_id(key, scope)
             if self._gate.reason:
                 headers = {"connection": "close", "retry-after": "1"}

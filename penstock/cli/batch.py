@@ -1,0 +1,119 @@
+"""``penstock batch run``: run a file of requests without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.formatting import GroupedCommand
+from penstock.cli.options import config_options, configs_from_flags, print_settings
+from penstock.cli.serve import check_packages
+from penstock.errors import InputError
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.serve.config import ServeConfig
+
+_BATCHES_AT_ONCE = 2
+"""Batches of lines that are submitted together: one runs while the other waits."""
+
+
+@click.group("batch")
+def command() -> None:
+    """Run files of requests, in the format of OpenAI's Batch API."""
+
+
+@command.command("run", cls=GroupedCommand)
+@click.argument("requests", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file of the results. Lines whose results it has already are skipped.",
+)
+@click.option("--overwrite", is_flag=True, help="Delete the results that the file has already.")
+@config_options
+def run(requests: Path, output: Path, overwrite: bool, print_config: bool, **flags: Any) -> int:
+    """Run the lines of REQUESTS and write each result as soon as it is known.
+
+    A line is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}. Results are
+    in the order in which they finish. After an interruption the same command continues. The exit status is 1
+    if a line failed.
+    """
+    pipeline_config, config = configs_from_flags(flags)
+    if print_config:
+        print_settings(pipeline_config.describe())
+        return 0
+    check_packages("penstock batch run")
+    if output.resolve() == requests.resolve():
+        raise InputError("the output is the file of the requests: choose another file")
+    if overwrite:
+        output.unlink(missing_ok=True)
+    return asyncio.run(_run(requests, output, pipeline_config, config))
+
+
+async def _run(requests: Path, output: Path, pipeline_config: PipelineConfig, config: ServeConfig) -> int:
+    from dataclasses import replace
+
+    from penstock.assembly import load_tokenizer, load_work
+    from penstock.host.progress import GenerationProgress
+    from penstock.serve.app import create_app
+    from penstock.serve.batches.batch_dispatch import BatchRunner
+    from penstock.serve.batches.batch_lines import check_unique, finished_ids, read_lines, remaining
+    from penstock.serve.service_factory import build_services, close_services
+    from penstock.worker.client import WorkerClient
+
+    config = replace(config, access_log=False, state_dir=None)
+    pipeline_config.model.checkpoint  # noqa: B018  # find or download it once for both processes
+    tokenizer = load_tokenizer(pipeline_config)
+    worker = WorkerClient(partial(load_work, pipeline_config))
+    services = build_services(config, pipeline_config, worker, tokenizer)
+    lines = partial(read_lines, requests, *services.json_limits)
+    done = finished_ids(output)
+    num_left = check_unique(remaining(lines(), done))
+    if done:
+        click.echo(f"penstock: {len(done)} lines have results, {num_left} lines are left", err=True)
+    counts = {"good": 0, "bad": 0, "tokens": 0}
+    try:
+        if num_left:
+            await worker.start()
+            tokenizer.max_length = worker.info.max_length
+            services.gate.open()
+            begin = time.perf_counter()
+            with output.open("ab") as file, GenerationProgress(num_left) as progress:
+
+                def keep(line: bytes, is_good: bool, num_tokens: int) -> None:
+                    file.write(line + b"\n")
+                    file.flush()
+                    counts["good" if is_good else "bad"] += 1
+                    counts["tokens"] += num_tokens
+                    progress.advance(num_tokens=num_tokens, num_prompts=1)
+
+                runner = BatchRunner(
+                    create_app(services),
+                    _BATCHES_AT_ONCE * worker.info.max_batch_size,
+                    is_stopping=lambda: False,
+                    on_result=keep,
+                )
+                await runner.run(remaining(lines(), done))
+            seconds = max(time.perf_counter() - begin, 1e-9)
+            num = counts["good"] + counts["bad"]
+            click.echo(
+                f"penstock: {num} lines in {seconds:.2f} s, {counts['bad']} failed: {num / seconds:,.1f} "
+                f"lines/s, {counts['tokens'] / seconds:,.0f} tokens/s",
+                err=True,
+            )
+    except asyncio.CancelledError:
+        num = counts["good"] + counts["bad"]
+        click.echo(f"penstock: stopped after {num} lines; the same command continues", err=True)
+        raise
+    finally:
+        await worker.stop(0)
+        await close_services(services)
+    return 1 if counts["bad"] else 0

@@ -1,0 +1,170 @@
+"""Run the lines of a batch through the routes of the server, without a connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from threading import Lock
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from penstock.serve.batches.batch_lines import BadLine, BatchRequest, result_line
+from penstock.serve.http.middleware import INTERNAL
+
+CLIENT = "batch"
+"""The client of all batches, for fair scheduling."""
+_RETRY_SECONDS = 0.5
+_MAX_ATTEMPTS = 5
+"""Attempts of a line whose response is 503, because the worker was restarted."""
+
+
+class StoppedError(Exception):
+    """The batch was stopped before all lines had a result."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The response to an internal request."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+async def post(app: ASGIApp, path: str, body: dict[str, object]) -> Answer:
+    """Send a request to the application, and return the response.
+
+    Cancelling the task cancels the request.
+    """
+    messages: list[Message] = [
+        {"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()  # an internal client does not disconnect
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "client": (CLIENT, 0),
+        "server": ("localhost", 80),
+        "state": {},
+        INTERNAL: True,
+    }
+    await app(scope, receive, send)
+    headers = dict(sent[0]["headers"])
+    data = b"".join(message.get("body", b"") for message in sent[1:])
+    return Answer(sent[0]["status"], headers.get(b"x-request-id", b"").decode(), data)
+
+
+class BatchRunner:
+    """Runs the lines of a batch, several at a time, and reports each result at once.
+
+    Args:
+        app: the application.
+        concurrency: number of lines that run at the same time.
+        is_stopping: whether the server stops; no further line is then begun.
+        on_result: called with the line of each result, whether it succeeded, and its output tokens.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        concurrency: int,
+        *,
+        is_stopping: Callable[[], bool],
+        on_result: Callable[[bytes, bool, int], None],
+    ) -> None:
+        self._app = app
+        self._concurrency = concurrency
+        self._is_stopping = is_stopping
+        self._on_result = on_result
+
+    async def run(self, lines: Iterator[BatchRequest | BadLine]) -> None:
+        """Run all lines.
+
+        Raises:
+            StoppedError: the server stops; lines that are not reported have to run again.
+        """
+        loop = asyncio.get_running_loop()
+
+        async def work() -> None:
+            while not self._is_stopping():
+                line = await loop.run_in_executor(None, next, lines, None)
+                if line is None:
+                    return
+                await self._one(line)
+            raise StoppedError
+
+        # Lines are read in a thread, one at a time.
+        lines = _Locked(lines)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(self._concurrency):
+                    tasks.create_task(work())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _one(self, line: BatchRequest | BadLine) -> None:
+        if isinstance(line, BadLine):
+            self._on_result(msgspec.json.encode(line.result), False, 0)
+            return
+        num_failed = 0
+        while True:
+            answer = await post(self._app, line.url, line.body)
+            is_temporary = answer.status == 429 or (answer.status == 503 and num_failed < _MAX_ATTEMPTS)
+            if not is_temporary:
+                break
+            if self._is_stopping():
+                raise StoppedError
+            num_failed += answer.status == 503
+            await asyncio.sleep(_RETRY_SECONDS)
+        found = result_line(line.custom_id, answer.status, answer.request_id, answer.body)
+        self._on_result(found, answer.status == 200, _num_tokens(answer.body))
+
+
+class _Locked(Iterator[BatchRequest | BadLine]):
+    """An iterator that several threads may call."""
+
+    def __init__(self, lines: Iterator[BatchRequest | BadLine]) -> None:
+        self._lines = lines
+        self._lock = Lock()
+
+    def __next__(self) -> BatchRequest | BadLine:
+        with self._lock:
+            return next(self._lines)
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def _num_tokens(body: bytes) -> int:
+    """Return the number of output tokens of a response."""
+    try:
+        usage = msgspec.json.decode(body, type=_Body).usage
+    except msgspec.DecodeError:
+        return 0
+    return 0 if usage is None else usage.completion_tokens + usage.output_tokens

@@ -1,0 +1,158 @@
+"""The lines of a batch: requests in, results out, in the format of OpenAI's Batch API."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from penstock.errors import InputError
+from penstock.serve.http.json_process import InvalidJsonError, TooManyValuesError, decode
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+"""The routes that a batch may use."""
+PRIORITY = -1_000_000
+"""Added to the priority of each request, so that all other requests run first."""
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """One valid line."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that is not a request."""
+
+    custom_id: str
+    code: str
+    message: str
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The line of the result."""
+        error = {"code": self.code, "message": self.message}
+        return {"id": new_id(), "custom_id": self.custom_id, "response": None, "error": error}
+
+
+def read_lines(path: Path, max_values: int, max_items: int) -> Iterator[BatchRequest | BadLine]:
+    """Yield the lines of a file; empty lines are skipped.
+
+    Args:
+        path: the file.
+        max_values: maximum number of objects, arrays and keys of a line.
+        max_items: maximum number of elements and members of a line.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield parsed(line, number, max_values, max_items)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parsed(line: bytes, number: int, max_values: int, max_items: int) -> BatchRequest | BadLine:
+    """Return the request of a line. Lines without a ``custom_id`` are named by their number."""
+    name = f"line-{number}"
+    try:
+        given = decode(line, max_values, max_items)
+    except (InvalidJsonError, TooManyValuesError) as error:
+        return BadLine(name, "invalid_json", f"line {number}: {error}")
+    if not isinstance(given, dict):
+        return BadLine(name, "invalid_request", f"line {number} is not a JSON object")
+    name = given.get("custom_id") or name
+    if not isinstance(name, str) or len(name) > 512:
+        return BadLine(f"line-{number}", "invalid_request", f"line {number}: custom_id must be a short text")
+    unknown = sorted(given.keys() - {"custom_id", "method", "url", "body"})
+    url, body = given.get("url"), given.get("body")
+    wrong = None
+    if unknown:
+        wrong = f"unknown field {unknown[0][:100]!r}"
+    elif given.get("method", "POST") != "POST":
+        wrong = "method must be POST"
+    elif url not in ENDPOINTS:
+        wrong = f"url is {str(url)[:100]!r}: use one of {', '.join(ENDPOINTS)}"
+    elif not isinstance(body, dict):
+        wrong = "body must be an object"
+    elif body.get("stream") or body.get("background"):
+        wrong = "stream and background are not available in a batch"
+    elif not isinstance(body.get("priority") or 0, int):
+        wrong = "body.priority must be a whole number"
+    if wrong is not None:
+        return BadLine(name, "invalid_request", f"line {number}: {wrong}")
+    assert isinstance(body, dict)
+    priority = PRIORITY + (body.get("priority") or 0)
+    return BatchRequest(name, str(url), {**body, "priority": priority})
+
+
+def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """Return the line of a response."""
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    return msgspec.json.encode({"id": new_id(), "custom_id": custom_id, "response": response, "error": None})
+
+
+def new_id() -> str:
+    """Return a random id of a result."""
+    return f"batch_req_{uuid4().hex}"
+
+
+def finished_ids(path: Path) -> set[str]:
+    """Return the ``custom_id`` of each result in a file, and cut off an unfinished last line.
+
+    Raises:
+        InputError: the file has a line that is not a result.
+    """
+    if not path.exists():
+        return set()
+    found: set[str] = set()
+    with path.open("r+b") as file:
+        end = 0
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                found.add(msgspec.json.decode(line, type=_Result).custom_id)
+            except msgspec.DecodeError:
+                raise InputError(
+                    f"{path}:{number} is not the result of a batch: choose another file"
+                ) from None
+            end += len(line)
+        file.truncate(end)
+    return found
+
+
+class _Result(msgspec.Struct):
+    custom_id: str
+
+
+def check_unique(lines: Iterator[BatchRequest | BadLine]) -> int:
+    """Return the number of lines.
+
+    Raises:
+        InputError: two lines have the same ``custom_id``.
+    """
+    seen: set[str] = set()
+    for line in lines:
+        if line.custom_id in seen:
+            raise InputError(f"two lines have the custom_id {line.custom_id[:100]!r}: give each its own")
+        seen.add(line.custom_id)
+    return len(seen)
+
+
+def remaining(
+    lines: Iterator[BatchRequest | BadLine], done: Container[str]
+) -> Iterator[BatchRequest | BadLine]:
+    """Yield the lines without a result."""
+    return (line for line in lines if line.custom_id not in done)

@@ -1,0 +1,60 @@
+"""Create the services of a server from its configuration."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from penstock.serve.http.gate import Gate
+from penstock.serve.observability.metrics import Metrics
+from penstock.serve.observability.tracing import Tracing
+from penstock.serve.parsers import ParserFactory
+from penstock.serve.services import Services
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.serve.config import ServeConfig
+    from penstock.text.tokenizer import TextTokenizer
+    from penstock.worker.engine_client import EngineClient
+
+_NUM_POOL_THREADS = 2
+
+
+def build_services(
+    config: ServeConfig,
+    pipeline_config: PipelineConfig,
+    worker: EngineClient,
+    tokenizer: TextTokenizer,
+) -> Services:
+    """Return services with a closed gate. The worker need not have started."""
+    metrics = Metrics()
+    metrics.watch(worker)
+    return Services(
+        config=config,
+        pipeline_config=pipeline_config,
+        task=pipeline_config.model.pipeline_task,
+        tokenizer=tokenizer,
+        worker=worker,
+        metrics=metrics,
+        pool=ThreadPoolExecutor(_NUM_POOL_THREADS, thread_name_prefix="penstock-pool"),
+        parsers=ParserFactory.choose(
+            tokenizer.chat_template_source,
+            config.tool_call_parser,
+            config.reasoning_parser,
+            tokenizer.special_token_texts,
+        ),
+        gate=Gate(is_open=False),
+        tracing=Tracing.to_endpoint(config.otlp_endpoint) if config.otlp_endpoint else None,
+    )
+
+
+async def close_services(services: Services) -> None:
+    """Close thread pools, processes and files. The worker must have stopped."""
+    await asyncio.to_thread(services.states.close)
+    for pool in (services.pool, services.large_body_pool):
+        pool.shutdown(wait=False, cancel_futures=True)
+    for decoder in (services.decoder, services.large_body_decoder):
+        await decoder.close()
+    if services.tracing is not None:
+        await asyncio.to_thread(services.tracing.close)

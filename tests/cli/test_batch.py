@@ -1,0 +1,81 @@
+"""``penstock batch run`` with the embedded model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli import cli
+
+
+def write(path: Path, count: int, **more: Any) -> None:
+    lines = []
+    for index in range(count):
+        messages = [{"role": "user", "content": "What is the capital of Germany?"}]
+        body = {"model": "demo", "messages": messages, "temperature": 0, **more}
+        lines.append(json.dumps({"custom_id": f"n{index}", "url": "/v1/chat/completions", "body": body}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def results_of(path: Path) -> dict[str, Any]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines)
+    return {line["custom_id"]: line["response"] for line in lines}
+
+
+def test_a_file_is_run_and_continued(tmp_path: Path) -> None:
+    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(given, 6)
+    with given.open("a") as file:
+        file.write('{"custom_id": "bad", "url": "/v1/chat/completions", "body": {}}\n')
+    output.write_text('{"custom_id": "n0", "response": {"kept": true}, "error": null}\n{"torn')
+    arguments = ["batch", "run", str(given), "-o", str(output), "demo", "--kv-cache-memory", "64MiB"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 1, result.output
+    assert "1 lines have results, 6 lines are left" in result.stderr
+    assert "6 lines in" in result.stderr
+    assert "1 failed" in result.stderr
+    found = results_of(output)
+    assert found.pop("n0") == {"kept": True}
+    assert found.pop("bad")["status_code"] == 400
+    assert len(found) == 5
+    for response in found.values():
+        assert response["body"]["choices"][0]["message"]["content"] == "The capital of Germany is Berlin."
+    again = CliRunner().invoke(cli, arguments)
+    assert again.exit_code == 0
+    assert "7 lines have results, 0 lines are left" in again.stderr
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    given = tmp_path / "in.jsonl"
+    write(given, 1)
+    same = CliRunner().invoke(cli, ["batch", "run", str(given), "-o", str(given)])
+    assert "the output is the file of the requests" in same.output
+    assert "Missing option" in CliRunner().invoke(cli, ["batch", "run", str(given)]).output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_batch_of_many_requests_continues(tmp_path: Path, number: int) -> None:
+    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(given, 2000, max_tokens=4)
+    command = [sys.executable, "-m", "penstock", "batch", "run", str(given), "-o", str(output)]
+    process = subprocess.Popen(command, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not output.exists() or output.stat().st_size < 100_000:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    process.wait(30)
+    num_first = output.read_text().count("\n")
+    assert 0 < num_first < 2000
+    subprocess.run(command, check=True)
+    assert len(results_of(output)) == 2000

@@ -1,0 +1,150 @@
+"""The lines of a batch, and their way through the routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chatting import Chatting, chatting
+
+from penstock.errors import InputError
+from penstock.serve.batches.batch_dispatch import BatchRunner, StoppedError, post
+from penstock.serve.batches.batch_lines import (
+    PRIORITY,
+    BadLine,
+    BatchRequest,
+    check_unique,
+    finished_ids,
+    parsed,
+    read_lines,
+    remaining,
+)
+from penstock.testing import FakePipeline
+
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def line(name: str, url: str = "/v1/chat/completions", **body: Any) -> bytes:
+    body = {key: value for key, value in {**CHAT, **body}.items() if value is not None}
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}).encode()
+
+
+def requests(*lines: bytes) -> Iterator[BatchRequest | BadLine]:
+    return (parsed(one, number, 1000, 1000) for number, one in enumerate(lines, 1))
+
+
+async def run(
+    server: Chatting, lines: Iterable[BatchRequest | BadLine], concurrency: int = 4
+) -> tuple[dict[str, Any], list[tuple[bool, int]]]:
+    """Return the results by their custom_id, and what was reported of each."""
+    results, reports = {}, []
+
+    def keep(result: bytes, is_good: bool, num_tokens: int) -> None:
+        decoded = json.loads(result)
+        results[decoded["custom_id"]] = decoded
+        reports.append((is_good, num_tokens))
+
+    app = server.http._transport.app  # type: ignore[attr-defined]
+    runner = BatchRunner(app, concurrency, is_stopping=lambda: False, on_result=keep)
+    await runner.run(iter(lines))
+    return results, reports
+
+
+async def test_good_and_bad_lines() -> None:
+    async with chatting() as server:
+        results, reports = await run(
+            server,
+            requests(
+                line("chat"),
+                line("text", "/v1/completions", messages=None, prompt="Hi", max_tokens=3),
+                line("response", "/v1/responses", messages=None, input="Hi"),
+                line("bad", colour=1),
+                line("model", model="other"),
+                line("stream", stream=True),
+                line("url", "/v1/files"),
+                b"{",
+                b"[]",
+                line("task", "/v1/embeddings", messages=None, input="Hi"),
+            ),
+        )
+    bodies = {name: one["response"] and one["response"]["body"] for name, one in results.items()}
+    assert bodies["chat"]["choices"][0]["message"]["content"] == "Hello!"
+    assert bodies["text"]["choices"][0]["text"] == "Hel"
+    assert bodies["response"]["output"][0]["content"][0]["text"] == "Hello!"
+    assert results["chat"]["response"]["status_code"] == 200
+    assert results["chat"]["response"]["request_id"]
+    assert (results["bad"]["response"]["status_code"], bodies["bad"]["error"]["param"]) == (400, "colour")
+    assert (results["model"]["response"]["status_code"], bodies["task"]["error"]["code"]) == (
+        404,
+        "unsupported_task",
+    )
+    errors = {name: one["error"]["message"] for name, one in results.items() if one["error"]}
+    assert "stream and background are not available" in errors["stream"]
+    assert "url is '/v1/files'" in errors["url"]
+    assert errors["line-9"] == "line 9 is not a JSON object"
+    assert errors["line-8"].startswith("line 8: ")
+    assert (sum(good for good, _ in reports), sum(num for _, num in reports)) == (3, 7 + 3 + 7)
+
+
+async def test_batches_need_no_key_and_have_the_lowest_priority() -> None:
+    (given,) = requests(line("a", priority=5))
+    assert isinstance(given, BatchRequest)
+    assert given.body["priority"] == PRIORITY + 5
+    async with chatting(api_key=("one", "two")) as server:
+        app = server.http._transport.app  # type: ignore[attr-defined]
+        assert (await post(app, "/v1/chat/completions", given.body)).status == 200
+        outside = await server.http.post("/v1/chat/completions", json=CHAT)
+        assert outside.status_code == 401
+
+
+async def test_a_full_queue_is_waited_for() -> None:
+    async with chatting(max_queue_size=1, max_batch_size=1) as server:
+        results, _ = await run(server, requests(*[line(f"n{index}") for index in range(12)]), concurrency=12)
+        assert {one["response"]["status_code"] for one in results.values()} == {200}
+        assert len(results) == 12
+
+
+async def test_stopping_leaves_lines_without_results() -> None:
+    async with chatting(FakePipeline.saying("x" * 200)) as server:
+        app = server.http._transport.app  # type: ignore[attr-defined]
+        results: list[bytes] = []
+        runner = BatchRunner(
+            app, 2, is_stopping=lambda: len(results) >= 3, on_result=lambda one, *_: results.append(one)
+        )
+        with pytest.raises(StoppedError):
+            await runner.run(requests(*[line(f"n{index}") for index in range(9)]))
+        assert 3 <= len(results) <= 4
+
+
+async def test_cancelling_a_batch_cancels_its_requests() -> None:
+    async with chatting(FakePipeline.saying("x" * 100_000)) as server:
+        task = asyncio.create_task(run(server, requests(line("a"), line("b"))))
+        async with asyncio.timeout(30):
+            while server.services.worker.num_outstanding < 2:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.wait((task,))
+            while server.services.worker.num_outstanding:
+                await asyncio.sleep(0.01)
+
+
+def test_results_that_exist_are_not_run_again(tmp_path: Path) -> None:
+    given, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_bytes(b"\n".join([line("a"), b"", line("b"), b"{}"]) + b"\n")
+    assert finished_ids(results) == set()
+    results.write_text('{"custom_id": "a", "response": null}\n{"custom_id": "b", "resp')
+    assert finished_ids(results) == {"a"}
+    assert results.read_text() == '{"custom_id": "a", "response": null}\n'
+    left = [one.custom_id for one in remaining(read_lines(given, 100, 100), {"a"})]
+    assert left == ["b", "line-4"]
+    assert check_unique(read_lines(given, 100, 100)) == 3
+    given.write_bytes(line("a") + b"\n" + line("a"))
+    with pytest.raises(InputError, match="two lines have the custom_id 'a'"):
+        check_unique(read_lines(given, 100, 100))
+    results.write_text("text\n")
+    with pytest.raises(InputError, match="is not the result of a batch"):
+        finished_ids(results)
