@@ -357,14 +357,14 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.matrix(strength=1, times=2)
+@pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_attention_cut_anywhere(ops: Ops, dtype: torch.dtype, options: str) -> None:
     attention_depends_on_the_row_alone(ops, dtype, (4, 2, 32), **OPTIONS[options])
 
 
-@pytest.mark.matrix(strength=1, times=2)
+@pytest.mark.matrix(strength=1)
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("shape", [(3, 3, 24), (2, 1, 80), (5, 1, 40), (8, 1, 64)], ids=str)
 def test_attention_of_other_shapes(ops: Ops, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:

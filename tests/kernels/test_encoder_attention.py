@@ -49,6 +49,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("mix", "heads", "kv_heads", "dim"), SHAPES)

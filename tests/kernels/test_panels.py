@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_draws import examples
 from torch import Tensor
 
 from penstock.kernels import PackedLinear, encoding_named, pack_linear, unpack_linear
@@ -48,6 +49,7 @@ def rows_of(encoding: str, outputs: int, inputs: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
+@settings(max_examples=examples(25))
 @given(outputs=SIZES, inputs=SIZES, seed=st.integers(0, 9))
 def test_there_and_back(encoding: str, outputs: int, inputs: int, seed: int) -> None:
     torch.manual_seed(seed)

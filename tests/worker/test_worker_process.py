@@ -283,11 +283,11 @@ GIB = 1 << 30
 async def test_a_worker_at_its_memory_limit_is_restarted(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    client = WorkerClient(workers.hogging, memory_limit=2 * GIB)
+    client = WorkerClient(workers.hogging, memory_limit=GIB)
     await client.start()
     try:
         reason = client.submit(request(name))
-        with pytest.raises(InsufficientMemoryError, match=r"limit of 2,147,483,648 bytes .*--worker-memory"):
+        with pytest.raises(InsufficientMemoryError, match=r"limit of 1,073,741,824 bytes .*--worker-memory"):
             await read(reason)
         await until(lambda: client.num_restarts == 1 and client.state == "ready")
         assert "reached its limit of private memory and ends" in capfd.readouterr().err
@@ -297,7 +297,7 @@ async def test_a_worker_at_its_memory_limit_is_restarted(
 
 
 async def test_requests_that_wait_at_the_memory_limit_may_be_sent_again() -> None:
-    client = WorkerClient(workers.hogging, memory_limit=2 * GIB)
+    client = WorkerClient(workers.hogging, memory_limit=GIB)
     await client.start()
     try:
         generations = [client.submit(request(name)) for name in ("hog", "b", "c", "d")]
@@ -312,12 +312,12 @@ async def test_requests_that_wait_at_the_memory_limit_may_be_sent_again() -> Non
 
 async def test_a_load_beyond_the_memory_limit_says_so() -> None:
     with pytest.raises(ConfigError, match="worker_memory_limit: the model cannot be loaded within 2,147,483"):
-        await WorkerClient(workers.too_large, memory_limit=2 * GIB).start()
+        await WorkerClient(workers.too_large, memory_limit=GIB).start()
 
 
 async def test_a_model_is_planned_into_the_memory_limit() -> None:
     config = PipelineConfig.from_flat({"model_path": "demo", "max_length": 512})
-    client = WorkerClient(partial(load_work, config), memory_limit=2 * GIB)
+    client = WorkerClient(partial(load_work, config), memory_limit=GIB)
     await client.start()
     try:
         rows = dict(client.info.memory)

@@ -23,6 +23,7 @@ def lazy_weight(packed: PackedLinear) -> LazyWeight:
     return packed.tensors
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("encoding", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [0, 1, 5, 33, 300])

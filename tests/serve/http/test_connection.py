@@ -93,7 +93,7 @@ async def exchange(port: int, *sent: bytes, half_close: bool = False) -> bytes:
     if half_close:
         writer.write_eof()
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await reader.read()
     finally:
         writer.close()
@@ -328,7 +328,10 @@ async def test_the_time_of_discarding_is_bounded(monkeypatch: pytest.MonkeyPatch
             writer.close()
 
 
-async def test_the_end_of_the_server_waits_for_no_client_that_was_answered() -> None:
+async def test_the_end_of_the_server_waits_for_no_client_that_was_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "LINGER_IDLE_SECONDS", 60.0)
     app = App()
     async with served(app) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -347,6 +350,6 @@ async def test_a_connection_outlives_an_early_answer() -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
