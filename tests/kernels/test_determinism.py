@@ -232,6 +232,15 @@ CASES: dict[str, dict[str, Callable[[torch.dtype], Run]]] = {
     "take_rows": {"": lookup},
     "put_rows": {"": put_rows},
     "sample": {"": sample},
+    "snake": {"": of_rows(lambda ops, x: ops.snake(x, WEIGHT, BIAS), (101,))},
+    "add_scaled": {
+        "": of_rows(lambda ops, x, y, factor: ops.add_scaled(x, y, factor.float()), (101,), (101,), ())
+    },
+    "polar": {"": of_rows(lambda ops, x: ops.polar(x, 100.0), (50,))},
+    "conv1d": {},  # test_convolution.py: whole sequences, as the next ones
+    "conv_transpose1d": {},
+    "group_norm": {},
+    "overlap_add": {},
 }  # fmt: skip
 
 
