@@ -5,20 +5,34 @@ Messages to the worker contain plain Python numbers only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from math import inf
 from numbers import Integral, Real
-from typing import Any
+from typing import Protocol, TypeVar, cast
 
 from penstock.errors import InputError
 
+ValueT = TypeVar("ValueT")
 
-def plain(value: Any) -> Any:
+
+class _Array(Protocol):
+    """A numpy array; this module must not import numpy."""
+
+    @property
+    def ndim(self) -> int: ...
+    def __iter__(self) -> Iterator[object]: ...
+
+
+def plain(value: ValueT) -> ValueT:
     """Convert a number or truth value to a plain one. Return other values unchanged.
 
     >>> plain(np.int64(5)), plain(np.float32(0.5)), plain(np.True_), plain("5")
     (5, 0.5, True, '5')
     """
+    return cast(ValueT, _plain(value))
+
+
+def _plain(value: object) -> object:
     if type(value) in (int, float, bool):
         return value
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
@@ -35,7 +49,7 @@ def plain(value: Any) -> Any:
 
 def checked_integer(
     name: str,
-    value: Any,
+    value: object,
     *,
     minimum: int = 0,
     maximum: int = 2**63 - 1,
@@ -53,19 +67,25 @@ def checked_integer(
     return number
 
 
-def checked_number(name: str, value: Any, low: float, high: float) -> float:
+def checked_number(name: str, value: object, low: float, high: float) -> float:
     """Return a real number of any type, except bool, as a plain ``int`` or ``float``.
 
     Raises:
         InputError: the value is no number, is NaN, or is not in ``[low, high]``.
     """
-    number = plain(value)
-    if type(number) not in (int, float) or not low <= number <= high:  # false for NaN
+    number = plain_real(value)
+    if number is None or not low <= number <= high:  # false for NaN
         raise InputError(f"{name} must be in [{low}, {high}], was {value!r}")
-    return number  # type: ignore[no-any-return]
+    return number
 
 
-def checked_flag(name: str, value: Any) -> bool:
+def plain_real(value: object) -> float | None:
+    """Return a real number of any type, except bool, as a plain ``int`` or ``float``; otherwise None."""
+    number = plain(value)
+    return number if isinstance(number, int | float) and not isinstance(number, bool) else None
+
+
+def checked_flag(name: str, value: object) -> bool:
     """Return a Python or numpy truth value as a plain ``bool``.
 
     Raises:
@@ -77,7 +97,7 @@ def checked_flag(name: str, value: Any) -> bool:
     return flag
 
 
-def checked_ids(name: str, ids: Any) -> list[int] | None:
+def checked_ids(name: str, ids: object) -> list[int] | None:
     """Return token ids from a list, tuple or array as a list of plain ``int``. Return None for None.
 
     Raises:
@@ -86,17 +106,20 @@ def checked_ids(name: str, ids: Any) -> list[int] | None:
     if ids is None:
         return None
     numbers = _elements(ids)
-    if numbers is None or not all(type(number) is int for number in numbers):
+    integers = [number for number in numbers or () if type(number) is int]
+    if numbers is None or len(integers) < len(numbers):
         raise InputError(f"{name} must be a list of token ids, was {ids!r}")
-    if numbers and not 0 <= min(numbers) <= max(numbers) < 2**63:
-        checked_integer(name, min(numbers) if min(numbers) < 0 else max(numbers))
-    return numbers
+    if integers and not 0 <= min(integers) <= max(integers) < 2**63:
+        checked_integer(name, min(integers) if min(integers) < 0 else max(integers))
+    return integers
 
 
-def _elements(values: Any) -> list[Any] | None:
+def _elements(values: object) -> list[object] | None:
+    """Return the plain elements of a list, tuple or one-dimensional array; otherwise None."""
+    if isinstance(values, list | tuple):
+        return [plain(item) for item in values]
     kind = type(values)
-    is_array = kind.__module__ == "numpy" and kind.__name__ == "ndarray" and values.ndim == 1
-    if not is_array and not isinstance(values, list | tuple):
+    if kind.__module__ != "numpy" or kind.__name__ != "ndarray":
         return None
-    items: Iterable[Any] = values
-    return [plain(item) for item in items]
+    array = cast(_Array, values)
+    return [plain(item) for item in array] if array.ndim == 1 else None

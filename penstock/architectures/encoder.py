@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -131,7 +131,7 @@ class EncoderModel(NetworkModel[EmbeddingsContext]):
             lora=None if self.lora_manager is None else self.lora_manager.inputs(contexts, counts),
         )
 
-    def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: Any) -> Any:
+    def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> NoReturn:
         raise UnsupportedFeatureError("a second step", "an encoder generates no tokens")
 
     @torch.inference_mode()

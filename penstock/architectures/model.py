@@ -289,7 +289,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         return_n_logits: int | Sequence[int] = 1,
         *,
         drafts: Sequence[Sequence[int]] | None = None,
-    ) -> Any:
+    ) -> ModelInputs:
         """Return the inputs of the first forward of a batch: the active tokens of each context.
 
         Args:
@@ -303,7 +303,7 @@ class PipelineModel(ABC, Generic[BaseContextType]):
         """
 
     @abstractmethod
-    def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: Any) -> Any:
+    def prepare_next_token_inputs(self, next_tokens: Tensor, prev_model_inputs: ModelInputs) -> ModelInputs:
         """Return the inputs of the next forward of the same batch. Does not read the contexts.
 
         Args:

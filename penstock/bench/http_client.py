@@ -11,7 +11,6 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -72,7 +71,7 @@ class HttpClient:
         """Send a GET request and return the response."""
         return await self._request(f"GET {self._path}{path} HTTP/1.1\r\n{self._lines}\r\n".encode())
 
-    async def post(self, path: str, body: Any) -> HttpResponse:
+    async def post(self, path: str, body: object) -> HttpResponse:
         """Send an object as JSON and return the response.
 
         Cancelling the call closes the connection, so that the server cancels the request.

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from penstock.bench.http_client import HttpClient, IncompleteResponseError
 from penstock.bench.outcome import Outcome, read_response
@@ -52,7 +51,7 @@ class Measurement:
 async def measure(
     client: HttpClient,
     path: str,
-    bodies: Sequence[Mapping[str, Any]],
+    bodies: Sequence[Mapping[str, object]],
     load: Load,
     *,
     stop: asyncio.Event | None = None,
@@ -108,7 +107,7 @@ class _Run:
         self._tasks: set[asyncio.Task[None]] = set()
         self.measurement = Measurement(started=time.perf_counter())
 
-    async def closed(self, bodies: Sequence[Mapping[str, Any]]) -> None:
+    async def closed(self, bodies: Sequence[Mapping[str, object]]) -> None:
         """Send the next request when one ends."""
         waiting = iter(enumerate(bodies))
 
@@ -120,12 +119,12 @@ class _Run:
         self._tasks = {asyncio.ensure_future(user()) for _ in range(count)}
         await asyncio.gather(*self._tasks)
 
-    async def open(self, bodies: Sequence[Mapping[str, Any]]) -> None:
+    async def open(self, bodies: Sequence[Mapping[str, object]]) -> None:
         """Send each request when it is due."""
         assert self._load.rate is not None
         room = asyncio.Semaphore(self._load.concurrency or max(1, len(bodies)))
 
-        async def one(index: int, body: Mapping[str, Any], due: float) -> None:
+        async def one(index: int, body: Mapping[str, object], due: float) -> None:
             await self._send(index, body, due, room)
 
         for index, (body, delay) in enumerate(zip(bodies, self._arrivals(), strict=False)):
@@ -150,7 +149,7 @@ class _Run:
             when += draw.expovariate(self._load.rate)
 
     async def _send(
-        self, index: int, body: Mapping[str, Any], due: float, room: asyncio.Semaphore | None = None
+        self, index: int, body: Mapping[str, object], due: float, room: asyncio.Semaphore | None = None
     ) -> None:
         outcome = Outcome(index, due)
         self.measurement.outcomes.append(outcome)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 
@@ -76,7 +75,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[object] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -95,7 +94,7 @@ class _Choice(msgspec.Struct):
 class _Object(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: Any = None
+    error: object = None
 
 
 _decode = msgspec.json.Decoder(_Object).decode
@@ -159,7 +158,7 @@ def _read_object(outcome: Outcome, one: _Object) -> None:
         outcome.cached_tokens = (details.cached_tokens or 0) if details else 0
 
 
-def _error_of(body: bytes) -> Any:
+def _error_of(body: bytes) -> object:
     try:
         said = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -167,10 +166,10 @@ def _error_of(body: bytes) -> Any:
     return said.get("error", said) if isinstance(said, dict) else said
 
 
-def _in_brackets(error: Any) -> str:
+def _in_brackets(error: object) -> str:
     code = (error.get("code") or error.get("type")) if isinstance(error, dict) else None
     return f" ({code})" if code else ""
 
 
-def _message_of(error: Any) -> str:
+def _message_of(error: object) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -14,7 +14,7 @@ from penstock.bench.http_client import HttpClient
 from penstock.errors import ConfigError, InputError
 
 Endpoint: TypeAlias = Literal["chat", "completions"]
-Prompt: TypeAlias = str | list[int] | list[dict[str, Any]]
+Prompt: TypeAlias = str | list[int] | list[dict[str, object]]
 """A text, token ids, or messages."""
 
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -37,7 +37,7 @@ class RequestTemplate:
     ignore_eos: bool = True
     temperature: float | None = 0.0
     seed: int = 0
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, object] = field(default_factory=dict)
     """Further fields, sent unchanged."""
 
     @property
@@ -45,13 +45,13 @@ class RequestTemplate:
         """The path of the endpoint."""
         return PATHS[self.endpoint]
 
-    def body(self, index: int, prompt: Prompt) -> dict[str, Any]:
+    def body(self, index: int, prompt: Prompt) -> dict[str, object]:
         """Return the body of a request; its seed is ``seed + index``.
 
         Raises:
             InputError: the endpoint does not take this type of prompt.
         """
-        body: dict[str, Any] = {"model": self.model, "max_tokens": self.output_length}
+        body: dict[str, object] = {"model": self.model, "max_tokens": self.output_length}
         if self.endpoint == "completions":
             if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
                 raise InputError(f"prompt {index + 1} is a list of messages: use --endpoint chat")
@@ -127,7 +127,7 @@ async def served_model(client: HttpClient) -> str:
     return str(models[0]["id"])
 
 
-async def _ask(client: HttpClient, path: str, body: Any = None) -> Any:
+async def _ask(client: HttpClient, path: str, body: object = None) -> Any:
     answer = await (client.get(path) if body is None else client.post(path, body))
     if answer.status == 404 and path in ("/tokenize", "/detokenize"):
         raise InputError(f"the server has no {path}, which random prompts need: pass a file with --prompts")
@@ -148,14 +148,14 @@ def _prompt_of_line(path: Path, number: int, line: str) -> Prompt:
     return prompt
 
 
-def fields_of(text: str) -> dict[str, Any]:
+def fields_of(text: str) -> dict[str, object]:
     """Return the request fields of a JSON object.
 
     Raises:
         ConfigError: the text is not a JSON object.
     """
     try:
-        fields = msgspec.json.decode(text, type=dict[str, Any])
+        fields = msgspec.json.decode(text, type=dict[str, object])
     except msgspec.DecodeError as error:
         raise ConfigError("extra_body", f"is not a JSON object: {error}") from None
     return fields

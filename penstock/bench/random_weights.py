@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from penstock.nn import Loader
 from penstock.weights.json_files import read_json_object
 from penstock.weights.safetensors import SINGLE_FILE
 
-SHAPES: Mapping[str, Mapping[str, Any]] = {
+SHAPES: Mapping[str, Mapping[str, object]] = {
     "l110m": {
         "model_type": "llama",
         "hidden_size": 768,
@@ -55,7 +55,7 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "layer_types", "num_kv_shared_layers"
 _LENGTHS = ("max_position_embeddings", "n_positions")
 
 
-def config_of_shape(shape: str) -> dict[str, Any]:
+def config_of_shape(shape: str) -> dict[str, object]:
     """Return the ``config.json`` of a shape: a name in `SHAPES`, or the path of such a file.
 
     Raises:
@@ -74,7 +74,7 @@ def config_of_shape(shape: str) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def narrow_config(config: Mapping[str, Any], *, max_length: int) -> dict[str, Any]:
+def narrow_config(config: Mapping[str, object], *, max_length: int) -> dict[str, object]:
     """Return the configuration of a narrow model with the same layers: its step time is Python time.
 
     Args:
@@ -96,7 +96,7 @@ def narrow_config(config: Mapping[str, Any], *, max_length: int) -> dict[str, An
     return {**whole, **taken, **longer}
 
 
-def write_random_checkpoint(folder: Path, config: Mapping[str, Any], *, seed: int = 0) -> Path:
+def write_random_checkpoint(folder: Path, config: Mapping[str, object], *, seed: int = 0) -> Path:
     """Write a loadable checkpoint with random weights and a tokenizer of the words ``t0``, ``t1`` and so on.
 
     Vectors are ones; matrices are small random numbers.
@@ -118,11 +118,11 @@ def write_random_checkpoint(folder: Path, config: Mapping[str, Any], *, seed: in
     shapes = tensor_shapes(values)
     (folder / "config.json").write_text(json.dumps(values))
     _write_tensors(folder / SINGLE_FILE, shapes, values["dtype"], seed)
-    _write_tokenizer(folder, int(values["vocab_size"]))
+    _write_tokenizer(folder, int(cast(int, values["vocab_size"])))
     return folder
 
 
-def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of all tensors that an architecture reads with this ``config.json``.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -111,7 +110,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return {name: one for name, one in named.items() if one is not None}
 
 
-def report_of(measurement: Measurement, settings: dict[str, Any]) -> dict[str, Any]:
+def report_of(measurement: Measurement, settings: dict[str, object]) -> dict[str, object]:
     """Return a measurement as plain data for JSON: settings, summary, and each request."""
     start = measurement.started
     return {

@@ -8,7 +8,7 @@ import signal
 from contextlib import closing
 from pathlib import Path
 from socket import gaierror
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
@@ -18,7 +18,31 @@ from penstock.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from penstock.bench.http_client import HttpClient
-    from penstock.bench.prompts import Prompt
+    from penstock.bench.prompts import Endpoint, Prompt
+
+
+class _ServeOptions(TypedDict):
+    """The options of ``penstock bench serve``."""
+
+    url: str
+    api_key: str | None
+    model: str | None
+    endpoint: Endpoint
+    concurrency: int | None
+    rate: float | None
+    num_requests: int
+    input_length: int
+    output_length: int
+    prompts: Path | None
+    stream: bool
+    ignore_eos: bool
+    temperature: float
+    extra_body: str | None
+    warmup: int
+    seed: int
+    timeout: float
+    json_path: Path | None
+    plot_path: Path | None
 
 
 _ROUND_TRIPS = 50
@@ -103,7 +127,7 @@ command.add_command(run)
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write a plot to this PNG file.",
 )
-def serve(**options: Any) -> int:
+def serve(**options: Unpack[_ServeOptions]) -> int:
     """Benchmark an OpenAI-compatible server: throughput and latencies under load.
 
     The exit status is 0 if all requests succeeded, 1 if one failed, and 130 after Ctrl-C. After Ctrl-C the
@@ -117,7 +141,7 @@ def serve(**options: Any) -> int:
     return asyncio.run(_serve(options))
 
 
-async def _serve(options: dict[str, Any]) -> int:
+async def _serve(options: _ServeOptions) -> int:
     from penstock.bench.http_client import HttpClient
 
     key = options["api_key"]
@@ -126,7 +150,7 @@ async def _serve(options: dict[str, Any]) -> int:
         return await _measure(client, options)
 
 
-async def _measure(client: HttpClient, options: dict[str, Any]) -> int:
+async def _measure(client: HttpClient, options: _ServeOptions) -> int:
     from rich.console import Console
 
     from penstock.bench.load import Load, measure, round_trips
@@ -164,8 +188,8 @@ async def _measure(client: HttpClient, options: dict[str, Any]) -> int:
     found.round_trips = idle
     summary = Summary.of(found)
     print_summary(summary, Console())
-    settings = {name: value for name, value in options.items() if name not in ("api_key", "extra_body")}
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    kept = [(name, value) for name, value in options.items() if name not in ("api_key", "extra_body")]
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in kept}
     if options["json_path"] is not None:
         report = report_of(found, settings | {"model": model, "extra_body": more, "concurrency": concurrency})
         options["json_path"].write_text(json.dumps(report, indent=2))
@@ -177,7 +201,7 @@ async def _measure(client: HttpClient, options: dict[str, Any]) -> int:
     return 1 if summary.errors else 0
 
 
-async def _model_and_prompts(client: HttpClient, options: dict[str, Any]) -> tuple[str, list[Prompt]]:
+async def _model_and_prompts(client: HttpClient, options: _ServeOptions) -> tuple[str, list[Prompt]]:
     """Return the model, and a prompt for each request: first those of the measurement, then the warm-up."""
     from penstock.bench.http_client import IncompleteResponseError
     from penstock.bench.prompts import chosen, prompts_of_file, random_prompts, served_model

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -80,7 +80,7 @@ def command(
     json_path: Path | None,
     plot_path: Path | None,
     print_config: bool,
-    **flags: Any,
+    **flags: object,
 ) -> None:
     """Benchmark a model in this process: decode, prefill, batch, start, memory, step.
 

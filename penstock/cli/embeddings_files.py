@@ -7,15 +7,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, TypeAlias, cast
 
 import click
 import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:
     from penstock.pipelines.core import EmbeddingsResponse
+
+Row: TypeAlias = "npt.NDArray[np.floating] | dict[str, npt.NDArray[np.generic]]"
+"""The output of one text: an array, or the two arrays of a sparse embedding."""
 
 FORMATS = ("npy", "jsonl", "parquet")
 FIELDS = {"dense": "embedding", "scores": "scores", "multi_vector": "multi_vector", "sparse": "sparse"}
@@ -66,7 +71,7 @@ def write_outputs(
     rows = [_values(kind, response) for response in responses]
     with _opened(output) as file:
         if file_format == "npy":
-            np.save(file, np.stack(rows))
+            np.save(file, np.stack(cast("Sequence[npt.NDArray[np.floating]]", rows)))
         elif file_format == "jsonl":
             for index, row in enumerate(rows):
                 line = json.dumps({"index": index, FIELDS[kind]: _plain(row)}, ensure_ascii=False)
@@ -75,18 +80,19 @@ def write_outputs(
             _write_parquet(file, kind, texts, rows)
 
 
-def _values(kind: str, response: EmbeddingsResponse) -> Any:
+def _values(kind: str, response: EmbeddingsResponse) -> Row:
     if kind == "sparse":
         assert response.sparse is not None
         return {"token_ids": response.sparse.token_ids, "weights": response.sparse.weights}
-    return response.embeddings if kind == "dense" else getattr(response, kind)
+    row: Row = response.embeddings if kind == "dense" else getattr(response, kind)
+    return row
 
 
-def _plain(row: Any) -> Any:
+def _plain(row: Row) -> object:
     return {name: one.tolist() for name, one in row.items()} if isinstance(row, dict) else row.tolist()
 
 
-def _write_parquet(file: IO[bytes], kind: str, texts: Sequence[str], rows: Sequence[Any]) -> None:
+def _write_parquet(file: IO[bytes], kind: str, texts: Sequence[str], rows: Sequence[Row]) -> None:
     pyarrow = _pyarrow()
     floats = pyarrow.list_(pyarrow.float32())
     types = {
@@ -100,12 +106,13 @@ def _write_parquet(file: IO[bytes], kind: str, texts: Sequence[str], rows: Seque
     parquet.write_table(table, file)
 
 
-def _pyarrow() -> Any:
+def _pyarrow() -> ModuleType:
     try:
         import pyarrow
     except ImportError as error:
         raise MissingDependencyError("pyarrow", "parquet", "the format parquet") from error
-    return pyarrow
+    found: ModuleType = pyarrow
+    return found
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -16,7 +16,7 @@ from penstock.cli.texts import check_embeddings_model, read_texts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.pipelines.core import EmbeddingsResponse
+    from penstock.pipelines.core import EmbeddingsOutput, EmbeddingsResponse, PoolingType
 
 POOLINGS = ("cls", "mean", "max", "mean_sqrt_len", "weighted_mean", "last_token")
 
@@ -66,7 +66,13 @@ def command(
     file_format: str | None,
     output_kind: str | None,
     print_config: bool,
-    **flags: Any,
+    prompt_name: str | None,
+    prompt: str | None,
+    pooling: PoolingType | None,
+    dimensions: int | None,
+    normalize: bool | None,
+    truncate: bool,
+    **flags: object,
 ) -> None:
     """Compute the embeddings of texts.
 
@@ -74,8 +80,6 @@ def command(
     on standard error.
     """
     start = time.perf_counter()
-    names = ("prompt_name", "prompt", "pooling", "dimensions", "normalize", "truncate")
-    options = {name: flags.pop(name) for name in names}
     config = config_from_flags(flags)
     if print_config:
         print_settings(config.describe())
@@ -88,10 +92,19 @@ def command(
 
     with LLM.from_config(config) as llm:
         loaded = time.perf_counter() - start
-        kind: Any = output_kind or llm.pipeline.outputs[0]
+        kind = cast("EmbeddingsOutput", output_kind or llm.pipeline.outputs[0])
         check_format(chosen, kind)
         begin = time.perf_counter()
-        responses = llm.encode(inputs, outputs=(kind,), **options)
+        responses = llm.encode(
+            inputs,
+            outputs=(kind,),
+            prompt_name=prompt_name,
+            prompt=prompt,
+            pooling=pooling,
+            dimensions=dimensions,
+            normalize=normalize,
+            truncate=truncate,
+        )
         seconds = time.perf_counter() - begin
     write_outputs(output, chosen, kind, inputs, responses)
     click.echo(f"penstock: {summary(responses, loaded, seconds)}", err=True)

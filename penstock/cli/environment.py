@@ -8,7 +8,6 @@ import re
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from penstock import __version__
 from penstock.driver import CPU, load_devices, scan_available_devices
@@ -74,7 +73,7 @@ class Environment:
     openmp: list[str]
     """OpenMP libraries in this process. With more than one, their threads compete for the cores."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the report as plain data for JSON."""
         return asdict(self)
 

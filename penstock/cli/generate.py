@@ -97,7 +97,7 @@ def command(
     as_json: bool,
     verbose: bool,
     print_config: bool,
-    **flags: Any,
+    **flags: object,
 ) -> None:
     """Generate text from a prompt and stream it.
 
@@ -293,9 +293,9 @@ def _usage(outputs: list[GenerationOutput]) -> dict[str, int]:
     }
 
 
-def _check_model(name: str | None) -> None:
+def _check_model(name: object) -> None:
     """Refuse a prompt that was given as the argument MODEL."""
-    if name is not None and any(map(str.isspace, name)) and not Path(name).expanduser().exists():
+    if isinstance(name, str) and any(map(str.isspace, name)) and not Path(name).expanduser().exists():
         raise click.UsageError(f"the argument {name!r} names the model: give the prompt as --prompt TEXT")
 
 

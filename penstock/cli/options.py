@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import click
 
@@ -14,7 +14,7 @@ from penstock.config import ConfigField, PipelineConfig, config_fields
 from penstock.config.sources import collect_values
 from penstock.serve.config import ServeConfig, serve_fields
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
 _SHORTER = {"model_path": "--model"}
 """Field -> an additional, shorter flag."""
@@ -58,7 +58,7 @@ def serve_options(function: Decorated) -> Decorated:
     return _with_options(function, serve_fields(), _serve_group)
 
 
-def config_from_flags(flags: Mapping[str, Any]) -> PipelineConfig:
+def config_from_flags(flags: Mapping[str, object]) -> PipelineConfig:
     """Return the configuration from the flags of `config_options`, the environment and the file.
 
     Raises:
@@ -67,7 +67,7 @@ def config_from_flags(flags: Mapping[str, Any]) -> PipelineConfig:
     return configs_from_flags(flags)[0]
 
 
-def configs_from_flags(flags: Mapping[str, Any]) -> tuple[PipelineConfig, ServeConfig]:
+def configs_from_flags(flags: Mapping[str, object]) -> tuple[PipelineConfig, ServeConfig]:
     """Return both configurations from flags, the environment and the file.
 
     All commands read the same environment and file, which may also contain settings of other commands.
@@ -82,7 +82,7 @@ def configs_from_flags(flags: Mapping[str, Any]) -> tuple[PipelineConfig, ServeC
     return PipelineConfig.from_given(values), ServeConfig.from_given(values)
 
 
-def print_settings(rows: Iterable[tuple[str, Any, str]]) -> None:
+def print_settings(rows: Iterable[tuple[str, object, str]]) -> None:
     """Print the rows of ``describe()``: name, value and source."""
     shown = [(name, _plain(value), source) for name, value, source in rows]
     widths = [max(len(row[column]) for row in shown) for column in range(2)]
@@ -90,7 +90,7 @@ def print_settings(rows: Iterable[tuple[str, Any, str]]) -> None:
         click.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {source}")
 
 
-def _with_model(flags: Mapping[str, Any]) -> dict[str, Any]:
+def _with_model(flags: Mapping[str, object]) -> dict[str, object]:
     """Return the flags with the argument MODEL as the flag --model."""
     given = dict(flags)
     model, flag = given.pop("model", None), given.get("model_path")
@@ -139,7 +139,7 @@ def _option(field: ConfigField, group: str) -> Callable[[Decorated], Decorated]:
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "on"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

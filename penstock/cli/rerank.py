@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -34,7 +33,7 @@ def command(
     truncate: bool,
     as_json: bool,
     print_config: bool,
-    **flags: Any,
+    **flags: object,
 ) -> None:
     """Print documents by descending score for a query.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -29,7 +29,7 @@ _PACKAGES = {
 @click.command("serve", cls=GroupedCommand)
 @serve_options
 @config_options
-def command(print_config: bool, **flags: Any) -> int:
+def command(print_config: bool, **flags: object) -> int:
     """Serve a model through an OpenAI-compatible API until a signal arrives.
 
     After the first SIGTERM or Ctrl-C the server finishes the running requests; the second one stops it at

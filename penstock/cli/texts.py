@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -77,7 +77,7 @@ def _lines(name: str, data: bytes) -> list[tuple[int, str]]:
 def _text_of(name: str, number: int, line: str) -> str:
     """Return the text of a line of a ``.jsonl`` file."""
     try:
-        value: Any = json.loads(line)
+        value: object = json.loads(line)
     except ValueError as error:
         raise InputError(f"{name}, line {number}: is not JSON: {error}") from None
     if isinstance(value, dict):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @config_options
-def command(checksums: bool, pack: bool, as_json: bool, print_config: bool, **flags: Any) -> None:
+def command(checksums: bool, pack: bool, as_json: bool, print_config: bool, **flags: object) -> None:
     """Download and check a model in advance, with its draft model and adapters.
 
     Checks that the architecture is known and supports the encoding, that the files are complete and contain

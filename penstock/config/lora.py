@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.config.settings import COUNT, FLAG, TEXT, Rule, check_fields, setting
 
@@ -17,7 +16,7 @@ def _pairs(value: Iterable[str]) -> list[tuple[str, str]]:
     return [(name.strip(), path.strip()) for name, _, path in (entry.partition("=") for entry in value)]
 
 
-def _are_adapters(value: Any) -> bool:
+def _are_adapters(value: object) -> bool:
     if not isinstance(value, tuple) or not all(isinstance(entry, str) for entry in value):
         return False
     names = [name for name, _ in _pairs(value)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.config.huggingface import HuggingFaceConfig
 from penstock.config.settings import COUNT, FLAG, TEXT, Rule, check_fields, setting
@@ -219,7 +219,7 @@ class ModelConfig:
         return HuggingFaceConfig.from_checkpoint(self.checkpoint)
 
     @cached_property
-    def generation_config(self) -> dict[str, Any]:
+    def generation_config(self) -> dict[str, object]:
         """The checkpoint's ``generation_config.json``, or its equivalent from a GGUF file; empty if missing.
 
         Raises:

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from penstock.config.settings import ConfigField
 from penstock.errors import CheckpointError, ConfigError
@@ -19,10 +19,10 @@ ENVIRONMENT_PREFIX = "PENSTOCK_"
 
 def collect_values(
     fields: Sequence[ConfigField],
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     source: str,
     environment: Mapping[str, str],
-) -> dict[str, tuple[Any, str]]:
+) -> dict[str, tuple[object, str]]:
     """Return flat name -> (converted value, source) of all fields that are given.
 
     Raises:
@@ -32,10 +32,10 @@ def collect_values(
     values = {name: value for name, value in values.items() if value is not None}
     variables = _variables(environment, [*known, CONFIG_FILE])
     file = values.pop(CONFIG_FILE, variables.pop(CONFIG_FILE, None))
-    given: dict[str, tuple[Any, str]] = {}
+    given: dict[str, tuple[object, str]] = {}
     if file is not None:
         where = f"file {file}"
-        _add(given, known, _read_file(file), where, where)
+        _add(given, known, _read_file(cast(str, file)), where, where)
     for name, text in variables.items():
         where = f"environment {ENVIRONMENT_PREFIX}{name.upper()}"
         _add(given, known, {name: text}, where, where, from_text=True)
@@ -45,9 +45,9 @@ def collect_values(
 
 
 def _add(
-    given: dict[str, tuple[Any, str]],
+    given: dict[str, tuple[object, str]],
     known: Mapping[str, ConfigField],
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     source: str,
     where: str,
     *,
@@ -89,7 +89,7 @@ def _variables(environment: Mapping[str, str], names: Sequence[str]) -> dict[str
     return found
 
 
-def _read_file(file: str | os.PathLike[str]) -> dict[str, Any]:
+def _read_file(file: str | os.PathLike[str]) -> dict[str, object]:
     try:
         path = Path(file).expanduser()
     except TypeError:

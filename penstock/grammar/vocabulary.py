@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import NotRequired, Required, TypedDict
 
 from tokenizers import Tokenizer
 
@@ -41,15 +42,30 @@ NO_TEXT = b"\xff"
 """UTF-8 text never contains this byte."""
 
 
-def _reader(description: dict[str, Any]) -> Any:
-    kinds = [decoder["type"] for decoder in _parts(description.get("decoder"), "decoders")]
+class _Component(TypedDict, total=False):
+    """A component of ``tokenizer.json``, or a sequence of components."""
+
+    type: Required[str]
+    decoders: list[_Component]
+    pattern: object
+    byte_fallback: bool
+
+
+class _Description(TypedDict):
+    """The parts of ``tokenizer.json`` that are read here."""
+
+    decoder: NotRequired[_Component | None]
+    model: _Component
+
+
+def _reader(description: _Description) -> Callable[[str], bytes]:
+    kinds = [decoder["type"] for decoder in _decoders(description.get("decoder"))]
     if "ByteLevel" in kinds:
         return _read_byte_level
     if description["model"].get("byte_fallback") or "ByteFallback" in kinds:
         return _read_byte_fallback
     if "Metaspace" in kinds or any(
-        decoder.get("pattern") == {"String": "▁"}
-        for decoder in _parts(description.get("decoder"), "decoders")
+        decoder.get("pattern") == {"String": "▁"} for decoder in _decoders(description.get("decoder"))
     ):
         return _read_metaspace
     raise UnsupportedFeatureError(
@@ -58,10 +74,10 @@ def _reader(description: dict[str, Any]) -> Any:
     )
 
 
-def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+def _decoders(component: _Component | None) -> list[_Component]:
     if component is None:
         return []
-    return list(component[name]) if component["type"] == "Sequence" else [component]
+    return list(component["decoders"]) if component["type"] == "Sequence" else [component]
 
 
 def _read_byte_level(token: str) -> bytes:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.llm.batch_runner import BatchRunner
     from penstock.text.embeddings_tokenizer import EmbeddingsTokenizer
 
-EmbeddingsInput: TypeAlias = str | Sequence[int] | npt.NDArray[np.integer[Any]]
+EmbeddingsInput: TypeAlias = str | Sequence[int] | npt.NDArray[np.integer]
 """A text, or its token ids including special tokens."""
 
 
@@ -51,7 +51,7 @@ class Classification:
 
     label: str
     """The label with the highest score, by its name in ``id2label``."""
-    scores: npt.NDArray[Any]
+    scores: npt.NDArray[np.floating]
     """``[labels]`` float32."""
 
 
@@ -99,7 +99,7 @@ class EmbeddingsMethods:
         normalize: bool | None = None,
         truncate: bool = False,
         adapter: str | Sequence[str | None] | None = None,
-    ) -> npt.NDArray[Any]:
+    ) -> npt.NDArray[np.floating]:
         """Return the dense embeddings of texts.
 
         Args:
@@ -173,7 +173,7 @@ class EmbeddingsMethods:
         *,
         truncate: bool = False,
         activation: bool | None = None,
-    ) -> npt.NDArray[Any]:
+    ) -> npt.NDArray[np.floating]:
         """Return the score of each pair of a query and a document.
 
         A cross-encoder computes each pair. An embedder computes the similarity of the two embeddings, with

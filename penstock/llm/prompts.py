@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 from penstock.config import PipelineConfig
 from penstock.errors import InputError
@@ -11,30 +11,32 @@ from penstock.pipelines.core import SamplingParams
 
 T = TypeVar("T")
 Prompt: TypeAlias = str | Sequence[int]
-Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+Conversation: TypeAlias = Sequence[Mapping[str, object]]
 """Messages, such as ``{"role": "user", "content": "Hello"}`` (`TokenGeneratorRequestMessage`)."""
-Tools: TypeAlias = Sequence[Mapping[str, Any]]
+Tools: TypeAlias = Sequence[Mapping[str, object]]
 """Descriptions of functions, as OpenAI's ``tools`` (`TokenGeneratorRequestTool`)."""
 
 _NO_BATCH = (str, bytes, bytearray, memoryview, Mapping, Set)
 """Iterable types that are one prompt: a text, or a value that the tokenizer refuses."""
 
 
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts, from a list or a single prompt. The tokenizer checks each of them."""
     if isinstance(prompts, _NO_BATCH) or not isinstance(prompts, Iterable):
         return [prompts]
     batch = list(prompts)
-    return [batch] if batch and all(_is_token(one) for one in batch) else batch
+    if batch and all(_is_token(one) for one in batch):
+        return [cast("list[int]", batch)]
+    return cast("list[Prompt]", batch)
 
 
 def _is_token(value: object) -> bool:
     return not isinstance(value, str | bytes | Iterable)
 
 
-def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Any]:
+def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[object]:
     """Return a list of conversations, from a list or a single conversation."""
-    given: Any = messages
+    given: object = messages
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise InputError(f"messages must be a list of messages or of such lists, was {given!r}")
     conversations = list(given)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, cast
 
 from penstock.errors import CheckpointError, CheckpointNotFoundError, UnsupportedFeatureError
 from penstock.weights.json_files import read_json_object
@@ -149,7 +149,7 @@ class AdapterConfig:
 class _Reader:
     """Reads the fields of the file and checks their types."""
 
-    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, fields: Mapping[str, object]) -> None:
         self._path, self._fields = path, fields
 
     def config(self) -> AdapterConfig:
@@ -178,15 +178,15 @@ class _Reader:
     def _refuse(self, problem: str) -> NoReturn:
         raise CheckpointError(self._path, problem)
 
-    def _rank(self, name: str, value: Any) -> int:
+    def _rank(self, name: str, value: object) -> int:
         if type(value) is not int or value < 1:
             self._refuse(f"{name} must be a whole number of at least 1, is {value!r}")
         return value
 
-    def _number(self, name: str, value: Any) -> float:
-        if type(value) not in (int, float) or not abs(value) < float("inf"):
+    def _number(self, name: str, value: object) -> float:
+        if type(value) not in (int, float) or not abs(cast(float, value)) < float("inf"):
             self._refuse(f"{name} must be a number, is {value!r}")
-        return float(value)
+        return float(cast(float, value))
 
     def _flag(self, name: str) -> bool:
         value = self._fields.get(name) or False
@@ -194,7 +194,7 @@ class _Reader:
             self._refuse(f"{name} must be true or false, is {value!r}")
         return value
 
-    def _items(self, name: str) -> Iterable[tuple[str, Any]]:
+    def _items(self, name: str) -> Iterable[tuple[str, object]]:
         value = self._fields.get(name) or {}
         if not isinstance(value, dict):
             self._refuse(f"{name} must be an object, is {value!r}")
@@ -235,7 +235,7 @@ class _Reader:
                 self._refuse(f"{pattern!r} is not a regular expression: {problem}")
 
 
-def _refuse_unsupported(path: Path, fields: Mapping[str, Any]) -> None:
+def _refuse_unsupported(path: Path, fields: Mapping[str, object]) -> None:
     def refuse(feature: str, what: str) -> NoReturn:
         raise UnsupportedFeatureError(
             feature, f"{path} {what}; merge the adapter into its base model (merge_and_unload) and serve that"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -181,7 +181,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
 
     def _vectors(
         self, contexts: Sequence[EmbeddingsContext], rows: Sequence[Tensor], chosen: Sequence[int]
-    ) -> dict[int, npt.NDArray[Any]]:
+    ) -> dict[int, npt.NDArray[np.floating]]:
         """Return the dense embeddings of the chosen contexts."""
         if not chosen:
             return {}
@@ -194,7 +194,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         poolings = self._poolings if context.pooling is None else (context.pooling,)
         return pool(hidden, poolings, context.num_unpooled_tokens)
 
-    def _finished(self, context: EmbeddingsContext, vector: Tensor) -> npt.NDArray[Any]:
+    def _finished(self, context: EmbeddingsContext, vector: Tensor) -> npt.NDArray[np.floating]:
         """Return a vector with its length and its norm as the context asks."""
         vector = vector[: context.dimensions]
         if self.layout.normalize if context.normalize is None else context.normalize:
@@ -207,7 +207,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         rows: Sequence[Tensor],
         chosen: Sequence[int],
         step: StepInputs,
-    ) -> dict[int, npt.NDArray[Any]]:
+    ) -> dict[int, npt.NDArray[np.floating]]:
         """Return the scores ``[labels]`` of the chosen contexts."""
         classifier = self.model.network.classifier
         if not chosen or classifier is None:
@@ -237,7 +237,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         ids = weights.nonzero()[:, 0]
         return SparseEmbedding(ids.int().numpy(force=True), weights[ids].numpy(force=True))
 
-    def _multi_vector(self, context: EmbeddingsContext, hidden: Tensor) -> npt.NDArray[Any]:
+    def _multi_vector(self, context: EmbeddingsContext, hidden: Tensor) -> npt.NDArray[np.floating]:
         """Return one vector of length 1 for each counted token, ``[n, E]``."""
         vectors = hidden[context.num_unpooled_tokens :].float()
         for layer in self._dense:
@@ -245,7 +245,7 @@ class EmbeddingsPipeline(TaskPipeline[EmbeddingsContext, EmbeddingsResponse]):
         return F.normalize(vectors[:, : context.dimensions], dim=-1).numpy(force=True)
 
 
-def scores_activation(config: HuggingFaceConfig) -> Any:
+def scores_activation(config: HuggingFaceConfig) -> Callable[[Tensor], Tensor]:
     """Return the function from the logits ``[labels]`` of a classifier to its scores.
 
     It is the one that the checkpoint names for cross-encoders. Otherwise one label, or labels that do not

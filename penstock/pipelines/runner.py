@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.architectures.model import ModelOutputs, PipelineModel
+from penstock.architectures.model import ModelInputs, ModelOutputs, PipelineModel
 from penstock.architectures.vision import VisionModel
 from penstock.engine import InferenceSession
 from penstock.errors import UnsupportedFeatureError
@@ -56,7 +55,7 @@ class LaunchHandle:
     drafts: Sequence[list[int]]
     num_steps: int
     """Number of steps; fewer than requested if every sequence of a fused call has ended."""
-    inputs: Any
+    inputs: ModelInputs
     """Model inputs of the last forward; of the first one if the steps are fused."""
     rows: _Rows
     """Rows of logits of the first forward."""
@@ -78,7 +77,7 @@ class ModelRunner:
         kv: the cache that holds the contexts' blocks.
     """
 
-    def __init__(self, model: PipelineModel[Any], session: InferenceSession, kv: KVCache) -> None:
+    def __init__(self, model: PipelineModel[TextContext], session: InferenceSession, kv: KVCache) -> None:
         self._model = model
         self._session = session
         self._kv = kv
@@ -217,7 +216,7 @@ class ModelRunner:
             torch.tensor([ids + [-1] * (width - len(ids)) for ids in ends]),
         )
 
-    def _inputs_after(self, handle: LaunchHandle) -> Any:
+    def _inputs_after(self, handle: LaunchHandle) -> ModelInputs:
         """Return the model inputs that follow the last step of a launch."""
         inputs = handle.inputs
         for tokens in handle.sampled[-1:] if handle.fused is None else handle.fused:
@@ -230,7 +229,7 @@ class ModelRunner:
             self._sampler = Sampler.for_batch(params, self._device)
         return self._sampler
 
-    def _prepare_step(self, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> Any:
+    def _prepare_step(self, contexts: Sequence[TextContext], drafts: Sequence[list[int]]) -> ModelInputs:
         """Return the inputs of a step, with the rows of logits that sampling and log probabilities need."""
         if any(drafts):
             num_logits: int | Sequence[int] = [
@@ -248,7 +247,7 @@ class ModelRunner:
         contexts: Sequence[TextContext],
         drafts: Sequence[list[int]] | None,
         num_logits: int | Sequence[int],
-    ) -> Any:
+    ) -> ModelInputs:
         counts = [context.active_length for context in contexts]
         if drafts is not None:
             counts = [count + len(draft) for count, draft in zip(counts, drafts, strict=True)]
@@ -356,8 +355,8 @@ def _append_sampled(
 
 
 def _as_sequences(
-    inputs: Any, outputs: ModelOutputs, drafts: Sequence[list[int]], owners: Sequence[int]
-) -> tuple[Any, ModelOutputs]:
+    inputs: ModelInputs, outputs: ModelOutputs, drafts: Sequence[list[int]], owners: Sequence[int]
+) -> tuple[ModelInputs, ModelOutputs]:
     """Return the rows to score as a batch: the active rows of a context, then one row per accepted draft.
 
     Args:

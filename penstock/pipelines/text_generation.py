@@ -16,7 +16,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from penstock.architectures.model import KVCacheMixin, ModelInputs, ModelOutputs, PipelineModel
 from penstock.config import PipelineConfig
@@ -103,7 +103,7 @@ class TextGenerationPipeline(TaskPipeline[TextContext, TextGenerationResponse]):
     def __init__(
         self,
         pipeline_config: PipelineConfig,
-        pipeline_model: type[PipelineModel[Any]],
+        pipeline_model: type[PipelineModel[TextContext]],
         eos_token_id: int | None,
         *,
         proposer: DraftProposer | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.driver import load_devices
 from penstock.engine import InferenceSession
@@ -13,6 +13,7 @@ from penstock.pipelines.speculative.draft_model import DraftModelProposer, draft
 from penstock.pipelines.text_generation import PipelineModel, TextGenerationPipeline
 
 if TYPE_CHECKING:
+    from penstock.pipelines.core import TextContext
     from penstock.pipelines.tasks import PipelineRequirements
 
 
@@ -50,7 +51,7 @@ def create_text_pipeline(
 def _create_speculating(
     required: PipelineRequirements,
     kind: Callable[..., TextGenerationPipeline],
-    model: type[PipelineModel[Any]],
+    model: type[PipelineModel[TextContext]],
     eos: int | None,
 ) -> TextGenerationPipeline:
     """Return a pipeline whose drafts come from a draft model or from the text itself."""

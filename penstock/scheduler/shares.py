@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from penstock.pipelines.core import InputContext
 from penstock.scheduler.batch import Entry
 
-EntryT = TypeVar("EntryT", bound=Entry[Any])
+ContextT = TypeVar("ContextT", bound=InputContext)
 
 
 class Shares:
@@ -38,17 +39,19 @@ class Shares:
         """Return the sort key of a client with waiting contexts. The smallest is admitted first."""
         return self.num_running(client_id), self._turns[client_id]
 
-    def turn_of(self, entry: Entry[Any]) -> tuple[int, int, int]:
+    def turn_of(self, entry: Entry[ContextT]) -> tuple[int, int, int]:
         """Return the sort key of a prompt. The smallest is computed first."""
         priority, arrival = entry.key
         return priority, self._turns[entry.client_id], arrival
 
-    def expendability(self, entry: Entry[Any]) -> tuple[int, int, int]:
+    def expendability(self, entry: Entry[ContextT]) -> tuple[int, int, int]:
         """Return the sort key for preemption of a running entry. The largest is preempted first."""
         priority, arrival = entry.key
         return priority, self.num_running(entry.client_id), arrival
 
-    def last_in_excess(self, waiting: Entry[Any], running: Iterable[EntryT]) -> EntryT | None:
+    def last_in_excess(
+        self, waiting: Entry[ContextT], running: Iterable[Entry[ContextT]]
+    ) -> Entry[ContextT] | None:
         """Return the running entry to preempt in favour of a waiting one; None if there is none.
 
         Its client holds at least two slots more than the waiting entry's client, and its priority is not

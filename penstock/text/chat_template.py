@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, cast
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import CheckpointError, ConfigError, InputError, UnsupportedFeatureError
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 
 # Arguments of transformers' apply_chat_template that are not variables of the template.
 _RESERVED_OPTIONS = frozenset(
@@ -63,8 +63,8 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        options: Mapping[str, object] | None = None,
     ) -> str:
         """Return the prompt text.
 
@@ -94,8 +94,8 @@ class ChatTemplate:
     def render_request(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        options: Mapping[str, object] | None = None,
     ) -> str:
         """Return the prompt text of a request's messages, whose content is text or a list of text parts.
 
@@ -144,7 +144,7 @@ class ChatTemplate:
         pattern = re.compile(rf"\b{re.escape(word)}\b")
         return any(pattern.search(source) for source in self.sources.values())
 
-    def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _choose(self, tools: Sequence[Mapping[str, object]] | None) -> str:
         if tools is not None and "tool_use" in self.sources:
             return "tool_use"
         if "default" in self.sources:
@@ -165,7 +165,7 @@ class ChatTemplate:
         return self._compiled[name]
 
 
-def find_templates(checkpoint: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+def find_templates(checkpoint: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
     """Return name -> Jinja text of a checkpoint's templates. Files override tokenizer_config.json."""
     sources = _named(tokenizer_config.get("chat_template"), checkpoint / "tokenizer_config.json")
     default = checkpoint / "chat_template.jinja"
@@ -199,7 +199,7 @@ def _read_template_option(path: Path) -> dict[str, str]:
     return sources
 
 
-def _named(value: Any, path: Path) -> dict[str, str]:
+def _named(value: object, path: Path) -> dict[str, str]:
     """Return name -> template of a string, or of a list ``[{"name": ..., "template": ...}]``."""
     match value:
         case None:
@@ -223,7 +223,7 @@ def _check_messages(messages: Sequence[Message]) -> None:
             )
 
 
-def _check_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:
+def _check_tools(tools: Sequence[Mapping[str, object]] | None) -> None:
     is_list = isinstance(tools, Sequence) and not isinstance(tools, str | bytes)
     if tools is not None and not (is_list and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError(f"tools must be a list of objects, was {tools!r}")
@@ -249,10 +249,11 @@ def _has_parts(message: Message) -> bool:
 
 
 def _joined(message: Message) -> Message:
-    return {**message, "content": "\n".join(part["text"] for part in message["content"])}
+    parts = cast("Sequence[Mapping[str, str]]", message["content"])  # `_is_text_only` has checked them
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 
-def _variables(options: Mapping[str, Any] | None) -> dict[str, Any]:
+def _variables(options: Mapping[str, object] | None) -> dict[str, object]:
     if options is not None and not isinstance(options, Mapping):
         raise InputError(f"chat_template_options must be names and values, was {options!r}")
     given = dict(options or {})
@@ -321,7 +322,7 @@ def _strftime_now(format: str) -> str:
 
 
 def _tojson(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ import numpy.typing as npt
 _OPEN_CHARACTER_WINDOW = 4
 _PROMPT_WINDOW = 2 * _OPEN_CHARACTER_WINDOW  # the first tokens of the window may be part of a character
 _UTF8 = codecs.getincrementaldecoder("utf-8")
-TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
 
 class TokenDecoder(Protocol):

@@ -13,7 +13,7 @@ from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.pipelines.core import EmbeddingsOutput, EmbeddingsResponse
 from penstock.text.sentence_transformers import SentenceTransformersLayout
 
-_Array: TypeAlias = npt.NDArray[Any]
+_Array: TypeAlias = npt.NDArray[np.floating]
 
 
 @dataclass(frozen=True)

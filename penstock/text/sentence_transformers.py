@@ -6,7 +6,7 @@ Source: https://www.sbert.net/docs/sentence_transformer/usage/custom_models.html
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -146,7 +146,7 @@ def _poolings(path: Path) -> tuple[tuple[PoolingType, ...], bool]:
     config = _object(path / "config.json")
     named = config.get("pooling_mode")
     if named is not None:
-        names = [named] if isinstance(named, str) else list(named)
+        names = [named] if isinstance(named, str) else list(cast("Iterable[str]", named))
         unknown = [name for name in names if name not in _POOLING_NAMES]
         if unknown:
             raise CheckpointError(
@@ -169,10 +169,10 @@ def _sparse_pooling(path: Path) -> tuple[SparsePooling, SparseActivation]:
         raise CheckpointError(
             file, f"activation_function {activation!r} is not supported: use relu or log1p_relu"
         )
-    return pooling, activation
+    return cast(SparsePooling, pooling), cast(SparseActivation, activation)
 
 
-def _check_multi_vector_options(file: Path, values: Mapping[str, Any]) -> None:
+def _check_multi_vector_options(file: Path, values: Mapping[str, object]) -> None:
     """Refuse options of multi-vector models (PyLate) that change tokens or scores."""
     for key in ("do_query_expansion", "query_expansion", "skiplist_words", "query_prefix", "document_prefix"):
         if values.get(key):
@@ -193,8 +193,8 @@ def _dense(path: Path) -> DenseModule:
     try:
         return DenseModule(
             path=path,
-            in_features=int(config["in_features"]),
-            out_features=int(config["out_features"]),
+            in_features=int(cast(int, config["in_features"])),
+            out_features=int(cast(int, config["out_features"])),
             bias=bool(config.get("bias", True)),
             activation=str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(
                 "."
@@ -204,14 +204,14 @@ def _dense(path: Path) -> DenseModule:
         raise CheckpointError(path / "config.json", f"needs in_features and out_features: {error}") from error
 
 
-def _prompts(file: Path, settings: Mapping[str, Any]) -> Mapping[str, str]:
+def _prompts(file: Path, settings: Mapping[str, object]) -> Mapping[str, str]:
     prompts = settings.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointError(file, "prompts must map names to texts")
     return cast("dict[str, str]", prompts)
 
 
-def _default_prompt(file: Path, settings: Mapping[str, Any], prompts: Mapping[str, str]) -> str | None:
+def _default_prompt(file: Path, settings: Mapping[str, object], prompts: Mapping[str, str]) -> str | None:
     name = settings.get("default_prompt_name")
     if name is not None and name not in prompts:
         known = ", ".join(prompts) or "none"
@@ -219,14 +219,14 @@ def _default_prompt(file: Path, settings: Mapping[str, Any], prompts: Mapping[st
     return cast("str | None", name)
 
 
-def _max_seq_length(file: Path, limits: Mapping[str, Any]) -> int | None:
+def _max_seq_length(file: Path, limits: Mapping[str, object]) -> int | None:
     value = limits.get("max_seq_length")
     if value is None or (type(value) is int and value > 0):
         return value
     raise CheckpointError(file, f"max_seq_length must be a whole number of at least 1, was {value!r}")
 
 
-def _similarity(file: Path, settings: Mapping[str, Any]) -> Similarity:
+def _similarity(file: Path, settings: Mapping[str, object]) -> Similarity:
     kind = settings.get("similarity_fn_name") or "cosine"
     if kind not in get_args(Similarity):
         known = ", ".join(get_args(Similarity))
@@ -234,7 +234,7 @@ def _similarity(file: Path, settings: Mapping[str, Any]) -> Similarity:
     return cast("Similarity", kind)
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _object(path: Path) -> dict[str, object]:
     """Return a JSON object; an empty one if the file is missing."""
     if not path.is_file():
         return {}
@@ -244,7 +244,7 @@ def _object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _json(path: Path) -> Any:
+def _json(path: Path) -> object:
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import cast
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -155,12 +155,14 @@ class SpecialTokens:
                 or another piece of content may contain the rest.
         """
         marked = [
-            message if message.get("role") in _TRUSTED_ROLES else self._marked(message, marker, in_part)
+            message
+            if message.get("role") in _TRUSTED_ROLES
+            else cast("Message", self._marked(message, marker, in_part))
             for message in messages
         ]
         return marked, any(new != old for new, old in zip(marked, messages, strict=True))
 
-    def _marked(self, value: Any, marker: str, in_part: bool, is_content: bool = False) -> Any:
+    def _marked(self, value: object, marker: str, in_part: bool, is_content: bool = False) -> object:
         match value:
             case str():
                 indices = self._indices_inside(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from penstock.errors import InputError
 TokenIds: TypeAlias = npt.NDArray[np.int64]
 
 
-def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[Any], vocab_size: int) -> TokenIds:
+def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[np.integer], vocab_size: int) -> TokenIds:
     """Return the token ids of a prompt as an array.
 
     Raises:
@@ -34,7 +34,7 @@ def checked_prompt_ids(ids: Sequence[int] | npt.NDArray[Any], vocab_size: int) -
     return np.array([int(value) for value in values], dtype=np.int64)
 
 
-def checked_ids_to_decode(ids: Iterable[Any]) -> list[int]:
+def checked_ids_to_decode(ids: Iterable[SupportsIndex]) -> list[int]:
     """Return token ids as plain integers. Ids that the tokenizer does not know are allowed."""
     values = list(ids)
     for token_id in values:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, SupportsIndex, TypeVar, cast
+from typing import ClassVar, SupportsIndex, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -151,7 +151,7 @@ class TextTokenizer:
         return await self._in_thread(lambda: self.encode_text(prompt, add_special_tokens))
 
     async def decode(
-        self, context: TextContext, encoded: Sequence[int] | npt.NDArray[np.integer[Any]] | int, **kwargs: Any
+        self, context: TextContext, encoded: Sequence[int] | npt.NDArray[np.integer] | int, **kwargs: object
     ) -> str:
         """Return the text of tokens, continuing after the previous call with this context. Runs in a thread.
 
@@ -167,8 +167,8 @@ class TextTokenizer:
         if kwargs:
             raise UnknownParameterError("decode", next(iter(kwargs)), "the keyword is skip_special_tokens")
         given = [encoded] if isinstance(encoded, SupportsIndex) and np.ndim(encoded) == 0 else encoded
-        piece = next_piece(context, checked_ids_to_decode(cast("Iterable[Any]", given)), self._bos)
-        return await self._in_thread(lambda: piece.text(self, skip_special_tokens))
+        piece = next_piece(context, checked_ids_to_decode(cast("Iterable[SupportsIndex]", given)), self._bos)
+        return await self._in_thread(lambda: piece.text(self, bool(skip_special_tokens)))
 
     def build_context(self, request: TokenGeneratorRequest, *, stops_as_tokens: bool = True) -> TextContext:
         """Return the context of a request. It has no cache slot yet.
@@ -246,7 +246,7 @@ class TextTokenizer:
         return ids
 
     def decode_ids(
-        self, ids: Sequence[int] | npt.NDArray[np.integer[Any]], skip_special_tokens: bool = True
+        self, ids: Sequence[int] | npt.NDArray[np.integer], skip_special_tokens: bool = True
     ) -> str:
         """Return the text of tokens. Ids without a token (a padded vocabulary) have no text."""
         try:
@@ -266,8 +266,8 @@ class TextTokenizer:
     def render_chat(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        options: Mapping[str, object] | None = None,
     ) -> str:
         """Return the prompt text of messages, equal to transformers' ``apply_chat_template``.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.pre_tokenizers import Metaspace
@@ -61,8 +61,8 @@ def _read_gguf(path: Path) -> TokenizerFiles:
         special_tokens=gguf.special_tokens | (folder.special_tokens if folder else {}),
         templates=gguf.templates | (folder.templates if folder else {}),
         eos_token_ids=tuple(dict.fromkeys((*(folder.eos_token_ids if folder else ()), *gguf.eos_token_ids))),
-        vocab_size=config["vocab_size"],
-        max_length=config.get("max_position_embeddings", config.get("n_positions")),
+        vocab_size=cast(int, config["vocab_size"]),
+        max_length=cast("int | None", config.get("max_position_embeddings", config.get("n_positions"))),
     )
 
 
@@ -97,7 +97,7 @@ def _read_folder(checkpoint: Path) -> TokenizerFiles:
     )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, object]:
     """Return the JSON object in a file; empty if the file does not exist."""
     try:
         value = json.loads(path.read_bytes())
@@ -146,7 +146,7 @@ def _quiet(library: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _named_tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _named_tokens(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     extra = settings.get("extra_special_tokens")
     named = extra.items() if isinstance(extra, dict) else ()
     for name, token in [*((name, settings.get(name)) for name in _NAMED_TOKENS), *named]:
@@ -156,10 +156,11 @@ def _named_tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _add_missing_tokens(
-    tokenizer: Tokenizer, settings: Mapping[str, Any], special_tokens: Mapping[str, str]
+    tokenizer: Tokenizer, settings: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> None:
     """Add tokens that only tokenizer_config.json has, and mark special tokens that are not marked."""
-    for _, entry in sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+    added = cast("dict[str, dict[str, Any]]", settings.get("added_tokens_decoder", {}))
+    for _, entry in sorted(added.items(), key=lambda item: int(item[0])):
         flags = {
             name: bool(entry.get(name))
             for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -175,7 +176,7 @@ def _add_missing_tokens(
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in texts if text not in known])
 
 
-def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, object]) -> None:
     """Set where a Llama tokenizer inserts its leading space, from its settings and as transformers does.
 
     tokenizer.json inserts it before every piece of text between special tokens. With ``legacy: false`` only
@@ -202,7 +203,7 @@ def _apply_prefix_space_settings(tokenizer: Tokenizer, settings: Mapping[str, An
 
 
 def _eos_token_ids(
-    checkpoint: Path, tokenizer: Tokenizer, special_tokens: Mapping[str, str], model: Mapping[str, Any]
+    checkpoint: Path, tokenizer: Tokenizer, special_tokens: Mapping[str, str], model: Mapping[str, object]
 ) -> Iterator[int]:
     token_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
     if token_id is not None:
@@ -212,23 +213,23 @@ def _eos_token_ids(
         (generation, _read_object(generation).get("eos_token_id")),
         (checkpoint / "config.json", _from_model(model, "eos_token_id")),
     ):
-        for token_id in value if isinstance(value, list) else [value]:
-            if type(token_id) is int:
-                yield token_id
-            elif token_id is not None:
+        for one in value if isinstance(value, list) else [value]:
+            if type(one) is int:
+                yield one
+            elif one is not None:
                 raise CheckpointError(
                     path, f"eos_token_id must be a token id or a list of them, is {value!r}"
                 )
 
 
-def _from_model(model: Mapping[str, Any], key: str) -> Any:
+def _from_model(model: Mapping[str, object], key: str) -> object:
     """Return a value of config.json. Multimodal models have those of their text part in ``text_config``."""
     text = model.get("text_config")
     nested = text.get(key) if isinstance(text, dict) else None
     return model.get(key, nested)
 
 
-def _count(checkpoint: Path, model: Mapping[str, Any], key: str) -> int | None:
+def _count(checkpoint: Path, model: Mapping[str, object], key: str) -> int | None:
     value = _from_model(model, key)
     if value is not None and (type(value) is not int or value < 1):
         problem = f"{key} must be a whole number of at least 1, was {value!r}"
@@ -236,5 +237,5 @@ def _count(checkpoint: Path, model: Mapping[str, Any], key: str) -> int | None:
     return value
 
 
-def _limit(length: Any) -> int | None:
+def _limit(length: object) -> int | None:
     return int(length) if isinstance(length, int | float) and 0 < length < _NO_LIMIT else None

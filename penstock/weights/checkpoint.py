@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from penstock.weights import gguf
 from penstock.weights.formats import FORMATS, CheckpointFormat, Headers
@@ -36,7 +35,7 @@ def open_checkpoint(checkpoint: Path) -> Checkpoint:
         UnknownArchitectureError: it is a GGUF file of an unknown family.
         ConfigError: the weights are quantized in a way that no format reads.
     """
-    config: Mapping[str, Any] = {}
+    config: Mapping[str, object] = {}
     if is_gguf(checkpoint):
         stored: Headers = read_gguf_headers(checkpoint)
     else:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from penstock.weights.gguf import GGUFFile
 from penstock.weights.gguf_keys import GGUFKeys
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def gguf_config(path: Path) -> dict[str, Any]:
+def gguf_config(path: Path) -> dict[str, object]:
     """Return the equivalent of ``config.json`` for the model in a GGUF file.
 
     Raises:
@@ -43,7 +43,7 @@ def gguf_config(path: Path) -> dict[str, Any]:
     }
 
 
-def gguf_generation_config(path: Path) -> dict[str, Any]:
+def gguf_generation_config(path: Path) -> dict[str, object]:
     """Return the sampling parameters that a GGUF file recommends, by their ``generation_config.json`` names.
 
     Raises:
@@ -62,7 +62,7 @@ _SAMPLING = {
 }
 
 
-def _decoder(keys: GGUFKeys, *, partial_rotary: bool = False) -> dict[str, Any]:
+def _decoder(keys: GGUFKeys, *, partial_rotary: bool = False) -> dict[str, object]:
     """Return the settings that all families except GPT-2 share.
 
     Args:
@@ -86,8 +86,8 @@ def _decoder(keys: GGUFKeys, *, partial_rotary: bool = False) -> dict[str, Any]:
     }
 
 
-def _rope(keys: GGUFKeys, partial_rotary: bool) -> dict[str, Any]:
-    config: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
+def _rope(keys: GGUFKeys, partial_rotary: bool) -> dict[str, object]:
+    config: dict[str, object] = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
     dims = keys.count("rope.dimension_count", keys.head_dim)
     if dims != keys.head_dim:
         if not partial_rotary:
@@ -98,7 +98,7 @@ def _rope(keys: GGUFKeys, partial_rotary: bool) -> dict[str, Any]:
     factor = keys.number("rope.scaling.factor", 1.0)
     if kind == "none" and keys.get("rope.scale_linear"):  # the key of older files
         kind, factor = "linear", keys.number("rope.scale_linear")
-    scaling: dict[str, Any] = {}
+    scaling: dict[str, object] = {}
     if factors["short_factor"] and factors["long_factor"]:
         scaling = _longrope(keys, factors["short_factor"], factors["long_factor"])
         config["original_max_position_embeddings"] = keys.count(
@@ -125,16 +125,16 @@ _FACTORS = {
 }
 
 
-def _longrope(keys: GGUFKeys, short: list[float], long: list[float]) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+def _longrope(keys: GGUFKeys, short: list[float], long: list[float]) -> dict[str, object]:
+    scaling: dict[str, object] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
     if keys.get("rope.scaling.attn_factor"):
         scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
     return scaling
 
 
-def _yarn(keys: GGUFKeys) -> dict[str, Any]:
+def _yarn(keys: GGUFKeys) -> dict[str, object]:
     factor = keys.number("rope.scaling.factor")
-    scaling: dict[str, Any] = {
+    scaling: dict[str, object] = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": keys.count("rope.scaling.original_context_length"),
@@ -148,7 +148,7 @@ def _yarn(keys: GGUFKeys) -> dict[str, Any]:
     return scaling
 
 
-def _llama(keys: GGUFKeys) -> dict[str, Any]:
+def _llama(keys: GGUFKeys) -> dict[str, object]:
     """Return the configuration of Llama, of Mixtral (with experts) or of Mistral (with a window)."""
     config = _decoder(keys)
     window = keys.window()
@@ -163,7 +163,7 @@ def _llama(keys: GGUFKeys) -> dict[str, Any]:
     return config | {"model_type": "llama"}
 
 
-def _granite(keys: GGUFKeys) -> dict[str, Any]:
+def _granite(keys: GGUFKeys) -> dict[str, object]:
     return _decoder(keys) | {
         "model_type": "granite",
         "embedding_multiplier": keys.number("embedding_scale", 1.0),
@@ -173,19 +173,19 @@ def _granite(keys: GGUFKeys) -> dict[str, Any]:
     }
 
 
-def _smollm3(keys: GGUFKeys) -> dict[str, Any]:
+def _smollm3(keys: GGUFKeys) -> dict[str, object]:
     return _decoder(keys) | {"model_type": "smollm3", "no_rope_layer_interval": 4}
 
 
-def _qwen2(keys: GGUFKeys) -> dict[str, Any]:
+def _qwen2(keys: GGUFKeys) -> dict[str, object]:
     return _decoder(keys) | {"model_type": "qwen2"}
 
 
-def _qwen3(keys: GGUFKeys) -> dict[str, Any]:
+def _qwen3(keys: GGUFKeys) -> dict[str, object]:
     return _decoder(keys) | {"model_type": "qwen3"}
 
 
-def _qwen3_moe(keys: GGUFKeys) -> dict[str, Any]:
+def _qwen3_moe(keys: GGUFKeys) -> dict[str, object]:
     return _decoder(keys) | {
         "model_type": "qwen3_moe",
         "intermediate_size": keys.count("feed_forward_length", keys.count("expert_feed_forward_length")),
@@ -198,20 +198,20 @@ def _qwen3_moe(keys: GGUFKeys) -> dict[str, Any]:
     }
 
 
-def _olmo2(keys: GGUFKeys) -> dict[str, Any]:
+def _olmo2(keys: GGUFKeys) -> dict[str, object]:
     if keys.get("attention.sliding_window"):  # files of OLMo 3 also use this architecture name
         raise keys.fail("attention.sliding_window", "must be absent: OLMo 2 has no window")
     return _decoder(keys) | {"model_type": "olmo2"}
 
 
-def _phi3(keys: GGUFKeys) -> dict[str, Any]:
+def _phi3(keys: GGUFKeys) -> dict[str, object]:
     return _decoder(keys, partial_rotary=True) | {
         "model_type": "phi3",
         "sliding_window": keys.window(),
     }
 
 
-def _gemma2(keys: GGUFKeys) -> dict[str, Any]:
+def _gemma2(keys: GGUFKeys) -> dict[str, object]:
     return _gemma(keys, layers_of_27b=46) | {
         "model_type": "gemma2",
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
@@ -220,9 +220,11 @@ def _gemma2(keys: GGUFKeys) -> dict[str, Any]:
     }
 
 
-def _gemma3(keys: GGUFKeys) -> dict[str, Any]:
+def _gemma3(keys: GGUFKeys) -> dict[str, object]:
     config = _gemma(keys, layers_of_27b=62)
-    full = {"rope_theta": keys.number("rope.freq_base", 1_000_000.0)} | config.pop("rope_scaling", {})
+    full = {"rope_theta": keys.number("rope.freq_base", 1_000_000.0)} | cast(
+        "dict[str, object]", config.pop("rope_scaling", {})
+    )
     return config | {
         "model_type": "gemma3_text",
         "final_logit_softcapping": keys.get("final_logit_softcapping"),
@@ -234,7 +236,7 @@ def _gemma3(keys: GGUFKeys) -> dict[str, Any]:
     }
 
 
-def _gemma(keys: GGUFKeys, layers_of_27b: int) -> dict[str, Any]:
+def _gemma(keys: GGUFKeys, layers_of_27b: int) -> dict[str, object]:
     config = _decoder(keys)
     # No key gives this value. Only the 27B models scale scores by another size than the head's.
     scalar: float = keys.head_dim
@@ -263,7 +265,7 @@ def _layer_types(keys: GGUFKeys, period: int) -> list[str]:
     return [_SLIDING if slides else _FULL for slides in keys.array(key)]
 
 
-def _gpt2(keys: GGUFKeys) -> dict[str, Any]:
+def _gpt2(keys: GGUFKeys) -> dict[str, object]:
     return {
         "model_type": "gpt2",
         "n_embd": keys.count("embedding_length"),
@@ -276,7 +278,7 @@ def _gpt2(keys: GGUFKeys) -> dict[str, Any]:
     }
 
 
-_FAMILIES: Mapping[str, Callable[[GGUFKeys], dict[str, Any]]] = {
+_FAMILIES: Mapping[str, Callable[[GGUFKeys], dict[str, object]]] = {
     "llama": _llama,
     "granite": _granite,
     "smollm3": _smollm3,

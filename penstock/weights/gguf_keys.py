@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.errors import WeightsError
 from penstock.weights.gguf import GGUFFile
 
@@ -16,7 +14,7 @@ class GGUFKeys:
         self._prefix = f"{architecture}."
         self._read: set[str] = set()
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str) -> object:
         """Return the value of a key, or None if the file has none."""
         self._read.add(key)
         return self.file.metadata.get(self._prefix + key)
@@ -53,7 +51,7 @@ class GGUFKeys:
             raise WeightsError(self.file.path, f"has no tensor {tensor}")
         return self.file.tensors[tensor].shape[0]
 
-    def array(self, key: str) -> list[Any]:
+    def array(self, key: str) -> list[object]:
         """Return the elements of an array."""
         self._read.add(key)
         return self.file.array(self._prefix + key)

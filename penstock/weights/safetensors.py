@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypedDict
 
 from penstock.dtype import DType
 from penstock.errors import WeightsError
@@ -152,7 +152,15 @@ def _parse_header(file: Path, text: bytes, data_size: int) -> dict[str, TensorHe
     return headers
 
 
-def _tensor_header(file: Path, name: str, entry: Mapping[str, Any]) -> TensorHeader:
+class _Entry(TypedDict):
+    """The description of a tensor in the header of a file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _tensor_header(file: Path, name: str, entry: _Entry) -> TensorHeader:
     shape = tuple(entry["shape"])
     begin, end = entry["data_offsets"]
     header = TensorHeader(file, entry["dtype"], shape, end - begin, name)
@@ -181,7 +189,7 @@ def _read_shards(folder: Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def _shards(index: Path, weight_map: Mapping[str, Any]) -> Iterator[Path]:
+def _shards(index: Path, weight_map: Mapping[str, object]) -> Iterator[Path]:
     names = sorted({str(name) for name in weight_map.values()})
     outside = [name for name in names if Path(name).name != name]
     if outside:

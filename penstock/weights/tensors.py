@@ -262,7 +262,7 @@ class _Files:
         self.headers = checkpoint.headers
         self.shapes_only = shapes_only
         self._format = checkpoint.format
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, object] = {}
         self._mapped: dict[str, list[Tensor]] = {}  # name -> mapped bytes that were read for it
 
     def tensor(self, name: str) -> Tensor:
@@ -294,7 +294,8 @@ class _Files:
     def open_bytes(self, file: Path) -> Tensor:
         if file not in self._open:
             self._open[file] = map_file(file)
-        data: Tensor = self._open[file]
+        data = self._open[file]
+        assert isinstance(data, Tensor)
         return data
 
     def _reader(self, name: str) -> _Reader:

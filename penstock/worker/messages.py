@@ -254,7 +254,7 @@ class AudioResult(msgspec.Struct, array_like=True, tag=2):
 
     request_id: str
     status: TextGenerationStatus = TextGenerationStatus.ACTIVE
-    audio: npt.NDArray[Any] | None = None
+    audio: npt.NDArray[np.floating] | None = None
     """The samples after those of the previous result."""
     num_tokens: int = 0
     """Number of tokens that the request has generated so far."""

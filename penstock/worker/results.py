@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import PenstockError
@@ -34,7 +34,7 @@ class RequestDelta:
     """Set if the output of an echoed prompt has no token; otherwise the first token carries them."""
     embeddings: EmbeddingsResponse | None = None
     """The response of an embeddings request."""
-    audio: list[npt.NDArray[Any]] = field(default_factory=list)
+    audio: list[npt.NDArray[np.floating]] = field(default_factory=list)
     """New chunks of samples, in order."""
     num_tokens: int = 0
     """Number of tokens that an audio request has generated so far."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias, TypeVar
 
 from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.grammar.lark.ebnf_reader import read_ebnf
@@ -24,6 +25,10 @@ from penstock.grammar.lark.nodes import (
     repeated,
     sequence,
 )
+
+Part: TypeAlias = Mapping[str, Any]
+"""A format of a structural tag, or a part of one."""
+FieldT = TypeVar("FieldT")
 
 
 def read_structural_tag(text: str) -> Rules:
@@ -93,7 +98,7 @@ class _Reader:
             self.rules[prefix + name] = _renamed(node, prefix)
         return Ref(f"{prefix}root")
 
-    def _repeat(self, part: Any) -> Node:
+    def _repeat(self, part: Part) -> Node:
         min_count, max_count = _field(part, "min", int), _field(part, "max", int)
         if min_count < 0 or (max_count != -1 and max_count < min_count):
             raise InputError(
@@ -103,7 +108,7 @@ class _Reader:
             self.node(_field(part, "content", dict)), min_count, None if max_count == -1 else max_count
         )
 
-    def _tag(self, part: Any) -> Node:
+    def _tag(self, part: Part) -> Node:
         begin, end = part.get("begin"), part.get("end")
         first = _text(begin) if isinstance(begin, str) else self.node(begin)
         if isinstance(end, dict):
@@ -114,12 +119,12 @@ class _Reader:
             raise InputError("a tag of a structural_tag needs an end: a string, strings or a token")
         return sequence([first, self._ended(_field(part, "content", dict), ends)])
 
-    def _before_token(self, content: Any, token: Node) -> Node:
+    def _before_token(self, content: Part, token: Node) -> Node:
         if _kind(content) in ("token_triggered_tags", "token_dispatch") and isinstance(token, Tokens):
             return self._token_triggered(content, list(token.ranges))
         return self.node(content)
 
-    def _ended(self, part: Any, ends: tuple[str, ...]) -> Node:
+    def _ended(self, part: Part, ends: tuple[str, ...]) -> Node:
         """Return a format followed by one of ``ends``. Free text ends at the first of them."""
         if ends == ("",):
             return self.node(part)
@@ -139,7 +144,7 @@ class _Reader:
                 return choice([closing, self._ended(_field(part, "content", dict), ends)])
         return sequence([self.node(part), closing])
 
-    def _separated(self, part: Any) -> Node:
+    def _separated(self, part: Part) -> Node:
         tag = choice(map(self.node, _list(part, "tags")))
         more: Node = EMPTY
         if not part.get("stop_after_first"):
@@ -147,7 +152,7 @@ class _Reader:
         tags = sequence([tag, more])
         return tags if part.get("at_least_one") else choice([EMPTY, tags])
 
-    def _triggered(self, part: Any, ends: tuple[str, ...]) -> Node:
+    def _triggered(self, part: Part, ends: tuple[str, ...]) -> Node:
         """Return free text in which triggers start formats, up to one of ``ends`` if there are any."""
         behind = self._contents_by_trigger(part)
         excludes, triggers = _words(part, "excludes"), tuple(behind)
@@ -169,7 +174,7 @@ class _Reader:
         first = choice(map(self.node, _list(part, "tags")))
         return sequence([first, closing if only_one else whole])
 
-    def _contents_by_trigger(self, part: Any) -> dict[str, Node]:
+    def _contents_by_trigger(self, part: Part) -> dict[str, Node]:
         behind: dict[str, list[Node]] = {}
         if part["type"] == "dispatch":
             for rule in _list(part, "rules"):
@@ -193,7 +198,7 @@ class _Reader:
             raise InputError(f"the {part['type']} of a structural_tag has no tags")
         return {trigger: choice(contents) for trigger, contents in behind.items()}
 
-    def _token_triggered(self, part: Any, ends: list[tuple[int, int]]) -> Node:
+    def _token_triggered(self, part: Part, ends: list[tuple[int, int]]) -> Node:
         """As `_triggered`, but triggers are tokens, and all other tokens are allowed between them."""
         if part["type"] == "token_dispatch":
             rules = _list(part, "rules")
@@ -226,32 +231,32 @@ def _until(
     return choice(TextUntil(one, tuple(sorted(words - {one})), forbidden) for one in wanted)
 
 
-def _kind(part: Any) -> str:
+def _kind(part: object) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise InputError(f"a format of a structural_tag is an object with a type, was {str(part)[:80]}")
     kind: str = part["type"]
     return kind
 
 
-def _field(part: Any, name: str, kind: type) -> Any:
+def _field(part: Part, name: str, kind: type[FieldT]) -> FieldT:
     value = part.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise InputError(f"the {part['type']} of a structural_tag needs {name}, a {kind.__name__}")
     return value
 
 
-def _list(part: Any, name: str) -> list[Any]:
+def _list(part: Part, name: str) -> list[Any]:
     value = part.get(name)
     if not isinstance(value, list) or not value:
         raise InputError(f"the {part['type']} of a structural_tag needs {name}, a list that is not empty")
     return value
 
 
-def _elements(part: Any) -> list[Any]:
+def _elements(part: Part) -> list[Any]:
     return _list(part, "elements")
 
 
-def _words(part: Any, name: str) -> tuple[str, ...]:
+def _words(part: Part, name: str) -> tuple[str, ...]:
     words = part.get(name) or []
     if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):
         raise InputError(f"{name} of a structural_tag must be strings that are not empty")
@@ -268,7 +273,7 @@ def _ids(tokens: list[Any]) -> Ranges:
     return tuple((token, token) for token in sorted(set(tokens)))
 
 
-def _refuse(part: Any, *names: str) -> None:
+def _refuse(part: Part, *names: str) -> None:
     for name in names:
         if part.get(name) is not None:
             raise UnsupportedFeatureError(f"a structural tag with {name}", "leave it out")

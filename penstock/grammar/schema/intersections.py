@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
-from typing import Any
 
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import regex
@@ -48,7 +47,7 @@ def _intersections(schemas: Schemas, first: Sequence[Shape], second: Sequence[Sh
 def union(options: Sequence[Iterable[Shape]], node: Node) -> list[Shape]:
     """Return all shapes of several lists, without duplicate values."""
     result: list[Shape] = []
-    literals: set[Any] = set()
+    literals: set[object] = set()
     for shape in (shape for option in options for shape in option):
         if isinstance(shape, Literal):
             key = identity(shape.value)
@@ -112,7 +111,7 @@ def _intersect_objects(a: Object, b: Object) -> Object:
     )
 
 
-def has_shape(schemas: Schemas, shape: Shape, value: Any) -> bool:
+def has_shape(schemas: Schemas, shape: Shape, value: object) -> bool:
     """Return whether a value has a shape."""
     if isinstance(shape, Literal):
         return bool(identity(shape.value) == identity(value))
@@ -143,7 +142,7 @@ def satisfies(condition: Condition, value: str) -> bool:
     return regex.matches(condition.tree, value) != condition.is_negated
 
 
-def _has_property(schemas: Schemas, shape: Object, name: str, value: Any) -> bool:
+def _has_property(schemas: Schemas, shape: Object, name: str, value: object) -> bool:
     if name not in shape.properties and shape.names is not None and not has_shape(schemas, shape.names, name):
         return False
     return schemas.accepts(shape.property(name), value)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema.ebnf import NOTHING, Rules, choice, literal, repeated, sequence
@@ -35,7 +34,7 @@ _MAX_FACTOR = 100
 _ENUMERATED = 1000
 
 
-def schema_ebnf(schema: Any, *, compact: bool = False, escaped: str = "") -> str:
+def schema_ebnf(schema: object, *, compact: bool = False, escaped: str = "") -> str:
     """Return the grammar of a JSON schema. ``root`` is its start rule.
 
     The grammar is stricter than the schema:
@@ -110,7 +109,7 @@ class _Writer:
             return self._strings.text(shape)
         return self._array(shape) if isinstance(shape, Array) else self._object(shape)
 
-    def _literal(self, value: Any) -> str:
+    def _literal(self, value: object) -> str:
         """Return the expression of one value, with optional white space as for other values."""
         if not isinstance(value, list | dict) or not value:
             return self._written(value)
@@ -125,7 +124,7 @@ class _Writer:
         ]
         return sequence(literal("{"), space, f" {comma} ".join(pairs), space, literal("}"))
 
-    def _written(self, value: Any) -> str:
+    def _written(self, value: object) -> str:
         """Return the JSON text of a scalar or a name."""
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         for point in self._escaped:

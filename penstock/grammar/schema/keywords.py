@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from decimal import Decimal
-from typing import Any
+from typing import TypeGuard
 
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import regex
@@ -14,7 +14,7 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_COUNT = 1_000_000_000
 
 
-def identity(value: Any) -> Any:
+def identity(value: object) -> object:
     """Return a key that is equal for equal JSON values: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, dict):
         return ("object", frozenset((name, identity(one)) for name, one in value.items()))
@@ -23,12 +23,12 @@ def identity(value: Any) -> Any:
     return (bool if isinstance(value, bool) else None, value)
 
 
-def are_unique(values: list[Any]) -> bool:
+def are_unique(values: list[object]) -> bool:
     """Return whether no two values are equal."""
     return len({identity(value) for value in values}) == len(values)
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: object) -> bool:
     """Return whether a value contains no infinity and no NaN."""
     if isinstance(value, dict):
         return all(map(is_finite, value.values()))
@@ -37,7 +37,7 @@ def is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Return whether a value is a JSON number. true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -78,7 +78,7 @@ def _count(node: Node, keyword: str) -> int | None:
     return min(count, _MAX_COUNT)  # every output is shorter
 
 
-def mapping_of(node: Node, keyword: str) -> dict[str, Any]:
+def mapping_of(node: Node, keyword: str) -> dict[str, object]:
     """Return the object of a keyword; empty without the keyword."""
     value = node.schema.get(keyword, {})
     if not isinstance(value, dict):
@@ -86,7 +86,7 @@ def mapping_of(node: Node, keyword: str) -> dict[str, Any]:
     return value
 
 
-def strings_of(node: Node, keyword: str, value: Any) -> list[str]:
+def strings_of(node: Node, keyword: str, value: object) -> list[str]:
     """Return the value of a keyword that must be a list of strings."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise wrong(node, keyword, "an array of strings")

@@ -41,7 +41,7 @@ class Reader:
     an invalid schema.
     """
 
-    def __init__(self, document: Any) -> None:
+    def __init__(self, document: object) -> None:
         self.root: Conjunction = (Node(document, "#"),)
         self._document = document
         self._shapes: dict[tuple[str, ...], list[Shape]] = {}
@@ -62,7 +62,7 @@ class Reader:
                 self._open.discard(key)
         return self._shapes[key]
 
-    def accepts(self, conjunction: Conjunction, value: Any) -> bool:
+    def accepts(self, conjunction: Conjunction, value: object) -> bool:
         """Return whether a value satisfies a conjunction."""
         return all(self._validator.accepts(node, value) for node in conjunction)
 
@@ -75,7 +75,7 @@ class Reader:
             found = intersect_all(self, found, self._read(node), node)
         return found
 
-    def _listed(self, node: Node, depth: int = 0) -> list[Any] | None:
+    def _listed(self, node: Node, depth: int = 0) -> list[object] | None:
         """Return the values of const or enum, in the schema or in schemas that apply to the same value."""
         schema = node.schema
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
@@ -88,7 +88,7 @@ class Reader:
         if "enum" in schema:
             if not isinstance(schema["enum"], list):
                 raise wrong(node, "enum", "an array")
-            unique: dict[Any, Any] = {}
+            unique: dict[object, object] = {}
             for value in schema["enum"]:
                 unique.setdefault(identity(value), value)
             return [one for one in unique.values() if _is_text(one)]
@@ -125,7 +125,7 @@ class Reader:
             yield self.shapes((branch,))
         if "anyOf" in schema:
             yield union([self.shapes((branch,)) for branch in branches_of(node, "anyOf")], node)
-        needed = [
+        needed: list[tuple[str, object]] = [
             (name, {"required": [name, *strings_of(node, "dependentRequired", names)]})
             for name, names in mapping_of(node, "dependentRequired").items()
         ]
@@ -148,7 +148,7 @@ class Reader:
         if target != "#" and not target.startswith("#/"):
             reason = f"only places in the same schema are looked up, written #/... (was {target!r})"
             raise UnsupportedSchemaError("$ref", node.where, reason)
-        found = self._document
+        found: Any = self._document
         where = "#"
         for part in unquote(target).split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
@@ -167,7 +167,7 @@ class Reader:
         return isinstance(name, str) and ("/draft-0" in name or "/draft/2019-09/" in name)
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     """Return whether UTF-8 can encode a value. It cannot encode half of a surrogate pair."""
     try:
         json.dumps(value, ensure_ascii=False).encode()

@@ -47,7 +47,7 @@ NEVER: Conjunction = (Node(False, "#false"),)
 class Literal:
     """One value."""
 
-    value: Any
+    value: object
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Schemas(Protocol):
         """Return the alternatives of a conjunction; empty if no value satisfies it."""
         ...
 
-    def accepts(self, conjunction: Conjunction, value: Any) -> bool:
+    def accepts(self, conjunction: Conjunction, value: object) -> bool:
         """Return whether a value satisfies a conjunction."""
         ...
 

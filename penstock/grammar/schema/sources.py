@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from penstock.errors import InputError, UnsupportedFeatureError
 from penstock.grammar.schema import regex
@@ -55,7 +55,7 @@ def grammar_source(
             return GrammarSource("ebnf", grammar.text)
 
 
-def load_json(grammar: Grammar) -> Any:
+def load_json(grammar: Grammar) -> object:
     """Parse the text of a grammar as JSON.
 
     Raises:
@@ -78,13 +78,13 @@ def _regex_ebnf(pattern: str) -> str:
     return f"root ::= {regex.to_plain_ebnf(tree)}\n"
 
 
-def _choice_ebnf(choices: Any) -> str:
+def _choice_ebnf(choices: object) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
         raise InputError(f"a choice must be a JSON list of strings, not empty, was {str(choices)[:80]}")
     return f"root ::= {choice(map(literal, choices))}\n"
 
 
-def _exact(part: Any, compact: bool, token_id: Callable[[str], int | None] | None, depth: int) -> Any:
+def _exact(part: object, compact: bool, token_id: Callable[[str], int | None] | None, depth: int) -> object:
     """Return a structural tag with EBNF instead of schemas and expressions, and ids instead of tokens."""
     if depth > 50:
         raise InputError("the structural_tag is nested too deeply")
@@ -115,8 +115,9 @@ def _exact(part: Any, compact: bool, token_id: Callable[[str], int | None] | Non
         return {**part, "token": _known(part["token"], token_id)}
     exact = {name: _exact(one, compact, token_id, depth + 1) for name, one in part.items()}
     for name in ("trigger_tokens", "exclude_tokens"):
-        if isinstance(exact.get(name), list) and token_id is not None:
-            exact[name] = [_known(one, token_id) if isinstance(one, str) else one for one in exact[name]]
+        tokens = exact.get(name)
+        if isinstance(tokens, list) and token_id is not None:
+            exact[name] = [_known(one, token_id) if isinstance(one, str) else one for one in tokens]
     return exact
 
 

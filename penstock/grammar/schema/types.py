@@ -196,7 +196,7 @@ def _with_names(schemas: Schemas, node: Node, result: Object) -> Object:
         name: one if schemas.accepts(names, name) else NEVER for name, one in result.properties.items()
     }
     if not any(isinstance(shape, StringShape) for shape in allowed):
-        listed = [one.value for one in allowed if isinstance(one, Literal)]
+        listed = [one.value for one in allowed if isinstance(one, Literal) and isinstance(one.value, str)]
         properties |= {name: properties.get(name, result.others) for name in listed}
         return replace(result, properties=properties, others=NEVER, restricts_others=True)
     if result.restricts_others and not schemas.shapes(result.others):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from math import comb
-from typing import Any
 
 from penstock.errors import UnsupportedSchemaError
 from penstock.grammar.schema.ebnf import NOTHING, Rules, choice, sequence
@@ -28,9 +27,9 @@ def has_enough_items(schemas: Schemas, shape: Array) -> bool:
     return values is None or len(values) >= shape.min_count
 
 
-def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[Any] | None:
+def listed_values(schemas: Schemas, conjunction: Conjunction) -> list[object] | None:
     """Return the distinct values of a conjunction; None unless they are listed or few integers."""
-    found: dict[Hashable, Any] = {}
+    found: dict[Hashable, object] = {}
     for shape in schemas.shapes(conjunction):
         if isinstance(shape, Literal):
             found.setdefault(identity(shape.value), shape.value)
@@ -59,7 +58,7 @@ class UniqueWriter:
         comma: the separator of two items.
     """
 
-    def __init__(self, rules: Rules, schemas: Schemas, write: Callable[[Any], str], comma: str) -> None:
+    def __init__(self, rules: Rules, schemas: Schemas, write: Callable[[object], str], comma: str) -> None:
         self._rules = rules
         self._schemas = schemas
         self._write = write
@@ -85,7 +84,7 @@ class UniqueWriter:
             return self._in_order(rest, shape.min_count, max_count)
         return _AnyOrder(self, shape, prefix, rest, max_count).write()
 
-    def _values(self, shape: Array, conjunction: Conjunction) -> list[Any]:
+    def _values(self, shape: Array, conjunction: Conjunction) -> list[object]:
         values = listed_values(self._schemas, conjunction)
         if values is None or len(values) > MAX_VALUES:
             raise self.refused(
@@ -102,11 +101,11 @@ class UniqueWriter:
         """Return a rule of the options; None without options."""
         return self._rules.add("unique", choice(options)) if options else None
 
-    def item(self, value: Any, is_first: bool) -> str:
+    def item(self, value: object, is_first: bool) -> str:
         """Return a value, after a comma unless it is the first."""
         return sequence(NOTHING if is_first else self._comma, self._rules.add("item", self._write(value)))
 
-    def _in_order(self, values: list[Any], min_count: int, max_count: int) -> str | None:
+    def _in_order(self, values: list[object], min_count: int, max_count: int) -> str | None:
         """Return values in the order of the schema. Items are counted only if a bound can be violated."""
         highest = max(min_count, max_count if max_count < len(values) else 1)
         following: list[str | None] = [
@@ -130,7 +129,12 @@ class _AnyOrder:
     """The items of one array in any order, with one rule per set of values already in the array."""
 
     def __init__(
-        self, writer: UniqueWriter, shape: Array, prefix: list[list[Any]], rest: list[Any], max_count: int
+        self,
+        writer: UniqueWriter,
+        shape: Array,
+        prefix: list[list[object]],
+        rest: list[object],
+        max_count: int,
     ) -> None:
         self._writer = writer
         self._shape = shape
@@ -162,7 +166,7 @@ class _AnyOrder:
         return self._known[key]
 
 
-def _are_distinct(lists: list[list[Any]], min_count: int) -> bool:
+def _are_distinct(lists: list[list[object]], min_count: int) -> bool:
     """Return whether the items can have distinct values, each from its list (or the last list)."""
     wanted = [*lists, *[lists[-1]] * (min_count - len(lists))]
     if min_count > sum(map(len, lists)):

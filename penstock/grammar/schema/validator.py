@@ -5,8 +5,7 @@ All keywords are evaluated here, also those that grammars do not support.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 from penstock.errors import InputError, UnsupportedSchemaError
 from penstock.grammar.schema import regex
@@ -49,11 +48,11 @@ class Validator:
     def __init__(self, resolve: Callable[[Node], Node], refused: dict[str, str]) -> None:
         self._resolve = resolve
         self._refused = {keyword: reason for keyword, reason in refused.items() if keyword not in _KNOWN}
-        self._listed: dict[str, frozenset[Any]] = {}
+        self._listed: dict[str, frozenset[object]] = {}
         self._patterns: dict[str, tuple[regex.Node, list[tuple[regex.Node, bool]]]] = {}
         self._depth = 0
 
-    def accepts(self, node: Node, value: Any) -> bool:
+    def accepts(self, node: Node, value: object) -> bool:
         """Return whether a value satisfies a schema.
 
         Raises:
@@ -67,7 +66,7 @@ class Validator:
         finally:
             self._depth = 0
 
-    def _holds(self, node: Node, value: Any) -> bool:
+    def _holds(self, node: Node, value: object) -> bool:
         schema = node.schema
         if isinstance(schema, bool):
             return schema
@@ -84,24 +83,26 @@ class Validator:
                 "$ref", node.where, f"more than {_MAX_DEPTH} schemas inside each other"
             )
         try:
-            return all(
-                check(node, value) for check in (_has_type, self._is_listed, *self._checks(value))
-            ) and (self._satisfies_applied(node, value))
+            return (
+                _has_type(node, value)
+                and self._is_listed(node, value)
+                and self._fits_type(node, value)
+                and self._satisfies_applied(node, value)
+            )
         finally:
             self._depth -= 1
 
-    def _checks(self, value: Any) -> Iterator[Callable[[Node, Any], bool]]:
-        """Yield the keyword checks for the type of a value."""
+    def _fits_type(self, node: Node, value: object) -> bool:
+        """Return whether a value satisfies the keywords for its type."""
         if is_number(value):
-            yield _fits
-        elif isinstance(value, str):
-            yield self._is_text
-        elif isinstance(value, list):
-            yield self._is_array
-        elif isinstance(value, dict):
-            yield self._is_object
+            return _fits(node, value)
+        if isinstance(value, str):
+            return self._is_text(node, value)
+        if isinstance(value, list):
+            return self._is_array(node, value)
+        return not isinstance(value, dict) or self._is_object(node, value)
 
-    def _is_listed(self, node: Node, value: Any) -> bool:
+    def _is_listed(self, node: Node, value: object) -> bool:
         schema = node.schema
         if "const" in schema and identity(schema["const"]) != identity(value):
             return False
@@ -133,7 +134,7 @@ class Validator:
             raise _DialectsDifferError
         return found
 
-    def _is_array(self, node: Node, value: list[Any]) -> bool:
+    def _is_array(self, node: Node, value: list[object]) -> bool:
         schema = node.schema
         if not _is_between(len(value), counts_of(node, "minItems", "maxItems")):
             return False
@@ -156,7 +157,7 @@ class Validator:
         count = sum(self._holds(_under(node, "contains", schema["contains"]), one) for one in value)
         return _is_between(count, (min_count if "minContains" in schema else 1, max_count))
 
-    def _is_object(self, node: Node, value: dict[str, Any]) -> bool:
+    def _is_object(self, node: Node, value: dict[str, object]) -> bool:
         schema = node.schema
         if not _is_between(len(value), counts_of(node, "minProperties", "maxProperties")):
             return False
@@ -172,7 +173,7 @@ class Validator:
                 return False
         return all(self._is_member(node, name, one) for name, one in value.items())
 
-    def _is_member(self, node: Node, name: str, value: Any) -> bool:
+    def _is_member(self, node: Node, name: str, value: object) -> bool:
         schema = node.schema
         parts = []
         properties = mapping_of(node, "properties")
@@ -194,7 +195,7 @@ class Validator:
             return False
         return all(self._holds(part, value) for part in parts)
 
-    def _satisfies_applied(self, node: Node, value: Any) -> bool:
+    def _satisfies_applied(self, node: Node, value: object) -> bool:
         """Return whether a value satisfies the nested schemas that apply to the same value."""
         schema = node.schema
         if "$ref" in schema and not self._holds(self._resolve(node), value):
@@ -215,7 +216,7 @@ class Validator:
         return keyword not in schema or self._holds(_under(node, keyword, schema[keyword]), value)
 
 
-def _under(node: Node, path: str, schema: Any) -> Node:
+def _under(node: Node, path: str, schema: object) -> Node:
     return Node(schema, f"{node.where}/{path}")
 
 
@@ -223,7 +224,7 @@ def _is_between(count: int, bounds: tuple[int, int | None]) -> bool:
     return bounds[0] <= count and (bounds[1] is None or count <= bounds[1])
 
 
-def _has_type(node: Node, value: Any) -> bool:
+def _has_type(node: Node, value: object) -> bool:
     names = {
         type(None): ("null",),
         bool: ("boolean",),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch  # noqa: F401  # first: the library uses torch's copy of libgomp.so.1
 
@@ -86,7 +86,7 @@ def capturing_kernels(isa: str, captured: list[Capture]) -> Kernels:
     def capture(name: str) -> Kernel:
         pack = struct.Struct(FUNCTIONS[name].arguments).pack
 
-        def kernel(*arguments: Any) -> int:
+        def kernel(*arguments: object) -> int:
             captured.append(Capture(name, pack(*arguments)))
             return -1
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -197,7 +197,7 @@ class _CapturingOps(CpuOps):
         super().__init__(capturing_kernels(ops.isa, self.captured))
         self._tables = ops._tables  # one table of experts for all plans
 
-    def lower(self, operation: str, arguments: Mapping[str, Any], results: Sequence[Tensor]) -> None:
+    def lower(self, operation: str, arguments: Mapping[str, object], results: Sequence[Tensor]) -> None:
         """Capture the kernels of one operation, which write to ``results``."""
         before = len(self.captured)
         self._destinations = list(results)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +108,7 @@ class EmbeddingsContext(TextContext, kw_only=True, tag=True, omit_defaults=True)
 
     outputs: tuple[EmbeddingsOutput, ...] = ()
     """The requested outputs; empty requests the model's default output."""
-    token_type_ids: npt.NDArray[Any] | None = None
+    token_type_ids: npt.NDArray[np.integer] | None = None
     """``[T]``: the segment of each token, for models that distinguish the two texts of a pair."""
     num_unpooled_tokens: int = 0
     """Leading tokens that pooling and multi-vector output leave out, such as those of a prompt."""

@@ -127,7 +127,7 @@ class InputContext(Protocol):
 
     # The tokens and the indices into them.
     @property
-    def tokens(self) -> npt.NDArray[Any]:
+    def tokens(self) -> npt.NDArray[np.integer]:
         """The whole array, including unused capacity."""
 
     @property
@@ -155,19 +155,19 @@ class InputContext(Protocol):
         """Number of all tokens, computed or not."""
 
     @property
-    def next_tokens(self) -> npt.NDArray[Any]:
+    def next_tokens(self) -> npt.NDArray[np.integer]:
         """The tokens to compute next, ``[active_length]``."""
 
     @property
-    def all_tokens(self) -> npt.NDArray[Any]:
+    def all_tokens(self) -> npt.NDArray[np.integer]:
         """Prompt and generated tokens."""
 
     @property
-    def prompt_tokens(self) -> npt.NDArray[Any]:
+    def prompt_tokens(self) -> npt.NDArray[np.integer]:
         """The prompt."""
 
     @property
-    def generated_tokens(self) -> npt.NDArray[Any]:
+    def generated_tokens(self) -> npt.NDArray[np.integer]:
         """The tokens after the prompt."""
 
     def set_token_indices(
@@ -375,5 +375,5 @@ class PipelineTokenizer(Protocol[TokenizerContext, TokenizerEncoded, TokenizerRe
     async def encode(self, prompt: str, add_special_tokens: bool) -> TokenizerEncoded:
         """Return the tokens of a text; raises ``ValueError`` above the maximum length."""
 
-    async def decode(self, context: TokenizerContext, encoded: TokenizerEncoded, **kwargs: Any) -> str:
+    async def decode(self, context: TokenizerContext, encoded: TokenizerEncoded, **kwargs: object) -> str:
         """Return the text of tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -76,9 +76,9 @@ class TextGenerationResponse(msgspec.Struct):
 class SparseEmbedding(msgspec.Struct):
     """The sparse embedding of one text: token ids and their weights."""
 
-    token_ids: npt.NDArray[Any]
+    token_ids: npt.NDArray[np.integer]
     """``[n]`` int32, ascending."""
-    weights: npt.NDArray[Any]
+    weights: npt.NDArray[np.floating]
     """``[n]`` float32."""
 
     def __eq__(self, other: object) -> bool:
@@ -88,7 +88,7 @@ class SparseEmbedding(msgspec.Struct):
 
 
 class _DenseEmbedding(msgspec.Struct):
-    embeddings: npt.NDArray[Any]
+    embeddings: npt.NDArray[np.floating]
 
 
 class EmbeddingsResponse(_DenseEmbedding, kw_only=True, omit_defaults=True):
@@ -96,11 +96,11 @@ class EmbeddingsResponse(_DenseEmbedding, kw_only=True, omit_defaults=True):
 
     ``embeddings`` is the dense vector ``[E]``. It is empty if the request wants only other outputs."""
 
-    scores: npt.NDArray[Any] | None = None
+    scores: npt.NDArray[np.floating] | None = None
     """``[labels]`` float32: the result of a classification or reranking head."""
     sparse: SparseEmbedding | None = None
     """The sparse embedding."""
-    multi_vector: npt.NDArray[Any] | None = None
+    multi_vector: npt.NDArray[np.floating] | None = None
     """``[tokens, E]``: one vector for each token."""
     num_tokens: int = 0
     """The tokens of the input, special tokens and prompt included."""
@@ -123,7 +123,7 @@ class AudioGenerationResponse(msgspec.Struct):
     """The audio that one call of a pipeline generated for one request."""
 
     final_status: TextGenerationStatus
-    audio: npt.NDArray[Any] | None = None
+    audio: npt.NDArray[np.floating] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -136,7 +136,7 @@ class AudioGenerationResponse(msgspec.Struct):
         return self.audio is not None
 
     @property
-    def audio_data(self) -> npt.NDArray[Any]:
+    def audio_data(self) -> npt.NDArray[np.floating]:
         """The audio. Raises ``AssertionError`` if there is none (see ``has_audio_data``)."""
         if self.audio is None:
             raise AssertionError("this response has no audio: check has_audio_data first")
@@ -153,11 +153,11 @@ class AudioGeneratorOutput:
     """A chunk of audio for the client."""
 
     audio_data: torch.Tensor
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     is_done: bool
 
 
-def _same_array(first: npt.NDArray[Any] | None, second: npt.NDArray[Any] | None) -> bool:
+def _same_array(first: npt.NDArray[np.floating] | None, second: npt.NDArray[np.floating] | None) -> bool:
     if first is None or second is None:
         return first is second
     return np.array_equal(first, second)

@@ -16,7 +16,7 @@ from penstock.plain_numbers import (
     checked_ids,
     checked_integer,
     checked_number,
-    plain,
+    plain_real,
 )
 
 
@@ -143,14 +143,14 @@ _RANGES = {
 }
 
 
-def _checked_penalty(penalty: Any) -> float:
-    number = plain(penalty)
-    if type(number) not in (int, float) or not 0.0 < number <= sys.float_info.max:
+def _checked_penalty(penalty: object) -> float:
+    number = plain_real(penalty)
+    if number is None or not 0.0 < number <= sys.float_info.max:
         raise InputError(f"repetition_penalty must be greater than 0 and finite, was {penalty!r}")
-    return number  # type: ignore[no-any-return]
+    return number
 
 
-def _checked_stop(stop: Any) -> list[str] | None:
+def _checked_stop(stop: object) -> list[str] | None:
     if stop is None:
         return None
     if not isinstance(stop, list) or not all(isinstance(text, str) for text in stop):
@@ -158,7 +158,7 @@ def _checked_stop(stop: Any) -> list[str] | None:
     return [str(text) for text in stop]
 
 
-def _checked_sequences(name: str, sequences: Any) -> list[list[int]] | None:
+def _checked_sequences(name: str, sequences: object) -> list[list[int]] | None:
     if sequences is None:
         return None
     if not isinstance(sequences, list) or not all(
@@ -170,7 +170,7 @@ def _checked_sequences(name: str, sequences: Any) -> list[list[int]] | None:
     return [checked_ids(name, ids) or [] for ids in sequences]
 
 
-def _checked_bias(bias: Any) -> dict[int, float] | None:
+def _checked_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, dict):

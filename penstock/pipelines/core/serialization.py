@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 
-def msgpack_numpy_encoder() -> Callable[[Any], bytes]:
+def msgpack_numpy_encoder() -> Callable[[object], bytes]:
     """Return a function that encodes objects to bytes. The function is not thread-safe."""
     return msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 
@@ -33,7 +33,7 @@ def msgpack_numpy_decoder(type_: Any, copy: bool = True) -> Callable[[bytes], An
     return msgspec.msgpack.Decoder(type_, dec_hook=partial(_decode_array, copy=copy)).decode
 
 
-def _encode_array(value: Any) -> dict[str, Any]:
+def _encode_array(value: object) -> dict[str, object]:
     if not isinstance(value, np.ndarray):
         hint = "; convert it with .item()" if isinstance(value, np.generic) else ""
         raise TypeError(f"cannot encode {type(value).__module__}.{type(value).__qualname__}{hint}")

@@ -18,8 +18,6 @@ setting ``active`` below ``end``. ``update`` moves the window after each chunk.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +35,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
     All arrays that the properties give are views without copies, and not to be written to.
     """
 
-    tokens: npt.NDArray[Any]
+    tokens: npt.NDArray[np.integer]
     """The whole array, including unused capacity; ``all_tokens`` is the used part."""
 
     _start_idx: int = 0
@@ -86,22 +84,22 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self._end_idx
 
     @property
-    def next_tokens(self) -> npt.NDArray[Any]:
+    def next_tokens(self) -> npt.NDArray[np.integer]:
         """The tokens to compute next, ``[active_length]``."""
         return self.tokens[self._start_idx : self._active_idx]
 
     @property
-    def all_tokens(self) -> npt.NDArray[Any]:
+    def all_tokens(self) -> npt.NDArray[np.integer]:
         """Prompt and generated tokens, ``[current_length]``."""
         return self.tokens[: self._end_idx]
 
     @property
-    def prompt_tokens(self) -> npt.NDArray[Any]:
+    def prompt_tokens(self) -> npt.NDArray[np.integer]:
         """The prompt."""
         return self.tokens[: self._prompt_len]
 
     @property
-    def generated_tokens(self) -> npt.NDArray[Any]:
+    def generated_tokens(self) -> npt.NDArray[np.integer]:
         """The tokens after the prompt, an end-of-sequence token included."""
         return self.tokens[self._prompt_len : self._end_idx]
 
@@ -229,7 +227,7 @@ class TokenBuffer(msgspec.Struct, kw_only=True, omit_defaults=True):
             )
 
 
-def _padded(tokens: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
+def _padded(tokens: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.integer]:
     padded = np.zeros(capacity, dtype=tokens.dtype)
     padded[: tokens.size] = tokens
     return padded

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -94,7 +94,7 @@ class DraftModelProposer:
     def __init__(
         self,
         config: PipelineConfig,
-        model: type[PipelineModel[Any]],
+        model: type[PipelineModel[TextContext]],
         session: InferenceSession,
         vocabulary: int,
     ) -> None:
@@ -270,8 +270,8 @@ def draft_config(config: PipelineConfig) -> PipelineConfig:
 
 def share_memory(
     config: PipelineConfig,
-    model: type[PipelineModel[Any]],
-    draft: type[PipelineModel[Any]],
+    model: type[PipelineModel[TextContext]],
+    draft: type[PipelineModel[TextContext]],
     *,
     free_memory: int,
 ) -> tuple[PipelineConfig, PipelineConfig]:
@@ -352,7 +352,7 @@ def check_tokenizers(target: ModelConfig, draft: ModelConfig) -> None:
     )
 
 
-def _vocabulary_of(checkpoint: Path) -> dict[str, Any] | None:
+def _vocabulary_of(checkpoint: Path) -> dict[str, object] | None:
     """Return the parts of tokenizer.json that map text to ids; None if it cannot be read."""
     try:
         tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -51,7 +51,7 @@ class JsonRequest(Request):
                 ) from None
         return self._read_body
 
-    async def json(self) -> Any:
+    async def json(self) -> object:
         """Return the decoded body.
 
         Raises:
@@ -112,7 +112,7 @@ class JsonRequest(Request):
 class JsonRoute(APIRoute):
     """A route that passes a `JsonRequest` to its handler."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, object, Response]]:
         """Return the handler, wrapped so that it receives a `JsonRequest`."""
         handler = super().get_route_handler()
 
@@ -126,7 +126,7 @@ class JsonRoute(APIRoute):
         return handle
 
 
-def decode_json(body: bytes, max_values: int = sys.maxsize, max_items: int = sys.maxsize) -> Any:
+def decode_json(body: bytes, max_values: int = sys.maxsize, max_items: int = sys.maxsize) -> object:
     """Decode JSON with the rules of `penstock.serve.http.json_process.decode`.
 
     Raises:

@@ -7,7 +7,6 @@ import gc
 import marshal
 import sys
 from contextlib import suppress
-from typing import Any
 
 from penstock.errors import UnavailableError
 from penstock.serve.http import json_process
@@ -39,7 +38,7 @@ class JsonDecoder:
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
 
-    async def decode(self, body: bytes, max_values: int, max_items: int) -> Any:
+    async def decode(self, body: bytes, max_values: int, max_items: int) -> object:
         """Return the value of a body, with the rules of `penstock.serve.http.json_process.decode`.
 
         Raises:
@@ -101,7 +100,7 @@ async def _start(niceness: int) -> asyncio.subprocess.Process:
     )
 
 
-def _unmarshal(data: bytes) -> Any:
+def _unmarshal(data: bytes) -> object:
     was_enabled = gc.isenabled()
     gc.disable()  # collections would traverse the value several times and block all other threads
     try:

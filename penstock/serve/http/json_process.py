@@ -98,7 +98,7 @@ def _count(body: bytes) -> tuple[int, int]:
     return body.count(b"{") + body.count(b"[") + body.count(b":"), body.count(b",")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -120,7 +120,7 @@ def _finite_number(text: str) -> float:
     return value
 
 
-def _is_unicode(value: Any) -> bool:
+def _is_unicode(value: object) -> bool:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -128,13 +128,13 @@ def _is_unicode(value: Any) -> bool:
     return True
 
 
-def _is_deeper(value: Any, limit: int) -> bool:
-    level = [value]
+def _is_deeper(value: object, limit: int) -> bool:
+    level: list[object] = [value]
     for _ in range(limit + 1):
-        level = [one for one in level if isinstance(one, dict | list)]
-        if not level:
+        parents = [one for one in level if isinstance(one, dict | list)]
+        if not parents:
             return False
-        level = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+        level = [child for one in parents for child in (one.values() if isinstance(one, dict) else one)]
     return True
 
 

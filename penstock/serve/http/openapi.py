@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.serve.api.parameters import accepted_values
 from penstock.serve.api.schemas import RequestBody
 from penstock.serve.api.validation import json_schema
 
-_ERROR: dict[str, Any] = {
+_ERROR: dict[str, object] = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -44,13 +42,13 @@ BODY_ERRORS = (400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503)
 """The error statuses of a route with a request body."""
 
 
-def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def responses(*statuses: int) -> dict[int | str, dict[str, object]]:
     """Return the descriptions of error responses."""
     content = {"application/json": {"schema": _ERROR}}
     return {status: {"description": _REASONS[status], "content": content} for status in statuses}
 
 
-def body_of(kind: type[RequestBody]) -> dict[str, Any]:
+def body_of(kind: type[RequestBody]) -> dict[str, object]:
     """Return the ``openapi_extra`` of a route with this request body."""
     schema = json_schema(kind)
     schema["properties"].update(accepted_values(kind))
@@ -58,9 +56,9 @@ def body_of(kind: type[RequestBody]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def generated(description: str, *, streams: bool = True) -> dict[int | str, dict[str, Any]]:
+def generated(description: str, *, streams: bool = True) -> dict[int | str, dict[str, object]]:
     """Return the descriptions of all responses of a route with a body: 200 as JSON or stream, and errors."""
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    content: dict[str, object] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return {200: {"description": description, "content": content}, **responses(*BODY_ERRORS)}

@@ -7,7 +7,7 @@ body validation, of the tokenizer and of the scheduler, and for unexpected excep
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,7 +116,7 @@ class Problem:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """OpenAI's error object, also the data of a stream's error event."""
         named = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": named}
@@ -141,7 +141,7 @@ class Problem:
         return Response(data, self.status, dict(self.headers), media_type="application/json")
 
 
-def anthropic_error(problem: Problem) -> dict[str, Any]:
+def anthropic_error(problem: Problem) -> dict[str, object]:
     """Return an error in Anthropic's format, also the data of a stream's error event."""
     kind = _ANTHROPIC_TYPES.get(problem.status, INVALID if problem.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": problem.printable().message}}
@@ -156,7 +156,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_SHAPES: Mapping[str, Callable[[Problem], dict[str, Any]]] = {"/v1/messages": anthropic_error}
+_SHAPES: Mapping[str, Callable[[Problem], dict[str, object]]] = {"/v1/messages": anthropic_error}
 """The beginning of a path -> the error format of its API. All other routes have OpenAI's format."""
 
 
@@ -190,7 +190,7 @@ async def handle(request: Request, error: Exception) -> Response:
     return problem.response(request.url.path, record.request_id)
 
 
-def problem_of_validation(errors: Any) -> Problem:
+def problem_of_validation(errors: Sequence[Any]) -> Problem:
     """Return the 400 for the first validation error of a body, with the path of the field."""
     first = errors[0]
     path = field_path(first["loc"])
@@ -204,7 +204,7 @@ def problem_of_validation(errors: Any) -> Problem:
     return Problem(400, f"{where}{message}", INVALID, code, path or None)
 
 
-def field_path(location: Any) -> str:
+def field_path(location: Sequence[str | int]) -> str:
     """Convert a pydantic location to OpenAI's notation.
 
     >>> field_path(("body", "messages", 0, "content"))

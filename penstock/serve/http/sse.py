@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -20,14 +19,14 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
-def event(data: Any) -> bytes:
+def event(data: object) -> bytes:
     """Return an event with an object as its data."""
     return b"data: " + _encode(data) + b"\n\n"
 
 
-def named_event(data: dict[str, Any]) -> bytes:
+def named_event(data: dict[str, object]) -> bytes:
     """Return an event whose name is the ``type`` of its data."""
-    return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), _encode(data))
+    return b"event: %b\ndata: %b\n\n" % (str(data["type"]).encode(), _encode(data))
 
 
 class OpenAIStream:
@@ -55,10 +54,10 @@ class EventTemplate:
     PLACEHOLDER = "\x00here\x00"
     """Marks the place of the value. No other part of the object may contain this text."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: object) -> None:
         self._before, self._after = event(data).split(_encode(self.PLACEHOLDER))
 
-    def with_value(self, value: Any) -> bytes:
+    def with_value(self, value: object) -> bytes:
         """Return the event with a value."""
         return b"%b%b%b" % (self._before, _encode(value), self._after)
 

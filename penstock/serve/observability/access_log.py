@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from penstock.serve.observability.logs import log_event
 from penstock.serve.observability.request_record import RequestRecord
@@ -16,9 +15,9 @@ def log_request(record: RequestRecord, *, is_probe: bool = False) -> None:
     log_event(_log, logging.DEBUG if is_probe else logging.INFO, "request", **log_fields(record))
 
 
-def log_fields(record: RequestRecord) -> dict[str, Any]:
+def log_fields(record: RequestRecord) -> dict[str, object]:
     """Return the fields of the line, None if unknown. They contain no text of prompt or response."""
-    line: dict[str, Any] = {
+    line: dict[str, object] = {
         "id": record.request_id,
         "method": record.method,
         "route": record.route,

@@ -7,12 +7,12 @@ import logging
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import TextIO
 
 from penstock.serve.config import ServeConfig
 
 
-def log_event(log: logging.Logger, level: int, event: str, **fields: Any) -> None:
+def log_event(log: logging.Logger, level: int, event: str, **fields: object) -> None:
     """Log an event with its fields. Fields with the value None are omitted."""
     if log.isEnabledFor(level):
         log.log(level, event, extra={"fields": fields})
@@ -27,7 +27,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
-        fields: dict[str, Any] = {
+        fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "event": record.getMessage(),
@@ -68,7 +68,7 @@ def configure_logging(config: ServeConfig, stream: TextIO | None = None) -> None
         log.propagate = False
 
 
-def _logfmt(value: Any) -> str:
+def _logfmt(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
     text = value if isinstance(value, str) else json.dumps(value, default=str)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from fastapi import Request
 
@@ -47,8 +47,8 @@ class RequestRecord:
     """One per choice, as in the response."""
     user: str | None = None
     safety_identifier: str | None = None
-    metadata: dict[str, Any] | None = None
-    details: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, str] | None = None
+    details: dict[str, object] = field(default_factory=dict)
     """Additional fields of the log line, such as a random seed: name to plain value."""
     error_code: str | None = None
     """The code of the error that ended the request, also after the start of a stream."""

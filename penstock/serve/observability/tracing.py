@@ -6,8 +6,8 @@ Needs the extra ``otel``, which is imported only with ``--otlp-endpoint``.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from penstock import __version__
 from penstock.errors import MissingDependencyError
@@ -92,7 +92,7 @@ class RequestSpan:
         """Set the attributes of the request and end the span."""
         from opentelemetry.trace import StatusCode
 
-        attributes: dict[str, Any] = {
+        attributes: dict[str, str | int | float | Sequence[str] | None] = {
             "http.request.method": record.method,
             "http.route": record.route,
             "http.response.status_code": record.final_status,

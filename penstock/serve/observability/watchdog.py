@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -54,7 +54,7 @@ class Watchdog:
             log_event(_log, logging.ERROR, "no step has ended", for_s=seconds, **self._numbers())
             self._progress_at = now
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, object]:
         engine = self._engine
-        stats: dict[str, Any] = msgspec.structs.asdict(engine.stats)
+        stats: dict[str, object] = msgspec.structs.asdict(engine.stats)
         return {"outstanding": engine.num_outstanding, "restarts": engine.num_restarts, **stats}

@@ -7,7 +7,7 @@ import secrets
 import string
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from penstock.errors import ConfigError, UnsupportedFeatureError
 from penstock.pipelines.core import Grammar
@@ -114,7 +114,7 @@ class ParserFactory:
     def new(
         self,
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, object]] = (),
         tool_choice: ToolChoice = "auto",
         in_reasoning: bool = False,
         parallel: bool = True,
@@ -157,7 +157,7 @@ class ParserFactory:
 
     def grammar(
         self,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         tool_choice: ToolChoice,
         *,
         parallel: bool = True,
@@ -185,7 +185,7 @@ class ParserFactory:
 
     def strict_grammar(
         self,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         strict: Container[str],
         *,
         parallel: bool = True,
@@ -224,7 +224,7 @@ class ParserFactory:
     def call_or(
         self,
         grammar: Grammar,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, object]],
         strict: Container[str],
         *,
         parallel: bool = True,
