@@ -22,6 +22,7 @@ from penstock.errors import PenstockError
 
 _COMMANDS = {
     "generate": "Generate text from a prompt and stream it.",
+    "speak": "Speak a text.",
     "encode": "Compute embeddings of texts.",
     "rerank": "Order documents by their score for a query.",
     "serve": "Serve a model through an OpenAI-compatible API.",

@@ -27,11 +27,15 @@ _KEYS: Mapping[str, type[float] | type[int]] = {
 
 
 def complete_sampling_params(
-    given: Mapping[str, Any], generation_config: Mapping[str, Any], path: Path
+    given: Mapping[str, Any],
+    generation_config: Mapping[str, Any],
+    path: Path,
+    more_defaults: Mapping[str, float] | None = None,
 ) -> SamplingParams:
     """Return sampling parameters with defaults for all values that are not given.
 
-    Precedence: values in ``given`` that are not None, ``generation_config``, OpenAI's defaults.
+    Precedence: values in ``given`` that are not None, ``generation_config``, ``more_defaults``, OpenAI's
+    defaults.
     ``"do_sample": false`` in ``generation_config`` means temperature 0. A missing seed is drawn at random.
 
     Args:
@@ -39,12 +43,13 @@ def complete_sampling_params(
         generation_config: the checkpoint's ``generation_config.json``. Keys that do not concern sampling are
             ignored.
         path: the path of that file, for error messages.
+        more_defaults: fields of `SamplingParams`.
 
     Raises:
         CheckpointError: the file has a value of the wrong type or out of range.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    defaults = {**OPENAI_DEFAULTS, **_sampling_values(generation_config, path)}
+    defaults = {**OPENAI_DEFAULTS, **(more_defaults or {}), **_sampling_values(generation_config, path)}
     if "seed" not in values:
         values["seed"] = randbits(32)
     return SamplingParams(**{**defaults, **values})

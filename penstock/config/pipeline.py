@@ -214,11 +214,14 @@ class PipelineConfig:
             rows.append((one.name, value, self.sources.get(one.name, fallback)))
         return rows
 
-    def default_sampling_params(self, **given: Any) -> SamplingParams:
+    def default_sampling_params(
+        self, *, defaults: Mapping[str, float] | None = None, **given: Any
+    ) -> SamplingParams:
         """Return sampling parameters with defaults for all values that are not given.
 
-        Precedence: given values that are not None, the checkpoint's ``generation_config.json``, OpenAI's
-        defaults (temperature 1, top_p 1, all tokens). A missing seed is drawn at random.
+        Precedence: given values that are not None, ``generation_config.json`` of the checkpoint,
+        ``defaults``, OpenAI's defaults (temperature 1, top_p 1, all tokens). A missing seed is drawn at
+        random.
 
         Raises:
             InputError: a given value is out of range.
@@ -227,10 +230,10 @@ class PipelineConfig:
         from penstock.config.generation import complete_sampling_params
 
         if not self.sampling.use_generation_config:
-            return complete_sampling_params(given, {}, Path())
+            return complete_sampling_params(given, {}, Path(), defaults)
         path = self.model.checkpoint  # a folder, or a GGUF file whose metadata holds the values
         path = path / "generation_config.json" if path.is_dir() else path
-        return complete_sampling_params(given, self.model.generation_config, path)
+        return complete_sampling_params(given, self.model.generation_config, path, defaults)
 
 
 _SECTIONS: Mapping[str, type] = {

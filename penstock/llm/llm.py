@@ -31,6 +31,7 @@ from penstock.llm.prompts import (
     as_conversations,
     params_for_each,
 )
+from penstock.llm.speech import Speech, SpeechMethods, SpeechStream
 from penstock.llm.text_requests import TextRequests
 from penstock.pipelines.core import (
     Grammar,
@@ -39,10 +40,10 @@ from penstock.pipelines.core import (
 )
 from penstock.pipelines.core.parameter_hints import hinting
 
-__all__ = ["LLM", "GenerationOutput", "TextStream"]
+__all__ = ["LLM", "GenerationOutput", "Speech", "SpeechStream", "TextStream"]
 
 
-class LLM(EmbeddingsMethods):
+class LLM(EmbeddingsMethods, SpeechMethods):
     """Generates text with a model in this process.
 
     >>> with LLM("demo") as llm:  # doctest: +SKIP

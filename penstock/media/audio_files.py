@@ -122,9 +122,18 @@ class AudioEncoder:
         self._sink = _Sink()
         if self.format.container is not None:
             library = _soundfile(f"the audio format {name}")
+            # Readers estimate the length of a stream from its bit rate, which must not vary.
+            constant = {"bitrate_mode": "CONSTANT", "compression_level": 0.5}
+            options = constant if name == "mp3" else {}
             try:
                 self._file = library.SoundFile(
-                    self._sink, "w", sample_rate, 1, self.format.codec, format=self.format.container
+                    self._sink,
+                    "w",
+                    sample_rate,
+                    1,
+                    self.format.codec,
+                    format=self.format.container,
+                    **options,
                 )
             except (ValueError, RuntimeError) as error:
                 raise InputError(f"{name} cannot be written at {sample_rate} Hz: {error}") from error

@@ -9,7 +9,7 @@ import subprocess
 from penstock.errors import RequestFailedError, UnsupportedFeatureError
 
 PROGRAMS = ("espeak-ng", "espeak")
-_PUNCTUATION = re.compile(r"\s*([;:,.!?¡¿—…\"«»“”(){}\[\]]+)\s*")
+_PUNCTUATION = re.compile(r"(\s*[;:,.!?¡¿—…\"«»“”(){}\[\]]+\s*)")
 _TIMEOUT = 20.0
 _FLAGS = re.compile(r"\([a-z-]+\)")  # espeak marks words of other languages: (fr)...(en-us)
 
@@ -32,7 +32,7 @@ def phonemes_of(text: str, language: str) -> str:
     spoken = [piece for piece in pieces[::2] if piece.strip()]
     lines = iter(_run(program, language, spoken) if spoken else [])
     parts = [
-        (next(lines) if piece.strip() else "") if index % 2 == 0 else f"{piece} "
+        (next(lines) if piece.strip() else "") if index % 2 == 0 else piece
         for index, piece in enumerate(pieces)
     ]
     return "".join(parts).strip()

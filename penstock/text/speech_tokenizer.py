@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from penstock.errors import CheckpointError, InputError, UnsupportedFeatureError
-from penstock.pipelines.core import AudioGenerationRequest, TTSContext
+from penstock.pipelines.core import AudioGenerationRequest, TTSContext, VoicePrompt
 from penstock.text.phonemes import phonemes_of
 from penstock.text.request_checks import check_token_ids_in_params, total_length
 from penstock.text.sentences import split_text
 from penstock.text.speech_format import SpeechDescription, SpeechFormat, format_name, speech_formats
 from penstock.text.token_ids import TokenIds, checked_prompt_ids
 from penstock.text.tokenizer import TextTokenizer, valid_unicode
+
+
+def voice_fields(voice: str, known: Mapping[str, VoicePrompt], form: SpeechFormat) -> dict[str, Any]:
+    """Return the fields of a request that select a voice.
+
+    Args:
+        voice: the name of a configured voice, or of a voice that the model was trained on.
+        known: the configured voices.
+        form: the model's speech format.
+
+    Raises:
+        InputError: the voice is unknown; lists the known ones.
+    """
+    prompt = known.get(voice)
+    if prompt is not None:
+        return {
+            "audio_prompt_tokens": list(prompt.codes),
+            "audio_prompt_transcription": prompt.transcription,
+        }
+    if voice not in form.voices:
+        names = ", ".join([*known, *form.voices]) or "none: add one with --voice NAME=FILE"
+        raise InputError(f"voice {voice!r} is unknown: known are {names}")
+    return {"voice": voice}
 
 
 class SpeechTokenizer(TextTokenizer):

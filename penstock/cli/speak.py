@@ -1,0 +1,119 @@
+"""``penstock speak``: a text as an audio file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.formatting import GroupedCommand
+from penstock.cli.generate import sampling_option
+from penstock.cli.options import config_from_flags, config_options, print_settings
+from penstock.errors import InputError, TaskMismatchError
+
+if TYPE_CHECKING:
+    from penstock.llm.speech import Speech
+
+TASK = "audio-generation"
+FORMATS = ("wav", "pcm", "flac", "mp3", "opus")
+
+
+@click.command("speak", cls=GroupedCommand)
+@click.argument("text", required=False)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    default=Path("speech.wav"),
+    show_default=True,
+    help="The file to write; - is standard output.",
+)
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(FORMATS),
+    help="The format of the file; by default that of its suffix, else wav.",
+)
+@click.option("--voice-name", metavar="NAME", help="A voice of the model, or one that --voice adds.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Generate at most this many tokens.")
+@sampling_option("--temperature", type=float, help="Randomness: values above 1 increase it, 0 is greedy.")
+@sampling_option("--top-k", type=int, help="Sample from the K most probable tokens; -1 is all, 1 is greedy.")
+@sampling_option(
+    "--top-p", type=float, help="Sample from the most probable tokens whose total probability reaches P."
+)
+@sampling_option("--repetition-penalty", type=float, help="Values above 1 make repetitions less probable.")
+@sampling_option("--seed", type=int, help="The seed of sampling; the same seed gives the same audio.")
+@config_options
+def command(
+    text: str | None,
+    output: Path,
+    file_format: str | None,
+    voice_name: str | None,
+    print_config: bool,
+    **flags: Any,
+) -> None:
+    """Speak a text; by default that of standard input.
+
+    Long texts are split at sentences. Prints the duration and the real-time factor on standard error.
+    """
+    start = time.perf_counter()
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+    sampling = {name: flags.pop(name) for name in names}
+    config = config_from_flags(flags)
+    if print_config:
+        print_settings(config.describe())
+        return
+    chosen = chosen_format(output, file_format)
+    from penstock.media.audio_files import audio_format, encode_audio
+
+    audio_format(chosen)  # a missing library is reported before the model is loaded
+    text = sys.stdin.read() if text is None else text
+    if not text.strip():
+        raise InputError("there is no text to speak: give it as an argument or on standard input")
+    served = config.model.pipeline_task.option
+    if served != TASK:
+        raise TaskMismatchError("penstock speak", TASK, served)
+    from penstock import LLM  # loads torch
+
+    with LLM.from_config(config) as llm:
+        loaded = time.perf_counter() - start
+        defaults = llm.tokenizer.speech_format.sampling_defaults
+        params = config.default_sampling_params(defaults=defaults, **sampling)
+        begin = time.perf_counter()
+        speech = llm.speak(text, params, voice=voice_name)
+        seconds = time.perf_counter() - begin
+    data = encode_audio(speech.audio, speech.sample_rate, chosen)
+    if str(output) == "-":
+        sys.stdout.buffer.write(data)
+    else:
+        output.write_bytes(data)
+    click.echo(f"penstock: {summary(speech, loaded, seconds)}", err=True)
+
+
+def chosen_format(output: Path, file_format: str | None) -> str:
+    """Return the format of a file.
+
+    Raises:
+        InputError: its suffix is no known format, and no format is given.
+    """
+    suffix = output.suffix.lower().removeprefix(".")
+    if file_format is not None:
+        return file_format
+    if not suffix or str(output) == "-":
+        return "wav"
+    if suffix not in FORMATS:
+        raise InputError(f"{output}: the suffix must be one of {', '.join(FORMATS)}, or give --format")
+    return suffix
+
+
+def summary(speech: Speech, loaded: float, seconds: float) -> str:
+    """Return the line with duration and speed."""
+    factor = seconds / max(speech.seconds, 1e-9)
+    cut = "; cut at the maximum length" if speech.is_cut else ""
+    return (
+        f"loaded in {loaded:.2f} s, {speech.seconds:.2f} s of audio ({speech.num_tokens} tokens) in "
+        f"{seconds:.2f} s: real-time factor {factor:.2f}{cut}"
+    )

@@ -1,0 +1,254 @@
+"""`SpeechMethods`: the methods of `LLM` for speech models."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.assembly import STREAMING_LATENCY_BUDGET
+from penstock.errors import InputError
+from penstock.host.interrupts import deferred_interrupts
+from penstock.host.progress import GenerationProgress
+from penstock.llm.text_requests import BATCH_LATENCY_BUDGET
+from penstock.pipelines.core import (
+    AudioGenerationRequest,
+    AudioGenerationResponse,
+    AudioGeneratorOutput,
+    PipelineTask,
+    SamplingParams,
+    TTSContext,
+)
+from penstock.text.speech_tokenizer import voice_fields
+
+if TYPE_CHECKING:
+    from penstock.config import PipelineConfig
+    from penstock.llm.batch_runner import BatchRunner
+    from penstock.text.speech_tokenizer import SpeechTokenizer
+
+
+@dataclass(frozen=True)
+class Speech:
+    """The audio of one text."""
+
+    audio: npt.NDArray[np.float32]
+    """``[S]`` samples from -1 to 1."""
+    sample_rate: int
+    """Samples per second."""
+    num_tokens: int
+    """Generated tokens."""
+    is_cut: bool
+    """Whether a part of the text reached the maximum length before its end."""
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the audio."""
+        return len(self.audio) / self.sample_rate
+
+
+class SpeechResult:
+    """Takes the audio of one context.
+
+    Args:
+        context: the context.
+    """
+
+    def __init__(self, context: TTSContext) -> None:
+        self.context = context
+        self.chunks: list[npt.NDArray[Any]] = []
+        self.new_chunk: npt.NDArray[Any] | None = None
+        self._is_done = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all audio has arrived."""
+        return self._is_done
+
+    def take(self, response: AudioGenerationResponse) -> None:
+        """Keep the audio of a step."""
+        self.new_chunk = response.audio
+        if response.audio is not None:
+            self.chunks.append(response.audio)
+        self._is_done = response.is_done
+
+
+class SpeechStream(Iterator[AudioGeneratorOutput]):
+    """The audio of one text as a stream of chunks; the last one has ``is_done``."""
+
+    def __init__(self, chunks: Generator[AudioGeneratorOutput, None, None], sample_rate: int) -> None:
+        self._chunks = chunks
+        self.sample_rate = sample_rate
+        """Samples per second."""
+
+    def __next__(self) -> AudioGeneratorOutput:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        """Cancel the request. Does nothing if the stream has ended."""
+        self._chunks.close()
+
+
+class SpeechMethods:
+    """Speaks texts."""
+
+    if TYPE_CHECKING:
+        config: PipelineConfig
+        pipeline: Any
+        tokenizer: SpeechTokenizer
+        _runner: BatchRunner
+
+        def _check_task(self, method: str, task: PipelineTask) -> None: ...
+
+    def speak(
+        self,
+        texts: str | Sequence[str],
+        sampling_params: SamplingParams | None = None,
+        use_tqdm: bool = True,
+        *,
+        voice: str | None = None,
+        audio_prompt_tokens: Sequence[int] = (),
+        audio_prompt_transcription: str = "",
+        adapter: str | None = None,
+    ) -> Any:
+        """Return the audio of texts. Long texts are split at sentences, whose audio is joined.
+
+        Args:
+            texts: a text, or a list of texts.
+            sampling_params: None takes the values of the checkpoint, then those of its speech format, and a
+                new seed.
+            use_tqdm: show a progress bar, if standard error is a terminal.
+            voice: the name of a voice of the model, or of a configured voice to imitate.
+            audio_prompt_tokens: codes of a voice to imitate; excludes ``voice``.
+            audio_prompt_transcription: what is spoken in ``audio_prompt_tokens``.
+            adapter: the LoRA adapter.
+
+        Returns:
+            A `Speech` for a text, or a list of them in the order of the texts.
+
+        Raises:
+            InputError: a text cannot be spoken; then none has been.
+            RequestFailedError: the model generated no speech.
+            TaskMismatchError: the model does not generate audio.
+        """
+        self._check_task("LLM.speak", PipelineTask.AUDIO_GENERATION)
+        options = self._speech_options(voice, audio_prompt_tokens, audio_prompt_transcription, adapter)
+        batch = [texts] if isinstance(texts, str) else list(texts)
+        results: list[list[SpeechResult]] = []
+        for index, text in enumerate(batch):
+            try:
+                results.append(
+                    [SpeechResult(one) for one in self._speech_contexts(text, sampling_params, options)]
+                )
+            except InputError as error:
+                if len(batch) > 1:
+                    error.add_note(f"in text {index + 1} of {len(batch)}")
+                raise
+        together = [one for parts in results for one in parts]
+        progress = GenerationProgress(len(together), shown=use_tqdm)
+        with self._runner.exclusive(), deferred_interrupts() as deliver_interrupts, progress:
+            counts = {one.context.request_id: 0 for one in together}
+            for served in self._runner.run(together, seconds=BATCH_LATENCY_BUDGET):
+                deliver_interrupts()
+                totals = {one.context.request_id: len(one.context.generated_tokens) for one in served}
+                progress.advance(
+                    num_tokens=sum(total - counts[name] for name, total in totals.items()),
+                    num_prompts=sum(one.is_done for one in served),
+                )
+                counts |= totals
+        speeches = [self._speech(parts) for parts in results]
+        return speeches[0] if isinstance(texts, str) else speeches
+
+    def stream_speech(
+        self,
+        text: str,
+        sampling_params: SamplingParams | None = None,
+        *,
+        voice: str | None = None,
+        audio_prompt_tokens: Sequence[int] = (),
+        audio_prompt_transcription: str = "",
+        adapter: str | None = None,
+    ) -> SpeechStream:
+        """Return the audio of one text as a stream of chunks, the first as early as possible.
+
+        The parameters are those of `speak`. Parts of a long text are spoken one after another. The metadata
+        of a chunk are ``sample_rate``, ``num_tokens`` so far, ``seconds`` of audio so far, and
+        ``elapsed_seconds`` since the start. The LLM refuses other calls until the stream ends or is closed.
+
+        Raises:
+            InputError: the text cannot be spoken.
+            TaskMismatchError: the model does not generate audio.
+        """
+        self._check_task("LLM.stream_speech", PipelineTask.AUDIO_GENERATION)
+        options = self._speech_options(voice, audio_prompt_tokens, audio_prompt_transcription, adapter)
+        contexts = self._speech_contexts(text, sampling_params, {**options, "streaming": True})
+        return SpeechStream(self._speech_chunks(contexts), self.pipeline.sample_rate)
+
+    def _speech_chunks(self, contexts: Sequence[TTSContext]) -> Generator[AudioGeneratorOutput, None, None]:
+        import torch
+
+        begin, rate = perf_counter(), self.pipeline.sample_rate
+        num_samples, num_tokens = 0, 0
+        with self._runner.exclusive():
+            for context in contexts:
+                result = SpeechResult(context)
+                for _ in self._runner.run([result], seconds=STREAMING_LATENCY_BUDGET):
+                    is_last = result.is_done and context is contexts[-1]
+                    if result.new_chunk is None and not is_last:
+                        continue
+                    chunk = np.zeros(0, np.float32) if result.new_chunk is None else result.new_chunk
+                    num_samples += len(chunk)
+                    metadata = {
+                        "sample_rate": rate,
+                        "num_tokens": num_tokens + len(context.generated_tokens),
+                        "seconds": num_samples / rate,
+                        "elapsed_seconds": perf_counter() - begin,
+                    }
+                    result.new_chunk = None
+                    yield AudioGeneratorOutput(torch.from_numpy(chunk), metadata, is_last)
+                num_tokens += len(context.generated_tokens)
+
+    def _speech_options(
+        self, voice: str | None, codes: Sequence[int], transcription: str, adapter: str | None
+    ) -> dict[str, Any]:
+        """Return the fields of requests that all parts of all texts share."""
+        if voice is not None and len(codes):
+            raise InputError("give either voice or audio_prompt_tokens: both choose a voice")
+        known = self.pipeline.voices
+        chosen: Mapping[str, Any] = {
+            "audio_prompt_tokens": [int(code) for code in codes],
+            "audio_prompt_transcription": transcription,
+        }
+        if voice is not None:
+            chosen = voice_fields(voice, known, self.tokenizer.speech_format)
+        return {**chosen, "adapter": adapter}
+
+    def _speech_contexts(
+        self, text: str, params: SamplingParams | None, options: Mapping[str, Any]
+    ) -> list[TTSContext]:
+        """Return the contexts of the parts of a text."""
+        if params is None:
+            defaults = self.tokenizer.speech_format.sampling_defaults
+            params = self.config.default_sampling_params(defaults=defaults)
+        return [
+            self.tokenizer.build_speech_context(
+                AudioGenerationRequest(
+                    uuid4().hex, index, self.config.model.name, input=part, sampling_params=params, **options
+                )
+            )
+            for index, part in enumerate(self.tokenizer.split(text))
+        ]
+
+    def _speech(self, parts: Sequence[SpeechResult]) -> Speech:
+        chunks = [chunk for part in parts for chunk in part.chunks]
+        contexts = [part.context for part in parts]
+        return Speech(
+            audio=np.concatenate(chunks),
+            sample_rate=self.pipeline.sample_rate,
+            num_tokens=sum(len(context.generated_tokens) for context in contexts),
+            is_cut=any(context.speech_token_status.value == "maximum_length" for context in contexts),
+        )

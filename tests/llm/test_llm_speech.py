@@ -1,0 +1,159 @@
+"""`LLM.speak` and `LLM.stream_speech`, with a random Llama and a fake codec."""
+
+from __future__ import annotations
+
+import json
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.tiny_llm import write_tiny_llm
+from support.tiny_speech import RATE, SAMPLES_PER_FRAME, catalog, write_tiny_speech
+
+from penstock import LLM
+from penstock.config import PipelineConfig
+from penstock.errors import InputError, RequestFailedError, TaskMismatchError, UnsupportedFeatureError
+from penstock.llm.speech import Speech
+from penstock.pipelines.core import AudioGeneratorOutput, SamplingParams
+
+PARAMS = SamplingParams(seed=3, top_k=-1, temperature=1, max_new_tokens=60, min_new_tokens=40)
+TEXTS = ["hello world", "one two three", "a b"]
+
+
+def opened(folder: Path, **settings: object) -> LLM:
+    config = PipelineConfig.from_flat({"model_path": str(folder), "kv_cache_memory": 1 << 21, **settings})
+    return LLM.from_config(config, catalog=catalog())
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("models")
+    with wave.open(str(folder / "ben.wav"), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(2 * RATE)
+        file.writeframes(np.linspace(-20000, 20000, 40 * SAMPLES_PER_FRAME).astype("<i2").tobytes())
+    (folder / "ben.txt").write_text("I am Ben.\n")
+    (folder / "carl.json").write_text(json.dumps({"codes": [1, 2, 3], "transcription": "I am Carl."}))
+    model = write_tiny_speech(folder / "model", max_characters=40)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        voices = (f"ben={folder / 'ben.wav'}", f"carl={folder / 'carl.json'}", "dora=7,7,7")
+        with opened(model, voice=voices) as llm:
+            yield llm
+
+
+def test_one_text_and_several(llm: LLM) -> None:
+    speeches = llm.speak(TEXTS, PARAMS)
+    assert [type(one) for one in speeches] == [Speech] * 3
+    for text, speech in zip(TEXTS, speeches, strict=True):
+        alone = llm.speak(text, PARAMS)
+        np.testing.assert_array_equal(alone.audio, speech.audio)
+        assert alone.sample_rate == RATE
+        assert alone.audio.dtype == np.float32
+        assert alone.seconds == len(alone.audio) / RATE > 0
+        assert 40 <= alone.num_tokens <= 60
+        assert alone.is_cut == (alone.num_tokens == 60 and len(alone.audio) == 60 * SAMPLES_PER_FRAME)
+    assert llm.speak([], PARAMS) == []
+
+
+def test_a_stream_has_the_audio_of_the_whole(llm: LLM) -> None:
+    long = "One sentence is this. Another one follows it. And here is the third of them."
+    assert len(llm.tokenizer.split(long)) > 1
+    for text in (TEXTS[0], long):
+        stream = llm.stream_speech(text, PARAMS)
+        chunks = list(stream)
+        assert all(isinstance(chunk, AudioGeneratorOutput) for chunk in chunks)
+        assert [chunk.is_done for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        whole = llm.speak(text, PARAMS)
+        np.testing.assert_array_equal(np.concatenate([one.audio_data.numpy() for one in chunks]), whole.audio)
+        assert len(chunks) > 1
+        last = chunks[-1].metadata
+        assert (last["sample_rate"], last["num_tokens"]) == (RATE, whole.num_tokens)
+        assert last["seconds"] == whole.seconds
+        assert stream.sample_rate == RATE
+
+
+def test_a_stream_that_is_closed_frees_the_model(llm: LLM) -> None:
+    stream = llm.stream_speech(TEXTS[0], PARAMS)
+    next(stream)
+    with pytest.raises(UnsupportedFeatureError, match="two places at once"):
+        llm.speak("a", PARAMS)
+    stream.close()
+    assert llm.speak("a", PARAMS).num_tokens
+    assert llm.pipeline.kv.num_free_blocks == llm.pipeline.kv.num_blocks
+
+
+def test_voices(llm: LLM) -> None:
+    ben, carl, dora = (llm.pipeline.voices[name] for name in ("ben", "carl", "dora"))
+    assert (ben.transcription, carl.transcription, dora.codes) == ("I am Ben.", "I am Carl.", [7, 7, 7])
+    assert len(ben.codes) == 20, "resampled to the rate of the codec"
+    assert ben.codes == sorted(ben.codes)
+    spoken = llm.speak("hi", PARAMS, voice="carl")
+    prompt = llm.speak("hi", PARAMS, audio_prompt_tokens=[1, 2, 3], audio_prompt_transcription="I am Carl.")
+    np.testing.assert_array_equal(spoken.audio, prompt.audio)
+    assert not np.array_equal(spoken.audio, llm.speak("hi", PARAMS).audio)
+    with pytest.raises(InputError, match="voice 'eve' is unknown: known are ben, carl, dora"):
+        llm.speak("hi", PARAMS, voice="eve")
+    with pytest.raises(InputError, match="needs its transcription"):
+        llm.speak("hi", PARAMS, voice="dora")
+    with pytest.raises(InputError, match="give either voice or audio_prompt_tokens"):
+        llm.speak("hi", PARAMS, voice="ben", audio_prompt_tokens=[1])
+    with pytest.raises(InputError, match=r"codes must be from 0 to 15, were from 1 to 99"):
+        llm.speak("hi", PARAMS, audio_prompt_tokens=[1, 99], audio_prompt_transcription="x")
+
+
+def test_a_voice_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from support.tiny_speech import FakeCodec
+
+    from penstock.pipelines.voices import load_voices
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "codec").mkdir()
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setnchannels(2)
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+        file.writeframes(np.zeros(8 * SAMPLES_PER_FRAME, "<i2").tobytes())
+    codec = FakeCodec(1)
+    calls = []
+    encode = codec.encode
+    monkeypatch.setattr(codec, "encode", lambda samples: (calls.append(len(samples)), encode(samples))[1])
+    given = [f"a={tmp_path / 'a.wav'}"]
+    first = load_voices(given, codec, tmp_path / "codec")
+    assert load_voices(given, codec, tmp_path / "codec") == first
+    assert calls == [4 * SAMPLES_PER_FRAME]
+    for bad, message in [
+        ("a=missing.wav", "'a' cannot be used: .*No such file"),
+        ("a=1,2,99", "codes must be from 0 to 15"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_voices([bad], codec, tmp_path / "codec")
+    with pytest.raises(ValueError, match="'a' is given twice"):
+        load_voices([*given, *given], codec, tmp_path / "codec")
+
+
+def test_invalid_texts_and_methods(llm: LLM) -> None:
+    for text in ("", "  \n"):
+        with pytest.raises(InputError, match="the input is empty"):
+            llm.speak(text, PARAMS)
+    with pytest.raises(InputError, match="the input is empty") as caught:
+        llm.speak(["a", ""], PARAMS)
+    assert caught.value.__notes__ == ["in text 2 of 2"]
+    with pytest.raises(TaskMismatchError, match=r"LLM.generate needs a model of the task text-generation"):
+        llm.generate("a")
+    with pytest.raises(RequestFailedError, match="7 tokens without a whole frame"):
+        llm.speak("a", SamplingParams(max_new_tokens=7, allowed_token_ids=[65]))
+    assert llm.pipeline.kv.num_free_blocks == llm.pipeline.kv.num_blocks
+
+
+def test_a_text_model_does_not_speak(tmp_path: Path) -> None:
+    with (
+        LLM(str(write_tiny_llm(tmp_path / "m")), kv_cache_memory=1 << 21) as llm,
+        pytest.raises(TaskMismatchError, match=r"LLM.speak needs a model of the task audio-generation"),
+    ):
+        llm.speak("a")  # type: ignore[attr-defined]

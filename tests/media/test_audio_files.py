@@ -1,0 +1,91 @@
+"""Audio files: whole, in pieces, read back, and at another sample rate."""
+
+from __future__ import annotations
+
+import io
+import sys
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.errors import InputError, MissingDependencyError
+from penstock.media import audio_files
+from penstock.media.audio_files import AUDIO_FORMATS, AudioEncoder, encode_audio, read_audio, resample
+
+RATE = 24000
+TONE = (0.5 * np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)).astype(np.float32)
+
+
+def pieces(name: str, size: int = 1700) -> bytes:
+    encoder = AudioEncoder(name, RATE)
+    parts = [encoder.add(TONE[start : start + size]) for start in range(0, len(TONE), size)]
+    return b"".join([*parts, encoder.finish()])
+
+
+def test_wav_and_pcm_need_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    audio_files._soundfile.cache_clear()
+    with wave.open(io.BytesIO(encode_audio(TONE, RATE, "wav"))) as file:
+        assert (file.getframerate(), file.getnframes()) == (RATE, RATE)
+        frames = file.readframes(RATE)
+    assert np.abs(np.frombuffer(frames, "<i2") / 32767 - TONE).max() < 1e-4
+    assert pieces("pcm") == encode_audio(TONE, RATE, "pcm") == frames
+    stream = pieces("wav")
+    assert stream[44:] == frames
+    assert stream[40:44] == b"\xff" * 4
+    assert AudioEncoder("wav", RATE).finish()[:4] == b"RIFF", "a stream without samples has a header"
+    (tmp_path / "a.wav").write_bytes(encode_audio(TONE, RATE, "wav"))
+    samples, rate = read_audio(tmp_path / "a.wav")
+    assert (rate, samples.dtype) == (RATE, np.float32)
+    assert np.abs(samples - TONE).max() < 1e-4
+    for name in set(AUDIO_FORMATS) - {"wav", "pcm"}:
+        with pytest.raises(MissingDependencyError, match=rf"format {name} .*penstock-llm\[audio\]"):
+            AudioEncoder(name, RATE)
+    audio_files._soundfile.cache_clear()
+
+
+def test_samples_beyond_the_range_are_clipped() -> None:
+    data = encode_audio(np.array([2, -2, 0], np.float32), RATE, "pcm")
+    assert np.frombuffer(data, "<i2").tolist() == [32767, -32767, 0]
+
+
+def test_an_unknown_format() -> None:
+    with pytest.raises(InputError, match="'aac' is unknown: known are wav, pcm, flac, mp3, opus"):
+        AudioEncoder("aac", RATE)
+
+
+@pytest.mark.parametrize("name", ["flac", "mp3", "opus"])
+def test_compressed_formats(name: str, tmp_path: Path) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    whole, rate = soundfile.read(io.BytesIO(encode_audio(TONE, RATE, name)))
+    assert (len(whole), rate) == (RATE, RATE)
+    file = tmp_path / f"a.{name}"
+    file.write_bytes(pieces(name))
+    samples, rate = read_audio(file)
+    assert rate == RATE
+    assert len(samples) > 0.4 * RATE
+    assert 0.3 < np.abs(samples[4000:8000]).max() < 0.6
+
+
+def test_a_compressed_stream_arrives_as_it_is_made() -> None:
+    pytest.importorskip("soundfile")
+    encoder = AudioEncoder("mp3", RATE)
+    assert all(encoder.add(TONE[start : start + 4000]) for start in range(0, 20000, 4000))
+
+
+def test_a_file_that_is_no_audio(tmp_path: Path) -> None:
+    pytest.importorskip("soundfile")
+    (tmp_path / "a.wav").write_bytes(b"no audio at all")
+    with pytest.raises(InputError, match="is no audio file"):
+        read_audio(tmp_path / "a.wav")
+
+
+@pytest.mark.parametrize("target", [8000, 16000, 44100])
+def test_another_rate(target: int) -> None:
+    samples = resample(TONE, RATE, target)
+    expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(target) / target)
+    assert len(samples) == target
+    assert np.abs(samples - expected)[200:-200].max() < 1e-3
+    assert resample(TONE, RATE, RATE) is TONE

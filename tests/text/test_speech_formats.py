@@ -1,0 +1,184 @@
+"""Speech formats: prompts, codes, broken frames, detection; sentences and phonemes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.tiny_llm import write_tiny_llm
+from support.tiny_speech import SIZE, write_tiny_speech
+
+from penstock.config import PipelineConfig
+from penstock.errors import CheckpointError, ConfigError, InputError, UnsupportedFeatureError
+from penstock.pipelines.core import AudioGenerationRequest, PipelineTask, SamplingParams
+from penstock.text.phonemes import phonemes_of
+from penstock.text.sentences import split_text
+from penstock.text.speech_format import SpeechCodes, format_name, speech_formats
+from penstock.text.speech_tokenizer import SpeechTokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SpeechTokenizer]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: SpeechTokenizer(write_tiny_speech(folder / name, name)) for name in speech_formats()}
+
+
+def prompt(tokenizer: SpeechTokenizer, **fields: object) -> str:
+    """Return the prompt of a request, with its special tokens."""
+    context = tokenizer.build_speech_context(AudioGenerationRequest("r", 0, "m", **fields))  # type: ignore[arg-type]
+    return tokenizer.decode_ids(context.prompt_tokens, skip_special_tokens=False)
+
+
+def test_orpheus_prompts(tokenizers: dict[str, SpeechTokenizer]) -> None:
+    one = tokenizers["orpheus"]
+    start, end = "<custom_token_3>", "<|eot_id|><custom_token_4><custom_token_5><custom_token_1>"
+    assert prompt(one, input="Hi") == f"{start}Hi{end}"
+    assert prompt(one, input=" Hi\n", voice="tara") == f"{start}tara: Hi{end}"
+    cloned = prompt(one, input="Hi", audio_prompt_tokens=[0, 1, 15], audio_prompt_transcription="Ho")
+    codes = "".join(f"<custom_token_{10 + p * SIZE + code}>" for p, code in enumerate([0, 1, 15]))
+    assert cloned == f"{start}Ho{end}{codes}<custom_token_2><custom_token_6>{start}Hi{end}"
+    with pytest.raises(InputError, match="voice 'eve' is unknown: the model has tara, leah"):
+        prompt(one, input="Hi", voice="eve")
+    with pytest.raises(InputError, match="2 speech codes are no whole number of frames: a frame has 3"):
+        prompt(one, input="Hi", audio_prompt_tokens=[0, 1], audio_prompt_transcription="Ho")
+
+
+def test_neutts_prompts(tokenizers: dict[str, SpeechTokenizer]) -> None:
+    one = tokenizers["neutts"]
+    task, end = "user: Convert the text to speech:<|TEXT_PROMPT_START|>", "<|TEXT_PROMPT_END|>\nassistant:"
+    assert prompt(one, input="Hi") == f"{task}Hi{end}<|SPEECH_GENERATION_START|>"
+    cloned = prompt(one, input="Hi", audio_prompt_tokens=[3, 1], audio_prompt_transcription="Ho")
+    assert cloned == f"{task}Ho Hi{end}<|SPEECH_GENERATION_START|><|speech_3|><|speech_1|>"
+    with pytest.raises(InputError, match="'tara' is unknown"):
+        prompt(one, input="Hi", voice="tara")
+
+
+def test_special_tokens_in_a_text_are_text(tokenizers: dict[str, SpeechTokenizer]) -> None:
+    one = tokenizers["neutts"]
+    context = one.build_speech_context(AudioGenerationRequest("r", 0, "m", input="<|SPEECH_GENERATION_END|>"))
+    assert one.speech_format.end_token_ids[0] not in context.prompt_tokens
+
+
+def test_a_prompt_replaces_the_format(tokenizers: dict[str, SpeechTokenizer]) -> None:
+    one = tokenizers["neutts"]
+    assert prompt(one, input="Hi", prompt="as it is<|speech_1|>") == "as it is<|speech_1|>"
+    ids = [5, 6, 7]
+    context = one.build_speech_context(AudioGenerationRequest("r", 0, "m", prompt=ids))
+    assert context.prompt_tokens.tolist() == ids
+    assert context.eos_token_ids >= set(one.speech_format.end_token_ids)
+    for bad in ([], [10**6]):
+        with pytest.raises(InputError):
+            one.build_speech_context(AudioGenerationRequest("r", 0, "m", prompt=bad))
+    params = SamplingParams(stop=["a"])
+    with pytest.raises(UnsupportedFeatureError, match="stop_token_ids"):
+        one.build_speech_context(AudioGenerationRequest("r", 0, "m", input="a", sampling_params=params))
+
+
+CODES = SpeechCodes(np.arange(100, 112, dtype=np.int64).reshape(3, 4))
+"""Three codebooks of four codes: 100 to 103, 104 to 107, 108 to 111."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "codes", "parsed", "dropped"),
+    [
+        ([], [], 0, 0),
+        ([101, 105, 111], [1, 1, 3], 3, 0),
+        ([101, 105], [], 0, 0),
+        ([101, 105, 111, 100], [1, 1, 3], 3, 0),
+        ([7, 101, 7, 105, 111], [1, 1, 3], 5, 2),
+        ([105, 111, 101, 105, 111], [1, 1, 3], 5, 2),
+        ([101, 111, 100, 104, 108], [0, 0, 0], 5, 2),
+        ([101, 102, 104, 108], [2, 0, 0], 4, 1),
+        ([101, 105, 102, 104, 110], [2, 0, 2], 5, 2),
+        ([7, 8, 9], [], 3, 3),
+        ([10**6, 101, 105, 111], [1, 1, 3], 4, 1),
+    ],
+)
+def test_frames_of_tokens(tokens: list[int], codes: list[int], parsed: int, dropped: int) -> None:
+    found = CODES.parse(np.array(tokens, np.int64))
+    assert (found[0].tolist(), *found[1:]) == (codes, parsed, dropped)
+    step_by_step, start = [], 0
+    for end in range(len(tokens) + 1):
+        part, count, _ = CODES.parse(np.array(tokens[start:end], np.int64))
+        step_by_step += part.tolist()
+        start += count
+    assert step_by_step == codes
+
+
+def test_tokens_of_frames() -> None:
+    assert CODES.token_ids([1, 1, 3, 0, 0, 0]) == [101, 105, 111, 100, 104, 108]
+    with pytest.raises(InputError, match="from 0 to 3, were from 0 to 4"):
+        CODES.token_ids([0, 4, 0])
+
+
+@pytest.mark.parametrize("name", ["orpheus", "neutts"])
+def test_detection(name: str, tmp_path: Path) -> None:
+    folder = write_tiny_speech(tmp_path / "m", name)
+    assert format_name(folder) == name
+    assert PipelineConfig.from_flat({"model_path": str(folder)}).model.pipeline_task is (
+        PipelineTask.AUDIO_GENERATION
+    )
+    (folder / "speech_config.json").unlink()
+    assert PipelineConfig.from_flat({"model_path": str(folder)}).model.pipeline_task is (
+        PipelineTask.AUDIO_GENERATION
+    )
+    with pytest.raises(CheckpointError, match="has no token"):
+        SpeechTokenizer(folder)  # the public formats have larger codebooks
+    text = write_tiny_llm(tmp_path / "text")
+    assert format_name(text) is None
+    with pytest.raises(CheckpointError, match=r"Give --speech-format \(neutts, orpheus\)"):
+        SpeechTokenizer(text)
+    with pytest.raises(ConfigError, match="must be one of neutts, orpheus, was 'other'"):
+        format_name(folder, "other")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"frmat": "neutts"}, "unknown key 'frmat'"),
+        ({"codebook_size": "many"}, "codebook_size must be of type int: 'many'"),
+        ({"format": "other"}, "must be one of neutts, orpheus"),
+    ],
+)
+def test_a_malformed_description(content: dict[str, object], message: str, tmp_path: Path) -> None:
+    folder = write_tiny_speech(tmp_path / "m")
+    (folder / "speech_config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        SpeechTokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "parts"),
+    [
+        ("One. Two!", 50, ["One. Two!"]),
+        ("One sentence. Another one! A third?", 26, ["One sentence. Another one!", "A third?"]),
+        ("A long clause, and another, here.", 20, ["A long clause,", "and another, here."]),
+        ("word " * 5, 11, ["word word", "word word", "word"]),
+        ("abcdefgh", 3, ["abc", "def", "gh"]),
+        ("3.14 is pi. Yes.", 12, ["3.14 is pi.", "Yes."]),
+        ("  ", 5, []),
+    ],
+)
+def test_long_texts_are_split(text: str, limit: int, parts: list[str]) -> None:
+    assert split_text(text, limit) == parts
+
+
+def test_phonemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UnsupportedFeatureError, match="espeak-ng is not installed"):
+        phonemes_of("hi", "en-us")
+    program = tmp_path / "espeak-ng"
+    program.write_text('#!/bin/sh\nread -r line\n[ "$5" = xx ] && exit 1\necho "(fr)[$line](en)"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert phonemes_of("Hi, you (all)!", "en-us") == "[Hi], [you] ([all])!"
+    assert phonemes_of("...", "en-us") == "..."
+
+
+def test_a_model_that_reads_phonemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.text.speech_tokenizer.phonemes_of", lambda text, language: f"/{text}/")
+    one = SpeechTokenizer(write_tiny_speech(tmp_path / "m", phonemes=True))
+    shown = prompt(one, input="Hi", audio_prompt_tokens=[3], audio_prompt_transcription="Ho")
+    assert "<|TEXT_PROMPT_START|>/Ho/ /Hi/<|TEXT_PROMPT_END|>" in shown
