@@ -1,0 +1,174 @@
+"""The tokens of images in prompts are those of the processors of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from penstock.architectures.gemma3.media import Gemma3Family
+from penstock.architectures.idefics3.media import Idefics3Family
+from penstock.architectures.qwen2_5_vl.media import QwenVisionFamily
+from penstock.architectures.qwen3_vl.media import Qwen3VisionFamily
+from penstock.architectures.smolvlm.media import SmolVLMFamily
+from penstock.config import HuggingFaceConfig
+from penstock.errors import ConfigError, InputError
+from penstock.media.family import ProcessedImage, VisionFamily
+
+SIZES = [(200, 100), (70, 150), (64, 64)]
+
+
+@pytest.fixture(autouse=True)
+def _no_video_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Video processors need torchvision and num2words; prompts with images do not use them."""
+    from transformers import processing_utils
+    from transformers.models.smolvlm import processing_smolvlm
+
+    monkeypatch.setattr(
+        processing_utils.ProcessorMixin, "check_argument_for_proper_class", lambda *arguments: None
+    )
+    monkeypatch.setattr(processing_smolvlm, "num2words", str, raising=False)
+    monkeypatch.setattr(processing_smolvlm, "is_num2words_available", lambda: True)
+
+
+def tokenizer_of(special: Sequence[str], **roles: str) -> Any:
+    """Return a tokenizer of bytes with special tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        additional_special_tokens=list(special),
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        **({"extra_special_tokens": roles} if roles else {}),
+    )
+
+
+def prompts(family: VisionFamily, images: Any, tokenizer: Any, template: str) -> list[int]:
+    """Return the ids of a template whose ``{}`` are images."""
+    text = template.replace("{}", family.placeholder)
+    for size in SIZES:
+        image = Image.fromarray(np.zeros((size[1], size[0], 3), np.uint8))
+        outputs = {
+            name: np.asarray(one) for name, one in images([image], **family.processor_options("auto")).items()
+        }
+        text = text.replace(family.placeholder, "\0", 1)
+        text = text.replace(
+            "\0", family.expand(family.processed(outputs, size)).replace(family.placeholder, "\1")
+        )
+    ids: list[int] = tokenizer(text.replace("\1", family.placeholder), add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def theirs(processor: Any, template: str, placeholder: str) -> list[int]:
+    images = [Image.fromarray(np.zeros((height, width, 3), np.uint8)) for width, height in SIZES]
+    text = template.replace("{}", placeholder)
+    ids: list[int] = processor(text=text, images=[images], return_tensors="np")["input_ids"][0].tolist()
+    return ids
+
+
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm"])
+def test_tiles(name: str) -> None:
+    from transformers import Idefics3Processor, SmolVLMProcessor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    cells = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    tokenizer = tokenizer_of(
+        ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>", *cells]
+    )
+    sizes = {"size": {"longest_edge": 256}, "max_image_size": {"longest_edge": 64}}
+    config = HuggingFaceConfig(
+        {
+            "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
+            "scale_factor": 2,
+            "vision_config": {"patch_size": 8},
+        }
+    )
+    processor: Any
+    if name == "idefics3":
+        processor = Idefics3Processor(Idefics3ImageProcessorPil(**sizes), tokenizer, image_seq_len=16)
+        family: VisionFamily = Idefics3Family(config, {}, tokenizer.convert_ids_to_tokens)
+    else:
+        processor = SmolVLMProcessor(
+            SmolVLMImageProcessorPil(**sizes), tokenizer, video_processor=None, image_seq_len=16
+        )
+        family = SmolVLMFamily(config, {}, tokenizer.convert_ids_to_tokens)
+    ours = prompts(family, processor.image_processor, tokenizer, "a {}b{} c\n{}")
+    assert ours == theirs(processor, "a {}b{} c\n{}", "<image>")
+    assert family.processor_options("low")["do_image_splitting"] is False
+    assert family.processor_options("high")["do_image_splitting"] is True
+
+
+GEMMA_TOKENS = {
+    "boi_token": "<start_of_image>",
+    "image_token": "<image_soft_token>",
+    "eoi_token": "<end_of_image>",
+}
+
+
+def gemma_config(tokenizer: Any) -> HuggingFaceConfig:
+    boi, image, eoi = (tokenizer.convert_tokens_to_ids(one) for one in GEMMA_TOKENS.values())
+    return HuggingFaceConfig(
+        {
+            "boi_token_index": boi,
+            "image_token_index": image,
+            "eoi_token_index": eoi,
+            "mm_tokens_per_image": 16,
+        }
+    )
+
+
+def test_gemma3() -> None:
+    from transformers import Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    tokenizer = tokenizer_of(list(GEMMA_TOKENS.values()), **GEMMA_TOKENS)
+    images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    processor = Gemma3Processor(images, tokenizer, image_seq_length=16)
+    family = Gemma3Family(gemma_config(tokenizer), {}, tokenizer.convert_ids_to_tokens)
+    ours = prompts(family, images, tokenizer, "a {}b{} c\n{}")
+    assert ours == theirs(processor, "a {}b{} c\n{}", "<start_of_image>")
+
+
+def test_crops_of_gemma3_are_refused() -> None:
+    with pytest.raises(ConfigError, match="do_pan_and_scan"):
+        Gemma3Family(HuggingFaceConfig({}), {"do_pan_and_scan": True}, str)
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5_VLProcessor", "Qwen3VLProcessor"])
+def test_qwen(name: str) -> None:
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = tokenizer_of(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"])
+    images = Qwen2VLImageProcessorPil()
+    processor = getattr(transformers, name)(images, tokenizer, video_processor=None)
+    config = HuggingFaceConfig({"image_token_id": tokenizer.convert_tokens_to_ids("<|image_pad|>")})
+    kind = QwenVisionFamily if name == "Qwen2_5_VLProcessor" else Qwen3VisionFamily
+    family = kind(config, {}, tokenizer.convert_ids_to_tokens)
+    template = "a <|vision_start|>{}<|vision_end|>b<|vision_start|>{}<|vision_end|>{}"
+    assert prompts(family, images, tokenizer, template) == theirs(processor, template, "<|image_pad|>")
+
+
+def test_videos_are_refused() -> None:
+    family = QwenVisionFamily(HuggingFaceConfig({}), {}, str)
+    outputs = {"pixel_values": np.zeros((8, 4)), "image_grid_thw": np.array([[2, 2, 2]])}
+    with pytest.raises(InputError, match=r"2 frames.*not videos"):
+        family.processed(outputs, (28, 28))
+
+
+def test_an_image_has_the_tokens_of_its_merged_patches() -> None:
+    family = QwenVisionFamily(
+        HuggingFaceConfig({"vision_config": {"spatial_merge_size": 4}}), {}, lambda _: "x"
+    )
+    image = ProcessedImage(np.zeros((128, 4)), (1, 1), {"image_grid_thw": np.array([1, 8, 16])})
+    assert family.expand(image) == "x" * 8
